@@ -320,6 +320,10 @@ class Attempt(RankFiles):
         """NodeHealth of one node."""
         return self.folder / "health" / "{}.json".format(host)
 
+    def unpacked(self, host: str) -> Path:
+        """Empty file: the container image is unpacked on this node."""
+        return self.folder / "unpacked" / host
+
     @property
     def fabric(self) -> Path:
         """FabricReport."""

@@ -4,7 +4,8 @@
  *
  * An image file has, after the header of a squashfs, NAME=value lines: the environment that the image sets.
  * An image without a path is taken to be in a registry that has everything. A container has no Slurm in it: its tasks
- * do not find the controller. Tasks start in a directory that is mounted, or in one that every image has. */
+ * do not find the controller. Tasks start in a directory that is mounted, or in one that every image has. Where
+ * DIRECTORY/full-NODE exists, the node has no room for an image. */
 #include <errno.h>
 #include <limits.h>
 #include <slurm/spank.h>
@@ -149,6 +150,22 @@ int slurm_spank_user_init(spank_t spank, int count, char **arguments)
     return fclose(out);
 }
 
+/* As enroot and pyxis tell of a node without room for the image. */
+static int no_room(const char *directory)
+{
+    char host[HOST_NAME_MAX + 1], mark[PATH_MAX];
+    gethostname(host, sizeof host);
+    snprintf(mark, sizeof mark, "%s/full-%s", directory, host);
+    if (access(mark, F_OK) != 0)
+        return 0;
+    slurm_error("pyxis: child 7 failed with error code: 1");
+    slurm_error("pyxis: failed to create container filesystem for image: %s", asked[IMAGE]);
+    slurm_error("pyxis: printing enroot log file:");
+    slurm_error("pyxis:     [INFO] Extracting squashfs filesystem...");
+    slurm_error("pyxis:     Write on output file failed because No space left on device");
+    return refuse("couldn't start container");
+}
+
 /* The image's values win, except over the names of --container-env. */
 static int enter_image(spank_t spank)
 {
@@ -180,6 +197,8 @@ int slurm_spank_task_init(spank_t spank, int count, char **arguments)
         if (asked[ENV] == NULL || !among(asked[ENV], *name))
             spank_unsetenv(spank, *name);
     if (each(mounts, check_mount_source) != 0)
+        return -1;
+    if (asked[IMAGE] != NULL && no_room(arguments[0]) != 0)
         return -1;
     if (asked[IMAGE] != NULL && is_path(asked[IMAGE]) && enter_image(spank) != 0)
         return -1;

@@ -99,3 +99,18 @@ def test_a_health_check_that_slurm_keeps_waiting_is_given_up(login: Login) -> No
     assert run.ends() == [("crashed", None), ("finished", None)], run.log()
     assert "the health check: took too long" in run.dir.batch_log.read_text()
     assert run.avoided() == nodes_but(10, 10)
+
+
+@together
+def test_a_node_without_room_for_the_image_is_replaced_by_the_spare_one(login: Login) -> None:
+    """Its disk is its own: to wait for room there is to wait for ever."""
+    login.confine(1, 2)
+    full = login.lab.directory / "full-node01"
+    full.touch()
+    run = login.submit("demo", "--cluster", "pods", "job.nodes=1", "job.gpus_per_node=2", "job.spare_nodes=1")
+    assert run.wait() == "COMPLETED", run.log()
+    full.unlink()
+    assert run.ends() == [("finished", None)], run.log()
+    assert {rank["host"] for rank in run.seen().values()} == {"node02"}
+    bad = "node node01 is not used: the image could not be unpacked: Write on output file failed because No space left"
+    assert bad in run.dir.batch_log.read_text()

@@ -9,25 +9,35 @@ from typing import Callable, Dict, List, NamedTuple, Optional
 from launcher.host.attempt.avoid import just_excluded
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.runner import AttemptRunner
-from launcher.host.attempt.slurm_job import SlurmJob
+from launcher.host.attempt.slurm_job import SlurmJob, dead_nodes
 from launcher.host.attempt.slurm_steps import SlurmSteps
 from launcher.host.image.cache import import_image
 from launcher.host.image.reference import ImageError
-from launcher.host.judge.nodes import NotEnoughNodes, assign, skewed_clocks, unfit_nodes
+from launcher.host.judge.nodes import (
+    NOT_UNPACKED,
+    NotEnoughNodes,
+    assign,
+    not_unpacked,
+    skewed_clocks,
+    unfit_nodes,
+)
 from launcher.host.judge.verdict import describe_exit
 from launcher.host.process.processes import Fork
 from launcher.host.record.evidence import read_node_reports
 from launcher.host.record.goodput import mark_image, mark_ready
 from launcher.host.record.ledger import ends_in, read_ledger_or_complain
-from launcher.host.record.logs import LONG_TAIL, reason_of_step, signed, tail
+from launcher.host.record.logs import LONG_TAIL, reason_of_step, reasons_of_step, signed, tail
 from launcher.host.record.reading import read_or_raise
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment, Requeued
 from megatron_rl.contract.codes import BAD_NODES
-from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.files import names_in, write_atomic
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.records import read, write
 from megatron_rl.contract.run_records import PlanRecord
 
+FORGET_S = 60.0  # that the removal of containers may take at the end of an attempt
+CLOSE_S = 15.0  # that must be left after it until a deadline
+SHORTEST_FORGET_S = 5.0  # for less it is not begun
 IMPORT_PATIENCE_S = 10.0  # that the import of an image has to clean up when it is cut short
 ENDED_BY_TIMEOUT = (124, -signal.SIGKILL)  # it ended in time when it was told to, or had to be killed
 
@@ -74,6 +84,7 @@ class Preparation:
     ) -> None:
         self._context, self._checks, self._runner, self._steps, self._job = context, checks, runner, steps, job
         self._attempt: Attempt = runner.attempt
+        self._without_image: Dict[str, str] = {}  # host -> why the image could not be unpacked there
 
     def run(self) -> NodeAssignment:
         """Which node does what.
@@ -89,18 +100,45 @@ class Preparation:
         assignment = self._check_and_assign("health", self._context.hosts) if self._checks.health else self._assign([])
         fit = [host for host in self._context.hosts if host not in assignment.bad]
         if self._checks.image is not None:
-            self.forget_containers(fit)
-        if self._checks.unpack:
-            self._run_step("unpack", fit)
+            self._run_step("forget", fit)
+        if self._checks.unpack and self._unpack(fit):
+            assignment = self._assign(self._context.hosts if self._checks.health else [])
+            fit = [host for host in fit if host not in assignment.bad]
         if self._checks.fabric:
             assignment = self._check_and_assign("fabric", fit)
         self._leave_if_asked()
         mark_ready(self._attempt, time.time())
         return assignment
 
-    def forget_containers(self, hosts: List[str]) -> None:
-        """Remove what attempts of this and of other jobs of ours have left on the nodes."""
-        self._run_step("forget", hosts)
+    def forget_containers(self, request: Optional[Drain]) -> None:
+        """Remove what the attempt leaves on the nodes that live, once its ranks are gone: else it takes room there
+        until the next job of ours. Raises OSError.
+
+        Args:
+            request: to leave, where there was one; all must be over by its deadline.
+        """
+        deadline = request.deadline if request is not None else None
+        left = FORGET_S if deadline is None else min(FORGET_S, deadline - CLOSE_S - time.time())
+        if left < SHORTEST_FORGET_S:
+            return
+        dead = dead_nodes(self._context.hosts)
+        alive = [host for host in self._context.hosts if host not in dead]
+        give_up = time.monotonic() + left
+        child = self._steps.start("forget", alive, errors=str(self._attempt.logs / "forget.srun.log"))
+        self._runner.wait(lambda: child.exit_code() is not None or time.monotonic() >= give_up)
+
+    def _unpack(self, hosts: List[str]) -> bool:
+        """Have the image unpacked on the nodes; whether some of them could not do it. Raises as `run`."""
+        folder = self._attempt.unpacked("x").parent
+        folder.mkdir(exist_ok=True)
+        failure = self._run_step("unpack", hosts)
+        if failure is None:
+            return False
+        reasons = reasons_of_step(self._attempt.logs, "unpack")
+        self._without_image = not_unpacked(hosts, names_in(folder), reasons)
+        if not self._without_image:
+            raise NotReady(NOT_UNPACKED + failure, only(hosts))
+        return True
 
     def _import_image(self, reference: str) -> None:
         """Have the image imported once for all jobs and attempts; afterwards this only finds the file."""
@@ -143,7 +181,7 @@ class Preparation:
             checked: hosts that should have reported.
         """
         context, attempt = self._context, self._attempt
-        unfit = unfit_nodes(read_node_reports(attempt), checked)
+        unfit = dict(unfit_nodes(read_node_reports(attempt), checked), **self._without_image)
         unfit.update(self._failed_before())
         self._job.unfit = unfit
         for host, why in sorted(unfit.items()):

@@ -120,9 +120,9 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
             code = _train(runner, steps, assignment)
         finally:
             harvest.stop()
-        # Else there is no time left, and the next job of ours on these nodes does it.
-        if settings.checks.image is not None and runner.request is None:
-            preparation.forget_containers(context.hosts)
+            runner.also.clear()
+        if settings.checks.image is not None:
+            preparation.forget_containers(runner.request)
     except (AskedToLeave, NotEnoughNodes):
         pass
     except NotReady as error:

@@ -30,6 +30,7 @@ class AttemptEvidence(NamedTuple):
     heartbeats: List[Heartbeat] = []  # the last one of each rank
     stacks: Dict[int, str] = {}  # rank -> where its stacks are, for the user
     last_lines: Dict[int, str] = {}  # rank that ended badly -> last line of its log
+    not_started: Dict[int, str] = {}  # rank that ended badly -> why its program never began
     timed_out: Dict[int, str] = {}  # rank -> its collective that timed out, by NCCL's watchdog
 
     # Written or seen by the host side

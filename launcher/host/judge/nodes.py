@@ -9,6 +9,8 @@ from megatron_rl.contract.run_records import PlanRecord, SmallerPlan
 ABSENT_FROM_FABRIC = "did not come to the all-reduce between the nodes (see fabric.*.log)"
 
 
+NOT_UNPACKED = "the image could not be unpacked: "
+
 CLOCK_S = 10.0  # by which clocks may differ without a word
 
 
@@ -49,6 +51,20 @@ def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> Dict[str
         elif fabric is not None and host not in fabric.hosts:
             unfit[host] = ABSENT_FROM_FABRIC
     return unfit
+
+
+def not_unpacked(hosts: Sequence[str], unpacked: Collection[str], reasons: Dict[str, str]) -> Dict[str, str]:
+    """host -> why it must not be used, of those on which the image could not be unpacked while it could on others:
+    their disks are full or broken. Where it could on none, no node is to blame.
+
+    Args:
+        unpacked: hosts that have said that it was.
+        reasons: host -> what its log says.
+    """
+    if not set(unpacked) & set(hosts):
+        return {}
+    silent = "its node does not say why (see unpack.*.log)"
+    return {host: NOT_UNPACKED + reasons.get(host, silent) for host in hosts if host not in unpacked}
 
 
 def skewed_clocks(reports: NodeReports, began: float, now: float) -> List[str]:

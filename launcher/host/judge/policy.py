@@ -7,7 +7,8 @@
     node failure                     started again, without the dead nodes, in the same allocation where the others
                                      suffice; uses up nothing
     time limit, bad nodes, signal    started again, until several in a row have come to nothing: held
-    disk full                        started again after a quarter of an hour; uses up nothing
+    shared disk full                 started again after a quarter of an hour; uses up nothing
+    a node's own disk full           a crash of that node's: without it, at once
     crash, hang, end without a word  started again after a while, which doubles; without the node where it happened
                                      twice; held after the same error at the same step on two nodes, or three without a
                                      new checkpoint
@@ -17,9 +18,10 @@ somebody to look and to `mrl resume`.
 """
 
 import re
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from launcher.host.judge.verdict import Verdict
+from launcher.host.judge.nodes import NOT_UNPACKED
+from launcher.host.judge.verdict import NOT_STARTED, Verdict
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, LedgerLine
 from megatron_rl.contract.codes import (
     BAD_NODES,
@@ -56,6 +58,11 @@ CRASHES = 3  # without a new checkpoint
 LOSSES = 5  # of nodes in a row with which one allocation goes on
 LONGEST_BACKOFF_S = 900.0
 ROOM_AGAIN_S = 900.0  # after which a run looks again whether the disk has room
+
+
+_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+_ON_NODES_DISK = re.compile("(" + _FULL.pattern + r"): '/(tmp|var/tmp|dev/shm|run)/")
+OF_CONTAINERS = (NOT_STARTED, NOT_UNPACKED)  # how errors begin that concern the containers on the nodes' own disks
 
 
 class Facts(NamedTuple):
@@ -126,7 +133,8 @@ def _after_crash(history: List[AttemptEnd], verdict: Verdict, cause: Optional[st
     crashes = 1 + len([end for end in before if end.checkpoint >= facts.checkpoint])
     last = before[-1] if before else None
     same_node = bool(last and verdict.node and verdict.node == last.node)
-    suspects = {str(verdict.node)} if same_node and not _is_wrong_everywhere(verdict.error) else set()
+    suspicious = verdict.node and (same_node or _found_nodes_disk_full(verdict.error))
+    suspects = {str(verdict.node)} if suspicious and not _is_wrong_everywhere(verdict.error) else set()
     decision = Decision(
         verdict.outcome,
         cause,
@@ -141,11 +149,13 @@ def _after_crash(history: List[AttemptEnd], verdict: Verdict, cause: Optional[st
         return decision
     if found_disk_full(verdict.error):
         return decision._replace(delay_s=ROOM_AGAIN_S, crashes=0, message="the disk is full: make room")
-    same_step = last is not None and verdict.step is not None and verdict.step == last.step
-    if last is not None and same_step and _same(verdict.error, last.error):
+    if last is not None and _same_place(verdict, last) and _same(verdict.error, last.error):
         elsewhere = not same_node or str(verdict.node) in last.excluded  # it was to be avoided, and could not be
         if elsewhere:
-            return decision._replace(then=HELD, message="the same error at the same step twice")
+            message = "the same error at the same step twice"
+            if verdict.step is None:
+                message = "the same error before the ranks had started, on two nodes"
+            return decision._replace(then=HELD, message=message)
     if crashes >= CRASHES:
         return decision._replace(then=HELD, message="{} crashes without a new checkpoint".format(crashes))
     return decision
@@ -158,8 +168,23 @@ def is_crash(end: AttemptEnd) -> bool:
 
 
 def found_disk_full(error: Optional[str]) -> bool:
-    """Whether this is the error of something that found no room on a disk."""
-    return re.search(r"No space left on device|Disk quota exceeded", error or "") is not None
+    """Whether this is the error of something that found no room on the disk that all nodes share."""
+    return _FULL.search(error or "") is not None and not _found_nodes_disk_full(error)
+
+
+def _found_nodes_disk_full(error: Optional[str]) -> bool:
+    """Whether it found no room on a disk of its node: that is where containers are unpacked."""
+    error = error or ""
+    return _ON_NODES_DISK.search(error) is not None or (error.startswith(OF_CONTAINERS) and bool(_FULL.search(error)))
+
+
+def _same_place(end: Verdict, last: AttemptEnd) -> bool:
+    """Whether two attempts are known to have ended at the same step, or both when their ranks were being started."""
+    return end.step == last.step and _knows_place(end) and _knows_place(last)
+
+
+def _knows_place(end: Union[Verdict, AttemptEnd]) -> bool:
+    return end.step is not None or (end.phase is None and not end.hung and (end.rank, end.node) != (None, None))
 
 
 def _is_wrong_everywhere(error: Optional[str]) -> bool:

@@ -24,6 +24,8 @@ MUTE_ENDS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 ASKED_FOR_STACKS = signal.SIGSEGV
 
 
+NOT_STARTED = "it could not be started: "  # before why the program of a rank never began
+
 # Of the shell that becomes the rank, or of its Python; our own code is on the shared file system.
 _NOT_IN_IMAGE = re.compile(
     r"exec: [^/\s]+: not found$|ModuleNotFoundError: No module named '(?!(?:megatron_rl|launcher)\b)"
@@ -171,6 +173,9 @@ def _unrecorded(evidence: AttemptEvidence) -> Verdict:
 
 
 def _by_exit(evidence: AttemptEvidence, ended: RankExit) -> Verdict:
+    why = evidence.not_started.get(ended.rank)
+    if why is not None:
+        return _not_started(evidence, ended, why)
     kind = _kind(evidence, ended.code, evidence.last_lines.get(ended.rank, ""))
     error = "it {} without an error report".format(describe_exit(ended.code))
     line = evidence.last_lines.get(ended.rank)  # it may have died before it could do more: of an import, for example
@@ -178,6 +183,14 @@ def _by_exit(evidence: AttemptEvidence, ended: RankExit) -> Verdict:
     beat = _beat(evidence, ended.rank)
     host = ended.host or (beat.host if beat else None)
     return Verdict(kind, beat.step if beat else None, error, ended.rank, host, beat.phase if beat else None)
+
+
+def _not_started(evidence: AttemptEvidence, ended: RankExit, why: str) -> Verdict:
+    """The verdict about a rank whose program never began. Where another node says the same, neither is to blame."""
+    kind = _kind(evidence, ended.code, evidence.last_lines.get(ended.rank, ""))
+    alike = [other for other in evidence.exits if evidence.not_started.get(other.rank) == why]
+    node = None if any(other.host != ended.host for other in alike) else ended.host
+    return Verdict(kind, None, NOT_STARTED + why, ended.rank, node)
 
 
 def _kind(evidence: AttemptEvidence, code: int, text: str) -> str:

@@ -11,7 +11,8 @@ from launcher.host.judge.evidence import AttemptEvidence, RankExit
 from launcher.host.judge.hang import by_clock_of_reader
 from launcher.host.judge.nodes import NodeReports
 from launcher.host.record.heartbeats import read_heartbeats
-from launcher.host.record.logs import first_exit, last_line, last_words, timed_out_collective
+from launcher.host.record.logs import exits as exits_in_log
+from launcher.host.record.logs import last_line, last_words, timed_out_collective, why_not_started
 from launcher.host.record.reading import PATIENCE_S
 from megatron_rl.contract.attempt_records import (
     Drain,
@@ -65,8 +66,8 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Optional[Drain]
     exits = observed.exits
     if exits is None:
         # Ranks that were asked to leave and did not are killed: that says nothing about them.
-        first = first_exit(attempt) if drain is None or is_unexplained(drain) else None
-        exits = [first] if first is not None and observed.unseen is None else []
+        told = observed.unseen is None and (drain is None or is_unexplained(drain))
+        exits = exits_in_log(attempt) if told else []
     heartbeats = observed.heartbeats or _heartbeats(attempt)
     return AttemptEvidence(
         errors=errors,
@@ -76,6 +77,7 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Optional[Drain]
         heartbeats=heartbeats,
         stacks=_stacks(attempt),
         last_lines={ended.rank: last_line(attempt, ended.rank) for ended in exits if ended.bad},
+        not_started=_not_started(attempt, exits, heartbeats),
         timed_out=_timed_out(attempt, exits, heartbeats),
         drain=drain,
         hang=observed.hang or hang,
@@ -155,6 +157,14 @@ def _heartbeats(attempt: RankFiles) -> List[Heartbeat]:
         print("the heartbeats cannot be listed: {}".format(error), file=sys.stderr)
         return []
     return [by_clock_of_reader(beat, _changed(attempt.heartbeat(beat.rank), beat.written)) for beat in beats]
+
+
+def _not_started(attempt: RankFiles, exits: List[RankExit], heartbeats: List[Heartbeat]) -> Dict[int, str]:
+    """Rank -> why its program never began, of those that ended badly."""
+    began = {beat.rank for beat in heartbeats}
+    silent = [ended.rank for ended in exits if ended.bad and ended.rank not in began]
+    found = {rank: why_not_started(attempt, rank) for rank in silent}
+    return {rank: why for rank, why in found.items() if why is not None}
 
 
 def _timed_out(attempt: RankFiles, exits: List[RankExit], heartbeats: List[Heartbeat]) -> Dict[int, str]:

@@ -3,7 +3,7 @@
 import re
 import signal
 from pathlib import Path
-from typing import List, Optional
+from typing import Dict, List, Optional
 
 from launcher.host.judge.causes import cause_in_log
 from launcher.host.judge.evidence import RankExit
@@ -26,6 +26,12 @@ _EMPTY_WORDS = re.compile(
     r"^\[(?:INFO|WARN)\]|^(?:printing|import(?:ing|ed)|reusing|removing|couldn't start container|container start failed"
     r"|failed to (?:start|create|import) |child \d+ failed|if the image has|container was not started)"
     r"|exited with return code|^a previous task terminated"
+)
+# What slurmstepd, or the shell that was to become the rank, says where there is no such program, and what Python says
+# where there is no such file.
+_NOT_BEGUN = re.compile(
+    r"(execve\(\): .*|exec: .*(?:not found|[Pp]ermission denied|cannot execute.*)|can't open file .*"
+    r"|No module named '?megatron_rl.*)$"
 )
 # `[rank3]:[E621 ...] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, ...) ran for 600010 ...`
 _TIMED_OUT = re.compile(r"Watchdog caught collective operation timeout: (.*)")
@@ -76,9 +82,20 @@ def reason_of_step(logs: Path, name: str) -> str:
         logs: folder of the attempt's logs, `NAME.srun.log` and `NAME.TASK.log` among them.
     """
     srun = logs / "{}.srun.log".format(name)
-    failed = parse_first_exit(tail(srun, LONG_TAIL))
-    of_task = _end_of_log(logs / "{}.{}.log".format(name, failed.rank)) if failed is not None else ""
+    failed = parse_exits(tail(srun, LONG_TAIL))
+    of_task = _end_of_log(logs / "{}.{}.log".format(name, failed[0].rank)) if failed else ""
     return of_task or last_words(srun)
+
+
+def reasons_of_step(logs: Path, name: str) -> Dict[str, str]:
+    """Host -> why its task of such a step failed, of those that srun names.
+
+    Args:
+        logs, name: see `reason_of_step`.
+    """
+    failed = parse_exits(tail(logs / "{}.srun.log".format(name), LONG_TAIL))
+    found = {str(task.host): _end_of_log(logs / "{}.{}.log".format(name, task.rank)) for task in failed}
+    return {host: why for host, why in found.items() if why}
 
 
 def timed_out_collective(attempt: RankFiles, rank: int) -> Optional[str]:
@@ -97,18 +114,36 @@ def reason_of_container(lines: List[str]) -> Optional[str]:
     return next((line for line in said if not _EMPTY_WORDS.search(line)), None)
 
 
-def first_exit(attempt: RankFiles) -> Optional[RankExit]:
-    """The first rank that ended, by what srun said of the step: nothing else names one that was killed."""
-    return parse_first_exit(tail(attempt.srun, LONG_TAIL))
+def why_not_started(attempt: RankFiles, rank: int) -> Optional[str]:
+    """Why the program of a rank never began, by the end of its log; None where the log does not say so."""
+    lines = [line.strip() for line in tail(attempt.log(rank), TAIL).split("\n") if line.strip()]
+    found = next(filter(None, map(_NOT_BEGUN.search, reversed(lines[-2:]))), None)
+    why = reason_of_container(lines) or (found.group(1) if found is not None else None)
+    return why[:LINE_LIMIT] if why else None
 
 
-def parse_first_exit(text: str) -> Optional[RankExit]:
-    """The first rank that srun's standard error names. None where Slurm itself ended the step, and where it is not
-    said."""
-    found = _TASK.search(text)
-    if found is None or _ENDED_BY_SLURM.search(text[: found.start()]):
-        return None
-    host, rank, how = found.groups()
+def exits(attempt: RankFiles) -> List[RankExit]:
+    """Ranks that ended, by what srun said of the step: nothing else names one that was killed."""
+    return parse_exits(tail(attempt.srun, LONG_TAIL))
+
+
+def parse_exits(text: str) -> List[RankExit]:
+    """The first rank that srun's standard error names, and the first one of each further node that left with a code of
+    its own. None where Slurm itself ended the step, and where it is not said."""
+    named = list(_TASK.finditer(text))
+    if not named or _ENDED_BY_SLURM.search(text[: named[0].start()]):
+        return []
+    found = [_exit(*line.groups()) for line in named]
+    if found[0] is None:
+        return []
+    first_of_host: Dict[Optional[str], RankExit] = {found[0].host: found[0]}
+    for ended in found[1:]:
+        if ended is not None and ended.code > 0:
+            first_of_host.setdefault(ended.host, ended)
+    return list(first_of_host.values())
+
+
+def _exit(host: str, rank: str, how: str) -> Optional[RankExit]:
     if how in _SIGNALS:
         return RankExit(int(rank), -int(_SIGNALS[how]), host)
     left = re.match(r"Exited with exit code (\d+)$", how)

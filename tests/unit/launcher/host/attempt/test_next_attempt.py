@@ -72,6 +72,18 @@ def prepare(
     """The assignment of an attempt whose checks have run.
 
     Args:
+        step: see preparation_of.
+    """
+    preparation = preparation_of(context, attempt, checks, step)
+    try:
+        return preparation._runner, preparation.run()
+    except NotEnoughNodes:
+        return preparation._runner, None
+
+
+def preparation_of(context: JobContext, attempt: Attempt, checks: Checks, step: str) -> Preparation:
+    """
+    Args:
         step: shell that stands for the srun of each step: its name is $2, its nodes are $3.
     """
     script = attempt.folder / "job.sbatch"
@@ -79,10 +91,7 @@ def prepare(
     job = SlurmJob(context, notice=60.0, backoff=30.0, outlives_nodes=False)
     steps = SlurmSteps(context, Script(str(script)), attempt, lock=os.open(os.devnull, os.O_RDONLY))
     runner = AttemptRunner(attempt, steps, job, Signals(()), silence_limit=0.0)
-    try:
-        return runner, Preparation(context, checks, runner, steps, job).run()
-    except NotEnoughNodes:
-        return runner, None
+    return Preparation(context, checks, runner, steps, job)
 
 
 def assigned(context: JobContext) -> NodeAssignment:
@@ -150,6 +159,60 @@ def test_a_health_check_that_cannot_start_is_a_failed_launch_and_says_why(
         prepare(context._replace(hosts=hosts), attempt, HEALTH, step)
     assert caught.value.host == blamed
     assert read(NodeAssignment, attempt.nodes) is ABSENT, "no node is bad"
+
+
+UNPACK = Checks(unpack=True)
+REASON = "Write on output file failed because No space left on device"
+
+
+def unpacking(attempt: Attempt, *well: str) -> str:
+    """What the step does where only these nodes have room; the others are tasks that srun names."""
+    files = "".join(f"touch {attempt.unpacked(host)}; " for host in well)
+    bad = [(task, host) for task, host in enumerate(("n1", "n2", "n3")) if host not in well]
+    said = "".join(
+        f"echo '{REASON}' >{attempt.logs}/unpack.{task}.log; "
+        f"echo 'srun: error: {host}: task {task}: Exited with exit code 1' >&2; "
+        for task, host in bad
+    )
+    return f"{files}{said}exit {int(bool(bad))}"
+
+
+def test_a_node_that_cannot_unpack_the_image_is_not_used(context: JobContext) -> None:
+    attempt = begun(context)
+    _, assignment = prepare(context, attempt, UNPACK, unpacking(attempt, "n1", "n3"))
+    assert assignment is not None
+    assert assignment.steps == {"train": ["n1", "n3"]}
+    assert assignment.bad == {"n2": f"the image could not be unpacked: {REASON}"}
+
+
+def test_without_a_spare_one_the_job_goes_elsewhere(context: JobContext) -> None:
+    attempt = begun(context)
+    runner, assignment = prepare(context, attempt, UNPACK, unpacking(attempt, "n1"))
+    assert assignment is None and runner.request is not None and runner.request.cause == "bad nodes"
+
+
+@pytest.mark.parametrize(("hosts", "blamed"), [(["n1", "n2", "n3"], None), (["n1"], "n1")])
+def test_an_image_that_nobody_can_unpack_is_no_nodes_fault(
+    context: JobContext, hosts: list[str], blamed: str | None
+) -> None:
+    write(context.run.plan, PlanRecord(1, 1, 0, [PlanStep("train", [0], 1)]))
+    attempt = begun(context)
+    with pytest.raises(NotReady, match=f"^the image could not be unpacked: {REASON}$") as caught:
+        prepare(context._replace(hosts=hosts), attempt, UNPACK, unpacking(attempt))
+    assert caught.value.host == blamed
+
+
+def test_containers_are_removed_from_the_nodes_that_live_if_there_is_time(
+    context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "node_states", lambda hosts: {"n1": "allocated", "n2": "down*", "n3": "allocated"})
+    attempt = begun(context)
+    preparation = preparation_of(context, attempt, UNPACK, f'echo "$2 $3" >>{attempt.folder}/steps')
+    now = time.time()
+    for request in (None, Drain("preempted", "x", now), Drain("preempted", "x", now, deadline=now + 60.0)):
+        preparation.forget_containers(request)
+    preparation.forget_containers(Drain("preempted", "x", now, deadline=now + 15.0))
+    assert (attempt.folder / "steps").read_text() == "forget n1,n3\n" * 3
 
 
 def test_the_nodes_that_are_left_are_asked_for_until_slurm_answers(context: JobContext, monkeypatch) -> None:

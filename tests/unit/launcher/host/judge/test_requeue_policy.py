@@ -35,6 +35,7 @@ def hang(step: int = 47, node: str = "n3") -> Verdict:
 
 def ended(verdict: Verdict, checkpoint: int = 40, cause: str | None = None, then: str = "requeue") -> AttemptEnd:
     line = AttemptEnd(1, 0.0, verdict.outcome, step=verdict.step, error=verdict.error, node=verdict.node)
+    line = line._replace(rank=verdict.rank, phase=verdict.phase)
     return line._replace(cause=cause, checkpoint=checkpoint, then=then)
 
 
@@ -50,9 +51,14 @@ ANOTHER = ended(OTHER)
 SINCE_LOST = ended(OTHER, 60)  # its checkpoint turned out to be damaged
 THE_SAME = ended(crash())
 WITHOUT_N3 = ended(crash())._replace(excluded=["n3"])
+NEVER_BEGAN = Verdict("crashed", None, "it could not be started: execve(): python3: No such file", 3, "n3")
+NO_ROOM_ON_NODE = NEVER_BEGAN._replace(error="it could not be started: Write failed because No space left on device")
+NOT_UNPACKED = NO_ROOM_ON_NODE._replace(error="the image could not be unpacked: No space left on device", rank=None)
+NO_ROOM_IN_TMP = crash(error="OSError: [Errno 28] No space left on device: '/tmp/torch_x'")
 NO_ROOM = crash(error="OSError: [Errno 28] No space left on device: 'metrics.jsonl'")
 MISNAMED = ended(crash(error="Other"))
 HUNG = ended(hang())
+LATER = ended(crash(None, str(NEVER_BEGAN.error)))
 UNSEEN = ended(LOST)
 
 # fmt: off
@@ -114,6 +120,18 @@ TABLE: list[tuple[Verdict, str, list[AttemptEnd], int, str, str, float, str, int
     # A full disk is nobody's fault and may take a while.
     (NO_ROOM,        "-",            [ended(NO_ROOM)] * 9,             40, "crashed",       "requeue", 900, "",    1),
     (crash(),        "-",            [ended(NO_ROOM)] * 9,             40, "crashed",       "requeue",  30, "",    1),
+    # A node's own disk is that node's fault, and nobody makes room there.
+    (NO_ROOM_ON_NODE, "-",           [],                               40, "crashed",       "requeue",  30, "n3",  1),
+    (NOT_UNPACKED,   "-",            [],                               40, "crashed",       "requeue",  30, "n3",  1),
+    (NO_ROOM_IN_TMP, "-",            [],                               40, "crashed",       "requeue",  30, "n3",  1),
+    (NO_ROOM_ON_NODE, "-",           [ANOTHER] * 2,                    40, "crashed",       "held",    120, "n3",  1),
+    # Ranks that never began: the same on two nodes is nobody's but ours.
+    (NEVER_BEGAN,    "-",            [],                               40, "crashed",       "requeue",  30, "",    1),
+    (NEVER_BEGAN,    "-",            [ended(NEVER_BEGAN)],             40, "crashed",       "requeue",  60, "n3",  1),
+    (NEVER_BEGAN._replace(node="4"), "-",  [ended(NEVER_BEGAN)],       40, "crashed",       "held",     60, "",    1),
+    (NEVER_BEGAN._replace(node=None), "-", [ended(NEVER_BEGAN)],       40, "crashed",       "held",     60, "",    1),
+    (NEVER_BEGAN._replace(node="4"), "-",  [ended(NO_ROOM_ON_NODE)],   40, "crashed",       "requeue",  60, "",    1),
+    (NEVER_BEGAN._replace(node="4"), "-",  [LATER],                    40, "crashed",       "requeue",  60, "",    1),
     # The batch script was killed and nobody knows why: as a crash without a word.
     (LOST,           "-",            [],                               40, "lost",          "requeue",  30, "",    1),
     (LOST,           "-",            [UNSEEN],                         40, "lost",          "requeue",  60, "",    1),

@@ -232,6 +232,17 @@ def test_an_attempt_that_never_began_says_why(unready, error):
     assert blamed(unready=unready) == (None, error)
 
 
+@pytest.mark.parametrize(("other", "node"), [("python3: No such file", None), ("sh: No such file", "n1"), (None, "n1")])
+def test_a_rank_that_never_began_is_its_nodes_fault_unless_another_node_says_the_same(other, node):
+    reasons = {0: "execve(): python3: No such file"} | ({1: f"execve(): {other}"} if other else {})
+    verdict = verdict_of(AttemptEvidence(exits=[RankExit(0, 2, "n1"), RankExit(1, 2, "n2")], not_started=reasons))
+    assert verdict == Verdict(CRASHED, None, "it could not be started: execve(): python3: No such file", 0, node)
+
+
+def test_a_step_that_failed_on_the_only_node_says_where():
+    assert verdict_of(AttemptEvidence(unready="no image", unready_host="n1")).node == "n1"
+
+
 LACKS = "ModuleNotFoundError: No module named 'megatron'"
 
 

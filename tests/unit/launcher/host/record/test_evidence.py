@@ -15,7 +15,7 @@ from launcher.host.judge.evidence import RankExit
 from launcher.host.judge.verdict import verdict_of
 from launcher.host.record import evidence as evidence_module
 from launcher.host.record.evidence import Observed, read_drain, read_evidence
-from launcher.host.record.logs import first_exit, last_line, parse_first_exit
+from launcher.host.record.logs import exits, last_line, parse_exits
 from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome, RankError
 from megatron_rl.contract.codes import DRAINED, HEARTBEAT_WAIT, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -46,21 +46,27 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
     ],
 )
 def test_srun_names_the_rank_that_ended(line, ended):
-    assert parse_first_exit(line) == ended
+    assert parse_exits(line) == ([] if ended is None else [ended])
 
 
 def test_the_first_rank_that_srun_names_took_the_others_along():
     said = "srun: error: node02: task 1: Killed\nsrun: Terminating StepId=1.0\nsrun: error: node01: task 0: Killed\n"
-    assert parse_first_exit(said) == RankExit(1, -9, "node02")
+    assert parse_exits(said) == [RankExit(1, -9, "node02")]
+
+
+def test_of_further_nodes_those_are_named_whose_ranks_left_by_themselves():
+    said = "srun: error: n1: tasks 0-7: Exited with exit code 2\nsrun: error: n2: tasks 8-15: Exited with exit code 2\n"
+    said += "srun: error: n3: task 16: Terminated\n"
+    assert parse_exits(said) == [RankExit(0, 2, "n1"), RankExit(8, 2, "n2")]
 
 
 @pytest.mark.parametrize("line", ["srun: error: Node failure on node03", "srun: Force Terminated StepId=1.0"])
 def test_ranks_that_slurm_ended_did_not_die_by_themselves(line):
-    assert parse_first_exit(f"{line}\nsrun: error: node01: task 0: Killed\n") is None
+    assert parse_exits(f"{line}\nsrun: error: node01: task 0: Killed\n") == []
 
 
 def test_there_may_be_no_word_of_srun(attempt):
-    assert first_exit(attempt) is None
+    assert exits(attempt) == []
 
 
 def test_a_log_may_be_missing_or_huge(attempt):
@@ -172,6 +178,25 @@ def test_why_a_container_did_not_start_stands_above_the_last_line(tmp_path, said
     ends = "\nslurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1\n"
     attempt.log(0).write_text(f"{said}{ends}slurmstepd: error: Failed to invoke spank plugin stack\n")
     assert last_line(attempt, 0) == reason
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("slurmstepd: error: execve(): python3: No such file", "execve(): python3: No such file"),
+        ("rank: 1: exec: /opt/py: not found", "exec: /opt/py: not found"),
+        ("rank: line 1: exec: /opt: cannot execute: Is a directory", "exec: /opt: cannot execute: Is a directory"),
+        ("/usr/bin/python3: No module named megatron_rl.rank_main", "No module named megatron_rl.rank_main"),
+        ("Traceback ...\nRuntimeError: boom", None),
+    ],
+)
+def test_a_log_tells_whether_a_rank_never_began(attempt, said, why):
+    attempt.srun.write_text("srun: error: n1: task 0: Exited with exit code 2\n")
+    attempt.log(0).write_text(said + "\n")
+    found = read_evidence(attempt, Observed(code=2), None).not_started
+    assert found == ({} if why is None else {0: why})
+    write(attempt.heartbeat(0), Heartbeat(0, 1, "n1", "starting", 0, 0, 1.0, 1.0, 10.0))
+    assert read_evidence(attempt, Observed(code=2), None).not_started == {}, "it has begun"
 
 
 def test_what_pyxis_said_before_the_ranks_started_is_not_how_they_ended(tmp_path):
