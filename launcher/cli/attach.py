@@ -48,7 +48,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     Exit codes: those of the shell or COMMAND  1 the run has no ranks now  2 bad usage
     """
     from launcher.host.slurm.call import submitting_environment
-    from launcher.runs.attach import command_line, completed, host_of
+    from launcher.runs.attach import command_line, completed, harvested, host_of
     from launcher.runs.find import find
     from launcher.runs.state import read_statuses
     from megatron_rl.contract.attempt_records import NodeAssignment
@@ -67,8 +67,10 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
         raise Failed(f"{status.name}: no ranks run now: job {job.job_id} is {status.state}{waits}")
     assignment, plan = _known(nodes, status.name), _known(read(PlanRecord, found.plan), status.name)
     snapshot = _known(read(CodeSnapshot, found.code_record), status.name)
+    apart = harvested(role, attempt)
+    job_id = str(apart.job) if apart is not None else job.job_id
     try:
-        host = host_of(rank, role, plan, assignment)
+        host = apart.hosts[0] if apart is not None else host_of(rank, role, plan, assignment)
     except LookupError as error:
         raise BadInput(f"--role {role} --rank {rank}: {error}") from error
     try:
@@ -78,11 +80,13 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     except OSError as error:
         raise Failed(f"{status.name}: {error.filename}: {error.strerror}") from error
     name = container_name(job.job_id, str(attempt.number)) + ":exec"
-    container = completed(plan.container, {IMAGE: image, CODE: str(code), CONTAINER: name})
+    # A harvested replica's container has no name to enter it by: this is another one of its image.
+    asked = [option for option in plan.container if apart is None or not option.startswith("--container-name=")]
+    container = completed(asked, {IMAGE: image, CODE: str(code), CONTAINER: name})
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    line = command_line(job.job_id, host, container, plan.rank_environment, context.meta[COMMAND], terminal)
+    line = command_line(job_id, host, container, plan.rank_environment, context.meta[COMMAND], terminal)
     if as_json:
-        click.echo(json.dumps({"run": status.name, "job_id": job.job_id, "host": host, "command": line}))
+        click.echo(json.dumps({"run": status.name, "job_id": job_id, "host": host, "command": line}))
         return
     variables = {
         **plan.environment,
@@ -90,7 +94,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
         STEP_VARIABLE: role,
         "PYTHONPATH": ":".join(os.path.normpath(code / part) for part in snapshot.pythonpath),
     }
-    click.echo(f"{host}, job {job.job_id}: beside rank {rank} of {role}", err=True)
+    click.echo(f"{host}, job {job_id}: beside rank {rank} of {role}", err=True)
     try:
         os.chdir(code)
         os.execvpe(line[0], line, {**submitting_environment(""), **variables})

@@ -120,7 +120,8 @@ def gpus_per_node(config: RunConfig, profile: Profile) -> dict[str, str]:
 
 
 def container(config: RunConfig, profile: Profile, seen: Sequence[Path]) -> Lines:
-    """Options of a step that runs in the container; none where the ranks run on the nodes as they are.
+    """Options of a step that runs in the container, without its name; none where the ranks run on the nodes as they
+    are.
 
     Args:
         seen: places that the container has to see as the nodes do, beside the profile's mounts.
@@ -133,15 +134,21 @@ def container(config: RunConfig, profile: Profile, seen: Sequence[Path]) -> Line
     flags = [Option("no-container-mount-home"), Option("container-workdir", *workdir)]
     flags += [Option("container-writable")] if asked.writable else []
     flags += [_flag(flag) for flag in profile.srun if _is_of_container(flag)]
-    if asked.named:  # a step has namespaces of its own, but for `mrl attach`
-        name = container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT")
-        flags.append(Option("container-name", CONTAINER, f'"{name}:no_exec"'))
     mounts = ",".join([*(f"{path}:{path}" for path in seen), *asked.mounts])
     return [
         [Option("container-image", IMAGE, '"$image"'), Option("container-mounts", mounts)],
         flags,
         [Option("container-env", ",".join(names))],
     ]
+
+
+def name_of_container(profile: Profile) -> Lines:
+    """The option that gives the container of an attempt its name; none where the profile wants none."""
+    if profile.container is None or not profile.container.named:
+        return []
+    name = container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT")
+    # A step has namespaces of its own, but for `mrl attach`.
+    return [[Option("container-name", CONTAINER, f'"{name}:no_exec"')]]
 
 
 def variables(config: RunConfig, profile: Profile) -> dict[str, str]:
@@ -214,7 +221,7 @@ def with_argv(
         **record,
         "environment": exported,
         "rank_environment": rank_variables(config, profile),
-        "container": _argv(container(config, profile, seen)),
+        "container": _argv([*container(config, profile, seen), *name_of_container(profile)]),
         "steps": _steps(config, profile, plan, plan.steps, run_dir),
         "alternatives": [
             {**other, "steps": _steps(config, profile, plan, its.steps, run_dir)} for other, its in smaller

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.contract.attempt_records import NodeAssignment
+from megatron_rl.contract.attempt_records import NodeAssignment, ReplicaState
+from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import PlanRecord
 
 SHELL = ("sh", "-c", "command -v bash >/dev/null && exec bash; exec sh")
@@ -32,6 +34,15 @@ def host_of(rank: int, role: str, plan: PlanRecord, nodes: NodeAssignment) -> st
     if rank >= len(hosts) * tasks:
         raise LookupError(f"{role} has {len(hosts) * tasks} ranks, from 0 on")
     return hosts[rank // tasks]
+
+
+def harvested(role: str, attempt: Attempt) -> ReplicaState | None:
+    """What is known of a replica that runs in a job of its own; None: the role is not one of those."""
+    kind, _, number = role.partition("-")
+    if kind != "infer" or not number.isdecimal():
+        return None
+    state = if_readable(read(ReplicaState, attempt.replica(int(number)).state))
+    return state if state is not None and state.job is not None and state.hosts else None
 
 
 def completed(options: Sequence[str], values: Mapping[str, str]) -> list[str]:

@@ -211,6 +211,7 @@ class ReplicaState(NamedTuple):
     hosts: List[str] = []  # that it runs on; a local run names none
     why: Optional[str] = None  # how it ended last, with its rank; None: it never has
     misconfigured: bool = False  # and by that it would end so again
+    job: Optional[str] = None  # id of the Slurm job of its own that runs it; None: it runs in that of the attempt
 
 
 @record(version=None)

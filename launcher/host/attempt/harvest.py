@@ -168,4 +168,4 @@ class _Harvested:
             self._tell(REPLICA_RUNNING, now, expand_hosts(nodes[self.job]))
 
     def _tell(self, state: str, now: float, hosts: List[str]) -> None:
-        write(self.files.state, ReplicaState(self.files.number, state, self.starts, now, hosts=hosts))
+        write(self.files.state, ReplicaState(self.files.number, state, self.starts, now, hosts=hosts, job=self.job))

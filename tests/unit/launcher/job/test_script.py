@@ -335,6 +335,23 @@ def test_an_attempt_has_one_container_on_each_node_and_no_other_attempt_has_it()
     assert " --unpack" in render(a_job("qwen2.5-32b-dapo"))
 
 
+def test_a_harvested_replica_leaves_no_named_container_on_a_node_that_others_use(tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n')
+    srun.chmod(0o755)
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(a_job("qwen2.5-32b-dapo-partitioned", "harvest={partition: idle, max_replicas: 2}")))
+    environ = {"MRL_RUN_DIR": str(tmp_path), "MRL_ATTEMPT": "3", "MRL_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "7"}
+    (tmp_path / "attempts" / "003").mkdir(parents=True)
+    (tmp_path / "attempts" / "003" / "image").write_text("/i.sqsh\n")
+    for step in ("harvest-4", "infer-0"):
+        command = ["bash", "-p", script, "step", step, "n1"]
+        subprocess.run(command, env={**environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, timeout=10, check=True)
+    of_harvest, of_replica = (tmp_path / "asked").read_text().splitlines()
+    assert "--container-image=/i.sqsh" in of_harvest and "--container-name" not in of_harvest
+    assert "--container-name=mrl-7-3:no_exec" in of_replica
+
+
 def test_pyxis_is_left_to_mount_the_image_where_the_profile_says_so():
     script = render(a_job("qwen2.5-32b-dapo", on=profile(container=Container(image="a:b", named=False))))
     assert "--meet-s 1800" in script, "each node unpacks its own before the check can begin"

@@ -45,7 +45,9 @@ def in_bash(script: str, function: str, name: str) -> list[str]:
     (text,) = re.findall(rf"^{function}\(\) {{\n(.*?)^}}$", script, re.MULTILINE | re.DOTALL)
     srun = text[text.index("srun ") :].partition("sh -c")[0].replace("\\\n", " ")
     container = re.search(r"^    container=\(\n(.*?)^    \)$", script, re.MULTILINE | re.DOTALL)
-    srun = srun.replace('"${container[@]}"', container[1] if container else "")
+    named = re.search(r"container\+=\((.*)\)$", script, re.MULTILINE)
+    options = " ".join(found[1] for found in (container, named) if found)
+    srun = srun.replace('"${container[@]}"', options)
     hosts = '"${#hosts[@]}"'
     srun = srun.replace(f'"$(({hosts[1:-1]} * 8))"', KNOWN[TASKS]).replace(hosts, KNOWN[NODES])
     srun = srun.replace("$SLURM_JOB_ID-$MRL_ATTEMPT", "7-3")
