@@ -72,7 +72,7 @@ class Harvest:
                     self._submit(each, now)
         except SlurmSilent:
             pass  # asked again
-        except (SlurmRefused, OSError) as error:
+        except (SlurmRefused, OSError, ValueError) as error:
             self._next_look = now + LONGEST_PAUSE_S
             if str(error) != self._complaint:
                 self._complaint = str(error)
@@ -150,7 +150,7 @@ class _Harvested:
         self._tell(REPLICA_WAITING, now, [])
 
     def see(self, nodes: Dict[str, str], now: float) -> None:
-        """Note what has become of its job. Raises OSError.
+        """Note what has become of its job. Raises OSError, and ValueError where its nodes cannot be read.
 
         Args:
             nodes: see ask.jobs_called.

@@ -35,16 +35,20 @@ class JobContext(NamedTuple):
 
 
 def context_of(environ: Dict[str, str]) -> JobContext:
-    """The job that an environment describes. Raises Refused where it describes none."""
+    """The job that an environment describes. Raises Refused where it describes none, or no readable one."""
     if "SLURM_JOB_ID" not in environ:
         raise Refused("this script is one for Slurm: sbatch it, or run it in an allocation (salloc)")
     root = environ[RUN_DIR_VARIABLE]
+    try:
+        hosts = expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))
+    except ValueError as error:
+        raise Refused("SLURM_JOB_NODELIST: {}; start the script in a job of Slurm's".format(error)) from error
     start = environ.get("SLURM_JOB_START_TIME")  # Slurm says so from 23.02 on
     return JobContext(
         run=RunDir(root),
         cluster=environ.get(CLUSTER_VARIABLE, ""),
         job_id=environ["SLURM_JOB_ID"],
-        hosts=expand_hosts(environ.get("SLURM_JOB_NODELIST", "")),
+        hosts=hosts,
         restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
         succeeds=environ.get(SUCCEEDS_VARIABLE),
         slurm_cluster=environ.get("SLURM_CLUSTER_NAME"),

@@ -165,7 +165,7 @@ def without_dead_nodes(context: JobContext) -> JobContext:
         job = patiently(lambda: ask.show_job(context.job_id))
         still = expand_hosts(job["NodeList"])  # --no-kill takes out those that Slurm gave up
         states = patiently(lambda: ask.states_of_all(still))
-    except (SlurmRefused, KeyError) as error:
+    except (SlurmRefused, KeyError, ValueError) as error:
         print("which nodes are left is not known: {}".format(error), file=sys.stderr)
         return context._replace(given=given)
     hosts = [host for host in context.hosts if not is_dead(states.get(host, "unknown"))]

@@ -25,7 +25,10 @@ NOTHING = ("", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE")  # for what is 
 
 # In `scontrol show job -o` values may hold blanks; a key starts a field only after one and looks like this.
 _FIELD = r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)="
-_HOST_LIST = r"(?:[^,\[]|\[[^\]]*\])+"  # `node[01-03,07]-ib` is one part
+_COMMA = r",(?![^\[]*\])"  # between two hosts, and not in brackets: `node[01-03,07]-ib` is one part
+_RANGE = r"[0-9]+(?:-[0-9]+)?"
+_HOSTS = r"(?:[^\s,\[\]]|\[{0}(?:,{0})*\])+".format(_RANGE)
+MOST_HOSTS = 1 << 16  # of one range; Slurm itself knows no larger cluster
 _BRACKETS = r"\[([^\]]*)\]"
 
 
@@ -43,9 +46,17 @@ def parse_config(text: str) -> Dict[str, str]:
 
 
 def expand_hosts(node_list: str) -> List[str]:
-    """One name for each host of `node[01-03,07],x`."""
+    """One name for each host of `node[01-03,07],x`.
+
+    Raises:
+        ValueError: it is no list of nodes.
+    """
+    if not node_list:
+        return []
     hosts: List[str] = []
-    for part in re.findall(_HOST_LIST, node_list):
+    for part in re.split(_COMMA, node_list):
+        if re.fullmatch(_HOSTS, part) is None:
+            raise ValueError("{!r} is no list of nodes as Slurm writes it: {!r}".format(node_list, part))
         pieces = re.split(_BRACKETS, part)  # text, numbers, text, numbers, ..., text
         choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
         hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
@@ -53,11 +64,14 @@ def expand_hosts(node_list: str) -> List[str]:
 
 
 def _numbers(ranges: str) -> List[str]:
-    """`01-03,07` -> 01, 02, 03, 07."""
+    """`01-03,07` -> 01, 02, 03, 07. Raises ValueError."""
     numbers: List[str] = []
     for one in ranges.split(","):
         first, _, last = one.partition("-")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+        count = int(last or first) - int(first) + 1
+        if not 0 < count <= MOST_HOSTS:
+            raise ValueError("[{}]: {} is no range of nodes".format(ranges, one))
+        numbers += [str(int(first) + number).zfill(len(first)) for number in range(count)]
     return numbers
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.host.attempt.job_context import Refused, context_of
 from launcher.host.slurm import ask, tell
 from launcher.host.slurm import call as call_module
 from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, SlurmSilent, SlurmUnclear, call, patiently, run
@@ -31,6 +32,23 @@ from launcher.host.slurm.formats import expand_hosts, seconds_of, text_of, time_
 )
 def test_a_host_list_is_expanded(listed, hosts):
     assert expand_hosts(listed) == hosts
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        *("node[1-,4]", "node[", "node[1", "node1]", "a,,b", ",a", "a,", "node[]", "node[3-1]", "node[a-c]", "a b"),
+        *("[1-2", "node[1-99999999]", "node[1,[2]]", "node[-3]"),
+    ],
+)
+def test_what_is_no_host_list_is_refused(listed):
+    with pytest.raises(ValueError, match=r"no (list|range) of nodes"):
+        expand_hosts(listed)
+
+
+def test_a_job_whose_nodes_cannot_be_read_is_refused():
+    with pytest.raises(Refused, match="SLURM_JOB_NODELIST: 'node\\[1-,4\\]' is no list of nodes"):
+        context_of({"SLURM_JOB_ID": "7", "MRL_RUN_DIR": "/r", "SLURM_JOB_NODELIST": "node[1-,4]"})
 
 
 @given(st.lists(st.from_regex(r"[a-z]{1,3}[0-9]{0,3}", fullmatch=True), max_size=6))
