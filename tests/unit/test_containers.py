@@ -97,6 +97,23 @@ def test_an_image_is_built_under_another_name_and_appears_whole(build, tmp_path)
     assert "images are never changed" in again.stderr
 
 
+@pytest.mark.parametrize("image", ["images/new/mrl.sqsh", "mrl.sqsh"])
+def test_an_image_may_go_into_a_folder_that_is_not_there_yet(build, tmp_path, monkeypatch, image):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dist" / "mrl-0.1.0-py3-none-any.whl").touch()
+    built = build('[[ $SAVE == /* ]] && echo whole >"$SAVE"', IMAGE=image)
+    assert built.returncode == 0, built.stderr
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.sqsh")] == [Path(image)]
+
+
+def test_an_image_that_somebody_else_made_meanwhile_is_not_said_to_be_built(build, tmp_path):
+    (tmp_path / "dist" / "mrl-0.1.0-py3-none-any.whl").touch()
+    image = tmp_path / "mrl.sqsh"
+    built = build(f'echo whole >"$SAVE"; echo theirs >{image}', IMAGE=str(image))
+    assert (built.returncode, image.read_text()) == (1, "theirs\n")
+    assert "made by somebody else" in built.stderr and "built" not in built.stdout
+
+
 def test_the_newest_wheel_goes_in_with_all_processors_and_without_a_gpu(build, tmp_path):
     for version in ("0.9.0", "0.10.0", "0.2.0"):
         (tmp_path / "dist" / f"mrl-{version}-py3-none-any.whl").touch()
