@@ -73,13 +73,19 @@ def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) 
         answer = ask(_command(profile, file, canary, gpus), WAIT_S + RUN_S)
         lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
         if not answer.known:
-            return RankFacts(failure=reason_of_container(lines) or (lines or [str(answer.failure)])[-1])
+            return RankFacts(failure=_cause(lines) or str(answer.failure))
         said = dict(line.removeprefix("mrl.").split("=", 1) for line in lines if line.startswith("mrl."))
         if "done" not in said or not canary.exists():
             return RankFacts(failure=f"what it wrote to {directory} is not there")
         return RankFacts(None, None, said["versions"], int(said["gpus"]), said["cpus"])
     finally:
         canary.unlink(missing_ok=True)
+
+
+def _cause(lines: list[str]) -> str:
+    """Why the rank failed: what it said last, or pyxis; srun, which speaks after both, only where neither did."""
+    own = [line for line in lines if not line.startswith(("srun: ", "mrl."))]
+    return reason_of_container(own) or next(reversed(own or lines), "")
 
 
 def _command(profile: Profile, image: Path, canary: Path, gpus: bool) -> list[str]:

@@ -1,0 +1,41 @@
+"""What the doctor says where the rank that it has tried out failed: the cause, and not what srun says after it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.backends.probe.rank import probe
+from launcher.cluster.profile import Profile
+
+SRUN = "srun: error: node01: task 0: Exited with exit code 1"
+CONTAINER = """slurmstepd: error: pyxis: printing enroot log file:
+slurmstepd: error: pyxis:     [ERROR] No such file or directory: /data
+slurmstepd: error: pyxis: couldn't start container
+slurmstepd: error: Failed to invoke spank plugin stack"""
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (
+            "mrl.cpus=0\nTraceback (most recent call last):\nModuleNotFoundError: No module named 'megatron'",
+            "ModuleNotFoundError: No module named 'megatron'",
+        ),
+        (CONTAINER, "[ERROR] No such file or directory: /data"),
+        ("", SRUN),
+    ],
+)
+def test_the_cause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, cause: str) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!/bin/sh\ncat <<'end'\n{said}\nend\necho '{SRUN}' >&2\nexit 1\n")
+    srun.chmod(0o755)
+    image = tmp_path / "image.sqsh"
+    image.write_bytes(b"hsqs".ljust(96, b"\0"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    profile = Profile.model_validate(
+        {"partition": "low", "gpus_per_node": 8, "container": {"image": str(image)}, "run_root": str(tmp_path)}
+    )
+    assert probe(profile, None, tmp_path, gpus=False).failure == cause
