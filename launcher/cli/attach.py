@@ -50,14 +50,14 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     from launcher.host.slurm.call import submitting_environment
     from launcher.runs.attach import command_line, completed, harvested, host_of
     from launcher.runs.find import find
-    from launcher.runs.state import read_statuses
+    from launcher.runs.state import UNSURE, read_statuses
     from megatron_rl.contract.attempt_records import NodeAssignment
     from megatron_rl.contract.codes import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STEP_VARIABLE
     from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, CodeSnapshot, PlanRecord, container_name
 
     (status,) = read_statuses([find(run)])
     job, found, attempt = status.job, status.run, status.run.attempt(status.attempt)
-    if status.state == "unreadable":
+    if status.state in UNSURE:
         raise Failed(f"{status.name}: {status.reason}")
     if job is None:
         raise Failed(f"{status.name}: is a local run: its ranks are processes of this machine")
