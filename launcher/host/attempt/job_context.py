@@ -38,6 +38,11 @@ def context_of(environ: Dict[str, str]) -> JobContext:
     """The job that an environment describes. Raises Refused where it describes none, or no readable one."""
     if "SLURM_JOB_ID" not in environ:
         raise Refused("this script is one for Slurm: sbatch it, or run it in an allocation (salloc)")
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        raise Refused(
+            "a run is one job, and this is a task of array {}: submit the script without --array; mrl-submit submits a "
+            "job for each of several values of a key".format(environ["SLURM_ARRAY_JOB_ID"])
+        )
     root = environ[RUN_DIR_VARIABLE]
     try:
         hosts = expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))

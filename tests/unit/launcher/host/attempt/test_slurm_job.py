@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.host.attempt.job_context import JobContext
+from launcher.host.attempt.job_context import JobContext, Refused, context_of
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.judge.nodes import ABSENT_FROM_FABRIC
 from launcher.host.slurm import ask
 from launcher.host.slurm.formats import text_of
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment
+from megatron_rl.contract.codes import RUN_DIR_VARIABLE
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 
@@ -47,6 +48,12 @@ def test_a_job_that_slurm_ended_did_not_crash_though_its_signal_found_nobody(
     job = SlurmJob(JobContext(run, "lab", "7", ["n1"]), notice=60.0, backoff=30.0, outlives_nodes=False)
     request = job.final_request(run.attempt(1), None, drained=False)
     assert (request and request.cause) == cause
+
+
+def test_a_task_of_an_array_is_refused(tmp_path: Path) -> None:
+    """What is said to Slurm about the array's own id holds for all of its tasks."""
+    with pytest.raises(Refused, match="a task of array 5: submit the script without --array"):
+        context_of({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", RUN_DIR_VARIABLE: str(tmp_path)})
 
 
 def test_a_node_that_came_late_to_the_all_reduce_is_excluded_when_it_does_so_twice(
