@@ -25,6 +25,9 @@ OF_STEPD = {
 }
 """slurmstepd's words for why it ends a batch script -> cause."""
 
+ALIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING", "STOPPED", "SUSPENDED")
+"""States in which an end that has passed is the doing of scancel. A word of a later version may mean something else."""
+
 # `slurmstepd-node01: error: *** JOB 6 ON node01 CANCELLED AT 2026-11-21T14:45:00 DUE TO PREEMPTION ***`
 _ENDED_BY_STEPD = re.compile(r"\*\*\* JOB (\d+)\b.* CANCELLED AT (\S+)(?: DUE TO ([A-Z ]*[A-Z]))?")
 
@@ -47,7 +50,7 @@ def cause_of(
     notice: float,
     restarts: int = 0,
     end_before: Optional[float] = None,
-    cancels: bool = False,
+    cancels: Optional[bool] = False,
 ) -> Cause:
     """Why Slurm signals a job.
 
@@ -56,7 +59,7 @@ def cause_of(
         notice: seconds before the time limit at which the job wants to be told (`--signal`).
         restarts: how often the job had been requeued when this attempt began.
         end_before: the end that Slurm had set when it was asked before.
-        cancels: whether a preemption ends this job for good, instead of requeueing it.
+        cancels: whether a preemption ends this job for good, instead of requeueing it; None: not known.
     """
     start, end, limit = time_of(job.get("StartTime")), time_of(job.get("EndTime")), seconds_of(job.get("TimeLimit"))
     state = job.get("JobState", "")
@@ -66,18 +69,20 @@ def cause_of(
     # scancel moves the end of a job to now, and its state may already say no more than COMPLETING.
     over = end is not None and end <= now
     earlier = over and end is not None and end_before is not None and end < end_before - CLOCK_S
-    if state == "CANCELLED" or earlier:
+    if state in OF_ENDED:
+        return Cause(OF_ENDED[state], end)
+    if earlier and state in ALIVE:
         return Cause(CANCELLED, end)
-    if state == "PREEMPTED":
-        return Cause(PREEMPTED, end)
     if preempted:
         # The end of the grace time requeues a job, unless preemption cancels: then only the times tell the two apart.
         # One that lives is RUNNING, or SIGNALING until its nodes have confirmed the signal, or SUSPENDED.
         is_over = state == "COMPLETING" or state in ENDED
+        if is_over and cancels is None:
+            return Cause(SIGNALLED, end)
         return Cause(CANCELLED if is_over and not cancels else PREEMPTED, end)
     if start is not None and end is not None and limit is not None and abs(start + limit - end) <= CLOCK_S:
         return Cause(TIME_LIMIT, end) if end - now <= notice + EARLY_S else Cause(SIGNALLED, end)
-    return Cause(CANCELLED if over else SIGNALLED, end)
+    return Cause(CANCELLED if over and state in ALIVE else SIGNALLED, end)
 
 
 def cause_in_log(text: str, job_id: str, since: float) -> Optional[str]:
@@ -90,7 +95,8 @@ def cause_in_log(text: str, job_id: str, since: float) -> Optional[str]:
     """
     cause = None
     for told, at, why in _ENDED_BY_STEPD.findall(text):
-        if told == job_id and (time_of(at) or 0.0) >= since - CLOCK_S:
+        known = not why or why in OF_STEPD
+        if told == job_id and known and (time_of(at) or 0.0) >= since - CLOCK_S:
             cause = OF_STEPD.get(why)
     return cause
 

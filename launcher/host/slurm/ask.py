@@ -17,10 +17,11 @@ def show_job(job_id: str) -> Dict[str, str]:
     """Slurm's record of one job. Raises SlurmRefused, also for a job that Slurm does not know."""
     command = ["scontrol", "show", "job", "-o", job_id]
     told = call(command)
-    job = parse_fields(told.strip())
-    if not {"JobId", "JobState"} <= set(job):
-        raise unclear(command, told)
-    return job
+    jobs = [parse_fields(record.strip()) for record in re.split(r"^(?=JobId=)", told, flags=re.MULTILINE)]
+    for job in jobs:  # of an array: a record for each of its tasks
+        if job.get("JobId") == job_id and "JobState" in job:
+            return job
+    raise unclear(command, told)
 
 
 def is_completing(job_id: str) -> bool:
@@ -63,8 +64,9 @@ def avoided_nodes(job: Dict[str, str]) -> List[str]:
         raise SlurmSilent("ExcNodeList={}: no list of nodes".format(listed)) from None
 
 
-def preemption_cancels(job: Dict[str, str]) -> bool:
-    """Whether a preemption ends this job for good: as the cluster has it, or because the job may not be requeued.
+def preemption_cancels(job: Dict[str, str]) -> Optional[bool]:
+    """Whether a preemption ends this job for good: as the cluster has it, or because the job may not be requeued. None
+    where Slurm does not say.
 
     Args:
         job: its record.
@@ -84,7 +86,7 @@ def preemption_cancels(job: Dict[str, str]) -> bool:
             told = call(["sacctmgr", "-n", "-P", "show", "qos", named, "format=PreemptMode"]).strip()
             mode = mode if told in ("", "cluster") else told
     except SlurmRefused:
-        return False
+        return None
     return "CANCEL" in mode.upper()
 
 

@@ -32,8 +32,12 @@ DEFAULTS = {
 OF_AN_ATTEMPT = ("MRL_ATTEMPT", "MRL_STEP", "MRL_START", "MRL_OVERLAP")
 
 _OPTION = re.compile(r"^(?:#SBATCH )?--([a-z-]+)", re.MULTILINE)
+# Errors that pass, in the words of Slurm 22.05 to 26.05. From 23.02 on a controller may limit the rate of requests.
 _SILENT = re.compile(
-    r"timed out|unable to contact|connection refused|communication|zero bytes|temporarily|try again", re.IGNORECASE
+    r"timed out|unable to contact|connection refused|communication|zero bytes|temporarily|try again|retry|rate limit"
+    r"|standby mode|authentication|credential expired|unexpected message|header lengths|configuration source"
+    r"|fetch config",
+    re.IGNORECASE,
 )
 
 Result = TypeVar("Result")

@@ -7,7 +7,8 @@ from typing import Dict, List, Optional
 
 CLOCK_S = 5.0  # by which times of one record may differ
 
-# States of a job that is over. Any other word, a future version's too, means that it may still run.
+# States of a job that is over. Any other word, one of a later version too, means that it may still run, and so does
+# REVOKED: a cluster of a federation says it of a job that another one has started.
 ENDED = (
     "BOOT_FAIL",
     "CANCELLED",
@@ -17,7 +18,6 @@ ENDED = (
     "NODE_FAIL",
     "OUT_OF_MEMORY",
     "PREEMPTED",
-    "REVOKED",
     "TIMEOUT",
 )
 

@@ -84,6 +84,8 @@ def test_a_job_without_a_time_limit_has_no_end_until_it_ended():
         ("COMPLETING", "running", True),
         ("PREEMPTED", "ended", False),
         ("NODE_FAIL", "ended", False),
+        ("EXPEDITING", "pending", True),
+        ("REVOKED", "unknown", True),  # another cluster of a federation has started it
         ("A_WORD_OF_SLURM_30", "unknown", True),
     ],
 )
@@ -134,6 +136,13 @@ def test_accounting_shows_the_newest_attempt_and_counts_the_others():
     assert job.exit_code is None
     (killed,) = parse_sacct("7|FAILED|0:9|2026-11-21T06:00:00|2026-11-21T06:01:00|2026-11-21T06:05:00|node01|a")
     assert killed.exit_code == -9
+
+
+def test_numbers_that_make_no_sense_leave_a_job_unknown(fake, tmp_path):
+    (tmp_path / "listed").write_text(squeue_line(RestartCnt="twice"))
+    fake("squeue", f"cat {tmp_path}/listed")
+    fake("scontrol", "echo 'JobId=7 JobState=RUNNING'")
+    assert read_jobs(["7"])["7"].kind == "unknown"
 
 
 def test_a_job_that_nobody_knows_is_gone(fake):

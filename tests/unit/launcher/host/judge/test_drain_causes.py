@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launcher.host.judge.causes import Cause, cause_of, completed, is_complete, is_truer
+from launcher.host.judge.causes import Cause, cause_in_log, cause_of, completed, is_complete, is_truer
 from launcher.host.slurm.formats import parse_fields
 from megatron_rl.contract.attempt_records import Drain
 
@@ -94,6 +94,46 @@ def test_where_preemption_cancels_only_an_early_end_tells_a_scancel_from_it():
     at_its_end = GRACE | {"JobState": "COMPLETING"}
     assert cause_of(at_its_end, NOW + 21, NOTICE, end_before=NOW + 20, cancels=True).cause == "preempted"
     assert cause_of(SCANCELLED, NOW + 2, NOTICE, end_before=NOW + 20, cancels=True).cause == "cancelled"
+
+
+LATER = "a word of a later Slurm"
+
+
+@pytest.mark.parametrize("fields", [GRACE, record(RECORDS["cancelled"]), record(RECORDS["signal"])], ids=str)
+def test_a_state_of_a_later_slurm_never_means_that_somebody_cancelled_the_job(fields):
+    """Whatever its times are: a cancelled run is not started again."""
+    for end_before in (None, NOW + 600):
+        told = cause_of(fields | {"JobState": LATER}, NOW + 30, NOTICE, end_before=end_before, cancels=False)
+        assert told.cause in ("preempted", "signal")
+
+
+@pytest.mark.parametrize(
+    ("state", "cause"), [("TIMEOUT", "time limit"), ("NODE_FAIL", "node failure"), ("REVOKED", "signal")]
+)
+def test_a_job_that_slurm_itself_has_ended_is_not_cancelled(state, cause):
+    ended = record(RECORDS["cancelled"]) | {"JobState": state}
+    assert cause_of(ended, NOW + 3, NOTICE, end_before=NOW + 600).cause == cause
+
+
+def test_where_the_mode_of_preemption_is_not_known_a_job_is_not_taken_for_cancelled():
+    assert cause_of(SCANCELLED, NOW + 2, NOTICE, cancels=False).cause == "cancelled"
+    assert cause_of(SCANCELLED, NOW + 2, NOTICE, cancels=None).cause == "signal"
+
+
+STEPD = "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-21T08:00:0{} {}***\n"
+
+
+@pytest.mark.parametrize(
+    ("later", "cause"),
+    [
+        ("", None),  # scancel
+        ("DUE TO TIME LIMIT ", "time limit"),
+        ("DUE TO THE WEATHER ", "preempted"),
+    ],
+)
+def test_the_last_reason_that_is_known_counts(later, cause):
+    log = STEPD.format(1, "DUE TO PREEMPTION ") + STEPD.format(5, later)
+    assert cause_in_log(log, "7", NOW) == cause
 
 
 BY_A_RANK = Drain("signal", "rank 0", NOW)

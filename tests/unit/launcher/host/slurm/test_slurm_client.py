@@ -91,6 +91,10 @@ def scontrol(slurm_says):
     [
         ("echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1", SlurmSilent),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", SlurmRefused),
+        ("echo 'slurm_load_jobs error: Rate limit exceeded, please retry momentarily' >&2; exit 1", SlurmSilent),
+        ("echo 'scontrol: error: Slurm backup controller in standby mode' >&2; exit 1", SlurmSilent),
+        ("echo 'slurm_load_jobs error: Protocol authentication error' >&2; exit 1", SlurmSilent),
+        ("echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1", SlurmSilent),
         ("exec sleep 60", SlurmSilent),
         ("kill -KILL $$", SlurmSilent),
     ],
@@ -128,6 +132,20 @@ def test_only_silence_is_waited_for(monkeypatch):
 def test_what_is_not_utf_8_is_read_all_the_same(scontrol):
     scontrol(r"printf 'JobName=\351t\351\n'")
     assert call(["scontrol"]).startswith("JobName=")
+
+
+def test_of_an_array_only_the_record_of_the_job_itself_counts(scontrol):
+    task = "JobId={} ArrayJobId=7 ArrayTaskId={} JobName=a JobState={}"
+    records = [task.format(9, 2, "FAILED"), task.format(8, 1, "RUNNING"), task.format(7, 3, "PENDING")]
+    scontrol("".join(f"echo '{record}'\n" for record in records))
+    assert [ask.show_job(job)["JobState"] for job in "987"] == ["FAILED", "RUNNING", "PENDING"]
+    with pytest.raises(SlurmUnclear):
+        ask.show_job("6")
+
+
+def test_a_preemption_mode_that_slurm_does_not_tell_is_not_known(scontrol):
+    scontrol("echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    assert ask.preemption_cancels({"PreemptTime": "2026-11-21T08:00:00", "Requeue": "1"}) is None
 
 
 def test_a_job_that_is_requeued_already_is(scontrol):
