@@ -43,7 +43,13 @@ SEPARATOR = "\x1f"
 """Ends each field: job names and reasons may hold any printable separator. Columns of a fixed width do not do: squeue
 prints some fields beyond the width (NodeList) and, from 23.02 on, nothing at all for an exit code that is not set."""
 
+SQUEUE_COMMAND = (
+    *("squeue", "--noheader", "--all", "--states=all"),
+    "--Format=" + ",".join(f"{name}:0{SEPARATOR}" for name in SQUEUE_FIELDS),  # 0: as wide as the value
+)
+
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList", "JobName")
+SACCT_COMMAND = ("sacct", "-X", "-P", "-D", "--noheader", "--format=" + ",".join(SACCT_FIELDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +145,7 @@ def cluster_name() -> str | None:
 
 
 def _ask_squeue(ids: Sequence[str]) -> dict[str, JobState]:
-    form = ",".join(f"{name}:0{SEPARATOR}" for name in SQUEUE_FIELDS)  # 0: as wide as the value
-    command = ["squeue", "--noheader", "--all", "--states=all", f"--jobs={','.join(ids)}", f"--Format={form}"]
+    command = [*SQUEUE_COMMAND, f"--jobs={','.join(ids)}"]
     answer = run(command)
     if answer.code == 0:
         try:
@@ -172,9 +177,8 @@ def _is_known(job_id: str) -> bool:
 
 def _ask_sacct(ids: Sequence[str]) -> dict[str, JobState]:
     """Ended jobs only: one that accounting believes to be alive and the controller does not know is gone."""
-    form = ",".join(SACCT_FIELDS)
     try:
-        answer = run(["sacct", "-X", "-P", "-D", "--noheader", f"--jobs={','.join(ids)}", f"--format={form}"])
+        answer = run([*SACCT_COMMAND, f"--jobs={','.join(ids)}"])
         jobs = parse_sacct(answer.out) if answer.code == 0 else []
     except (SlurmRefused, ValueError):
         return {}
