@@ -9,17 +9,18 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 # Of `make test-gpu`: .venv has torch for CPUs alone.
 GPU_PYTHON ?= python3
+IN_TRIXIE := $(BIN)/python tests/slurm/trixie.py run
 READY := .venv/ready
 MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 
 # Tests and demos start Python hundreds of times: where this is set, each start would compile the toolkit afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test test-slow test-gpu slurm-lab bench lint
+.PHONY: help env demo test test-slow test-slurm-24 test-slurm-24-short test-gpu slurm-lab slurm-lab-24 bench lint
 .DEFAULT_GOAL := help
 
 help:
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: $(READY) ## make .venv with everything below (Python 3.11 or 3.12; another one: PYTHON=/path/to/python3.12)
 
@@ -35,6 +36,15 @@ test-slow: $(READY) ## tests that take minutes: whole runs, controls that must n
 	$(BIN)/pytest -m slow --timeout 3600 tests
 	$(BIN)/pytest -m "not slow" --timeout 1800 --numprocesses 2 --hypothesis-profile thorough tests/unit
 
+# In a root directory of Debian 13's: made once (mmdebstrap), kept in the cache.
+test-slurm-24: $(READY) ## the tests on a real Slurm, on Debian 13's 24.11 whatever this machine has
+	$(IN_TRIXIE) $(BIN)/pytest --timeout 3600 --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/slurm
+
+# What differs most between versions: preemption and squeue's answers. A minute.
+test-slurm-24-short: $(READY)
+	$(IN_TRIXIE) $(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile \
+	    tests/slurm/test_slurm_preempted_often.py tests/slurm/test_slurm_commands.py
+
 test-gpu: ## on a GPU, with a GPU_PYTHON that has torch for CUDA: tests, and figures to tests/benchmarks/results
 	$(GPU_PYTHON) -m pytest --timeout 1800 tests/gpu
 	$(GPU_PYTHON) tests/benchmarks/gpu_step.py --size 0.5b
@@ -43,6 +53,9 @@ test-gpu: ## on a GPU, with a GPU_PYTHON that has torch for CUDA: tests, and fig
 
 slurm-lab: $(READY) ## a shell with a real Slurm of ten nodes on this machine, gone when the shell ends
 	@$(BIN)/python tests/slurm/lab.py shell
+
+slurm-lab-24: $(READY) ## the same with Debian 13's Slurm 24.11
+	@$(IN_TRIXIE) $(BIN)/python tests/slurm/lab.py shell
 
 bench: $(READY) ## benchmarks on the CPU; the last line is the speed-up over TRL
 	$(BIN)/python tests/benchmarks/packing.py
