@@ -10,6 +10,7 @@ Each process writes what it saw to attempts/NNN/seen/STEP.RANK.json. MRL_STUB, a
     save             seconds that the save takes which comes before leaving
     deaf             true: the ranks hear that they should leave, and do not
     hangs_at         step at which rank 1 hangs; the others wait for it
+    until            file in the run directory whose presence ends the training before all steps are done
     replica_dies     replica that dies at its first start
 """
 
@@ -55,7 +56,7 @@ def train():
     box.start()
     box.start_heartbeats()
     step = len(read_json_lines(run.metrics))
-    while step < asked["steps"] and not attempt.outcome.exists():
+    while step < asked["steps"] and not attempt.outcome.exists() and not is_done():
         if told and not asked.get("deaf"):
             (attempt.folder / "leave").touch()
         if (attempt.folder / "leave").exists():
@@ -83,6 +84,10 @@ def train():
         time.sleep(0.05)
     box.stop()
     sys.exit(75 if read_json(attempt.outcome)["outcome"] == "drained" else 0)
+
+
+def is_done():
+    return "until" in asked and (run.root / asked["until"]).exists()
 
 
 def hang_as_asked(step):

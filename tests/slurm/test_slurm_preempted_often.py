@@ -1,0 +1,60 @@
+"""A run that is preempted again and again comes back each time, whatever Slurm counts."""
+
+from __future__ import annotations
+
+import pytest
+from lab import wait_until
+from login import SECONDS, Login
+from records import kill_rank, preempt, wait_for_ends
+
+DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1", "job.backoff_s=1")
+SIGNAL: dict[str, str] = {}
+NO_SIGNAL = {"SlurmctldParameters=preempt_send_user_signal\n": ""}
+
+
+@pytest.mark.parametrize(
+    ("times", "changes"),
+    [
+        pytest.param(2, SIGNAL, id="twice"),
+        pytest.param(8, SIGNAL, id="8 times", marks=pytest.mark.slow),
+        pytest.param(8, NO_SIGNAL, id="8 times without the user's signal", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_preempted_often_comes_back_and_ends_once(
+    login: Login, times: int, changes: dict[str, str]
+) -> None:
+    login.profiles["stub"]["sbatch"] = ["--nodelist=node[07-08]"]
+    with login.lab.configured(changes):
+        run = login.submit(*DEMO, stub={"steps": 100_000, "until": "enough"})
+        for number in range(1, times + 1):
+            run.wait_for_step(len(run.metrics()) + 2)
+            urgent = preempt(login, run)
+            wait_for_ends(run, number)
+            run.wait("PENDING")
+            login.lab.run("scancel", urgent)
+        run.wait_for_step(len(run.metrics()) + 2)
+        assert run.field("BatchFlag") == "1", "Slurm holds a job once this exceeds MaxBatchRequeue"
+        wait_until("a rank is killed", lambda: kill_rank(run, 1), SECONDS)
+        wait_for_ends(run, times + 1)
+        run.wait("PENDING")
+        run.wait_for_step(len(run.metrics()) + 2)
+        (run.dir.root / "enough").touch()
+        # Slurm 24.05 and later calls a job PREEMPTED that was ever in a grace time.
+        assert run.wait() in ("COMPLETED", "PREEMPTED")
+    assert run.ends() == [("drained", "preempted")] * times + [("crashed", None), ("finished", None)]
+    assert run.field("Restarts") == str(times + 1), "it does not start once more when it has finished"
+    assert "finished" in login.call("mrl", "status", run.dir.root).stdout
+
+
+def test_a_preempted_run_that_is_stopped_stays_away(login: Login) -> None:
+    login.profiles["stub"]["sbatch"] = ["--nodelist=node[07-08]"]
+    run = login.submit(*DEMO, stub={"steps": 100_000})
+    run.wait_for_step(2)
+    urgent = preempt(login, run)
+    run.wait("PENDING")
+    login.lab.run("scancel", urgent)
+    run.wait_for_step(len(run.metrics()) + 2)
+    login.call("mrl", "cancel", "--drain", run.dir.root)
+    assert run.wait() in ("COMPLETED", "PREEMPTED")
+    assert run.ends() == [("drained", "preempted"), ("stopped", "cancelled")]
+    assert run.field("Restarts") == "1"
