@@ -70,6 +70,7 @@ def train_step(run: Run) -> None:
         dropped=batch.dropped,
         failures=batch.failures,
         components=batch.components,
+        tracebacks=run.environment.tracebacks(),
         refit_bytes=run.refit.moved_bytes,
         left_out=run.left_out,
         ahead=run.config.asynchronous.max_lag > 0,

@@ -209,6 +209,11 @@ class Environment(GroupedRolloutGenerator, EvaluationAgent, RolloutGenerator, Co
         group = await self.group_rollout(request)
         return ContrastiveResponse(pair_of(group), group.failures)
 
+    def tracebacks(self) -> Mapping[str, str]:
+        """Tracebacks of the errors that its own code raised and that cost answers, by what their reasons in
+        `TrajectoryGroup.failures` begin with."""
+        return {}
+
     def gold_response(self, problem: Problem) -> str:
         """What a model would answer that is right."""
         raise NotImplementedError(f"{type(self).__name__} has no gold_response")

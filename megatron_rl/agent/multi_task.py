@@ -145,6 +145,9 @@ class WeightedMultiTask(Environment, Demonstrator):
                 trajectories[place] = answers
         return EvaluationResponse(trajectories, failures, final_answers)
 
+    def tracebacks(self) -> Mapping[str, str]:
+        return {kind: trace for member in self._members.values() for kind, trace in member.tracebacks().items()}
+
     async def close(self) -> None:
         for member in self._members.values():
             await member.close()

@@ -21,6 +21,7 @@ from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
+from megatron_rl.errors import own_place
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import Section
 
@@ -192,8 +193,10 @@ def _load(entry: EntryPoint) -> type[Environment]:
         with redirect_stdout(sys.stderr):  # what a package prints is no answer of a command's
             cls = entry.load()
     except (Exception, SystemExit) as error:  # importing a plug-in runs its author's code, which may raise anything
+        place = own_place(error)
         raise ValueError(
             f"environment {entry.name!r} of {_origin(entry)} cannot be imported: {type(error).__name__}: {error}"
+            + (f" ({place})" if place else "")
         ) from error
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ValueError(f"environment {entry.name!r} of {_origin(entry)} is no subclass of {_path(Environment)}")

@@ -21,6 +21,7 @@ from megatron_rl.agent.api import (
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.scoring import OverLimit, Patience, Reward, in_time, scored
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.errors import own_place, own_trace
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
 from megatron_rl.model.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ class RewardOnlyAgent(Environment):
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self._explained: set[type[Exception]] = set()
+        self._traces: dict[str, str] = {}
 
     @abstractmethod
     def get_reward(
@@ -134,12 +135,19 @@ class RewardOnlyAgent(Environment):
         return Trajectory.single(request.prompt_tokens, completion, text, score.reward, score.components)
 
     def _reason(self, method: str, error: Exception, problem: Problem, text: str) -> str:
-        """Short reason for the record; the first error of each type is logged with its traceback."""
-        if type(error) not in self._explained:
-            self._explained.add(type(error))
+        """Short reason for the record, with the place in the task's code. The first error of each place is logged with
+        its traceback."""
+        place = own_place(error).partition(": ")[0]
+        kind = f"{method} at {place}: " if place else f"{method}: "
+        kind += type(error).__name__
+        if kind not in self._traces:
+            self._traces[kind] = own_trace(error)
             logger.error("%s failed on the answer %r to %r", method, text, problem.prompt, exc_info=error)
         first_line = str(error).partition("\n")[0]
-        return f"{method}: {type(error).__name__}: {first_line}"[:200]
+        return f"{kind}: {first_line}"[:200]
+
+    def tracebacks(self) -> Mapping[str, str]:
+        return self._traces
 
 
 async def _or_why_not(

@@ -97,7 +97,11 @@ def its_own(error: BaseException) -> Exception:
         text = str(error)
     except Exception as why:  # noqa: BLE001 - as above
         return RuntimeError(f"{type(error).__name__}, whose text raises {type(why).__name__}")
-    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {text}")
+    if isinstance(error, Exception):
+        return error
+    told = RuntimeError(f"{type(error).__name__}: {text}")
+    told.__cause__ = error  # which knows where it was raised
+    return told
 
 
 def _cancelled(error: BaseException) -> bool:

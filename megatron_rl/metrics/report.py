@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.contract.attempt_records import TimelineLine
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.errors import ConfigurationError, TaskFailed
 from megatron_rl.metrics.names import PROMPT_TOO_LONG, TIMED, StepReport, metrics_of
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
@@ -17,9 +17,11 @@ from megatron_rl.metrics.timeline import Timeline
 MOST_REASONS = 20
 """Of lost answers, told in the line of a step: an error that quotes an answer is a reason of its own for each."""
 OTHER_REASONS = "other reasons"
+TOLD_REASONS = 3
+"""Of them, in an error."""
 
 
-class AllAnswersLost(RuntimeError):
+class AllAnswersLost(TaskFailed):
     """Nothing of a step could be scored: the environment is broken, and going on would train on nothing."""
 
 
@@ -45,7 +47,10 @@ def step_lines(
             "long: with sampling.max_new_tokens they exceed training.sequence_length or model.max_position_embeddings"
         )
     if not stats.batch.answers:
-        raise AllAnswersLost(f"no answer of step {report.step} could be scored: {failures}")
+        reasons = Counter(failures).most_common(TOLD_REASONS)
+        told = ", ".join(f"{count} x {reason}" for reason, count in reasons)
+        trace = _traceback_of(reasons[0][0], report, control) if reasons else ""
+        raise AllAnswersLost(f"no answer of step {report.step} could be scored: {told}", trace)
     ranks = dist.get_world_size(control)
     line = timeline.line(total, ranks, report.step)
     seconds = {name: line.seconds.get(name, 0.0) / ranks for name in TIMED}
@@ -80,6 +85,14 @@ def _of_all_ranks(report: StepReport, control: dist.ProcessGroup) -> tuple[dict[
         failures.update(of_rank[0])
         dropped |= of_rank[1]
     return dict(sorted(_most_frequent(failures).items())), dict(sorted(dropped.items()))
+
+
+def _traceback_of(reason: str, report: StepReport, control: dist.ProcessGroup) -> str:
+    """Where the task's code raised what a reason tells of; empty where no rank knows. Collective."""
+    gathered: list[Any] = [None] * dist.get_world_size(control)
+    dist.all_gather_object(gathered, dict(report.tracebacks), group=control)
+    known = (trace for of_rank in gathered for kind, trace in of_rank.items() if reason.startswith(kind))
+    return next((trace for trace in known if trace), "")
 
 
 def _most_frequent(failures: Counter[str]) -> Counter[str]:

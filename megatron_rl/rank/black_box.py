@@ -36,6 +36,7 @@ from megatron_rl.contract.codes import (
 )
 from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import write
+from megatron_rl.errors import own_place, own_trace
 from megatron_rl.rank.activity import Activity
 
 logger = logging.getLogger(__name__)
@@ -84,20 +85,23 @@ class BlackBox:
         logging.getLogger().removeHandler(self._log)
 
     def report_failure(self, error: BaseException, exit_code: int) -> None:
-        """Write the rank's error file and log it. The message of a bad configuration is all that its reader needs.
+        """Write the rank's error file and log it. The message of a bad configuration is all that its reader needs; of
+        an error in the task's own code the file has the frames there, and the log has all.
 
         Where another rank did not come, this takes STACKS_S longer: the first rank that leaves takes the others along,
         and until then the host side can ask each where it is.
         """
         misconfigured = exit_code == EXIT_CONFIG
         activity = self._activity
+        place = own_place(error)
+        whole_trace = "" if misconfigured else trace(error)
         report = RankError(
             rank=self._rank,
             host=socket.gethostname(),
             step=activity.step,
             phase=activity.doing,
-            error=summary(error, whole=misconfigured),
-            traceback="" if misconfigured else trace(error),
+            error=summary(error, whole=misconfigured) + (f" ({place})" if place else ""),
+            traceback=shortened(own_trace(error)) or whole_trace,
             waited=waited_in_vain(error),
             log=self._log.lines,
             exit_code=exit_code,
@@ -109,7 +113,7 @@ class BlackBox:
         except OSError as unwritten:
             logger.error("the error file cannot be written: %s", unwritten)
         where = f"rank {self._rank} failed in step {activity.step} ({activity.doing})"
-        logger.error("%s: %s\n%s", where, report.error, report.traceback)
+        logger.error("%s: %s\n%s", where, report.error, whole_trace or report.traceback)
         if report.waited:
             time.sleep(STACKS_S)
 
@@ -199,13 +203,18 @@ def summary(error: BaseException, *, whole: bool = False) -> str:
 
 
 def trace(error: BaseException) -> str:
-    """The traceback, where it is long without its middle."""
-    lines = "".join(traceback.format_exception(error)).splitlines()
+    """The whole traceback, `shortened`."""
+    return shortened("".join(traceback.format_exception(error)))
+
+
+def shortened(text: str) -> str:
+    """A traceback; one that is long without its middle."""
+    lines = text.splitlines()
     if len(lines) > TRACE_LINES:
         left_out = len(lines) - TRACE_LINES
         half = TRACE_LINES // 2
         lines = [*lines[:half], f"  ... {left_out} lines left out ...", *lines[-half:]]
-    return "\n".join(cut(line, LINE_LIMIT) for line in lines) + "\n"
+    return "".join(cut(line, LINE_LIMIT) + "\n" for line in lines)
 
 
 def waited_in_vain(error: BaseException) -> bool:

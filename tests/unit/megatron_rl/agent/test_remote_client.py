@@ -145,9 +145,8 @@ def test_a_reason_may_quote_what_is_no_text(caplog: pytest.LogCaptureFixture) ->
         def get_reward(self, response: str, golden: Any, finish_reason: Any) -> float:
             raise ValueError("\ud800")
 
-    assert run(AgentService("digits", Quoting(Digits.Config(), TOKENIZER))).failures == {
-        "get_reward: ValueError: \ud800": 2
-    }
+    ((reason, lost),) = run(AgentService("digits", Quoting(Digits.Config(), TOKENIZER))).failures.items()
+    assert reason.endswith(": ValueError: \ud800") and lost == 2
 
 
 def test_what_the_agent_gives_up_is_generated_no_further() -> None:

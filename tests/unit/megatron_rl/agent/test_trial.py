@@ -58,7 +58,8 @@ def test_an_answer_that_cannot_be_scored_has_no_reward_but_a_reason(monkeypatch:
 
     one = try_it(monkeypatch, Broken)[0]
     assert (one["gold_reward"], one["wrong_reward"]) == (1.0, None)
-    assert one["failures"] == ["get_reward: ZeroDivisionError: division by zero"]
+    line = Broken.get_reward.__code__.co_firstlineno + 1
+    assert one["failures"] == [f"get_reward at test_trial.py:{line}: ZeroDivisionError: division by zero"]
 
 
 def test_one_without_problems_or_right_answers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -433,6 +433,17 @@ def test_a_step_without_answers_ends_the_run(
         step_lines(report(batch, dropped, failures), Timeline(), groups.control)
 
 
+def test_where_all_answers_are_lost_the_error_has_the_trace_of_the_most_frequent_reason(groups: Any) -> None:
+    failures = {"get_reward at mine.py:6: KeyError: 'a'": 5, "get_reward at mine.py:6: KeyError: 'b'": 2, "timeout": 1}
+    lost = report(replace(LOST, failed=8), {}, failures)
+    lost = replace(lost, tracebacks={"get_reward at mine.py:6: KeyError": "Traceback of line 6\n"})
+    with pytest.raises(
+        AllAnswersLost, match=r"could be scored: 5 x get_reward at mine.py:6: KeyError: 'a', 2 x"
+    ) as error:
+        step_lines(lost, Timeline(), groups.control)
+    assert error.value.trace == "Traceback of line 6\n"
+
+
 def test_an_evaluation_says_how_it_was_asked(tmp_path: Path) -> None:
     record = writer(tmp_path)
     record.evaluation(3, {"eval/aime/greedy_accuracy": 0.5, "eval/prompt_format": "boxed"})

@@ -103,6 +103,10 @@ def reported(attempt: Attempt, error: Exception, exit_code: int = EXIT_CRASHED) 
     return error_file(attempt)
 
 
+PLACE = f"test_black_box.py:{reported.__code__.co_firstlineno + 6}: raise error"
+"""As in the code of a task, which this file is for the ranks."""
+
+
 def test_a_heartbeat_tells_where_the_main_thread_got_on_last(attempt):
     rank = start(attempt, "stuck_in_c()", MRL_SILENCE_S="0.5")
     try:
@@ -166,14 +170,17 @@ def test_the_error_file_says_who_where_when_and_what(attempt):
     logging.getLogger().setLevel(logging.INFO)
     report = reported(attempt, ValueError("no such token\nwith details"))
     assert (report.rank, report.step, report.phase, report.exit_code) == (3, 41, "training", EXIT_CRASHED)
-    assert report.error == "ValueError: no such token"
+    assert report.error == f"ValueError: no such token ({PLACE})"
     assert "with details" in report.traceback
     assert "in reported" in report.traceback
     assert report.host
 
 
 def test_a_bad_configuration_is_all_message_and_no_traceback(attempt):
-    report = reported(attempt, ValueError("model:\n  no such field"), EXIT_CONFIG)
+    attempt.folder.mkdir(parents=True, exist_ok=True)
+    of_mrl = ValueError("model:\n  no such field")  # raised nowhere in a task's code
+    BlackBox(attempt, 3, 8, Activity(attempt, published=False)).report_failure(of_mrl, EXIT_CONFIG)
+    report = error_file(attempt)
     assert report.error == "ValueError: model:\n  no such field"
     assert report.traceback == ""
 

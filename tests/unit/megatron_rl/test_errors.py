@@ -1,0 +1,131 @@
+"""Where in a task's own code an error arose, whatever of mrl and of libraries stands around it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_rl.agent.registry import environment_class
+from megatron_rl.agent.scoring import Patience, scored
+from megatron_rl.agent.trajectories import check_reward
+from megatron_rl.errors import PACKAGE, ConfigurationError, TaskFailed, own_place, own_trace
+from megatron_rl.inference.limits import refuse_twice
+
+REWARD = """
+import json
+
+
+def reward(row):
+    return row["answr"]
+
+
+def deep(text):
+    return json.loads(text)
+
+
+async def waits(row):
+    return reward(row)
+
+
+def refused(value):
+    from megatron_rl.agent.trajectories import check_reward
+
+    check_reward(value)
+
+
+def broken_engine(call):
+    return call()
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> ModuleType:
+    """A task's code, in a folder of its author."""
+    return load(tmp_path / "mine.py", REWARD)
+
+
+def load(file: Path, text: str) -> ModuleType:
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    error = asyncio.run(scored(call, Patience(5.0)))
+    assert isinstance(error, Exception)
+    return error
+
+
+def test_the_place_is_the_tasks_own_line_however_deep_a_library_failed(mine: ModuleType) -> None:
+    assert own_place(raised(lambda: mine.reward({}))) == 'mine.py:6: return row["answr"]'
+    assert own_place(raised(lambda: mine.deep("{"))) == "mine.py:10: return json.loads(text)"
+    assert own_place(raised(lambda: mine.waits({}))) == 'mine.py:6: return row["answr"]'
+
+
+def test_what_mrl_finds_wrong_with_a_value_is_blamed_on_the_line_that_gave_it(mine: ModuleType) -> None:
+    assert own_place(raised(lambda: mine.refused(1e30))) == "mine.py:20: check_reward(value)"
+
+
+def test_the_trace_begins_in_the_tasks_code(mine: ModuleType) -> None:
+    lines = own_trace(raised(lambda: mine.deep("{"))).splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert [line for line in lines if f"{PACKAGE}/" in line] == []
+    own = next(place for place, line in enumerate(lines) if "mine.py" in line)
+    assert "line 10, in deep" in lines[own] and lines[own + 1].strip() == "return json.loads(text)"
+    assert lines[-1].startswith("json.decoder.JSONDecodeError: ")
+
+
+def test_the_cause_of_a_bad_configuration_counts_too(mine: ModuleType) -> None:
+    with pytest.raises(ConfigurationError) as wrapped:
+        try:
+            mine.reward({})
+        except KeyError as error:
+            raise ConfigurationError(str(error)) from error
+    wrapped.value.__traceback__ = None  # this test's own frame
+    assert own_place(wrapped.value).startswith("mine.py:6: ")
+    assert own_trace(wrapped.value).endswith("KeyError: 'answr'\n")
+
+
+def test_an_engine_that_fails_is_not_the_tasks_fault(mine: ModuleType) -> None:
+    request: Any = SimpleNamespace(id="a", again=None)
+    error = raised(lambda: mine.broken_engine(lambda: refuse_twice(request, {"a"})))
+    assert "request a is under way already" in str(error)
+    assert (own_place(error), own_trace(error)) == ("", "")
+
+
+def test_an_error_of_mrl_alone_has_no_place() -> None:
+    with pytest.raises(ValueError, match="the reward is nan") as found:
+        check_reward(float("nan"))
+    found.value.__traceback__ = found.tb.tb_next  # without this test's own frame
+    assert (own_place(found.value), own_trace(found.value)) == ("", "")
+
+
+def test_a_line_that_is_no_python_has_its_place(tmp_path: Path) -> None:
+    with pytest.raises(SyntaxError) as wrong:
+        load(tmp_path / "typo.py", "x = 1\ndef reward(row)\n    return 1\n")
+    assert own_place(wrong.value) == "typo.py:2: def reward(row)"
+
+
+def test_a_counted_error_brings_its_trace(tmp_path: Path) -> None:
+    assert own_trace(TaskFailed("no answer could be scored", "Traceback ...\n")) == "Traceback ...\n"
+    assert own_place(TaskFailed("no answer could be scored")) == ""
+
+
+def test_an_environment_that_cannot_be_imported_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_task.py").write_text("import math\n\nLIMIT = math.inff\n")
+    info = tmp_path / "broken_task-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-task\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[mrl.environments]\nbroken-task = broken_task:Task\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"AttributeError: .* \(broken_task.py:3: LIMIT = math.inff\)"):
+        environment_class("broken-task")
