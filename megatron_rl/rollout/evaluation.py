@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.generation import AgentLoop
+
+logger = logging.getLogger("megatron_rl")
 
 
 def evaluate(
@@ -34,7 +38,7 @@ def evaluate(
     )
     sets = {name: problems[: config.evaluation.prompts] for name, problems in agent.evaluation_problems().items()}
     counts = torch.zeros(len(sets), 2, dtype=torch.float64)  # right ones, and all
-    for index, problems in enumerate(sets.values()):
+    for index, (name, problems) in enumerate(sets.items()):
         request = EvaluationRequest(
             problems=[problems[i] for i in loop.share(0, len(problems))],
             sampling=greedy,
@@ -47,6 +51,8 @@ def evaluate(
         if response is not None:
             rewards = response.rewards
             counts[index] = torch.tensor([rewards.count(1.0), len(rewards)])
+            for reason, lost in sorted(filter(itemgetter(1), response.failures.items())):
+                logger.warning("evaluation on %s: %d answers lost: %s", name, lost, reason)
         safe_points.agree()
     dist.all_reduce(counts, group=groups.control)
     found: dict[str, float] = {}

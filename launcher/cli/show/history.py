@@ -53,7 +53,7 @@ class History:
         """Evaluation set -> greedy accuracy in the first and the last evaluation."""
         found: dict[str, tuple[float, float]] = {}
         for line in self.evaluations:
-            for name, value in accuracies(line).items():
+            for name, value in evaluation_values(line, "greedy_accuracy").items():
                 found[name] = (found[name][0] if name in found else value, value)
         return found
 
@@ -150,13 +150,13 @@ def numbers(lines: Sequence[MetricsLine], name: str) -> list[float]:
     return [value for line in lines if (value := number(line, name)) is not None]
 
 
-def accuracies(line: MetricsLine) -> dict[str, float]:
-    """{evaluation set: greedy accuracy} of one evaluation."""
+def evaluation_values(line: MetricsLine, metric: str) -> dict[str, float]:
+    """{evaluation set: value} of a metric, such as greedy_accuracy, in one evaluation."""
     parts = ((name.split("/"), number(line, name)) for name in line.values)
     return {
         "/".join(part[1:-1]): value
         for part, value in parts
-        if value is not None and len(part) > 2 and part[0] == "eval" and part[-1] == "greedy_accuracy"
+        if value is not None and len(part) > 2 and part[0] == "eval" and part[-1] == metric
     }
 
 

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launcher.cli.show.history import RECENT, History, accuracies, clock, mean, sparkline
+from launcher.cli.show.history import RECENT, History, clock, evaluation_values, mean, sparkline
 from launcher.cli.show.terminal import tell
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import number
@@ -174,9 +174,14 @@ def step_line(history: History) -> str:
 
 
 def evaluation_line(line: MetricsLine) -> str:
-    """The greedy accuracy on every set."""
-    scores = "  ".join(f"{name} {value:.3f}" for name, value in sorted(accuracies(line).items()))
-    return f"evaluation after step {line.step}: greedy accuracy {scores}"
+    """The greedy accuracy on every set, and what was lost of it."""
+    found, lost = evaluation_values(line, "greedy_accuracy"), evaluation_values(line, "failed_rollouts")
+    scores = [
+        (f"{name} {found[name]:.3f}" if name in found else f"{name} -")
+        + (f" ({lost[name]:.0f} answers lost)" if name in lost else "")
+        for name in sorted({*found, *lost})
+    ]
+    return f"evaluation after step {line.step}: greedy accuracy {'  '.join(scores)}"
 
 
 def shown(line: MetricsLine, name: str, form: str) -> str:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from launcher.cli.show.ending import result_lines
 from launcher.cli.show.history import BARS, History, HistoryReader, clock, newest_line, sparkline
+from launcher.cli.show.panel import evaluation_line
 from megatron_rl.contract.attempt_records import MetricsLine, Progress
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
@@ -95,6 +96,12 @@ def test_results_compare_the_beginning_with_the_end():
         "greedy accuracy: 0.200 -> 0.900 on trained",
     ]
     assert "0.100 before training on sums/held_out" in result_lines(History(steps=100, evaluations=[before]))[0]
+
+
+def test_the_line_of_an_evaluation_says_what_was_lost_of_it():
+    found = {"eval/a/greedy_accuracy": 0.5, "eval/a/failed_rollouts": 3, "eval/b/failed_rollouts": 4}
+    said = evaluation_line(MetricsLine(7, {**found, "eval/c/d/greedy_accuracy": 1.0}))
+    assert said == "evaluation after step 7: greedy accuracy a 0.500 (3 answers lost)  b - (4 answers lost)  c/d 1.000"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.9, "1:05"), (7389, "2:03:09")])

@@ -59,10 +59,12 @@ def test_a_limit_takes_the_first_problems_and_is_the_base_of_the_share(
     assert len(agent.requests[0].problems) == min(limit, 4)
 
 
-def test_lost_answers_are_counted_and_never_taken_for_wrong_ones(groups: Any) -> None:
+def test_lost_answers_are_counted_and_never_taken_for_wrong_ones(groups: Any, caplog: pytest.LogCaptureFixture) -> None:
     agent = Scripted({"aime": [1.0, None, 0.0, None], "lost": [None], "empty": []})
     assert score(agent, groups) == {
         "eval/aime/greedy_accuracy": 0.5,
         "eval/aime/failed_rollouts": 2,
         "eval/lost/failed_rollouts": 1,
     }
+    said = [record.message for record in caplog.records]
+    assert said == ["evaluation on aime: 2 answers lost: timeout", "evaluation on lost: 1 answers lost: timeout"]
