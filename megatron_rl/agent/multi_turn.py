@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
 from typing import Any
@@ -86,7 +85,7 @@ class MultiTurnAgent(RewardOnlyAgent):
             try:
                 [completion] = await inference.generate(asked)
             except PromptTooLong:
-                completion = replace(completion, finish_reason="length")
+                completion = conversation.cut_off()
                 break
         score = partial(self.get_trajectory_reward, responses, problem.golden, completion.finish_reason)
         found = await scored(score, patience)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.inference.api import Completion, FinishReason
@@ -142,6 +142,14 @@ class Conversation:
         self._versions += completion.versions
         self._turns.append(range(first, len(self.tokens)))
         self._last = completion
+
+    def cut_off(self) -> Completion:
+        """Note that there is no room for another turn, and return the last one: as if the limit had ended it. Raises
+        ValueError where the model has had no turn."""
+        if self._last is None:
+            raise ValueError("a conversation without a turn of the model cannot be cut off")
+        self._last = replace(self._last, finish_reason="length")
+        return self._last
 
     def add_observation(self, tokens: list[int]) -> None:
         self.tokens += tokens

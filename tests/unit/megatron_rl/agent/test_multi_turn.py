@@ -80,7 +80,7 @@ def test_turns_are_limited_and_so_is_their_length() -> None:
 
 def test_without_room_for_another_turn_it_is_scored_as_it_is() -> None:
     [one] = converse(AGENT, {"?": "2"}, longest=8).trajectories
-    assert (one.text, one.reward) == ("2", 0.0)
+    assert (one.text, one.reward, one.finish_reason) == ("2", 0.0, "length"), "it counts as cut off"
 
 
 def test_what_the_tokenizer_cannot_say_costs_one_conversation() -> None:
