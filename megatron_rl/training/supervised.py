@@ -12,6 +12,7 @@ import importlib.metadata
 import io
 import json
 import logging
+import math
 import os
 import pickle
 import uuid
@@ -101,8 +102,10 @@ def _train(
 
     def loss(hidden: Tensor, read: ModelInput) -> Tensor:
         logprobs, _ = predicted_logprobs(hidden, policy.output(), read.targets, temperature=1.0, with_entropy=False)
+        last.fill_(-logprobs.detach().mean())
         return -logprobs.mean()
 
+    last = torch.zeros((), device=next(policy.parameters()).device)
     for _ in range(config.steps):
         if safe_points.poll():
             return
@@ -112,6 +115,12 @@ def _train(
         forward_backward(policy, inputs, loss, Pipeline(), stop=lambda: False)
         adam.step()
     policy.zero_grad(set_to_none=True)
+    if not math.isfinite(last.item()):
+        raise ConfigurationError(
+            f"the base model cannot be taught: its loss is {last.item()} after {config.steps} steps. Lower "
+            "model.supervised.learning_rate"
+        )
+    logger.info("base model taught, loss %.3f after %d steps", last.item(), config.steps)
 
 
 def cache_path(config: RunConfig, examples: Sequence[Example]) -> Path:

@@ -15,6 +15,7 @@ from core_helpers import quiet_safe_points, tiny_model, tiny_run
 from torch import Tensor
 
 from megatron_rl.config import RunConfig
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy, build_policy
@@ -115,6 +116,15 @@ def test_it_teaches(platform: Any, groups: Any) -> None:
         (completion,) = asyncio.run(engine.generate(GenerationRequest(tokenizer.encode(prompt), 1, greedy, 0)))
         assert tokenizer.decode(completion.tokens) == answer
         assert completion.finish_reason == "stop"
+
+
+def test_what_could_not_be_taught_is_an_error_and_is_not_kept(platform: Any, groups: Any) -> None:
+    config = recipe()
+    taught = config.model.supervised.model_copy(update={"learning_rate": 1e36})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"supervised": taught})})
+    with pytest.raises(ConfigurationError, match=r"its loss is (nan|inf) after 6 steps. Lower model.supervised.learn"):
+        weights(config, platform)
+    assert not place(config).exists()
 
 
 @pytest.mark.parametrize("junk", [b"", b"no checkpoint at all", None], ids=["empty", "garbage", "cut short"])
