@@ -29,6 +29,8 @@ LOST_SHARE = 0.01
 """Answers lost. A sandbox or a judge that times out now and then loses one in a thousand; more is a fault."""
 NONFINITE_SHARE = 0.001
 """Sampled tokens without a finite log-prob. Rounding may cost one in a million its probability."""
+DROPPED_SHARE = 0.05
+"""Prompts dropped, beside those without signal. Those that are known to be too long are left out before training."""
 LARGEST_LOSS = 1e3
 """A GRPO loss is a mean of advantages of about 1, times ratios that are clipped around 1."""
 LARGEST_GRAD_NORM = 1e4
@@ -40,6 +42,10 @@ TREND_STEPS = 300
 dip."""
 SOLVED = 0.9
 """Right answers, as a share, from which on rewards need not rise any more."""
+
+
+NO_SIGNAL = "no signal"
+"""Reason in dropped_ordinals for prompts that dynamic sampling passed over, which it is there to do."""
 
 
 class LearningWarning(NamedTuple):
@@ -68,7 +74,7 @@ READ = (
     "answers answer_length failed_rollouts grad_norm learning_rate loss mean_reward nonfinite_tokens "
     "nonzero_groups_ratio reward_std right_ratio skipped_updates truncated_ratio"
 ).split()
-"""Metrics that the rules read, beside failed_rollouts_by_reason."""
+"""Metrics that the rules read, beside failed_rollouts_by_reason, dropped_ordinals and the ordinals of a step."""
 
 
 class Recent:
@@ -77,6 +83,9 @@ class Recent:
     def __init__(self) -> None:
         self.steps: Deque[int] = deque(maxlen=WINDOW)
         self.reasons: Deque[Dict[str, int]] = deque(maxlen=WINDOW)
+        """Answers lost in each step."""
+        self.dropped: Deque[Tuple[int, float, Dict[str, int]]] = deque(maxlen=WINDOW)
+        """Each step, the prompts that it settled, and those of them that were dropped, by reason."""
         self._columns: Dict[str, Deque[Tuple[int, Optional[float]]]] = {name: deque(maxlen=WINDOW) for name in READ}
         self.rewards = [(0.0, 0.0)]
         """Sums of the first 0, 1, 2, ... mean rewards, and of their squares."""
@@ -90,6 +99,10 @@ class Recent:
         reasons = line.values.get("failed_rollouts_by_reason")
         counts = reasons.items() if isinstance(reasons, dict) else ()
         self.reasons.append({reason: count for reason, count in counts if isinstance(count, int)})
+        dropped = line.values.get("dropped_ordinals")
+        why = Counter(map(str, dropped.values())) if isinstance(dropped, dict) else Counter()
+        settled = (number(line, "next_ordinal") or 0) - (number(line, "first_ordinal") or 0)
+        self.dropped.append((line.step, settled, {reason: n for reason, n in why.items() if reason != NO_SIGNAL}))
         reward = number(line, "mean_reward")
         if reward is not None:
             total, squares = self.rewards[-1]
@@ -163,6 +176,16 @@ def _lost_answers(recent: Recent) -> Found:
     return recent.since("failed_rollouts", 1), said
 
 
+def _dropped_prompts(recent: Recent) -> Found:
+    reasons = sum((Counter(why) for _, _, why in recent.dropped), Counter())
+    lost, settled = sum(reasons.values()), sum(settled for _, settled, _ in recent.dropped)
+    if not lost or lost < DROPPED_SHARE * settled:
+        return None
+    most = ", ".join("{} x {}".format(count, reason) for reason, count in reasons.most_common(3))
+    said = "{} of {:.0f} prompts of {} were dropped: {}".format(lost, settled, recent.span, most)
+    return next(step for step, _, why in recent.dropped if why), said
+
+
 def _skipped_updates(recent: Recent) -> Found:
     skipped = sum(recent.values("skipped_updates"))
     said = "{:.0f} updates of {} were skipped, because their gradient was not finite".format(skipped, recent.span)
@@ -226,6 +249,7 @@ def _mean_and_error(low: Tuple[float, float], high: Tuple[float, float], count: 
 
 RULES = (
     Rule("lost-answers", _lost_answers, "logs/latest, environment.reward_timeout_s and the reward function"),
+    Rule("dropped-prompts", _dropped_prompts, "async.on_overdue, training.sequence_length and sampling.max_new_tokens"),
     Rule("skipped-updates", _skipped_updates, "optimizer.learning_rate and optimizer.clip_grad"),
     Rule("nonfinite-loss", _nonfinite_loss, "optimizer.learning_rate, model.dtype and rollouts/"),
     Rule("nonfinite-tokens", _nonfinite_tokens, "the engine that samples (inference.engine) and model.dtype"),

@@ -20,7 +20,6 @@ from megatron_rl.metrics.stats import DeviceStats, EnvironmentStats, LossStats, 
 TIMED = ("generate", "reward", "log-probs", "train", "offload", "refit", "wait")
 """Categories of the timeline that belong to a step; what happens between two steps is not among them."""
 
-NO_SIGNAL = "no signal"
 PROMPT_TOO_LONG = "prompt too long"
 OVERDUE_ANSWERS = "overdue"
 """Why an ordinal is dropped, in `dropped_ordinals`."""

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.learning import NO_SIGNAL
 from megatron_rl.inference.api import ResumableInference
-from megatron_rl.metrics.names import NO_SIGNAL, OVERDUE_ANSWERS, PROMPT_TOO_LONG
+from megatron_rl.metrics.names import OVERDUE_ANSWERS, PROMPT_TOO_LONG
 from megatron_rl.rank.groups import Groups, gathered
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, SafePoints
 from megatron_rl.rollout.answering import Answering

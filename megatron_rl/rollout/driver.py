@@ -13,8 +13,9 @@ import torch
 from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.learning import NO_SIGNAL
 from megatron_rl.inference.api import ResumableInference
-from megatron_rl.metrics.names import NO_SIGNAL, PROMPT_TOO_LONG
+from megatron_rl.metrics.names import PROMPT_TOO_LONG
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.answering import Answering

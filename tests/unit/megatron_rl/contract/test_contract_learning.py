@@ -78,6 +78,12 @@ def curve(reward: Callable[[int], float], steps: int) -> list[MetricsLine]:
             8,
             "6 of 518 answers of the last 8 steps were lost: no reason",
         ),
+        (
+            record(2, 1, first_ordinal=0, next_ordinal=20, dropped_ordinals={"3": "overdue", "4": "no signal"}),
+            "dropped-prompts",
+            3,
+            "1 of 20 prompts of the last 3 steps were dropped: 1 x overdue",
+        ),
         (record(5, 1, skipped_updates=1, grad_norm=None), "skipped-updates", 6, "1 updates of the last 6 steps"),
         (record(5, 2, loss=None), "nonfinite-loss", 6, "not finite in 2 of the last 7 steps"),
         (record(2, 1, nonfinite_tokens=64), "nonfinite-tokens", 3, "64 tokens of the last 3 steps were left out"),
@@ -110,6 +116,7 @@ def test_every_rule_has_a_case() -> None:
         record(20, 20, **ALL_RIGHT),
         record(0, 40, right_ratio=0.97, mean_reward=0.97, nonzero_groups_ratio=0.1, reward_std=0.1),
         record(5, 1, failed_rollouts=3),
+        record(2, 9, first_ordinal=0, next_ordinal=9, dropped_ordinals=dict.fromkeys("12345", "no signal")),
         record(5, 1, nonfinite_tokens=3),
         record(5, WINDOW + 1, failed_rollouts=0)[6:],
         record(0, 40, grad_norm=None, loss=None, learning_rate=None),
@@ -124,6 +131,7 @@ def test_every_rule_has_a_case() -> None:
         "a task that was learned",
         "a task that is nearly learned",
         "fewer answers lost than one in a hundred",
+        "groups that dynamic sampling passes over",
         "a rounded token",
         "a short record",
         "a record without updates",
@@ -159,6 +167,10 @@ ODD = st.one_of(
 )
 
 
-@given(st.lists(st.dictionaries(st.sampled_from([*GOOD, "failed_rollouts_by_reason"]), ODD), max_size=15))
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from([*GOOD, "failed_rollouts_by_reason", "dropped_ordinals"]), ODD), max_size=15
+    )
+)
 def test_no_record_is_too_odd_to_be_read(values: list[dict[str, Any]]) -> None:
     warnings_of(MetricsLine(number, each) for number, each in enumerate(values, 1))
