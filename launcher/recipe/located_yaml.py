@@ -149,7 +149,7 @@ def read(text: str) -> Located:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise YamlProblems([_explain(error)]) from error
+        raise YamlProblems([_explain(error, text)]) from error
     except UnicodeEncodeError as error:
         raise YamlProblems([(None, "is not UTF-8 text")]) from error
     except ValueError as error:  # !!int with a text that it does not fit, the date 2024-13-01
@@ -242,13 +242,15 @@ def _quoted(node: yaml.Node) -> str:
     return repr(node.value) if isinstance(node, yaml.ScalarNode) else "a collection"
 
 
-def _explain(error: yaml.YAMLError) -> tuple[int | None, str]:
+def _explain(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error).split("\n")[0]
     context = getattr(error, "context", None)
     line = mark.line + 1 if mark else None
     if "exceeded maximum nesting depth" in what:  # libyaml's own limit: it reads ahead of the events it gives
         return line, _TOO_DEEP
+    if mark and any(re.match(r" *\t", one) for one in text.split("\n")[mark.line : mark.line + 1]):
+        return line, "is indented by a tab, and YAML takes spaces alone; replace it"
     return (
         line,
         f"not valid YAML: {what}"
