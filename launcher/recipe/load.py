@@ -23,7 +23,6 @@ from launcher.recipe.problems import (
     ITEM,
     KeyPath,
     Locate,
-    did_you_mean,
     generic,
     known_keys,
     validation_problems,
@@ -31,6 +30,7 @@ from launcher.recipe.problems import (
 )
 from launcher.recipe.published import find_published
 from launcher.recipe.shipped import SHIPPED, shipped_recipes
+from launcher.recipe.suggest import did_you_mean
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import check_files, environment_arguments, environment_class, with_kept_files
 from megatron_rl.config import RunConfig

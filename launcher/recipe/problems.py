@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-KeyPath = tuple[str, ...]
+from launcher.recipe.suggest import KeyPath, did_you_mean
+
 Locate = Callable[[KeyPath], tuple[str, bool]]
 """Path of a key -> where it was given (`my.yaml:7`), and whether that is an override."""
 
@@ -56,15 +56,6 @@ def known_keys(schema: Mapping[str, Any]) -> dict[KeyPath, Mapping[str, Any]]:
 
     visit(schema, ())
     return found
-
-
-def did_you_mean(path: KeyPath, known: Mapping[KeyPath, Any]) -> str:
-    """` (did you mean X?)`, or nothing where no known key resembles the unknown one."""
-    siblings = [key[-1] for key in known if key[:-1] == path[:-1]]
-    close = difflib.get_close_matches(path[-1], siblings, n=1)
-    elsewhere = [".".join(key) for key in known if key[-1] == path[-1]]
-    guess = close or difflib.get_close_matches(".".join(path), elsewhere, n=1, cutoff=0.0)
-    return f" (did you mean {guess[0]}?)" if guess else ""
 
 
 def _sentence(
