@@ -44,8 +44,9 @@ as_json = click.option(
 )
 
 
-@click.group("convert", short_help="Convert weights from and to Hugging Face's format.")
-def command() -> None:
+@click.group("convert", short_help="Convert weights from and to Hugging Face's format.", invoke_without_command=True)
+@click.pass_context
+def command(context: click.Context) -> None:
     """Convert weights between Hugging Face's format and Megatron's.
 
     Qwen2, Qwen2.5, Qwen3, Llama 3.x, Mistral and Qwen3-MoE. Names and bits survive a round trip; tokenizer, generation
@@ -58,6 +59,8 @@ def command() -> None:
       2    SRC cannot be used, or DST exists
       130  interrupted
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @command.command("hf-to-megatron", short_help="Make a checkpoint of published weights.")

@@ -32,6 +32,24 @@ COMMANDS = (
 )
 """Modules of launcher.cli (with _ for -) that hold a click command named `command`."""
 
+START = "mrl-submit starts a run"
+MEANT = {
+    "attach": "exec shell ssh",
+    "cancel": "abort delete end kill rm scancel stop",
+    "chat": "generate talk",
+    "convert": "export",
+    "evaluate": "benchmark eval score test",
+    "logs": "log output tail",
+    "ls": "list ps runs squeue",
+    "plan": "dry-run estimate simulate",
+    "prefetch": "download fetch pull",
+    "resume": "continue restart",
+    "status": "info show state",
+}
+"""Command -> what other programs call it."""
+STARTS = "grpo launch new rl run sbatch start submit train"
+"""What other programs call mrl-submit."""
+
 
 class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -47,15 +65,27 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            close = get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(COMMANDS))}"
-            if "submit".startswith(args[0][:3]):
-                hint = "mrl-submit starts a run"
-            raise click.UsageError(f"no command is called {args[0]!r}; {hint}", ctx)
+            raise click.UsageError(f"no command is called {args[0]!r}; {_hint(args[0])}", ctx)
         return super().resolve_command(ctx, args)
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+def _hint(word: str) -> str:
+    if word in STARTS.split() or "submit".startswith(word[:3]):
+        return START
+    meant = [name for name, words in MEANT.items() if word in words.split()]
+    if close := meant or get_close_matches(word, COMMANDS, n=1):
+        return f"did you mean {close[0]}?"
+    return f"there are {', '.join(sorted(COMMANDS))}; {START}"
+
+
+@click.command(
+    cls=_Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
 @click.version_option(package_name="mrl", message="%(prog)s %(version)s")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """GRPO post-training of Megatron models: look after runs. `mrl-submit` starts them."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())

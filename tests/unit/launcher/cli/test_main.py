@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
+from launcher.errors import show
 
 
 def within(*words: str) -> Result:
@@ -37,13 +38,42 @@ def test_environments_as_data(monkeypatch):
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("statsu", "did you mean status?"), ("submit", "mrl-submit starts a run"), ("zzz", "there are attach, cancel")],
+    [
+        ("statsu", "did you mean status?"),
+        ("stop", "did you mean cancel?"),
+        ("list", "did you mean ls?"),
+        ("submit", "mrl-submit starts a run"),
+        ("train", "mrl-submit starts a run"),
+        ("zzz", "there are attach, cancel"),
+    ],
 )
 def test_a_command_that_is_none_is_answered_with_the_one_that_may_be_meant(word, said):
     error = within(word).exception
     assert isinstance(error, ClickException)
     assert error.exit_code == 2
     assert error.message.startswith(f"no command is called '{word}'; {said}")
+
+
+@pytest.mark.parametrize("words", [(), ("convert",)])
+def test_alone_it_says_what_there_is(words):
+    said = within(*words)
+    assert (said.exit_code, said.exception) == (0, None)
+    assert said.stdout.startswith(f"Usage: {' '.join(['mrl', *words])} ") and said.stdout.count("\n") > 10
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--config", "RECIPE is the first argument"),
+        ("--optimizer.learning_rate", "without dashes, optimizer.learning_rate=VALUE"),
+        ("--folow", "Did you mean --follow?"),
+        ("--conflate", "No such option '--conflate'.; see mrl-submit --help"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_what_is_meant_or_nothing(option, said, capsys):
+    error = CliRunner().invoke(mrl_submit, ["demo", option, "1"], prog_name="mrl-submit", standalone_mode=False)
+    show(error.exception, as_json=False)
+    assert said in capsys.readouterr().err
 
 
 def test_help_is_a_command():
