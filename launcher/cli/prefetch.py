@@ -15,7 +15,6 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.published import ShapeUnknown
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
-from megatron_rl.model.config import is_prefetched
 
 
 @click.command("prefetch", short_help="Fetch what a recipe needs to where jobs find it.")
@@ -67,7 +66,7 @@ def _with_its_model(
     """The recipe, read once more after the model is fetched that says what it leaves out."""
     cache = Cache.of(clusters.choose_profile(cluster, unknown.cluster)[1])
     need = Need("model", unknown.model)
-    if check or not is_prefetched(need.name):
+    if check:
         raise unknown
     tell(f"fetching {need}", err=True)
     fetch(need, cache)

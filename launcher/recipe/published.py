@@ -31,7 +31,7 @@ class ShapeUnknown(BadInput):
     def __init__(self, problem: str, model: str, cluster: str | None) -> None:
         super().__init__(problem)
         self.model = model
-        """Its name on the hub, or directory."""
+        """Its name on the hub, or package:NAME."""
         self.cluster = cluster
         """The recipe's."""
 
@@ -84,12 +84,16 @@ def find_published(values: Mapping[str, Any], caches: Sequence[Path], locate: Lo
     required = [key for key in KEYS if ModelConfig.model_fields[key].is_required() and model.get(key) is None]
     if not required:
         return None
-    looked = f", nor in {' or '.join(map(str, caches))}" if is_prefetched(asked) and caches else ""
-    fetched = "`mrl prefetch RECIPE` fetches it, or " if is_prefetched(asked) else ""
+    if not is_prefetched(asked):
+        raise BadInput(
+            f"{where}: model.huggingface: there is no directory {asked} here, whose {CONFIG_FILE} would say what the "
+            f"model is; check the path, or, where only the nodes see it, give model.{', model.'.join(required)}"
+        )
+    looked = f", nor in {' or '.join(map(str, caches))}" if caches else ""
     cluster = values.get("cluster")
     raise ShapeUnknown(
         f"{where}: model.{', model.'.join(required)}: missing, and the {CONFIG_FILE} of {asked}, which would say, "
-        f"is not here{looked}; {fetched}give them in the recipe",
+        f"is not here{looked}; `mrl prefetch RECIPE` fetches it, or give them in the recipe",
         asked,
         cluster if isinstance(cluster, str) else None,
     )

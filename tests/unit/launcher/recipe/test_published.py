@@ -90,6 +90,14 @@ def test_weights_that_are_elsewhere_need_no_config_where_the_recipe_says_the_sha
     assert load_recipe("qwen2.5-32b-dapo").config.model.num_layers == 64
 
 
+def test_a_path_that_leads_nowhere_is_said_before_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(
+        BadInput, match=r"my.yaml:\d+: model.huggingface: there is no directory \S*nothere here"
+    ) as refused:
+        load_recipe(recipe(tmp_path, huggingface="./nothere"))
+    assert not isinstance(refused.value, ShapeUnknown), "prefetch cannot bring it"
+
+
 def test_weights_that_cannot_be_used_are_refused_before_anything_starts(tmp_path: Path) -> None:
     folder = weights(tmp_path / "w", architectures=["GPT2LMHeadModel"])
     with pytest.raises(BadInput, match=r"my.yaml:\d+: model.huggingface: .* GPT2LMHeadModel is not supported"):
