@@ -45,6 +45,11 @@ class History:
         times = numbers(self.lines[-RECENT:], "time/step_s")
         return (self.steps - self.step) * sum(times) / len(times) if times else None
 
+    def leaving_s(self) -> float | None:
+        """Seconds that a save and the end of the step before it may take, by the last ones; None without any."""
+        saves, steps = numbers(self.lines, "time/save_s"), numbers(self.lines[-RECENT:], "time/step_s")
+        return saves[-1] + max(steps) if saves and steps else None
+
     def rewards(self) -> list[float]:
         """The mean reward of each step that has one."""
         return numbers(self.lines, "mean_reward")

@@ -70,7 +70,7 @@ class Follower:
             if self._give_up_at is not None and time.time() > self._give_up_at:
                 raise NoSupervisor(f"the supervisor did not end in time; it is pid {self._supervisor.pid}")
             if self._answered < len(interruptions.names):
-                self._interrupt(interruptions.names[self._answered], view)
+                self._interrupt(interruptions.names[self._answered], view, reader.history.leaving_s())
             time.sleep(TICK)
 
     def _is_free(self) -> bool:
@@ -80,8 +80,12 @@ class Follower:
         except OSError:
             return True
 
-    def _interrupt(self, cause: str, view: View) -> None:
-        """Ask the ranks to leave; where the disk does not take that now, it is asked again."""
+    def _interrupt(self, cause: str, view: View, likely_s: float | None) -> None:
+        """Ask the ranks to leave; where the disk does not take that now, it is asked again.
+
+        Args:
+            likely_s: seconds that this takes, going by the run's last save.
+        """
         first, now = self._answered == 0, time.time()
         limit = self._drain_limit_s if first else 0.0
         if cause == "SIGHUP":
@@ -94,8 +98,8 @@ class Follower:
         self._answered += 1
         self._give_up_at = now + limit + END_LIMIT
         if first:
-            limit_s = f"{limit:.0f} s"
-            view.announce(f"{cause}: saving, then leaving; this may take up to {limit_s}. Once more: kill it unsaved.")
+            time_s = f"about {max(1.0, likely_s):.0f} s" if likely_s else f"the ranks are killed after {limit:.0f} s"
+            view.announce(f"{cause}: saving, then leaving: {time_s}. Once more: kill it unsaved.")
         else:
             view.announce(f"{cause}: killing the ranks")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from launcher.cli.show.history import History, HistoryReader
 from launcher.cli.show.panel import View
 from launcher.cli.show.terminal import Interruptions
 from launcher.cli.submit import follow
 from launcher.cli.submit.follow import Follower
-from megatron_rl.contract.attempt_records import AttemptEnd, Drain
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain, MetricsLine
 from megatron_rl.contract.codes import DRAINED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, read
@@ -18,7 +20,8 @@ class Silent(View):
 
     def draw(self, history: History) -> None: ...
 
-    def announce(self, text: str) -> None: ...
+    def announce(self, text: str) -> None:
+        self.said = text
 
     def close(self) -> None: ...
 
@@ -57,3 +60,22 @@ def test_a_request_to_leave_is_made_again_until_the_disk_takes_it(tmp_path, monk
     end = follower.wait_for_end(HistoryReader(run, run.attempt(1), 1), Silent(), interruptions)
     assert (end.outcome, tries) == (DRAINED, ["Ctrl-C"] * 3)
     assert read(Drain, run.attempt(1).drain).cause == "Ctrl-C"
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([{"time/step_s": 3.0}, {"time/step_s": 0.5, "time/save_s": 2.2}], "Ctrl-C: saving, then leaving: about 5 s. "),
+        ([{"time/step_s": 3.0}], "Ctrl-C: saving, then leaving: the ranks are killed after 660 s. "),
+    ],
+)
+def test_the_time_that_leaving_takes_is_that_of_the_last_save(tmp_path, steps, said):
+    run = RunDir(tmp_path)
+    run.attempt(1).folder.mkdir(parents=True)
+    for number, values in enumerate(steps, 1):
+        append(run.metrics, MetricsLine(number, values))
+    interruptions, view = Interruptions(), Silent()
+    interruptions.names.append("Ctrl-C")
+    follower = Follower(run, run.attempt(1), Supervisor(run), drain_limit_s=660.0)
+    follower.wait_for_end(HistoryReader(run, run.attempt(1), 9), view, interruptions)
+    assert view.said.startswith(said)
