@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.contract.files import check_regular, read_bytes
+from megatron_rl.contract.files import check_regular, names_in, read_bytes
 from megatron_rl.model.hf_config import CONFIG_FILE, HuggingFaceConfig, UnusableWeights, read_hf_config
 from megatron_rl.model.hf_mapping import HF_OUTPUT, Source
 
@@ -22,6 +23,8 @@ POLICY_VERSION = "policy_version"
 """In the index of weights that a run writes for a server: how many optimizer steps are behind them."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Those of weights, as safetensors call them."""
+WHOLE_OR_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+"""Files of weights as transformers names them; others, such as Mistral's consolidated.safetensors, it does not read."""
 MOST_MAPPED = 2**28
 """Bytes: what was read of a mapped file is memory of this process until the file is closed."""
 
@@ -49,7 +52,9 @@ class WeightsFolder:
         self._open: tuple[str, Any] | None = None
         self._mapped = 0  # bytes read of the open file
         listed = _listed(folder)
-        for file in sorted(set(listed.values())) if listed else [SINGLE]:
+        files = sorted(set(listed.values())) if listed else [SINGLE]
+        _refuse_second_set(folder, files)
+        for file in files:
             self._read_head(file, listed)
         for name, file in listed.items():
             if name not in self.tensors:
@@ -147,6 +152,28 @@ class WeightsFolder:
             except SafetensorError as error:
                 raise UnusableWeights(f"{path} is cut short or damaged ({error}): fetch it again") from error
         return self._open[1]
+
+
+def _refuse_second_set(folder: Path, files: Sequence[str]) -> None:
+    """Refuse a directory with weights beside those that would be read, as a save over older ones leaves it.
+
+    transformers would take `model.safetensors`, others what the index lists. Pickled copies (*.bin) are no second set:
+    many published models have the same weights in both formats.
+
+    Raises:
+        UnusableWeights: which of the two sets is meant is not known.
+    """
+    try:
+        others = sorted(name for name in names_in(folder) if WHOLE_OR_SHARD.fullmatch(name) and name not in files)
+    except OSError as error:
+        raise UnusableWeights(f"{folder} cannot be listed: {error.strerror}") from error
+    if not others:
+        return
+    read = SINGLE if files == [SINGLE] else f"the {len(files)} files that {INDEX} lists"
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    raise UnusableWeights(
+        f"{folder} holds two sets of weights: {read}, and {others[0]}{more}; remove the ones that are not meant"
+    )
 
 
 def _listed(folder: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,18 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
         "holds model.embed_tokens.weight, but .* puts it into",
     ),
     "an index that forgets a tensor": (in_index(lambda files: files.pop("model.norm.weight")), "does not know it"),
+    "a whole file beside an older index": (
+        lambda folder: shutil.copy(shards(folder)[0], folder / "model.safetensors"),
+        r"holds two sets of weights: the \d+ files that .*, and model.safetensors; remove",
+    ),
+    "a shard of another save": (
+        lambda folder: shutil.copy(shards(folder)[0], folder / "model-00009-of-00009.safetensors"),
+        r"two sets of weights: .* and model-00009-of-00009.safetensors; remove",
+    ),
+    "shards beside a whole file": (
+        lambda folder: [shutil.copy(shards(folder)[0], folder / "model.safetensors"), (folder / INDEX).unlink()],
+        r"two sets of weights: model.safetensors, and model-00001-of-.* more; remove",
+    ),
     "nothing": (lambda folder: [path.unlink() for path in [*shards(folder), folder / INDEX]], "holds no weights"),
 }
 
