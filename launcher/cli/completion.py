@@ -39,12 +39,32 @@ def complete_recipe(context: click.Context, parameter: click.Parameter, begun: s
 
 def complete_override(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """Keys of a recipe, each with what it means."""
+    return [
+        CompletionItem(f"{key}=", help=text) for key, text in _keys(sections=False).items() if key.startswith(begun)
+    ]
+
+
+def complete_key(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Commands, sections of a recipe and their keys."""
+    from launcher.cli.main import COMMANDS
+
+    found = {**dict.fromkeys(COMMANDS, ""), **_keys(sections=True)}
+    return [CompletionItem(name, help=text) for name, text in found.items() if name.startswith(begun)]
+
+
+def _keys(sections: bool) -> dict[str, str]:
+    """Key -> what it means, in a line."""
+    from launcher.recipe.meaning import meanings
     from launcher.recipe.problems import known_keys
     from megatron_rl.config import RunConfig
 
     found = known_keys(RunConfig.model_json_schema()).items()
-    keys = {".".join(path): field.get("description") for path, field in found if "properties" not in field}
-    return [CompletionItem(f"{key}=", help=text) for key, text in keys.items() if key.startswith(begun)]
+    said = meanings(RunConfig)
+    return {
+        ".".join(path): said.get(path, "").replace("\n", " ")
+        for path, field in found
+        if sections or "properties" not in field
+    }
 
 
 def complete_run(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:

@@ -1,18 +1,24 @@
-"""mrl help: what a command does."""
+"""mrl help: what a command does, or a key of a recipe means."""
 
 from __future__ import annotations
 
 import click
 
+from launcher.cli.completion import complete_key
+from launcher.cli.main import COMMANDS
 
-@click.command("help", short_help="Say what a command does.")
-@click.argument("name", metavar="[COMMAND]", required=False)
+
+@click.command("help", short_help="Say what a command does, or a key of a recipe means.")
+@click.argument("name", metavar="[COMMAND|KEY|SECTION]", required=False, shell_complete=complete_key)
 @click.pass_context
 def command(context: click.Context, name: str | None) -> None:
     """Say what COMMAND does, as its --help; without one, which commands there are.
 
+    Of a KEY of recipes, such as grpo.kl_beta: what it takes, its default, what it means, and which shipped recipes set
+    it to what. Of a SECTION, such as grpo: all of its keys.
+
     \b
-    Exit codes: 0 said  2 there is no such command
+    Exit codes: 0 said  2 there is no such command or key
     """
     group = context.find_root().command
     assert isinstance(group, click.Group)
@@ -20,6 +26,17 @@ def command(context: click.Context, name: str | None) -> None:
     if name is None:
         click.echo(group.get_help(root))
         return
-    _, chosen, _ = group.resolve_command(root, [name])
-    assert chosen is not None  # resolve_command has complained
-    click.echo(chosen.get_help(click.Context(chosen, info_name=name, parent=root)))
+    from launcher.cli.show.keys import Keys, key_path  # slow to import
+    from launcher.recipe.suggest import did_you_mean
+
+    keys, path = Keys(), key_path(name)
+    if len(path) > 1 and path not in keys.known:
+        raise click.UsageError(f"recipes have no key {name}{did_you_mean(path, keys.known)}", context)
+    if name in COMMANDS or path not in keys.known:
+        _, chosen, _ = group.resolve_command(root, [name])
+        assert chosen is not None  # resolve_command has complained
+        click.echo(chosen.get_help(click.Context(chosen, info_name=name, parent=root)))
+    if name in COMMANDS and path in keys.known:
+        click.echo("\nIn recipes:\n")
+    if path in keys.known:
+        click.echo("\n".join(keys.lines(path)))

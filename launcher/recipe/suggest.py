@@ -50,7 +50,11 @@ _MEANT = {
 
 SYNONYMS = {word: tuple(key.split(".")) for key, words in _MEANT.items() for word in words.split()}
 
-_IN_SECTION = {("model", "path"): "huggingface", ("model", "name"): "huggingface", ("tokenizer", "name"): "path"}
+_IN_SECTION: dict[KeyPath, str] = {
+    ("model", "name"): "huggingface",
+    ("model", "path"): "huggingface",
+    ("tokenizer", "name"): "path",
+}
 """Words that mean a key in one section alone."""
 
 
@@ -66,8 +70,8 @@ def did_you_mean(path: KeyPath, known: Collection[KeyPath]) -> str:
 def _guess(path: KeyPath, known: Collection[KeyPath]) -> str | None:
     section, word = path[:-1], path[-1]
     siblings = [key[-1] for key in known if key[:-1] == section]
-    if (meant := _IN_SECTION.get(path)) in siblings:
-        return meant
+    if path in _IN_SECTION and _IN_SECTION[path] in siblings:
+        return _IN_SECTION[path]
     if (there := SYNONYMS.get(word)) in known and there is not None:
         return there[-1] if there[:-1] == section else ".".join(there)
     if close := get_close_matches(word, siblings, n=1):

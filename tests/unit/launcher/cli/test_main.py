@@ -11,7 +11,12 @@ from click.testing import CliRunner, Result
 
 from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
+from launcher.cli.show.keys import Keys, key_path
 from launcher.errors import show
+from launcher.recipe.changes import _flat
+from launcher.recipe.load import load_recipe
+from launcher.recipe.located_yaml import read
+from launcher.recipe.shipped import SHIPPED, shipped_recipes
 
 
 def within(*words: str) -> Result:
@@ -74,6 +79,31 @@ def test_an_unknown_option_is_answered_with_what_is_meant_or_nothing(option, sai
     error = CliRunner().invoke(mrl_submit, ["demo", option, "1"], prog_name="mrl-submit", standalone_mode=False)
     show(error.exception, as_json=False)
     assert said in capsys.readouterr().err
+
+
+def test_help_says_what_a_key_takes_what_it_means_and_who_sets_it():
+    said = within("help", "optimizer.warmup_steps").stdout.splitlines()
+    assert said[:3] == [
+        "optimizer.warmup_steps: an integer >= 0; default 0",
+        "  Optimizer steps of linear warm-up.",
+        "  Set by shipped recipes:",
+    ]
+    assert f"    {load_recipe('demo').config.optimizer.warmup_steps}: demo" in "\n".join(said)
+    said = within("help", "grpo").stdout
+    assert (
+        said.startswith("grpo: a section\n")
+        and "  grpo.group_size: an integer >= 2; default 16\n    Answers per" in said
+    )
+    assert "In recipes:\n\nresume: a section\n" in within("help", "resume").stdout
+    assert "no key grpo.group_sise (did you mean group_size?)" in str(within("help", "grpo.group_sise").exception)
+
+
+def test_every_shipped_value_is_one_of_a_key_that_help_knows():
+    known = Keys().known
+    for recipe in shipped_recipes():
+        flat = _flat(read((SHIPPED / f"{recipe}.yaml").read_text()).value)
+        unknown = [key for key in flat if key_path(key) not in known and not key.startswith("environment.args.")]
+        assert not unknown, recipe
 
 
 def test_help_is_a_command():

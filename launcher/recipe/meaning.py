@@ -1,0 +1,68 @@
+"""What the keys of a recipe mean: the lines below the fields of the configuration, read from their source.
+
+pydantic could keep them in its schema, at the price of reading every source whenever a command starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any, get_args
+
+from launcher.recipe.problems import ITEM
+from launcher.recipe.suggest import KeyPath
+from megatron_rl.section import Section
+
+
+def meanings(model: type[Section], path: KeyPath = ()) -> dict[KeyPath, str]:
+    """What each key of a section means, those of its sections and of lists of them included; only what is said."""
+    found: dict[KeyPath, str] = {}
+    for name, field in model.model_fields.items():
+        key = (*path, field.alias or name)
+        if said := _said_of_fields(model).get(name):
+            found[key] = said
+        for section, is_item in _sections(field.annotation):
+            if not is_item and key not in found and (said := _source(section).get(section.__name__, {}).get("")):
+                found[key] = said
+            found |= meanings(section, (*key, ITEM) if is_item else key)
+    return found
+
+
+def _sections(annotation: Any, is_item: bool = False) -> Iterator[tuple[type[Section], bool]]:
+    """The sections that a value may be, and whether as items of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation, is_item
+    for part in get_args(annotation):
+        yield from _sections(part, is_item or getattr(annotation, "__origin__", None) is list)
+
+
+def _said_of_fields(model: type[Section]) -> Mapping[str, str]:
+    said: dict[str, str] = {}
+    for one in reversed(model.__mro__):
+        if issubclass(one, Section):
+            said |= _source(one).get(one.__name__, {})
+    return said
+
+
+def _source(model: type[Section]) -> Mapping[str, Mapping[str, str]]:
+    return _classes(model.__module__)
+
+
+@cache
+def _classes(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Class -> field -> the text below it; of the empty field, that of the class."""
+    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
+    found: dict[str, dict[str, str]] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        said = found[node.name] = {"": ast.get_docstring(node) or ""}
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+                said[field.target.id] = cleandoc(str(below.value.value))  # type: ignore[attr-defined]
+    return found
