@@ -153,7 +153,7 @@ def _on_this_machine(evaluation: Evaluation, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps({**to_json(done.result), "out": done.out}))
     else:
-        click.echo("\n".join(lines(done)))
+        click.echo("\n".join(lines(done.result, done.out)))
     return EXIT_FINISHED
 
 

@@ -22,6 +22,7 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     \b
     Exit codes: 0 listed  2 bad usage
     """
+    from launcher.cli.show.evaluation import brief, result_of, scores_json
     from launcher.cli.show.history import newest_line
     from launcher.runs.find import at_once, newest_first
     from launcher.runs.state import read_statuses
@@ -34,13 +35,14 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     shown = list(islice(entries, None if every else limit))
     statuses = read_statuses([RunDir(one.run_dir) for one in shown])
     newest = at_once(newest_line, [one.run.metrics for one in statuses])
+    results = at_once(result_of, [one.run for one in statuses])
     for status, step in zip(statuses, newest, strict=True):
         found = [*status.unread, *([str(step)] if isinstance(step, Unreadable) else [])]
         problems += [f"{status.name}: {problem}" for problem in found]
     for problem in problems:
         click.echo(f"note: {problem}", err=True)
     rows: list[dict[str, Any]] = []
-    for entry, status, step in zip(shown, statuses, newest, strict=True):
+    for entry, status, step, result in zip(shown, statuses, newest, results, strict=True):
         last = if_readable(step)
         rows.append(
             {
@@ -50,6 +52,7 @@ def command(limit: int, every: bool, as_json: bool) -> None:
                 "step": None if isinstance(step, Unreadable) else last.step if last else 0,
                 "steps": status.steps or None,
                 "last_reward": number(last, "mean_reward") if last else None,
+                "evaluation": result and scores_json(result),
                 "cluster": status.cluster or entry.cluster,
                 "job": status.job.job_id if status.job else None,
                 "submitted": entry.at,
@@ -65,6 +68,8 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     for row in rows:
         reward = "-" if row["last_reward"] is None else f"{row['last_reward']:.3f}"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["submitted"]))
+        if row["evaluation"]:
+            reward = "; ".join(brief(scores) for scores in row["evaluation"].values())
         done = f"{'?' if row['step'] is None else row['step']}/{row['steps'] or '?'}"
         table.append((row["run"], row["state"], done, reward, row["cluster"], row["job"] or "-", when))
     widths = [max(len(line[column]) for line in table) for column in range(len(COLUMNS))]

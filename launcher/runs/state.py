@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from launcher.backends.slurm.jobs import JobState, read_owners
@@ -53,6 +54,7 @@ ALIVE = ("queued", "requeued", "running", "saving", *UNSURE)
 NO_LOG = -53  # as slurmd has it for a script whose output it could not open (ExitCode=0:53, seen on 22.05)
 
 _CLUSTER = re.compile(r"^cluster: (?!null$)([A-Za-z][A-Za-z0-9._-]*)$", re.MULTILINE)
+_EVALUATES = re.compile(r"^evaluate:$", re.MULTILINE)
 _STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d{1,12})$", re.MULTILINE)
 
 
@@ -155,6 +157,17 @@ def resolved_values(run: RunDir) -> dict[str, Any]:
     Raises BadInput where there are none."""
     values: dict[str, Any] = read_mapping(str(run.resolved), read_text(run.resolved), "the sections of a recipe").value
     return values
+
+
+def result_file(run: RunDir) -> Path | None:
+    """Where a job that evaluates writes its result; None for a run that trains, or whose recipe cannot be read."""
+    try:
+        if not _EVALUATES.search(read_text(run.resolved)):
+            return None
+        asked = resolved_values(run)["evaluate"]
+    except (BadInput, KeyError):
+        return None
+    return Path(asked["out"]) if isinstance(asked, dict) and asked.get("out") else run.evaluation
 
 
 def last_line(run: RunDir) -> LedgerLine | None:

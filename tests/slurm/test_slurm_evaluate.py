@@ -41,4 +41,5 @@ def test_an_evaluation_that_is_preempted_goes_on(login: Login, undisturbed: RunD
     result = read_json(job.dir.evaluation)
     assert result["settings"]["checkpoint"]["path"] == str(undisturbed.checkpoint(STEPS))
     assert (result["sets"]["trained"]["problems"], result["sets"]["trained"]["answers"]) == (80, 80 * 32)
-    assert "finished" in login.call("mrl", "status", job.dir.root).stdout
+    said = login.call("mrl", "status", job.dir.root).stdout
+    assert ": finished" in said and "result     trained: greedy " in said and "mrl resume" not in said

@@ -6,9 +6,12 @@ import math
 import shlex
 import time
 
+from launcher.cli.show.evaluation import lines as evaluation_lines
+from launcher.cli.show.evaluation import result_of
 from launcher.cli.show.history import RECENT, History, clock, mean
 from launcher.cli.show.log_lines import last_lines
 from launcher.host.judge.sentence import describe_end
+from launcher.runs.state import result_file
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, RankError
 from megatron_rl.contract.codes import (
     CRASHED,
@@ -42,13 +45,18 @@ def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: Histor
     Args:
         resume: the command that goes on with this run.
     """
+    out = result_file(run)
     if end.outcome == FINISHED:
         took = f", this attempt took {clock(end.seconds)}" if end.seconds is not None else ""
-        lines = [f"finished: {history.step} steps{took}"]
+        lines = [f"finished: {history.step} steps{took}" if out is None else f"finished{took}"]
     elif end.outcome in (DRAINED, STOPPED):
         lines = [describe_end(end, time.time())]
     else:
         lines = failure_lines(attempt, end)
+    if out is not None:
+        result = result_of(run) if end.outcome == FINISHED else None
+        lines += evaluation_lines(result, str(out)) if result else [f"files:       {run.root}"]
+        return lines if end.outcome == FINISHED else [*lines, f"resume:      {resume}"]
     lines += result_lines(history)
     lines += [f"warning:         {warning}" for warning in history.warnings]
     lines += [

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launcher.backends.evaluation import Done
 from launcher.cli.show.terminal import tell
-from megatron_rl.contract.evaluation_records import Score, SetResult
+from launcher.runs.state import result_file
+from megatron_rl.contract.evaluation_records import EvaluationResult, Score, SetResult
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import if_readable, read
 
 SHARES = ("greedy", "pass@", "avg@", "maj@", "cut_off")
 """Scores that are shares of 1."""
@@ -31,9 +33,15 @@ class ProgressLine:
             tell("\r\033[K", err=True, nl=False)
 
 
-def lines(done: Done) -> Iterator[str]:
+def result_of(run: RunDir) -> EvaluationResult | None:
+    """What a job that evaluates has found; None before, and for a run that trains."""
+    file = result_file(run)
+    return None if file is None else if_readable(read(EvaluationResult, file))
+
+
+def lines(result: EvaluationResult, out: str) -> Iterator[str]:
     """The table, set by set, and where the record is."""
-    settings = done.result.settings
+    settings = result.settings
     weights, sampling = settings["checkpoint"], settings["sampling"]
     step = "" if weights["step"] is None else f" after step {weights['step']}"
     asked = f", {settings['prompt_format']}" if settings["prompt_format"] else ""
@@ -45,7 +53,7 @@ def lines(done: Done) -> Iterator[str]:
         f"temperature {sampling['temperature']:g}{cuts}, at most {sampling['max_new_tokens']} tokens, "
         f"{settings['k']} answers a problem, seed {settings['seed']}"
     )
-    for set_name, found in done.result.sets.items():
+    for set_name, found in result.sets.items():
         yield ""
         yield f"{set_name}: {found.problems} problems, {found.answers} answers"
         for score_name, score in found.scores.items():
@@ -54,7 +62,18 @@ def lines(done: Done) -> Iterator[str]:
             for reason, count in failures.items():
                 yield f"  {count} {what}answers lost: {reason}"
     yield ""
-    yield done.out
+    yield out
+
+
+def scores_json(result: EvaluationResult) -> dict[str, dict[str, float]]:
+    """Set -> score -> its value."""
+    return {name: {score: one.value for score, one in found.scores.items()} for name, found in result.sets.items()}
+
+
+def brief(scores: Mapping[str, float]) -> str:
+    """`greedy 0.975, pass@1 0.951`: the scores of a set that say the most."""
+    chosen = [name for name in ("greedy", "pass@1", "mean_reward") if name in scores][:2]
+    return ", ".join(f"{NAMES.get(name, name)} {scores[name]:.3f}" for name in chosen)
 
 
 def _said(name: str, score: Score, found: SetResult) -> str:

@@ -6,6 +6,7 @@ import shlex
 import time
 from typing import Any
 
+from launcher.cli.show.evaluation import brief, result_of, scores_json
 from launcher.cli.show.history import RECENT, HistoryReader, clock, mean
 from launcher.cli.show.replicas import replica_lines, replicas_json
 from launcher.errors import BadInput
@@ -33,6 +34,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     details = _details(run, job.job_id, unread) if job and job.kind in ("pending", "running") else {}
     rewards = history.rewards()[-RECENT:]
     goes_on = status.state in ("running", "requeued", "queued") and status.steps
+    result = result_of(run)
     return {
         "run": status.name,
         "run_dir": str(run.root.absolute()),
@@ -61,6 +63,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
             "ends_at": job.ended_at,
             **details,
         },
+        "evaluation": result and scores_json(result),
         "unread": unread,
         "logs": str(run.attempt(status.attempt).logs if status.attempt else run.batch_log),
     }
@@ -153,6 +156,7 @@ def status_lines(told: dict[str, Any]) -> list[str]:
     if told["mean_reward"] is not None:
         rows.append(("reward", f"{told['mean_reward']:.3f}, mean of the last {min(RECENT, told['step'])} steps"))
     rows += [("warning", str(LearningWarning(**warning))) for warning in told["warnings"]]
+    rows += [("result", f"{name}: {brief(scores)}") for name, scores in (told["evaluation"] or {}).items()]
     if told["eta_s"]:
         rows.append(("left", f"about {clock(told['eta_s'])} of running"))
     if told["goodput"] and told["goodput"]["shares"]:
@@ -226,6 +230,6 @@ def _next(told: dict[str, Any]) -> str | None:
     """The command that one would type now."""
     if told["state"] in ("stopped", "failed", "cancelled", "lost", "new"):
         return pasteable_command("resume", told["run"])
-    if told["state"] == "finished":
+    if told["state"] == "finished" and told["evaluation"] is None:
         return f"{pasteable_command('resume', told['run'], 'training.steps=N')} goes on"
     return None

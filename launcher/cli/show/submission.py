@@ -58,8 +58,12 @@ def submitted_lines(submitted: SubmittedJob, draft: Draft, waits: Sequence[str],
         brief: leave out what to do next.
     """
     from launcher.runs.find import pasteable_command
+    from launcher.runs.state import result_file
 
     root = submitted.run.root
+    result = result_file(submitted.run)
+    if submitted.job_id is None and result:
+        return [f"{root}: already finished, nothing to do; result: {result}"]
     if submitted.job_id is None:
         more = pasteable_command("resume", root.name, "training.steps=N")
         return [f"{root}: already finished, nothing to do; more: {more}"]
@@ -71,6 +75,7 @@ def submitted_lines(submitted: SubmittedJob, draft: Draft, waits: Sequence[str],
     return [
         *lines,
         f"  directory  {root}",
+        *([f"  result     {result}, once it has finished"] if result else []),
         f"  state      {pasteable_command('status', root.name)}",
         f"  output     {pasteable_command('logs -f', root.name)}",
         f"  stop       {pasteable_command('cancel --drain', root.name)}",

@@ -1,0 +1,68 @@
+"""A job that evaluates tells its score wherever its state is told, and is not said to go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from run_helpers import begin, end, make_run, submitted
+
+from launcher.cli.main import main
+from launcher.cli.show.ending import ending_lines
+from launcher.cli.show.history import History
+from launcher.runs.state import result_file
+from megatron_rl.contract.attempt_records import AttemptEnd
+from megatron_rl.contract.codes import DRAINED, FINISHED
+from megatron_rl.contract.evaluation_records import EvaluationResult, Score, SetResult
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import write
+
+SETTINGS = {
+    "checkpoint": {"path": "/runs/a/checkpoints/step-000040", "name": "a", "step": 40},
+    "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 8},
+    "environment": {"name": "arithmetic"},
+    "prompt_format": "",
+    "k": 4,
+    "seed": 0,
+}
+SCORES = {"greedy": Score(0.975, 0.02, 40), "pass@1": Score(0.9512, 0.01, 40), "pass@4": Score(0.99, 0.01, 40)}
+EVALUATE = "evaluate={checkpoint: /runs/a, k: 4}"
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = submitted(tmp_path / "evaluate-a", EVALUATE)
+    begin(run, 1)
+    end(run, 1, FINISHED)
+    run.done.touch()
+    write(run.evaluation, EvaluationResult(SETTINGS, {"held_out": SetResult(40, 160, {}, {}, SCORES)}, "a.jsonl"))
+    return run
+
+
+def test_the_end_of_the_job_is_its_table(evaluated: RunDir) -> None:
+    lines = ending_lines(evaluated, evaluated.attempt(1), AttemptEnd(1, 0.0, FINISHED), History(1), "mrl resume it")
+    assert lines[:2] == ["finished", "a after step 40 on arithmetic"]
+    assert "  pass@1                 0.951 ± 0.010" in lines
+    assert lines[-1] == str(evaluated.evaluation)
+    left = ending_lines(evaluated, evaluated.attempt(1), AttemptEnd(1, 0.0, DRAINED), History(1), "mrl resume it")
+    assert left[-1] == "resume:      mrl resume it", "it goes on with the answers that are missing"
+
+
+def test_status_and_ls_know_the_score_and_offer_no_empty_job(evaluated: RunDir) -> None:
+    said = CliRunner().invoke(main, ["status", "evaluate-a"]).stdout
+    assert "  result     held_out: greedy 0.975, pass@1 0.951\n" in said
+    assert "resume" not in said
+    said = json.loads(CliRunner().invoke(main, ["status", "evaluate-a", "--json"]).stdout)
+    assert said["evaluation"] == {"held_out": {name: score.value for name, score in SCORES.items()}}
+    assert "greedy 0.975, pass@1 0.951" in CliRunner().invoke(main, ["ls"]).stdout
+    [row] = json.loads(CliRunner().invoke(main, ["ls", "--json"]).stdout)["runs"]
+    assert row["evaluation"]["held_out"]["pass@1"] == 0.9512
+
+
+def test_the_file_of_the_result_is_the_one_asked_for_and_a_run_that_trains_has_none(tmp_path: Path) -> None:
+    assert result_file(make_run(tmp_path / "trains")) is None
+    asked = make_run(tmp_path / "asked", f"evaluate={{checkpoint: /runs/a, k: 4, out: {tmp_path}/r.json}}")
+    assert result_file(asked) == tmp_path / "r.json"
