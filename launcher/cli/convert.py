@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from launcher.cli.completion import complete_run
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput, Failed
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, PARENT_VARIABLE
@@ -90,19 +91,22 @@ def hf_to_megatron(source: str, target: Path, tp: int, kind: str, shard_size: in
 
 
 @command.command("megatron-to-hf", short_help="Publish a checkpoint: safetensors for transformers.")
-@click.argument("source", metavar="SRC")
+@click.argument("source", metavar="SRC", shell_complete=complete_run)
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
 @shard_size
 @force
 @as_json
 def megatron_to_hf(source: str, target: Path, shard_size: int, force: bool, as_json: bool) -> None:
-    """Convert SRC, a checkpoint of a run (RUN_DIR/checkpoints/step-000040) or one that hf-to-megatron made, to
-    safetensors that transformers loads.
+    """Convert SRC to safetensors that transformers loads: a run (its newest checkpoint), a checkpoint
+    (RUN_DIR/checkpoints/step-000040), or what hf-to-megatron made.
 
     The weights keep the type that they have in the checkpoint. What goes along is taken from the weights and the
     tokenizer that the run began with.
     """
-    _convert("megatron-to-hf", source, target, shard_size, force, as_json, [])
+    from launcher.runs.policy import run_named  # it knows Slurm, which the other direction has no use for
+
+    run = run_named(source)
+    _convert("megatron-to-hf", str(run.root) if run else source, target, shard_size, force, as_json, [])
 
 
 def _left_beside(target: Path) -> list[Path]:
@@ -141,9 +145,10 @@ def _convert(
         click.echo(json.dumps(done))
         return
     gigabytes, seconds = done["bytes"] / 1e9, done["seconds"]
+    came_from = f", from {done['source']}" if done["source"] != source else ""
     click.echo(
         f"{click.format_filename(target)}: {gigabytes:.3g} GB in {seconds:.3g} s, {gigabytes / seconds:.2g} GB/s, "
-        f"{done['peak_memory_bytes'] / 1e9:.2g} GB of memory at most"
+        f"{done['peak_memory_bytes'] / 1e9:.2g} GB of memory at most{came_from}"
     )
 
 

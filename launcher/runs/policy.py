@@ -36,8 +36,8 @@ def prepare_policy(path: str, trusted: bool) -> str:
         there = Path(path).exists()
     except (OSError, ValueError) as error:
         raise BadInput(f"{path!r}: {getattr(error, 'strerror', None) or error}") from error
-    if not there and names_run(path):
-        path, there = str(find(path).root), True
+    if not there and (run := run_named(path)):
+        path, there = str(run.root), True
     if there:
         _check_directory(Path(path).absolute(), trusted)
     elif package := package_of(path):
@@ -48,6 +48,11 @@ def prepare_policy(path: str, trusted: bool) -> str:
             "checkpoint, a directory of Hugging Face weights, or package:NAME"
         )
     return path
+
+
+def run_named(path: str) -> RunDir | None:
+    """The run that a path or a name means; None for a path that leads to something else, or for no run's name."""
+    return find(path) if is_run(path) or (not Path(path).exists() and names_run(path)) else None
 
 
 def _check_directory(folder: Path, trusted: bool) -> None:

@@ -180,6 +180,22 @@ def find_latest(run_dir: RunDir) -> Latest:
     return Latest(None, tuple(passed_over))
 
 
+def newest_step(run_dir: RunDir) -> int:
+    """The step of the newest good checkpoint of a run, for whoever only reads it.
+
+    Raises:
+        CheckpointError: the run has none.
+    """
+    found = find_latest(run_dir)
+    for line in found.passed_over:
+        logger.warning(line)
+    if found.step is not None:
+        return found.step
+    if found.passed_over:
+        raise CheckpointError(f"{run_dir.root} has no good checkpoint: {'; '.join(found.passed_over)}")
+    raise CheckpointError(f"{run_dir.root} has no checkpoint yet; `mrl status {run_dir.root}` says what the run does")
+
+
 def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: SaveConfig) -> None:
     """Turn the complete `folder` into the checkpoint of `manifest.step`, move `latest`, drop what is superseded.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,7 @@ import yaml
 
 from megatron_rl.checkpoint.hf.origin import origin_of
 from megatron_rl.checkpoint.hf.to_megatron import CARRIED, check_tokenizer
-from megatron_rl.checkpoint.publish import MANIFEST, CheckpointError, find_latest, read_manifest
+from megatron_rl.checkpoint.publish import MANIFEST, CheckpointError, newest_step, read_manifest
 from megatron_rl.config import RunConfig, read_config
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
@@ -19,8 +18,6 @@ from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape
 from megatron_rl.model.hub import local_folder
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
-
-logger = logging.getLogger(__name__)
 
 Precision = Literal["fp32", "bf16"]
 
@@ -64,14 +61,10 @@ def find_source(path: str, dtype: Precision | None = None, today: str | None = N
 
 
 def _newest(run: RunDir) -> int:
-    found = find_latest(run)
-    if found.step is not None:
-        for line in found.passed_over:
-            logger.warning(line)
-        return found.step
-    if found.passed_over:
-        raise ConfigurationError(f"{run.root} has no good checkpoint: {'; '.join(found.passed_over)}")
-    raise ConfigurationError(f"{run.root} has no checkpoint yet; `mrl status {run.root}` says what the run does")
+    try:
+        return newest_step(run)
+    except CheckpointError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def _of_run(run: RunDir, dtype: Precision | None, today: str | None, step: int) -> Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -13,6 +14,7 @@ import pytest
 import torch
 from commands import Command
 from hf_helpers import PUBLISHED, publish
+from run_helpers import make_run
 from safetensors.torch import load_file
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_USAGE
@@ -57,6 +59,13 @@ def test_there_and_back(tmp_path: Path, published: Path) -> None:
         for folder in (published, tmp_path / "back")
     )
     assert said["bytes"] == sum(tensor.nbytes for tensor in before.values())
+    run = make_run(tmp_path / "run")
+    code, _, err = convert("megatron-to-hf", run.root, tmp_path / "of-run")
+    assert (code, "run has no checkpoint yet" in err) == (EXIT_USAGE, True)
+    shutil.copytree(tmp_path / "m", run.checkpoint(4))
+    code, out, err = convert("megatron-to-hf", run.root, tmp_path / "of-run")
+    assert (code, out.rstrip().endswith(f", from {run.checkpoint(4)}")) == (0, True), err
+    assert load_file(tmp_path / "of-run" / "model.safetensors").keys() == before.keys()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -71,6 +71,8 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
     from megatron_rl.checkpoint.hf.to_megatron import to_megatron
+    from megatron_rl.checkpoint.publish import newest_step
+    from megatron_rl.contract.paths import RunDir
     from megatron_rl.errors import ConfigurationError
     from megatron_rl.model.hf_config import CONFIG_FILE
     from megatron_rl.model.hub import local_folder
@@ -93,6 +95,9 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
                 replace=options.force,
             )
     else:
+        run = RunDir(options.source)
+        if run.resolved.is_file():
+            options.source = str(run.checkpoint(newest_step(run)))
         with connected(Place.alone()) as (platform, _):
             done = to_hugging_face(
                 Path(options.source),
