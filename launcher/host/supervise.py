@@ -24,6 +24,7 @@ from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.process.output import QuietStream
 from launcher.host.process.signals import Signals
 from launcher.host.record.ledger import point_latest, write_line
+from launcher.host.record.presence import tell_of_loss
 from launcher.host.record.striping import make_checkpoints
 from launcher.host.record.token import make_token
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
@@ -68,13 +69,14 @@ def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespa
         if attempt.address("train").exists():
             attempt.address("train").unlink()  # at an address left behind the ranks would meet ghosts
         end = supervise(run, attempt, options)
-        return int(end.exit_code or EXIT_FINISHED)
+        return EXIT_CRASHED if end is None else int(end.exit_code or EXIT_FINISHED)
     finally:
         lock.release()
 
 
-def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> AttemptEnd:
-    """Run an attempt of a run whose lock this process holds, to its end. Raises OSError where it could not begin."""
+def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Optional[AttemptEnd]:
+    """Run an attempt of a run whose lock this process holds, to its end; None: its directory is gone. Raises OSError
+    where it could not begin."""
     began = time.time()
     conclude_lost(run, began, unseen="its supervisor was killed")
     host = socket.gethostname()
@@ -107,6 +109,9 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
         unready = "the ranks could not be started: {}".format(error)
     finally:
         processes.close()
+    if runner.has_lost_directory():
+        print(tell_of_loss(run), file=sys.stderr)
+        return None
     code = processes.code if unready is None else None
     return close(run, attempt, machine, runner.observed(code, unready), runner.request, began)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,8 +64,8 @@ class Supervised:
 def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
     started: list[Supervised] = []
 
-    def supervise(script: str, *options: str, number: int = 1, ranks: int = 2) -> Supervised:
-        started.append(Supervised(RunDir(tmp_path), number, script, *options, ranks=ranks))
+    def supervise(script: str, *options: str, number: int = 1, ranks: int = 2, root: Path = tmp_path) -> Supervised:
+        started.append(Supervised(RunDir(root), number, script, *options, ranks=ranks))
         return started[-1]
 
     yield supervise
@@ -273,3 +274,24 @@ def test_a_process_is_known_by_pid_and_start():
     assert start_time(child.pid) is None, "a zombie is gone"
     child.wait()
     assert json.dumps(start_time(child.pid)) == "null"
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_ranks_end_with_the_directory_of_their_run(supervise, how, tmp_path):
+    root = tmp_path / "runs" / "mine"
+    root.mkdir(parents=True)
+    (root / "resolved.yaml").touch()
+    run = supervise("stubborn", root=root)
+    pids = run.wait_for_ranks()
+    if how == "removed":
+        shutil.rmtree(root)
+    else:
+        root.rename(tmp_path / "elsewhere")
+        if how == "replaced":
+            root.mkdir()
+            (root / "resolved.yaml").touch()
+    assert run.wait() == 1
+    assert [pid for pid in pids if start_time(pid) is not None] == []
+    said = root.with_name("mine.log").read_text()
+    assert f"{root}: the directory of this run was removed, moved or replaced while it ran" in said
+    assert [path.name for path in root.iterdir()] == ["resolved.yaml"] if how == "replaced" else not root.exists()

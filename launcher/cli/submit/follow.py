@@ -65,6 +65,8 @@ class Follower:
             line = self._line(AttemptEnd)
             if line is not None:
                 return line
+            if gone and not self._run.root.exists():
+                raise NoSupervisor(f"{self._run.root} was removed or moved while it ran; its ranks were ended")
             if gone:
                 raise NoSupervisor("the supervisor ended without a record; its ranks ended with it")
             if self._give_up_at is not None and time.time() > self._give_up_at:

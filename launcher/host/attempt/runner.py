@@ -16,10 +16,11 @@ from launcher.host.judge.verdict import ASKED_FOR_STACKS
 from launcher.host.process.signals import Signals
 from launcher.host.record.evidence import Observed
 from launcher.host.record.heartbeats import HangWatch
+from launcher.host.record.presence import Presence
 from launcher.host.slurm.call import SlurmRefused
 from megatron_rl.contract.attempt_records import Drain, Hang, RankError
 from megatron_rl.contract.codes import DRAIN_SIGNAL, LAST_MOMENT_S, SIGNALLED, STACKS_LIMIT_S, STACKS_SIGNAL
-from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, if_readable, read, write
 
 LEARN = 10  # questions, one a second, about what a request to leave does not say
@@ -67,6 +68,8 @@ class AttemptRunner:
         self._reminded = self._learned_at = 0.0
         self._learned = 0
         self._complaints: Dict[str, str] = {}
+        self._presence = Presence(RunDir(attempt.folder.parent.parent))
+        self._lost = False  # the run's directory
 
     def wait(self, ended: Callable[[], bool], through_requests: bool = True) -> None:
         """Watch until `ended` says so.
@@ -88,7 +91,8 @@ class AttemptRunner:
 
     def look(self, now: float) -> None:
         """Do what is due."""
-        parts = [self._hear, self._see_exits, self._see_hang, self._remind, self._learn, self._keep_deadline]
+        parts = [self._see_directory, self._hear, self._see_exits, self._see_hang, self._remind, self._learn]
+        parts += [self._keep_deadline]
         for part in parts + self.also:
             try:
                 part(now)
@@ -104,6 +108,11 @@ class AttemptRunner:
     def leaving(self) -> bool:
         """Whether the attempt is over, was asked to leave, or is being ended: nothing is started any more."""
         return self.request is not None or self._ending or self.attempt.outcome.exists()
+
+    def has_lost_directory(self) -> bool:
+        """Whether the run's directory is gone: then there is nothing to judge its end by, and nowhere to write it. It
+        waits until that is certain, as ranks may end by it before."""
+        return self._lost or self._presence.wait_for_certainty()
 
     def ask_to_leave(self, request: Drain) -> None:
         """Have the attempt leave. The first cause is the cause: what follows, follows from it. The earliest deadline
@@ -129,6 +138,12 @@ class AttemptRunner:
             hang=self._hang,
             heartbeats=self._hangs.newest,
         )
+
+    def _see_directory(self, now: float) -> None:
+        """Ranks of a run whose directory is gone compute for nobody, and nobody could ask them to leave."""
+        if not self._lost and self._presence.is_lost():
+            self._lost = True
+            self._set_deadline(now, "the directory of the run is gone")
 
     def _hear(self, now: float) -> None:
         """Signals, the owner, and the drain file, which anybody may write and change."""
@@ -219,7 +234,7 @@ class AttemptRunner:
             print("ending the ranks: {}".format(self._deadline.reason))
         request = self.request
         hurried = request is not None and request.deadline is not None and request.deadline <= request.at
-        self.steps.end(now, hurried)
+        self.steps.end(now, hurried or self._lost)
         self._ending = True
 
     def _end_with_the_failed_one(self, now: float) -> None:

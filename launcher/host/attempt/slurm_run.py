@@ -22,6 +22,7 @@ from launcher.host.judge.nodes import NotEnoughNodes
 from launcher.host.judge.policy import STAYS
 from launcher.host.process.signals import Signals
 from launcher.host.record.logs import LONG_TAIL, signed, tail
+from launcher.host.record.presence import tell_of_loss
 from launcher.host.record.token import make_token
 from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently
@@ -138,6 +139,8 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
         unready = "{}: {}".format(type(error).__name__, error)
         traceback.print_exc()
     steps.stop_all()
+    if runner.has_lost_directory():  # and it does not come back: a next start would make an empty run of that name
+        raise Refused(tell_of_loss(context.run))
     signals.take()  # what comes from here on is for an attempt that follows
     observed = runner.observed(code, unready)._replace(unready_host=unready_host)
     return close(context.run, attempt, job, observed, runner.request, began)
