@@ -88,11 +88,14 @@ $(READY): $(MADE_FROM)
 	    exit 1; \
 	fi; \
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv
-	@index=; \
+	@index=; size="500 MB to download, 2 GB on the disk"; \
 	if [ -n "$(TORCH_INDEX)" ] && [ "$$(uname)" = Linux ] && $(BIN)/python -c \
 	    'import urllib.request; urllib.request.urlopen("$(TORCH_INDEX)/torch/", timeout=5)' 2>/dev/null; then \
 	    index="--extra-index-url $(TORCH_INDEX)"; \
+	elif [ "$$(uname)" = Linux ]; then size="several GB, as this PyTorch brings CUDA along ($(TORCH_INDEX) has one without)"; \
 	fi; \
-	set -x; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input $$index \
+	echo "Installing PyTorch and some 120 packages into .venv, once: $$size. This takes minutes."; \
+	if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; \
+	$(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-input $$index \
 	    -c containers/constraints-cpu.txt -e '.[train,huggingface,math,gym,wandb,serve,dev,bench]'
 	@touch $@
