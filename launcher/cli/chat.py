@@ -54,7 +54,7 @@ def command(ctx: click.Context, path: str, **options: Any) -> None:
       2    PATH or an option cannot be used
       130  left by Ctrl-C
     """
-    refuse_unready(device=options["device"], ranks=options["tp"])
+    refuse_unready((), options["device"], options["tp"], path)
     path = prepare_policy(path, options["trust"])
     sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
     asked = {name: options[name] for name in ("system", "dtype", "device", "seed", "tp")}

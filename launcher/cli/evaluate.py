@@ -96,6 +96,8 @@ def command(ctx: click.Context, **options: Any) -> None:
       2    CHECKPOINT or an option cannot be used
       130  interrupted; what was answered is kept
     """
+    if not options["cluster"]:
+        refuse_unready(policy=options["checkpoint"])
     checkpoint = options["checkpoint"] = prepare_policy(options["checkpoint"], options["trust"])
     origin = origin_of(checkpoint)
     clusters = load_clusters()
@@ -104,8 +106,7 @@ def command(ctx: click.Context, **options: Any) -> None:
         if given := [f"--{name.replace('_', '-')}" for name in JOB_ONLY if options[name]]:
             raise BadInput(f"{given[0]}: is for jobs; name one's --cluster")
         evaluation = _evaluation(options, origin, device="cpu")
-        asked = evaluation.evaluate
-        refuse_unready(required_extras(evaluation.environment), asked.device, asked.ranks)
+        refuse_unready(required_extras(evaluation.environment), evaluation.evaluate.device, evaluation.evaluate.ranks)
         if options["out"]:
             _make_folder_of(options["out"].absolute())
         ctx.exit(_on_this_machine(evaluation, options["as_json"]))

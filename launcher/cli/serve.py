@@ -87,7 +87,7 @@ def command(
       2    PATH, token or address cannot be used
       130  stopped before it was ready, or at once
     """
-    refuse_unready(["serve"], device, tp)
+    refuse_unready(["serve"], device, tp, path)
     path = prepare_policy(path, trust)
     tokens = token_file or default_token_file()
     make_token_file(tokens)

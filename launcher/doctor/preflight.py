@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.backends.local import Machine, inspect
 from launcher.doctor.finding import Finding, count, error, note, ok, size, warning
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import Cache, needs
+from launcher.fetch.prefetch import Cache, Need, needs
 from launcher.plan.host_memory import least_bytes
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, place_of
@@ -21,6 +21,8 @@ from launcher.recipe.places import named_places
 from megatron_rl.agent.registry import required_extras
 from megatron_rl.config import RunConfig
 from megatron_rl.extras import install_command, is_installed, missing, names
+from megatron_rl.model.config import package_of
+from megatron_rl.model.hf_config import CONFIG_FILE
 
 OF_RANKS = "train"
 """Extra of whatever computes with a model."""
@@ -197,21 +199,36 @@ def memory(machine: Machine, config: RunConfig, least: int) -> Iterator[Finding]
 # Refusing
 
 
+def _extras_of_policy(path: str) -> list[str]:
+    """Extras that reading a policy and its tokenizer takes, as far as its path tells; published weights come with a
+    tokenizer of Hugging Face's."""
+    package = package_of(path)
+    if package in names("smollm2") and not Cache.of(None).holds(Need("model", path)):
+        return ["huggingface", "smollm2"]
+    try:
+        # Names on the hub have a slash; one without is a run's.
+        published = (Path(path) / CONFIG_FILE).is_file() or ("/" in path and not Path(path).exists())
+    except (OSError, ValueError):  # as whoever opens it says
+        return []
+    return ["huggingface"] if package or published else []
+
+
 def problems(found: Iterable[Finding]) -> list[str]:
     """The errors among findings, each with what to do about it."""
     return [f"{one.text}; {one.fix}" for one in found if one.level == "error"]
 
 
-def refuse_unready(extras: Sequence[str] = (), device: str = "cpu", ranks: int = 1) -> None:
+def refuse_unready(extras: Sequence[str] = (), device: str = "cpu", ranks: int = 1, policy: str | None = None) -> None:
     """Refuse to start what computes with a model here, as far as this machine lacks packages or GPUs.
 
     Args:
         extras: that it needs beside OF_RANKS.
+        policy: the path or name of the model, whose tokenizer may need more.
 
     Raises:
         BadInput: with every problem.
     """
-    found = [packages(_missing([OF_RANKS, *extras]))]
+    found = [packages(_missing([OF_RANKS, *extras, *(_extras_of_policy(policy) if policy else ())]))]
     if device == "cuda" and (gpus := inspect().gpus) < ranks:
         fix = "--device cpu runs on processors"
         found.append(error("gpus", f"--device cuda: {count(ranks, 'GPU')} needed, and this machine has {gpus}", fix))

