@@ -37,6 +37,13 @@ def on_nodes(recipe: Recipe, profile: Profile) -> list[Finding]:
     return found
 
 
+def run_directory(run_dir: Path, profile: Profile) -> Iterator[Finding]:
+    """An error where the nodes do not see the run directory."""
+    if why := _of_one_machine(run_dir, Path(profile.run_root)):
+        fix = f"give one below run_root, {profile.run_root}, or on another file system that all nodes have"
+        yield error("run directory", f"--run-dir {run_dir}: {why}, and the nodes do not see it", fix)
+
+
 def _unseen(recipe: Recipe, profile: Profile) -> Iterator[Finding]:
     shared = f"put it below run_root, {profile.run_root}, or on another file system that all nodes have"
     for named in _of_nodes(recipe.config):

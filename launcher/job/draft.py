@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher import __file__ as launcher_file
 from launcher.cluster.profile import Profile
-from launcher.doctor.places import on_nodes, to_mount
+from launcher.doctor.places import on_nodes, run_directory, to_mount
 from launcher.doctor.preflight import problems
 from launcher.errors import BadInput
 from launcher.fetch import prefetch
@@ -124,7 +124,7 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
 
 
 def _obstacles(job: PlannedJob) -> list[str]:
-    found = problems(on_nodes(job.recipe, job.profile))
+    found = problems([*run_directory(job.run_dir, job.profile), *on_nodes(job.recipe, job.profile)])
     config, profile = job.recipe.config.job, job.profile
     limit = time_limit_s(config.time_limit or profile.time_limit)
     if limit is not None and limit <= profile.signal_s:

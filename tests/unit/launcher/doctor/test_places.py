@@ -9,7 +9,7 @@ import pytest
 
 from launcher.cluster.profile import Profile
 from launcher.doctor import places
-from launcher.doctor.places import on_nodes, to_mount
+from launcher.doctor.places import on_nodes, run_directory, to_mount
 from launcher.doctor.preflight import Packages
 from launcher.recipe.load import Recipe, load_recipe
 
@@ -55,6 +55,12 @@ def test_a_file_that_is_not_there_or_that_only_this_machine_has(shared):
         assert f"{shared}/own is each machine's own, and the nodes do not see it" in said
     (shared / "own" / "root").mkdir()
     assert not refused(recipe(shared / "own/train.jsonl"), on.model_copy(update={"run_root": f"{shared}/own/root"}))
+
+
+def test_a_run_directory_that_only_this_machine_has(shared):
+    (said,) = run_directory(shared / "own" / "run", profile(shared))
+    assert (said.level, "is each machine's own" in said.text) == ("error", True)
+    assert not [*run_directory(shared / "elsewhere" / "run", profile(shared))]
 
 
 def test_a_local_disk_counts_where_the_run_root_is_on_the_network(shared, monkeypatch):
