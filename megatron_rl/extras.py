@@ -57,8 +57,7 @@ def install_command(*extras: str) -> str:
     """
     source = _source()
     if source is None:
-        wanted = dict.fromkeys(one for extra in extras for one in requirements(extra))
-        return "pip install " + shlex.join(wanted)
+        return "pip install " + shlex.join(dict.fromkeys(one for extra in extras for one in requirements(extra)))
     wanted = f"[{','.join(extras)}]"
     if source.folder is None:
         return f"pip install {shlex.quote(f'{OURS}{wanted} @ {source.url}')}"

@@ -128,7 +128,7 @@ def findings(here: Here, config: RunConfig | None) -> Iterator[Finding]:
         config: None: for any run.
     """
     for refusal in here.refusals:
-        yield error("recipe", refusal, "change the recipe or override the value")
+        yield Finding("error", "recipe", refusal)  # which says what to change
     yield packages(here.packages)
     yield from processors(here.machine, config)
     if config is not None:
@@ -215,7 +215,7 @@ def _extras_of_policy(path: str) -> list[str]:
 
 def problems(found: Iterable[Finding]) -> list[str]:
     """The errors among findings, each with what to do about it."""
-    return [f"{one.text}; {one.fix}" for one in found if one.level == "error"]
+    return ["; ".join(filter(None, [one.text, one.fix])) for one in found if one.level == "error"]
 
 
 def refuse_unready(extras: Sequence[str] = (), device: str = "cpu", ranks: int = 1, policy: str | None = None) -> None:

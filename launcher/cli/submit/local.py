@@ -62,9 +62,9 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
         return EXIT_FINISHED
     if refused:
         raise BadInput(refused)
-    for one in findings(here, recipe.config):
-        if one.level == "warning":
-            click.echo(f"warning: {one.text}; {one.fix}", err=True)
+    for found in findings(here, recipe.config):
+        if found.level == "warning":
+            click.echo(f"warning: {found.text}; {found.fix}", err=True)
     sizes = make_plan(recipe, None).sizes
     export_packages(recipe.config, None)
     with run_directory(planned.given, planned.name, Path(RUNS)) as root:
