@@ -135,6 +135,11 @@ def _named(name: str) -> str:
         return found[0]
     if found:
         raise BadInput(f"{name!r} means {len(found)} runs; give the whole name or the path:{_listed(found)}")
+    absent = [entry.run_dir for entry in _submissions() if name in (Path(entry.run_dir).name, entry.run_dir)]
+    if absent:
+        log = RunDir(absent[-1]).batch_log
+        more = f"; {log} may say what became of its ranks" if log.is_file() else ""
+        raise BadInput(f"the directory of the run {name!r} is gone: {absent[-1]}{more}")
     names = [Path(entry.run_dir).name for entry in newest_first()]
     close = difflib.get_close_matches(name, names, n=NEAR)
     hint = f"did you mean {', '.join(close)}?" if close else "`mrl ls` lists them"

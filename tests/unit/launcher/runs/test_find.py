@@ -89,6 +89,14 @@ def test_an_unknown_name_offers_near_ones(tmp_path):
     assert "`mrl ls`" in refusal("zebra")
 
 
+def test_a_run_whose_directory_was_removed_is_known_and_its_log_is_named(tmp_path):
+    root = submitted(tmp_path / "demo").root
+    shutil.rmtree(root)
+    assert refusal("demo") == f"the directory of the run 'demo' is gone: {root}"
+    (tmp_path / "demo.log").touch()
+    assert refusal(str(root)).endswith(f"is gone: {root}; {root}.log may say what became of its ranks")
+
+
 def test_every_job_id_of_a_run_names_it(tmp_path):
     run = submitted(tmp_path / "a", job_id="7", cluster="lab")
     note(run, "lab", "9")
