@@ -36,13 +36,6 @@ class Term:
     formula: str
 
 
-def answers_per_update(config: RunConfig, dp: int) -> int:
-    """The most that one data-parallel replica has in one optimizer step."""
-    grpo = config.grpo
-    prompts = -(-grpo.prompts_per_step // dp)
-    return -(-prompts * grpo.group_size // grpo.updates_per_pass)
-
-
 def adam_states(config: RunConfig, sizes: Sizes, held: Weights) -> Term:
     """Adam's state of the weights that a rank updates."""
     return of_shard(config, sizes, held, "optimizer", ADAM_BYTES[config.model.dtype])
@@ -98,7 +91,7 @@ def layer_backward(config: RunConfig, sizes: Sizes, tied_rows: int) -> Term:
 def _tokens(config: RunConfig, sizes: Sizes) -> int:
     """Tokens that one rank has of the largest micro-batch: a sequence that alone has more than fits makes its own."""
     longest = config.sequence_length
-    most = min(sizes.cp * config.training.tokens_per_microbatch, answers_per_update(config, sizes.dp) * longest)
+    most = min(sizes.cp * config.training.tokens_per_microbatch, config.grpo.answers_of_replica(sizes.dp) * longest)
     return -(-max(most, longest) // sizes.cp)
 
 

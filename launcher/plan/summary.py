@@ -7,7 +7,6 @@ from typing import Any
 
 from launcher.cluster.profile import Profile
 from launcher.plan.gpu_memory import checkpoint_bytes, incoming_bytes, offloaded_bytes, rank_memories, sent_bytes
-from launcher.plan.memory_terms import answers_per_update
 from launcher.plan.parameters import vocabulary, whole_model
 from launcher.plan.placement import Plan, place, rank_rows
 from launcher.plan.sizes import LayoutError
@@ -63,7 +62,7 @@ def batch(config: RunConfig, plan: Plan) -> Batch:
     """The arithmetic of a recipe on a plan."""
     grpo, training = config.grpo, config.training
     length, replicas = config.sequence_length, plan.sizes.dp
-    answers_of_replica = answers_per_update(config, replicas)
+    answers_of_replica = config.grpo.answers_of_replica(replicas)
     tokens = plan.sizes.cp * training.tokens_per_microbatch  # of all ranks that share a micro-batch out
     return Batch(
         prompts=grpo.prompts_per_step,

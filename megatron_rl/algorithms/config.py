@@ -109,6 +109,11 @@ class GrpoConfig(Section):
     def samples_per_update(self) -> int:
         return self.global_batch or self.prompts_per_step * self.group_size
 
+    def answers_of_replica(self, replicas: int) -> int:
+        """The most answers that one of the data-parallel replicas has in an optimizer step."""
+        prompts = -(-self.prompts_per_step // replicas)
+        return -(-prompts * self.group_size // self.updates_per_pass)
+
     @property
     def scores_first(self) -> bool:
         """Whether a step runs the policy once more before its updates: with a single one its own pass is at those

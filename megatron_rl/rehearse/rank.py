@@ -121,7 +121,7 @@ def rehearse_rank(config: RunConfig, vocab: int, role: str, groups: Groups, devi
         with phases.phase("score"):
             score(trainer)
         with phases.phase("train"):
-            trainer.train(rollouts(config, trainer.groups.pipeline.size()), step=1)
+            trainer.train(rollouts(config, trainer.groups.pipeline.size(), trainer.groups.data.size()), step=1)
     return Rehearsal(rank.parameters, phases.peaks)
 
 
@@ -203,15 +203,15 @@ def generate(engine: Engine, config: RunConfig, memory: Memory) -> None:
 def score(trainer: Trainer) -> None:
     """Log-probs of the fullest micro-batch."""
     config, policy = trainer.config, trainer.policy
-    batch = training_batch(rollouts(config, 1).groups, config, 0, trainer.platform.device)
+    batch = training_batch(rollouts(config, 1, trainer.groups.data.size()).groups, config, 0, trainer.platform.device)
     part = update_part(batch, range(len(batch.trajectories)), config, trainer.platform)
     (fullest, *_) = update_batch(part, Agreed(len(part.bins), part.normaliser)).microbatches
     trainer.score(policy, batch, [ModelInput.of(policy, fullest, trainer.groups.context)])
 
 
-def rollouts(config: RunConfig, microbatches: int) -> RolloutBatch:
+def rollouts(config: RunConfig, microbatches: int, replicas: int) -> RolloutBatch:
     """What fills so many micro-batches, two at least: sequences of full length, the rest of the micro-batch as one
-    more, no two of which begin alike. Half of them are right.
+    more, no two of which begin alike. Half of them are right. No more than one of the data-parallel replicas has.
 
     Answers that share their prompt need no more: what attention gathers for each counts by its memory (see
     `flops.rows_per_token`). Nor do shorter ones, but for what rounds them up to common lengths.
@@ -221,7 +221,7 @@ def rollouts(config: RunConfig, microbatches: int) -> RolloutBatch:
     lengths = [length] * (limit // length)
     if limit % length > 1:
         lengths.append(limit % length)
-    lengths = (lengths * max(2, microbatches))[: max(2, config.grpo.samples_per_update)]
+    lengths = (lengths * max(2, microbatches))[: max(2, config.grpo.answers_of_replica(replicas))]
     trajectories = []
     for number, tokens in enumerate(lengths):
         answer = min(config.sampling.max_new_tokens, tokens - 1)

@@ -78,6 +78,7 @@ def test_the_command_says_what_each_rank_held_in_every_phase_of_a_step() -> None
         assert phase["bytes"] == sum(phase["held_by"].values()) <= rank["peak_bytes"]
         assert phase["held_by"]["weights"] >= 4 * rank["parameters"]
     assert rank["peak_bytes"] == max(phase["bytes"] for phase in rank["phases"].values())
+    assert rank["planned_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.1), "a rank has half of the answers"
 
 
 @pytest.mark.parametrize(
