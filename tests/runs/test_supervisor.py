@@ -105,6 +105,13 @@ def test_ranks_are_told_who_they_are(supervise, monkeypatch):
     }
 
 
+def test_the_users_choice_of_gpus_reaches_the_ranks(supervise, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    run = supervise("train", "--device", "cuda")
+    assert run.wait() == 0
+    assert json.loads((run.attempt.folder / "env.0.json").read_text())["CUDA_VISIBLE_DEVICES"] == "5,3"
+
+
 def test_one_failing_rank_ends_all_and_its_error_is_the_verdict(supervise):
     run = supervise("long,crash")
     assert run.wait() == 1
