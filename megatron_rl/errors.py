@@ -5,6 +5,7 @@ Whoever wrote that code needs its file and line; the frames of mrl that called i
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ SOURCE_LIMIT = 120
 """Characters of a line of source in a headline."""
 
 
+_task_code: set[str] = set()
+"""Files and folders of installed packages that a task's code is in."""
+
+
 class ConfigurationError(ValueError):
     """The recipe cannot run as it stands; the message says what to change. Ends a rank with EXIT_CONFIG."""
 
@@ -31,6 +36,15 @@ class TaskFailed(RuntimeError):
         """trace: of the task's code, as `own_trace` has it."""
         super().__init__(message)
         self.trace = trace
+
+
+def note_task_code(module: str) -> None:
+    """Take the package of a loaded module, which an environment is defined in, for the task's own code, though it is
+    installed among libraries."""
+    file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None) or ""
+    folder, _, name = file.rpartition("/")
+    if file and not _is_ours(file):
+        _task_code.add(f"{folder}/" if name == "__init__.py" else file)
 
 
 def own_place(error: BaseException) -> str:
@@ -88,6 +102,10 @@ def _is_core(file: str) -> bool:
 
 
 def _is_own(file: str) -> bool:
-    """Whether a file is the task's: neither mrl's nor a library's. An installed package counts as a library."""
-    ours = file.startswith((f"{PACKAGE}/", f"{PACKAGE.parent / 'launcher'}/"))
-    return not (ours or file.startswith((STDLIB, "<")) or any(part in file for part in LIBRARIES))
+    """Whether a file is the task's: neither mrl's nor a library's."""
+    library = _is_ours(file) or file.startswith((STDLIB, "<")) or any(part in file for part in LIBRARIES)
+    return not library or file.startswith((*_task_code,))
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith((f"{PACKAGE}/", f"{PACKAGE.parent / 'launcher'}/"))

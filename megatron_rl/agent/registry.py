@@ -21,7 +21,7 @@ from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
-from megatron_rl.errors import own_place
+from megatron_rl.errors import note_task_code, own_place
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import Section
 
@@ -204,6 +204,7 @@ def _load(entry: EntryPoint) -> type[Environment]:
         raise ValueError(
             f"environment {entry.name!r} of {_origin(entry)} has no Config, a subclass of {_path(Section)}"
         )
+    note_task_code(cls.__module__)
     return cls
 
 

@@ -129,3 +129,31 @@ def test_an_environment_that_cannot_be_imported_says_where(tmp_path: Path, monke
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=r"AttributeError: .* \(broken_task.py:3: LIMIT = math.inff\)"):
         environment_class("broken-task")
+
+
+def test_an_environment_that_is_installed_among_libraries_is_the_tasks_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "site-packages"
+    info = packages / "installed_task-1.dist-info"
+    info.mkdir(parents=True)
+    (packages / "neighbour.py").write_text("def fails():\n    raise OSError('gone')\n")
+    (packages / "installed_task.py").write_text(
+        "import neighbour\n"
+        "from megatron_rl.agent.reward_only import RewardOnlyAgent\n"
+        "from megatron_rl.section import Section\n"
+        "class Task(RewardOnlyAgent):\n"
+        "    class Config(Section):\n"
+        "        pass\n"
+        "    def __init__(self, config, tokenizer):\n"
+        "        neighbour.fails()\n"
+        "    training_problems = evaluation_problems = get_reward = None\n"
+    )
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-task\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[mrl.environments]\ninstalled-task = installed_task:Task\n")
+    monkeypatch.syspath_prepend(str(packages))
+    cls = environment_class("installed-task")
+    with pytest.raises(OSError, match="gone") as wrong:
+        cls(cls.Config(), None)
+    wrong.value.__traceback__ = wrong.tb.tb_next  # without this test's own frame
+    assert own_place(wrong.value) == "installed_task.py:8: neighbour.fails()"
