@@ -1,4 +1,4 @@
-r"""What may follow an answer without being more text: $ . ** \) a unit, an end of an environment, a sign of the end.
+r"""Endings of an answer that add nothing to it: $ . ** \) a unit, an end of an environment, a sign of the end.
 
 Nothing of it can be an answer: no digit is in it but that of \tag{1} and of a unit's power.
 """

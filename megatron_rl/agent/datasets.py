@@ -33,7 +33,7 @@ READERS = {".parquet": "parquet", ".arrow": "arrow"}
 
 
 class Source(Section):
-    """Where problems come from, and where the question stands in a row."""
+    """Problems of a data set, and the column of their question."""
 
     structured: ClassVar[bool] = False
     """Whether question and answer may be lists and structures, which are read as JSON."""
@@ -69,7 +69,7 @@ class Question:
     row: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """All columns, where the source names no answer."""
     source: Source | None = field(default=None, compare=False)
-    """Where it was read, likewise."""
+    """Source that it was read from, likewise."""
 
 
 def normalised(text: str) -> str:
@@ -153,7 +153,7 @@ def distinct(questions: Iterable[Question]) -> list[Question]:
 def _rows(
     source: Taken, take: Callable[[Taken, Dataset | IterableDataset | list[str]], Iterator[Row]]
 ) -> Iterator[Row]:
-    """What `take` makes of what `_load` returns; a few thousand rows are in memory at a time."""
+    """Rows as `take` makes them of what `_load` returns; a few thousand are in memory at a time."""
     try:
         # Imported here because they take seconds, and the launcher, which only checks the arguments, lacks them.
         import datasets

@@ -38,7 +38,7 @@ class OverLimit(Exception):
 
 
 Reward = float | Mapping[str, float]
-"""What scoring returns: a number, or its components by name. Then `reward` among them is the reward, or else their
+"""Result of scoring: a number, or its components by name. Then `reward` among them is the reward, or else their
 sum."""
 
 COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
@@ -48,7 +48,7 @@ COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
 class Score:
     reward: float
     components: Mapping[str, float]
-    """By name, without `reward` itself; empty where scoring returned a number."""
+    """Components by name, without `reward` itself; empty where scoring returned a number."""
 
     @classmethod
     def of(cls, given: Reward) -> Score:

@@ -44,7 +44,7 @@ Scoring = Callable[..., Reward | Awaitable[Reward]]
 
 
 class Rows(Source):
-    """Where rows come from. FILE alone stands for {path: FILE}."""
+    """Rows of a data set. FILE alone stands for {path: FILE}."""
 
     structured: ClassVar[bool] = True
 
@@ -226,7 +226,7 @@ def _check_columns(file: Path, score: Scoring, rows: Sequence[Mapping[str, Any]]
 
 
 def _failed(file: Path, error: BaseException) -> RewardFailed:
-    """What the user's code has raised, with the last line of the file that led to it."""
+    """The error that the user's code has raised, with the last line of the file that led to it."""
     line, traceback = None, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == str(file):

@@ -318,7 +318,7 @@ ENVIRONMENT_METRICS: dict[str, EnvironmentMetric] = {
 
 
 COMPONENTS = "reward/"
-"""Before the name of a component of the rewards: its mean over the answers that have it."""
+"""Prefix of the metric of a component of the rewards: its mean over the answers that have it."""
 
 
 def metrics_of(step: StepReport) -> dict[str, Any]:

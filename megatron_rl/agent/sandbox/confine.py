@@ -32,7 +32,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _DATAGRAMS = 2  # bit of the types of socket that need no connection: SOCK_DGRAM, SOCK_RAW
 
 STACK_BYTES = 100 * 2**20
-"""Below the 128 MiB that Linux keeps free beneath a stack."""
+"""Limit of the stack; Linux keeps 128 MiB free for it to grow."""
 FEW_PROCESSES = 64
 """Beside those that its user has, where system calls cannot be filtered."""
 

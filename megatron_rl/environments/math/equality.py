@@ -67,7 +67,7 @@ def equal(texts: Sequence[str]) -> bool:
 
 
 def _readings(text: str) -> Iterator[str]:
-    r"""What a text may mean: 1,234 is a number or two, \pi \approx 3.14 one or the other, and 5 \approx 7 neither."""
+    r"""Readings of a text: 1,234 is a number or two, \pi \approx 3.14 one or the other, and 5 \approx 7 neither."""
     exact, approximate, rounded = text.partition(r"\approx")
     if not exact.strip():
         yield from readings(rounded)

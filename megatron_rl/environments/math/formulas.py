@@ -237,7 +237,7 @@ class _Reader:
         return self._power(found, power) if power != 1 else found
 
     def _applied_to(self) -> Number:
-        """What a function is applied to: a bracket, or the factors that follow it, as in \\sin 2x."""
+        """Argument of a function: a bracket, or the factors that follow it, as in \\sin 2x."""
         if self.word in ("(", "{", "[", "|", "lvert"):
             return self.factor()
         total = self.factor()

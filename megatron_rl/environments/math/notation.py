@@ -79,7 +79,7 @@ def cleaned(text: str) -> str:
 
 
 def _text(inside: str) -> str:
-    r"""What \text{inside} becomes: its content, where that is a formula or a joining word."""
+    r"""Replacement of \text{inside}: its content, where that is a formula or a joining word."""
     if JOINING.fullmatch(inside) or any(sign.isdigit() for sign in inside):
         return f" {inside} "
     return rf"\words{{{inside}}}"

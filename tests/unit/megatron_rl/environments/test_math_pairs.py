@@ -46,7 +46,7 @@ def test_fractions_are_equal_just_where_they_are(one: object, other: object) -> 
 
 @given(st.text(r"0123456789+-*/^!_{}()[],.;\%$ xyfracsqrtpi=<>|&", max_size=30))
 def test_no_text_breaks_a_comparison(text: str) -> None:
-    """What is left to math-verify is none of ours."""
+    """Formulas that are left to math-verify count as different here."""
     from megatron_rl.environments.math import equality
 
     with pytest.MonkeyPatch.context() as patch:
