@@ -88,14 +88,14 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
     """Rows of any data set, scored by a function `reward` of a Python file of yours."""
 
     Config = PythonConfig  # type: ignore[assignment]  # the file has no default
-    config: PythonConfig  # type: ignore[assignment]
+    config: PythonConfig
 
     def __init__(self, config: PythonConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError for a file or data that cannot be used."""
         self._file = Path(config.file).expanduser()
         self._score = _loaded(self._file)
         self._accepted = _accepted(self._score)
-        super().__init__(config, tokenizer)  # type: ignore[arg-type]
+        super().__init__(config, tokenizer)
         problems = [*self.training_problems(), *(one for its in self.evaluation_problems().values() for one in its)]
         _check_columns(self._file, self._score, [problem.golden for problem in problems])
 
@@ -191,7 +191,7 @@ def _loaded(file: Path) -> Scoring:
     if not callable(found):
         raise ValueError(f"environment.args.file: {file}: {FUNCTION} is no function")
     logger.info("rewards by %s (sha256 %s)", file, digest)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _accepted(score: Scoring) -> frozenset[str] | None:

@@ -31,6 +31,7 @@ CONSTANTS = ("e", r"\pi", INFINITE)
 NAMES_OF_FUNCTIONS = frozenset((*FUNCTIONS, "log", "sqrt", "pi"))
 JOINERS = frozenset(("and", "or"))
 ALL = re.compile("all (?:the )?reals?(?: numbers?)?")
+DENIAL = re.compile(r"(?i)(?<![a-z])(?:not|no|never|if|unless|except)(?![a-z])|\\neg")
 NOTHING = re.compile("none|no (?:real )?solutions?|(?:the )?empty set")
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!=", "=": "="}
 
@@ -187,7 +188,7 @@ def _related(parts: list[str], signs: list[str], text: str) -> Form:
 
 def _equation(parts: list[str], text: str) -> Form:
     values = [found for part in parts if (found := _constant(part)) is not None]
-    if any(not close(values[0], other) for other in values[1:]):
+    if any(not close(values[0], other) for other in values[1:]) or any(map(DENIAL.search, parts)):
         return Relation(text)
     if SYMBOL.fullmatch(parts[-1]) and not SYMBOL.fullmatch(parts[0]):
         parts = parts[::-1]  # 5 = x

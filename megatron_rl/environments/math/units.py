@@ -41,7 +41,10 @@ TIMES = {
     "billion": "10^9",
     "trillion": "10^12",
 }
-NO_UNITS = frozenset("and or to if not but than then is are for pi sin cos tan log ln exp sqrt mod".split())  # noqa: SIM905
+NO_UNITS = frozenset(
+    "and or to if not but than then is are for pi sin cos tan log ln exp sqrt mod plus minus times over squared cubed "  # noqa: SIM905
+    "factorial half halves third thirds quarter quarters tenth tenths hundredth hundredths".split()
+)
 LETTERS = frozenset("msghlLNJWVAKCF")
 
 WORD = r"[A-Za-z]+\.?"
