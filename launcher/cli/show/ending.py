@@ -10,6 +10,7 @@ from launcher.cli.show.evaluation import lines as evaluation_lines
 from launcher.cli.show.evaluation import result_of
 from launcher.cli.show.history import RECENT, History, clock, mean
 from launcher.cli.show.log_lines import last_lines
+from launcher.host.judge.policy import found_disk_full
 from launcher.host.judge.sentence import describe_end
 from launcher.runs.state import result_file
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, RankError
@@ -68,6 +69,8 @@ def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: Histor
 
 def failure_lines(attempt: Attempt, end: AttemptEnd) -> list[str]:
     """What failed, with the traceback's end where the rank could leave one, else the log's."""
+    if found_disk_full(end.error):  # nothing of a rank's that was written then is whole
+        return [describe_end(end, time.time()), f"logs: {attempt.logs}"]
     if end.rank is None:
         drain = if_readable(read(Drain, attempt.drain))
         killed = drain is not None and (math.inf if drain.deadline is None else drain.deadline) <= drain.at

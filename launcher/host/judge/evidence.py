@@ -33,7 +33,10 @@ class AttemptEvidence(NamedTuple):
     not_started: Dict[int, str] = {}  # rank that ended badly -> why its program never began
     timed_out: Dict[int, str] = {}  # rank -> its collective that timed out, by NCCL's watchdog
 
+    trained: Optional[int] = None  # newest step that rank 0 accounted for in this attempt; None: it has for none
+
     # Written or seen by the host side
+    unwritable: Optional[str] = None  # why the run directory takes nothing any more, where no rank left a word
     drain: Optional[Drain] = None
     hang: Optional[Hang] = None
     exits: List[RankExit] = []  # in their order, without those that the host side brought about

@@ -59,10 +59,12 @@ LOSSES = 5  # of nodes in a row with which one allocation goes on
 LONGEST_BACKOFF_S = 900.0
 ROOM_AGAIN_S = 900.0  # after which a run looks again whether the disk has room
 
-
 _FULL = re.compile(r"No space left on device|Disk quota exceeded")
+_READ_ONLY = re.compile("Read-only file system: ")  # of the run directory; what a rank reports may be its container's
 _ON_NODES_DISK = re.compile("(" + _FULL.pattern + r"): '/(tmp|var/tmp|dev/shm|run)/")
 OF_CONTAINERS = (NOT_STARTED, NOT_UNPACKED)  # how errors begin that concern the containers on the nodes' own disks
+
+MAKE_ROOM = "make room there; the run goes on from its newest checkpoint"
 
 
 class Facts(NamedTuple):
@@ -145,10 +147,10 @@ def _after_crash(history: List[AttemptEnd], verdict: Verdict, cause: Optional[st
         exclude=tuple(sorted(suspects | set(facts.bad) | set(facts.dead))),
         crashes=crashes,
     )
+    if found_disk_full(verdict.error):
+        return decision._replace(delay_s=ROOM_AGAIN_S, crashes=0, message=MAKE_ROOM)
     if decision.then == OVER:
         return decision
-    if found_disk_full(verdict.error):
-        return decision._replace(delay_s=ROOM_AGAIN_S, crashes=0, message="the disk is full: make room")
     if last is not None and _same_place(verdict, last) and _same(verdict.error, last.error):
         elsewhere = not same_node or str(verdict.node) in last.excluded  # it was to be avoided, and could not be
         if elsewhere:
@@ -169,7 +171,8 @@ def is_crash(end: AttemptEnd) -> bool:
 
 def found_disk_full(error: Optional[str]) -> bool:
     """Whether this is the error of something that found no room on the disk that all nodes share."""
-    return _FULL.search(error or "") is not None and not _found_nodes_disk_full(error)
+    full = _FULL.search(error or "") or _READ_ONLY.match(error or "")
+    return full is not None and not _found_nodes_disk_full(error)
 
 
 def _found_nodes_disk_full(error: Optional[str]) -> bool:

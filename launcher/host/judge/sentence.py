@@ -1,6 +1,6 @@
 """Pure: the end of an attempt, as the ledger has it, in one line for the user."""
 
-from launcher.host.judge.policy import BY_SLURM, CRASHES, HELD, STARTS_AGAIN, is_crash
+from launcher.host.judge.policy import BY_SLURM, CRASHES, HELD, STARTS_AGAIN, found_disk_full, is_crash
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import CRASHED, DRAINED, FINISHED, LOST, MISCONFIGURED, STOPPED
 
@@ -23,6 +23,8 @@ def _outcome(end: AttemptEnd) -> str:
     if outcome == LOST:
         return (end.error or "it left no record") + cause
     what = {CRASHED: "hung" if end.hung else "crashed", MISCONFIGURED: "wrong configuration"}.get(outcome, outcome)
+    if outcome == CRASHED and found_disk_full(end.error):
+        what = "the disk is full: it stopped"
     if outcome == CRASHED and step is not None:
         what += " at step {}".format(step)
     if outcome == CRASHED and end.phase:

@@ -111,7 +111,7 @@ def _reported(evidence: AttemptEvidence) -> Optional[Verdict]:
     for rank, why in sorted(evidence.unreadable_errors.items()):
         beat = _beat(evidence, rank)
         where = Verdict(CRASHED, None, "its error report cannot be read: {}".format(why), rank)
-        return where._replace(step=beat.step, node=beat.host, phase=beat.phase) if beat else where
+        return where._replace(step=beat.step, node=beat.host, phase=beat.phase or None) if beat else where
     return None
 
 
@@ -180,9 +180,11 @@ def _by_exit(evidence: AttemptEvidence, ended: RankExit) -> Verdict:
     error = "it {} without an error report".format(describe_exit(ended.code))
     line = evidence.last_lines.get(ended.rank)  # it may have died before it could do more: of an import, for example
     error += "; its log ends: {}".format(line) if line else ""
+    if evidence.unwritable is not None:  # so its log was cut short, too
+        error = "{}; it {} without a report".format(evidence.unwritable, describe_exit(ended.code))
     beat = _beat(evidence, ended.rank)
     host = ended.host or (beat.host if beat else None)
-    return Verdict(kind, beat.step if beat else None, error, ended.rank, host, beat.phase if beat else None)
+    return Verdict(kind, beat.step if beat else None, error, ended.rank, host, (beat.phase or None) if beat else None)
 
 
 def _not_started(evidence: AttemptEvidence, ended: RankExit, why: str) -> Verdict:
@@ -201,7 +203,12 @@ def _kind(evidence: AttemptEvidence, code: int, text: str) -> str:
 
 
 def _beat(evidence: AttemptEvidence, rank: int) -> Optional[Heartbeat]:
-    return next((beat for beat in evidence.heartbeats if beat.rank == rank), None)
+    """The last heartbeat of a rank, moved on to the step that rank 0 was at by its own account: then what the rank did
+    there is not known."""
+    beat = next((beat for beat in evidence.heartbeats if beat.rank == rank), None)
+    if beat is None or evidence.trained is None or beat.step > evidence.trained:
+        return beat
+    return beat._replace(step=evidence.trained + 1, phase="")
 
 
 def _stacks(evidence: AttemptEvidence, rank: int) -> str:

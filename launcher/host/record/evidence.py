@@ -1,8 +1,11 @@
 """What an attempt left behind, read from its files once. What cannot be read is told, and never taken for absent."""
 
+import errno
 import math
+import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
@@ -11,8 +14,8 @@ from launcher.host.judge.evidence import AttemptEvidence, RankExit
 from launcher.host.judge.hang import by_clock_of_reader
 from launcher.host.judge.nodes import NodeReports
 from launcher.host.record.heartbeats import read_heartbeats
+from launcher.host.record.logs import TAIL, last_line, last_words, tail, timed_out_collective, why_not_started
 from launcher.host.record.logs import exits as exits_in_log
-from launcher.host.record.logs import last_line, last_words, timed_out_collective, why_not_started
 from launcher.host.record.reading import PATIENCE_S
 from megatron_rl.contract.attempt_records import (
     Drain,
@@ -23,11 +26,14 @@ from megatron_rl.contract.attempt_records import (
     Outcome,
     RankError,
     ReplicaState,
+    TimelineLine,
 )
 from megatron_rl.contract.codes import LAST_MOMENT_S, REPLICA_RUNNING, SIGNALLED
-from megatron_rl.contract.files import names_in
+from megatron_rl.contract.files import FULL, names_in
 from megatron_rl.contract.paths import Attempt, RankFiles
-from megatron_rl.contract.records import ABSENT, Unreadable, if_readable, read
+from megatron_rl.contract.records import ABSENT, Unreadable, decode_lines, if_readable, read
+
+PROBE_BYTES = 1 << 16  # that a disk must take to be no reason for silence
 
 
 class Observed(NamedTuple):
@@ -69,6 +75,7 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Optional[Drain]
         told = observed.unseen is None and (drain is None or is_unexplained(drain))
         exits = exits_in_log(attempt) if told else []
     heartbeats = observed.heartbeats or _heartbeats(attempt)
+    silent = not errors and outcome is ABSENT and any(ended.bad for ended in exits)
     return AttemptEvidence(
         errors=errors,
         unreadable_errors=unreadable,
@@ -79,6 +86,8 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Optional[Drain]
         last_lines={ended.rank: last_line(attempt, ended.rank) for ended in exits if ended.bad},
         not_started=_not_started(attempt, exits, heartbeats),
         timed_out=_timed_out(attempt, exits, heartbeats),
+        trained=_trained(attempt) if isinstance(attempt, Attempt) else None,
+        unwritable=why_unwritable(attempt.folder) if silent else None,
         drain=drain,
         hang=observed.hang or hang,
         exits=exits,
@@ -157,6 +166,25 @@ def _heartbeats(attempt: RankFiles) -> List[Heartbeat]:
         print("the heartbeats cannot be listed: {}".format(error), file=sys.stderr)
         return []
     return [by_clock_of_reader(beat, _changed(attempt.heartbeat(beat.rank), beat.written)) for beat in beats]
+
+
+def why_unwritable(folder: Path) -> Optional[str]:
+    """Why a folder takes no file: its disk is full, a quota is used up, or it is read-only. None where it takes one, or
+    for another reason."""
+    try:
+        with tempfile.TemporaryFile(dir=str(folder)) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return "{}: '{}'".format(error.strerror, folder) if error.errno in (*FULL, errno.EROFS) else None
+    return None
+
+
+def _trained(attempt: Attempt) -> Optional[int]:
+    """By the timeline: heartbeats are seconds apart, and a disk that is full takes none."""
+    found = decode_lines(TimelineLine, tail(attempt.timeline, TAIL).encode("utf-8")).records
+    return found[-1].step if found else None
 
 
 def _not_started(attempt: RankFiles, exits: List[RankExit], heartbeats: List[Heartbeat]) -> Dict[int, str]:

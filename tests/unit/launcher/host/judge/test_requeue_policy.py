@@ -56,6 +56,7 @@ NO_ROOM_ON_NODE = NEVER_BEGAN._replace(error="it could not be started: Write fai
 NOT_UNPACKED = NO_ROOM_ON_NODE._replace(error="the image could not be unpacked: No space left on device", rank=None)
 NO_ROOM_IN_TMP = crash(error="OSError: [Errno 28] No space left on device: '/tmp/torch_x'")
 NO_ROOM = crash(error="OSError: [Errno 28] No space left on device: 'metrics.jsonl'")
+READ_ONLY = crash(error="Read-only file system: '/runs/r/attempts/003'; it left with exit code 1 without a report")
 MISNAMED = ended(crash(error="Other"))
 HUNG = ended(hang())
 LATER = ended(crash(None, str(NEVER_BEGAN.error)))
@@ -119,6 +120,7 @@ TABLE: list[tuple[Verdict, str, list[AttemptEnd], int, str, str, float, str, int
     (hang(node="4"), "-",            [HUNG],                           46, "crashed",       "held",     30, "",    1),
     # A full disk is nobody's fault and may take a while.
     (NO_ROOM,        "-",            [ended(NO_ROOM)] * 9,             40, "crashed",       "requeue", 900, "",    1),
+    (READ_ONLY,      "-",            [ended(READ_ONLY)] * 9,           40, "crashed",       "requeue", 900, "",    1),
     (crash(),        "-",            [ended(NO_ROOM)] * 9,             40, "crashed",       "requeue",  30, "",    1),
     # A node's own disk is that node's fault, and nobody makes room there.
     (NO_ROOM_ON_NODE, "-",           [],                               40, "crashed",       "requeue",  30, "n3",  1),
@@ -210,6 +212,8 @@ def test_who_starts_it_again(cause, facts, then):
 def test_in_somebodys_own_allocation_a_crash_is_told_and_left_to_them():
     decision = decide([], crash(), None, Facts(can_return=False, requeueable=False))
     assert (decision.outcome, decision.then, decision.exit_code) == ("crashed", "over", 1)
+    full = decide([], NO_ROOM, None, Facts(can_return=False, requeueable=False))
+    assert (full.then, full.message) == ("over", "make room there; the run goes on from its newest checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,10 @@ HELD = {"then": "held", "why": "the same error at the same step twice"}
             "crashed at step 40 (training): rank 1 on n3: RuntimeError: boom; held: the same error at the same step "
             "twice",
         ),
+        (
+            {**CRASH, "phase": None, "error": "No space left on device: '/runs/r'", "then": "over", "why": "make room"},
+            "the disk is full: it stopped at step 40: rank 1 on n3: No space left on device: '/runs/r'; make room",
+        ),
         ({**HANG, "then": "over"}, "hung at step 41 (generating): rank 1 on n3: silent for 1800 s"),
         (
             {"outcome": "lost", "cause": "node failure", "error": "n3 went down", "then": "slurm", "excluded": ["n3"]},

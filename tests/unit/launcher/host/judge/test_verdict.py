@@ -239,6 +239,20 @@ def test_a_rank_that_never_began_is_its_nodes_fault_unless_another_node_says_the
     assert verdict == Verdict(CRASHED, None, "it could not be started: execve(): python3: No such file", 0, node)
 
 
+def test_ranks_that_a_full_disk_kept_from_reporting_died_of_it_at_the_step_they_had_come_to():
+    full = "No space left on device: '/runs/it/attempts/001'"
+    cut = AttemptEvidence(exits=[RankExit(0, 1, "n1")], last_lines={0: "2026-11-25 WARN"}, unwritable=full)
+    verdict = verdict_of(cut._replace(heartbeats=[beat(0, 900.0, "starting")._replace(step=0)], trained=49))
+    assert (verdict.step, verdict.phase) == (50, None)
+    assert verdict.error == f"{full}; it left with exit code 1 without a report"
+
+
+@pytest.mark.parametrize(("trained", "step", "phase"), [(None, 7, "train"), (6, 7, "train"), (7, 8, None)])
+def test_a_death_is_at_the_step_that_the_timeline_has_come_to(trained, step, phase):
+    verdict = verdict_of(AttemptEvidence(exits=exits({0: -9}), heartbeats=[beat(0, 9.0, "train")], trained=trained))
+    assert (verdict.step, verdict.phase) == (step, phase)
+
+
 def test_a_step_that_failed_on_the_only_node_says_where():
     assert verdict_of(AttemptEvidence(unready="no image", unready_host="n1")).node == "n1"
 

@@ -3,6 +3,7 @@ and cannot be read is taken for absent."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,10 +17,10 @@ from launcher.host.judge.verdict import verdict_of
 from launcher.host.record import evidence as evidence_module
 from launcher.host.record.evidence import Observed, read_drain, read_evidence
 from launcher.host.record.logs import exits, last_line, parse_exits
-from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome, RankError
+from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome, RankError, TimelineLine
 from megatron_rl.contract.codes import DRAINED, HEARTBEAT_WAIT, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import write
+from megatron_rl.contract.records import append, write
 
 
 @pytest.fixture
@@ -197,6 +198,26 @@ def test_a_log_tells_whether_a_rank_never_began(attempt, said, why):
     assert found == ({} if why is None else {0: why})
     write(attempt.heartbeat(0), Heartbeat(0, 1, "n1", "starting", 0, 0, 1.0, 1.0, 10.0))
     assert read_evidence(attempt, Observed(code=2), None).not_started == {}, "it has begun"
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [(errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only file system"), (errno.EIO, None), (0, None)],
+)
+def test_where_no_rank_left_a_word_the_disk_is_tried(attempt, monkeypatch, number, why):
+    def fsync(descriptor: int) -> None:
+        if number:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    died = Observed(exits=[RankExit(0, 1)])
+    assert read_evidence(attempt, died, None).unwritable == (why and f"{why}: '{attempt.folder}'")
+    append(attempt.timeline, TimelineLine(1.0, 41, {"train": 1.0}))
+    append(attempt.timeline, TimelineLine(2.0, 42, {"train": 1.0}))
+    assert read_evidence(attempt, died, None).trained == 42
+    assert {path.name for path in attempt.folder.iterdir()} == {"timeline.jsonl", "heartbeats"}, "it leaves nothing"
+    attempt.outcome.write_text("{}")
+    assert read_evidence(attempt, died, None).unwritable is None, "a rank has left a word"
 
 
 def test_what_pyxis_said_before_the_ranks_started_is_not_how_they_ended(tmp_path):
