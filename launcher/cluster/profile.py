@@ -147,6 +147,8 @@ class Profile(Section):
         for flag in flags:
             if not flag.startswith("--" if info.field_name == "srun" else "-"):
                 raise ValueError(f"{flag!r} is no flag of {info.field_name}: write --name=value, one a line")
+            if info.field_name == "sbatch" and re.match(r"--array\b|-a", flag):
+                raise ValueError(f"{flag!r}: a run is one job and no array; mrl-submit makes sweeps of a=1,2")
         return flags
 
     @field_validator("environment", mode="before")

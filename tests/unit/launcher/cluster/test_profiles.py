@@ -146,6 +146,7 @@ def test_a_default_that_is_no_profile_is_refused_with_its_line(write, tmp_path):
         ),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  secrets: [A B]", 4, "expected the name of an environment variab"),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  sbatch: [foo]", 4, "'foo' is no flag of sbatch"),
+        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  sbatch: [--array=0-3]", 4, "a run is one job and no array"),
         ('lab:\n  gpus_per_node: 8\n  run_root: /x\n  qos: "a\\nb"', 4, "qos: expected one line of text or null"),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  container: {image: i, mounts: [/a]}", 4, "'/a' is not SRC:DST"),
         ("local:\n  gpus_per_node: 8\n  run_root: /x", 1, "local: always means this machine"),
