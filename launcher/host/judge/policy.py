@@ -21,7 +21,7 @@ import re
 from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from launcher.host.judge.nodes import NOT_UNPACKED
-from launcher.host.judge.verdict import NOT_STARTED, Verdict
+from launcher.host.judge.verdict import NODES_DISK, NOT_STARTED, Verdict
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, LedgerLine
 from megatron_rl.contract.codes import (
     BAD_NODES,
@@ -61,8 +61,7 @@ ROOM_AGAIN_S = 900.0  # after which a run looks again whether the disk has room
 
 _FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _READ_ONLY = re.compile("Read-only file system: ")  # of the run directory; what a rank reports may be its container's
-_ON_NODES_DISK = re.compile("(" + _FULL.pattern + r"): '/(tmp|var/tmp|dev/shm|run)/")
-OF_CONTAINERS = (NOT_STARTED, NOT_UNPACKED)  # how errors begin that concern the containers on the nodes' own disks
+ON_A_NODE = (NOT_STARTED, NOT_UNPACKED, NODES_DISK)  # how errors begin that may be of a node's own disk
 
 MAKE_ROOM = "make room there; the run goes on from its newest checkpoint"
 
@@ -178,7 +177,7 @@ def found_disk_full(error: Optional[str]) -> bool:
 def _found_nodes_disk_full(error: Optional[str]) -> bool:
     """Whether it found no room on a disk of its node: that is where containers are unpacked."""
     error = error or ""
-    return _ON_NODES_DISK.search(error) is not None or (error.startswith(OF_CONTAINERS) and bool(_FULL.search(error)))
+    return error.startswith(ON_A_NODE) and _FULL.search(error) is not None
 
 
 def _same_place(end: Verdict, last: AttemptEnd) -> bool:

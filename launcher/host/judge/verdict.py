@@ -24,6 +24,7 @@ MUTE_ENDS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 ASKED_FOR_STACKS = signal.SIGSEGV
 
 
+NODES_DISK = "on its node's own disk: "  # before what a rank reports that found no room there
 NOT_STARTED = "it could not be started: "  # before why the program of a rank never began
 
 # Of the shell that becomes the rank, or of its Python; our own code is on the shared file system.

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from launcher.host.judge.causes import is_unexplained
 from launcher.host.judge.evidence import AttemptEvidence, RankExit
 from launcher.host.judge.hang import by_clock_of_reader
 from launcher.host.judge.nodes import NodeReports
+from launcher.host.judge.verdict import NODES_DISK
 from launcher.host.record.heartbeats import read_heartbeats
 from launcher.host.record.logs import TAIL, last_line, last_words, tail, timed_out_collective, why_not_started
 from launcher.host.record.logs import exits as exits_in_log
@@ -33,6 +35,7 @@ from megatron_rl.contract.files import FULL, names_in
 from megatron_rl.contract.paths import Attempt, RankFiles
 from megatron_rl.contract.records import ABSENT, Unreadable, decode_lines, if_readable, read
 
+_NODES_OWN = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/(?:tmp|var/tmp|dev/shm|run)/[^']*)'")
 PROBE_BYTES = 1 << 16  # that a disk must take to be no reason for silence
 
 
@@ -146,8 +149,15 @@ def _read_errors(attempt: RankFiles, before: float) -> Tuple[List[RankError], Di
         if isinstance(found, Unreadable):
             unreadable[int(path.name.split(".")[1])] = found.why
         elif found is not ABSENT and found.at < before:
-            errors.append((_changed(path, found.at), found))
+            told = NODES_DISK if _is_of_nodes_disk(found.error, attempt) else ""
+            errors.append((_changed(path, found.at), found._replace(error=told + found.error)))
     return [error for _, error in sorted(errors, key=lambda pair: pair[0])], unreadable
+
+
+def _is_of_nodes_disk(error: str, attempt: RankFiles) -> bool:
+    """Whether a rank found no room in a directory that each node has for itself, and that does not hold the run."""
+    found = _NODES_OWN.search(error)
+    return found is not None and not found.group(1).startswith(str(attempt.logs.parent.parent) + os.sep)
 
 
 def _changed(path: Path, told: float) -> float:

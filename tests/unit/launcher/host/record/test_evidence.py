@@ -200,6 +200,15 @@ def test_a_log_tells_whether_a_rank_never_began(attempt, said, why):
     assert read_evidence(attempt, Observed(code=2), None).not_started == {}, "it has begun"
 
 
+@pytest.mark.parametrize(("place", "own"), [("/tmp/torch", True), ("RUN/metrics.jsonl", False), ("/lustre/x", False)])
+def test_a_ranks_full_disk_is_its_nodes_own_where_it_does_not_hold_the_run(attempt, place, own):
+    path = place.replace("RUN", str(attempt.folder.parent.parent))
+    error = f"OSError: [Errno 28] No space left on device: '{path}'"
+    write(attempt.error(0), RankError(0, "n1", 7, "train", error))
+    (found,) = read_evidence(attempt, Observed(code=1), None).errors
+    assert found.error == ("on its node's own disk: " if own else "") + error
+
+
 @pytest.mark.parametrize(
     ("number", "why"),
     [(errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only file system"), (errno.EIO, None), (0, None)],
