@@ -21,11 +21,10 @@ from megatron_rl.server.bodies import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
-    Message,
     TokenizeBody,
-    Tool,
 )
 from megatron_rl.server.errors import ApiError, context_exceeded
+from megatron_rl.server.messages import Message, Tool
 from megatron_rl.server.token_names import TokenNames
 
 COMPLETION_TOKENS = 16

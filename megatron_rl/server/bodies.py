@@ -4,42 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_core import from_json
 
 from megatron_rl.inference.api import MOST_TOP_LOGPROBS
 from megatron_rl.inference.config import MOST_BIASED, AdjustedSampling, Sampling
 from megatron_rl.server.errors import ApiError, invalid, unsupported
+from megatron_rl.server.messages import Body, Items, Message, Objects, TokenId, Tool
 from megatron_rl.server.parameters import REFUSED, WITHOUT_EFFECT
 
 MOST_CHOICES = 128
 """Answers to one request."""
 
-Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(fail_fast=True)]
-"""A list whose first wrong item is the only one that is told: a body has room for millions."""
-MOST_OBJECTS = 10_000
-Objects = Annotated[list[Item], Field(max_length=MOST_OBJECTS, fail_fast=True)]
-"""Of what costs more to read than a number or a string; meanwhile nobody else is answered."""
-
-TokenId = Annotated[int, Field(ge=0)]
 AnyBody = TypeVar("AnyBody", bound="Body")
-
-
-class Body(BaseModel):
-    """null is what is left out: the default. Of unknown names one is told."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        said = {name: value for name, value in given.items() if value is not None}
-        known = {name: said[name] for name in cls.model_fields.keys() & said.keys()}
-        unknown = next((name for name in said if name not in known), None)
-        return known if unknown is None else known | {unknown: said[unknown]}
 
 
 class StreamOptions(Body):
@@ -158,71 +135,6 @@ class CompletionBody(GenerationBody):
         )
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-    annotations: Any = None
-    cache_control: Any = None
-
-
-class CalledFunction(Body):
-    name: str
-    arguments: str | dict[str, Any] = ""
-    """A JSON object, or as some clients have it of a function without parameters, nothing."""
-
-
-class ToolCall(Body):
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = None
-    """Of a streamed call, which some clients send back."""
-    cache_control: Any = None
-    provider_specific_fields: Any = None
-
-
-class Message(Body):
-    """One of a conversation, also as a client sends back what it was answered, here or elsewhere."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Objects[TextPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    """vLLM's name for the same."""
-    tool_calls: Objects[ToolCall] | None = None
-    tool_call_id: str | None = None
-    annotations: Any = None
-    cache_control: Any = None
-    provider_specific_fields: Any = None
-    reasoning_details: Any = None
-    refusal: str | None = None
-    thinking_blocks: Any = None
-
-    @property
-    def thought(self) -> str | None:
-        return self.reasoning if self.reasoning_content is None else self.reasoning_content
-
-    @property
-    def text(self) -> str:
-        parts = self.content or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
-
-
-class Function(Body):
-    name: Annotated[str, Field(min_length=1, max_length=64)]
-    description: str | None = None
-    parameters: dict[str, Any] = {}
-    strict: Annotated[bool | None, Field(exclude=True)] = None
-    """Of no effect, as in vLLM where the model chooses whether to call: no answer is promised to fit the schema."""
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: Function
-    cache_control: Annotated[Any, Field(exclude=True)] = None
-
-
 class ChatBody(GenerationBody):
     messages: Objects[Message] = []
     prompt_token_ids: Items[TokenId] = []
@@ -312,8 +224,8 @@ def _check_chat(body: ChatBody) -> None:
     if not body.messages and not body.prompt_token_ids:
         raise ApiError(400, "messages: there are none", param="messages", code="invalid_value")
     if body.tool_choice not in ("none", "auto"):
-        why = "other than none and auto is not supported here: no call can be forced. Use auto, or serve with vLLM"
-        raise unsupported("tool_choice", why)
+        why = "other than none and auto is not supported here: no call can be forced. Use auto, or serve the weights "
+        raise unsupported("tool_choice", why + "with vLLM")
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:

@@ -132,6 +132,29 @@ def test_greedy_completions_are_those_of_transformers(served: Served, published:
     assert answer.usage is not None and answer.usage.completion_tokens == len(tokens)
 
 
+def test_a_prompt_is_scored_and_penalized_as_by_transformers(served: Served, published: tuple[Path, Any]) -> None:
+    """By OpenAI's client, with the parameters that lm-eval and vLLM's users send."""
+    inputs = torch.tensor([PROMPT])
+    expected = published[1](inputs).logits[0, :-1].log_softmax(-1).gather(1, inputs[0, 1:, None]).squeeze(1)
+    answer = served.client.completions.create(
+        model="any", prompt=PROMPT, max_tokens=1, temperature=0, echo=True, logprobs=1
+    )
+    scored = answer.choices[0].logprobs
+    assert scored is not None and scored.token_logprobs is not None
+    assert scored.token_logprobs[0] is None
+    assert scored.token_logprobs[1 : len(PROMPT)] == pytest.approx(expected.tolist(), abs=1e-4)
+    said = published[1].generate(
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=24, do_sample=False, pad_token_id=0,
+        repetition_penalty=1.5,
+    )[0, len(PROMPT) :]  # fmt: skip
+    answer = served.client.completions.create(
+        model=served.model, prompt=PROMPT, max_tokens=24, temperature=0,
+        extra_body={"return_token_ids": True, "repetition_penalty": 1.5},
+    )  # fmt: skip
+    tokens = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    assert tokens != greedy(served) and tokens == said.tolist()[: len(tokens)]
+
+
 def test_a_seed_gives_the_same_answers_again_streamed_or_not(served: Served) -> None:
     asked: dict[str, Any] = {"model": served.model, "prompt": "x", "max_tokens": 30, "n": 3, "seed": 11}
     first, second = (served.client.completions.create(**asked) for _ in range(2))

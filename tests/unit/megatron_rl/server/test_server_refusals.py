@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from copy import copy
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +97,49 @@ def test_no_parameter_of_openais_client_is_ignored_unless_it_changes_no_answer(
             assert ask(SayingEngine(), route, given).is_success, param
         else:
             assert refused(route, given)["param"].split(".")[0] == param
+
+
+OF_VLLM = """
+    add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template chat_template_kwargs
+    continue_final_message documents ec_transfer_params echo frequency_penalty ignore_eos include_reasoning
+    include_stop_str_in_output kv_transfer_params length_penalty logit_bias logprob_token_ids logprobs
+    max_completion_tokens max_tokens media_io_kwargs messages min_p min_tokens mm_payload mm_processor_kwargs model n
+    parallel_tool_calls presence_penalty priority prompt prompt_embeds prompt_logprobs reasoning_effort
+    repetition_detection repetition_penalty request_id response_format return_mm_kwargs return_prompt_text
+    return_token_ids return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start seed session_id
+    skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream stream_interval stream_options
+    structured_outputs suffix temperature thinking_token_budget tool_choice tools top_k top_logprobs top_p
+    truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs watermarking
+"""
+"""Fields of CompletionRequest and ChatCompletionRequest in vLLM 0.32."""
+
+
+def test_every_parameter_of_vllm_is_known_and_listed_in_the_docs() -> None:
+    """The table in docs/inference.md is what the code does."""
+    both = CompletionBody.model_fields.keys() & ChatBody.model_fields.keys()
+    known = {
+        "honoured": both,
+        "honoured, `/v1/completions`": CompletionBody.model_fields.keys() - both,
+        "honoured, `/v1/chat/completions`": ChatBody.model_fields.keys() - both,
+        "without effect": WITHOUT_EFFECT.keys(),
+        "refused": REFUSED.keys(),
+    }
+    assert {*OF_VLLM.split()} <= {name for names in known.values() for name in names}
+    page = (Path(__file__).parents[4] / "docs" / "inference.md").read_text()
+    rows = dict(re.findall(r"^\| (honoured.*?|without effect|refused) \| (.*) \|$", page, re.MULTILINE))
+    assert {name: {*re.findall(r"`(\w+)`", row)} for name, row in rows.items()} == known
+
+
+def test_a_value_that_asks_for_nothing_is_accepted_and_any_other_is_refused_with_a_sentence() -> None:
+    for name, (neutral, why) in REFUSED.items():
+        if name in CompletionBody.model_fields:
+            continue
+        assert why.startswith(("is ", "are ", "other than ")) and not why.endswith("."), name
+        for value in neutral:
+            assert ask(SayingEngine(), COMPLETIONS, {"prompt": "x", name: value}).is_success, name
+        message = refused(COMPLETIONS, {"prompt": "x", name: ["no such value"]})["message"]
+        assert message == f"{name} {why}"
+    assert "serve the weights with vLLM" in refused(CHAT, {"messages": [USER], "tool_choice": "required"})["message"]
 
 
 @pytest.mark.parametrize(
