@@ -70,7 +70,7 @@ class AdjustedRows:
 
     def _made(self) -> _Asked:
         if self._tensors is None:
-            made = {"device": self._device}
+            made: dict[str, Any] = {"device": self._device}
             self._tensors = _Asked(
                 presence=torch.zeros(self._rows, 1, **made),
                 frequency=torch.zeros(self._rows, 1, **made),

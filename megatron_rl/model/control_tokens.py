@@ -69,7 +69,8 @@ class ControlTokens:
                 added["content"] = self._names.sub(_marked, added["content"])
             ids[added["content"]] = added["id"]
         twin = Tokenizer.from_str(json.dumps(described))
-        return twin, {twin.token_to_id(name): token for name, token in ids.items()}
+        numbers = ((twin.token_to_id(name), token) for name, token in ids.items())
+        return twin, {number: token for number, token in numbers if number is not None}
 
 
 def _marked(name: re.Match[str]) -> str:

@@ -216,7 +216,7 @@ class HuggingFaceTokenizer:
         # Its own parameters are no variables: chat_template, for one, is a program.
         if taken := sorted(signature(render).parameters.keys() & (variables or {}).keys()):
             raise ValueError(f"{taken[0]} is no variable of a chat template")
-        given = [messages, tools, dict(variables or {})]
+        given: list[Any] = [messages, tools, dict(variables or {})]
         if self._control_tokens:
             given = [self._control_tokens.mark(each) for each in given]
         try:

@@ -128,7 +128,7 @@ class ServedModel:
     async def _prompts(self, body: CompletionBody) -> list[Prompt]:
         prompt = body.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            return [await self._prompt(cast("str | list[int]", prompt), body)]
+            return [await self._prompt(prompt, body)]
         if len(prompt) * body.n > MOST_CHOICES:  # before they are encoded: a body has room for millions
             raise ApiError(
                 400, f"n: {len(prompt)} prompts of {body.n} answers each are more than {MOST_CHOICES}", param="n"
