@@ -151,6 +151,7 @@ def policy(platform: Any, groups: Any) -> Policy:
     return tiny_policy(platform)
 
 
+@pytest.mark.bits
 @examples(15)
 @given(LENGTHS, st.data())
 def test_nothing_leaks_from_one_sequence_into_another(policy: Policy, lengths: list[int], data: Any) -> None:
@@ -173,6 +174,7 @@ def test_nothing_leaks_from_one_sequence_into_another(policy: Policy, lengths: l
     assert len(lengths) == 1 or not torch.equal(before, after)
 
 
+@pytest.mark.bits
 @examples(15)
 @given(length=st.integers(2, 40), data=st.data())
 def test_no_token_sees_a_later_one(policy: Policy, length: int, data: Any) -> None:

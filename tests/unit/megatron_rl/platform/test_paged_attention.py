@@ -66,6 +66,7 @@ def test_each_row_attends_to_its_own_tokens(attention: Any, lengths: list[int], 
     torch.testing.assert_close(out.double(), by_formula(query, keys, values, rows), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.bits
 @examples(15)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=2, max_size=12),

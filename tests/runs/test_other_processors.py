@@ -1,0 +1,33 @@
+"""What is the same bit for bit is so with the kernels for another instruction set, too.
+
+torch, MKL and oneDNN choose theirs by the processor. These variables have them choose those of an older one; what a
+newer one has cannot be tried here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+LIMIT_S = 290
+
+
+def test_what_compares_bits_passes_with_the_kernels_for_an_older_processor() -> None:
+    files = [file for file in (TESTS / "unit").rglob("test_*.py") if "pytest.mark.bits" in file.read_text("utf-8")]
+    assert files
+    command = [sys.executable, "-m", "pytest", "-m", "bits and not slow", "-p", "no:cacheprovider", *map(str, files)]
+    done = subprocess.run(
+        command,
+        cwd=TESTS.parent,
+        env=os.environ | OLDER,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
