@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-env: $(READY) ## make .venv with everything below (Python 3.11 or 3.12; another one: PYTHON=/path/to/python3.12)
+env: $(READY) ## make .venv with everything below (Python 3.11 to 3.13; another one: PYTHON=/path/to/python3.13)
 
 demo: $(READY) ## train a tiny model on arithmetic while you watch, about two minutes
 	$(BIN)/mrl-submit demo
@@ -73,14 +73,14 @@ lint: $(READY) ## style, format, types
 
 # Written last, so an interrupted installation starts over, and one that is up to date costs nothing.
 $(READY): $(MADE_FROM)
-	@for python in "$(PYTHON)" python3.12 python3.11; do \
-	    "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && break; \
+	@for python in "$(PYTHON)" python3.13 python3.12 python3.11; do \
+	    "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && break; \
 	    python=; \
 	done; \
 	if [ -z "$$python" ]; then \
-	    echo "mrl needs Python 3.11 or 3.12, but $(PYTHON) is $$("$(PYTHON)" --version 2>&1 | tail -n 1)." >&2; \
-	    echo "Install one (Debian 12, Ubuntu 24.04: apt-get install python3 python3-venv)," >&2; \
-	    echo "or say where it is: make env PYTHON=/path/to/python3.12" >&2; \
+	    echo "mrl needs Python 3.11 to 3.13, but $(PYTHON) is $$("$(PYTHON)" --version 2>&1 | tail -n 1)." >&2; \
+	    echo "Install one (Debian 12 and 13, Ubuntu 24.04: apt-get install python3 python3-venv)," >&2; \
+	    echo "or say where it is: make env PYTHON=/path/to/python3.13" >&2; \
 	    exit 1; \
 	fi; \
 	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
