@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from operation_recorder import OperationRecorder
 
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.config import AdjustedSampling, InferenceConfig, Sampling
 from megatron_rl.inference.decode_graphs import MOST_RECORDED, DecodeGraphs, padded_rows, why_not_recorded
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
@@ -80,8 +80,13 @@ def engine_of(policy: Policy, *, recorded: bool = True, keeps_cache: bool = True
     return Engine(policy, MODEL, inference, {END}, keeps_cache=keeps_cache)
 
 
-def ask(prompt: list[int], samples: int = 1, key: int = 0, top: int = 0, **sampling: Any) -> GenerationRequest:
-    return GenerationRequest(prompt, samples, Sampling(**({"max_new_tokens": 20} | sampling)), key, top_logprobs=top)
+def ask(
+    prompt: list[int], samples: int = 1, key: int = 0, top: int = 0, penalty: float = 1.0, **sampling: Any
+) -> GenerationRequest:
+    given = {"max_new_tokens": 20} | sampling
+    adjusted = AdjustedSampling(**given, repetition_penalty=penalty, presence_penalty=penalty - 1)
+    asked = Sampling(**given) if penalty == 1 else adjusted
+    return GenerationRequest(prompt, samples, asked, key, top_logprobs=top)
 
 
 REQUESTS = st.builds(
@@ -90,6 +95,7 @@ REQUESTS = st.builds(
     samples=st.integers(1, 6),
     key=st.integers(0, 1000),
     top=st.sampled_from([0, 0, 2]),
+    penalty=st.sampled_from([1.0, 1.0, 1.5]),
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     top_k=st.sampled_from([0, 3, 4]),
     min_new_tokens=st.sampled_from([0, 5]),
