@@ -32,6 +32,7 @@ from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
 from megatron_rl.agent.prompts import Asking, asked
 from megatron_rl.agent.scoring import Reward
 from megatron_rl.agent.text_rows import at
+from megatron_rl.errors import own_place
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import HubPath, Place
@@ -80,10 +81,6 @@ class PythonConfig(HFDatasetConfig):
         _check(Path(self.file).expanduser())
 
 
-class RewardFailed(Exception):
-    """The user's function has raised; says in which line of the file."""
-
-
 class PythonEnvironment(HFDatasetAgent, Demonstrator):
     """Rows of any data set, scored by a function `reward` of a Python file of yours."""
 
@@ -103,23 +100,13 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
         """Prompts and right answers of the rows that have a column `answer`, for `model.init: supervised` alone."""
         return [(one.prompt, str(one.golden["answer"])) for one in self.training_problems() if "answer" in one.golden]
 
-    async def _awaited(self, scoring: Awaitable[Reward]) -> Reward:
-        try:
-            return await scoring
-        except Exception as error:
-            raise _failed(self._file, error) from error
-
     def get_reward(
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
     ) -> Reward | Awaitable[Reward]:
         columns = {FINISH_REASON: finish_reason, **golden}
         if self._accepted is not None:
             columns = {name: value for name, value in columns.items() if name in self._accepted}
-        try:
-            given = self._score(response, **columns)
-        except Exception as error:
-            raise _failed(self._file, error) from error
-        return self._awaited(given) if inspect.isawaitable(given) else given
+        return self._score(response, **columns)
 
     def _waits(self) -> bool:
         return inspect.iscoroutinefunction(self._score)
@@ -186,7 +173,8 @@ def _loaded(file: Path) -> Scoring:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise ValueError(f"environment.args.file: {_failed(file, error)}") from error
+        told = f"{own_place(error) or file}: {type(error).__name__}: {error}"
+        raise ValueError(f"environment.args.file: {told}") from error
     found = getattr(module, FUNCTION, None)
     if not callable(found):
         raise ValueError(f"environment.args.file: {file}: {FUNCTION} is no function")
@@ -223,14 +211,3 @@ def _check_columns(file: Path, score: Scoring, rows: Sequence[Mapping[str, Any]]
         lacking = [name for name in needed if name not in row and name != FINISH_REASON]
         if lacking:
             raise ValueError(f"{file}: {FUNCTION} needs {lacking[0]}, and a row has only {', '.join(row)}")
-
-
-def _failed(file: Path, error: BaseException) -> RewardFailed:
-    """The error that the user's code has raised, with the last line of the file that led to it."""
-    line, traceback = None, error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == str(file):
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
-    where = f"{file.name}:{line}" if line else file.name
-    return RewardFailed(f"{where}: {type(error).__name__}: {error}")

@@ -80,16 +80,16 @@ class PlainLinear:
 
     def added(self, rows: Tensor, other: Tensor) -> Tensor:
         other = other if self.bias is None else other + self.bias
-        return self._product(rows, other.view(-1, BLOCK_ROWS, other.shape[1]))
+        return self._product(rows, other.view(len(other) // BLOCK_ROWS, BLOCK_ROWS, other.shape[1]))
 
     def multiplied(self, rows: Tensor, other: Tensor) -> Tensor:
         return self(rows).mul_(other)
 
     def _product(self, rows: Tensor, added: Tensor | None) -> Tensor:
-        blocks = rows.view(-1, BLOCK_ROWS, rows.shape[1])
-        columns = self.columns.expand(blocks.shape[0], -1, -1)
+        blocks = rows.view(len(rows) // BLOCK_ROWS, BLOCK_ROWS, rows.shape[1])
+        columns = self.columns.expand(len(blocks), -1, -1)
         product = torch.bmm(blocks, columns) if added is None else torch.baddbmm(added, blocks, columns)
-        return product.view(rows.shape[0], -1)
+        return product.view(len(rows), columns.shape[2])
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from megatron_rl.environments.math.formulas import Unreadable, value, variables
 from megatron_rl.environments.math.notation import cleaned, european, readings
 from megatron_rl.environments.math.units import quantity
 
-logging.disable(logging.WARNING)  # math-verify warns that we keep the time ourselves
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we keep the time ourselves
 
 POINTS = 3
 """Points of each kind at which two formulas with variables are compared ..."""

@@ -77,20 +77,20 @@ def test_components_are_recorded_and_make_the_reward(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("return columns['no such column']", "RewardFailed: reward.py:2: KeyError: 'no such column'"),
-        ("return helper(columns)", "RewardFailed: reward.py:4: ZeroDivisionError: division by zero"),
-        ("return 'much'", "ValueError: could not convert string to float: 'much'"),
-        ("return float('nan')", "ValueError: the reward is nan, no number up to 1e+18"),
-        ("return {}", "ValueError: a reward without components: return at least one, or a number"),
-        ("return {'a/b': 1}", "ValueError: the component 'a/b' of a reward: letters, digits and _ . - make its name"),
-        ("return None", "TypeError: float() argument must be a string or a real number, not 'NoneType'"),
+        ("return columns['no such column']", " at reward.py:2: KeyError: 'no such column'"),
+        ("return helper(columns)", " at reward.py:4: ZeroDivisionError: division by zero"),
+        ("return 'much'", ": ValueError: could not convert string to float: 'much'"),
+        ("return float('nan')", ": ValueError: the reward is nan, no number up to 1e+18"),
+        ("return {}", ": ValueError: a reward without components: return at least one, or a number"),
+        ("return {'a/b': 1}", ": ValueError: the component 'a/b' of a reward: letters, digits and _ . - make its name"),
+        ("return None", ": TypeError: float() argument must be a string or a real number, not 'NoneType'"),
     ],
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_what_the_function_raises_loses_the_answer_by_its_line(tmp_path: Path, kind: str, body: str, why: str) -> None:
     source = f"{kind} reward(response, **columns):\n    {body}\ndef helper(columns):\n    return 1 / 0\n"
     group = answered(build(tmp_path, source), "2", "3")
-    assert (rewards(group), group.failures) == ([], {f"get_reward: {why}": 2})
+    assert (rewards(group), group.failures) == ([], {f"get_reward{why}": 2})
 
 
 def test_a_prompt_may_be_a_conversation_and_have_a_system_message(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_rows_are_held_out_and_evaluated_like_any_data_set(tmp_path: Path) -> No
         ),
         ("def reward(response, **columns)\n    return 0", r"reward.py:1: no Python: expected ':'"),
         ("reward = 7", "reward is no function"),
-        ("import no_such_module\ndef reward(response): return 0", r"reward.py:1: ModuleNotFoundError: No module named"),
+        ("import no_such_module\ndef reward(response): return 0", r"reward.py:1: import no_such_module: ModuleNotFoundError"),
         ("def reward(): return 0", "reward takes no response"),
         ("def reward(answer, **columns): return 0", "the response, is called answer, and so is a column: rename it"),
         ("def reward(response, solution): return 0", "needs solution, and a row has only prompt, answer, level"),
