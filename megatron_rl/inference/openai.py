@@ -89,6 +89,7 @@ class OpenAIInference:
                 headers=self._headers,
                 timeout=httpx.Timeout(self._endpoint.timeout_s, connect=CONNECT_S),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                trust_env=False,  # a proxy of the environment does not lead to the job's own nodes
                 transport=self._transport,
             )
         return self._clients[loop]

@@ -173,6 +173,7 @@ class ExternalPolicy:
             base_url=base,
             headers=authorization(self._server),
             timeout=httpx.Timeout(self._server.timeout_s, connect=CONNECT_S),
+            trust_env=False,  # a proxy of the environment does not lead to the job's own nodes
             transport=self._transport,
         ) as client:
             with self._served.pointing(version):

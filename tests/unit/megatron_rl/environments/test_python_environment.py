@@ -129,7 +129,10 @@ def test_rows_are_held_out_and_evaluated_like_any_data_set(tmp_path: Path) -> No
         ),
         ("def reward(response, **columns)\n    return 0", r"reward.py:1: no Python: expected ':'"),
         ("reward = 7", "reward is no function"),
-        ("import no_such_module\ndef reward(response): return 0", r"reward.py:1: import no_such_module: ModuleNotFoundError"),
+        (
+            "import no_such_module\ndef reward(response): return 0",
+            r"reward.py:1: import no_such_module: ModuleNotFoundError",
+        ),
         ("def reward(): return 0", "reward takes no response"),
         ("def reward(answer, **columns): return 0", "the response, is called answer, and so is a column: rename it"),
         ("def reward(response, solution): return 0", "needs solution, and a row has only prompt, answer, level"),

@@ -1,0 +1,94 @@
+"""Servers inside the cluster are asked directly, whatever proxy the environment names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from megatron_rl.agent.judge import Judge, JudgeConfig, NoVerdict, is_inside
+from megatron_rl.inference.api import GenerationRequest, Unsupported
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.openai import OpenAIInference
+from megatron_rl.inference.openai_bodies import Endpoint
+from megatron_rl.refit.external import ExternalPolicy, ServedFolder
+from megatron_rl.refit.reload import ReloadFailed
+
+NOBODY = "http://127.0.0.1:9"
+
+
+class Refusing(ThreadingHTTPServer):
+    """Keeps the paths that it was asked for, and refuses every request."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Refusing
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append(self.path)
+        self.send_error(400)
+
+    do_GET = do_POST
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refusing]:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, NOBODY)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with Refusing() as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def refused(work: Coroutine[Any, Any, Any]) -> None:
+    with suppress(httpx.HTTPError, NoVerdict, ReloadFailed, RuntimeError, Unsupported, ValueError):
+        asyncio.run(work)
+
+
+def test_a_judge_on_a_node_is_asked_directly(server: Refusing) -> None:
+    config = JudgeConfig(url=f"http://localhost:{server.server_port}/v1", model="wise", attempts=1)
+    refused(Judge(config).score("1+1?", "2", "2"))
+    assert server.asked == ["/v1/chat/completions"]
+
+
+@pytest.mark.parametrize(
+    ("host", "inside"),
+    [("node07", True), ("10.1.2.3", True), ("127.0.0.1", True), ("fd00::1", True), ("api.openai.com", False)],
+)
+def test_a_judge_elsewhere_may_need_the_proxy(host: str, inside: bool) -> None:
+    assert is_inside(host) is inside
+
+
+def test_a_server_that_generates_is_asked_directly(server: Refusing) -> None:
+    inference = OpenAIInference(Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "tiny", "vllm"))
+    refused(inference.generate(GenerationRequest([1], 1, Sampling(max_new_tokens=1), 0)))
+    assert server.asked == ["/v1/completions"]
+
+
+def test_a_server_is_given_its_weights_directly(server: Refusing, tmp_path: Path) -> None:
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text("{}")
+    endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "tiny", "vllm")
+    served = ServedFolder(tmp_path / "weights", tmp_path / "published")
+    policy = ExternalPolicy(OpenAIInference(endpoint), endpoint, "vllm", served)
+    refused(policy.update_weights(1, [("model.norm.weight", torch.ones(8))]))
+    assert server.asked
