@@ -114,8 +114,6 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
             f"image: {image} is NVIDIA's own, which has no megatron-core: the ranks would end at their first import; "
             "build yours from it (containers/README.md) and name it in container.image"
         )
-    if not job.run_dir.parent.is_dir():
-        notes.append(f"{job.run_dir.parent} does not exist here; Slurm writes the job's log there before it starts")
     fresh = update_code or read(CodeSnapshot, RunDir(job.run_dir).code_record) is ABSENT
     for source in job.sources if fresh else ():
         if source.dirty:

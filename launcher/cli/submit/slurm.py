@@ -79,6 +79,9 @@ def _show(drafts: Sequence[Draft], request: Request) -> None:
         raise BadInput(f"--script: this is a sweep of {len(drafts)} scripts; name one value a key, or use --json")
     if len(drafts) == 1:
         click.echo(drafts[0].script.encode(), nl=False)  # a file in UTF-8, whatever the terminal shows
+        parent = drafts[0].job.run_dir.parent
+        if not parent.is_dir():
+            click.echo(f"note: make {parent} before you sbatch this: Slurm writes the job's log there", err=True)
     for drafted in drafts:
         for line in () if request.script else dry_run_lines(drafted):
             click.echo(line, err=True)

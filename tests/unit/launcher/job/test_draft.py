@@ -23,3 +23,9 @@ def test_a_place_where_slurm_cannot_write_the_log_is_an_obstacle(tmp_path, monke
     assert told.startswith(f"{tmp_path} may not be written by you, and Slurm writes the job's log there")
     (tmp_path / "run.log").touch()
     assert obstacles() == ()
+
+
+def test_a_folder_that_the_submission_makes_is_not_said_to_be_missing(tmp_path):
+    profile = Profile(gpus_per_node=8, run_root=str(tmp_path))
+    notes = draft(load_recipe("demo", ["cluster=lab"]), "lab", profile, tmp_path / "sweep" / "run").notes
+    assert not [note for note in notes if str(tmp_path) in note]
