@@ -23,14 +23,14 @@ from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.rank.config import HarvestConfig, JobConfig, Offload, PlacementConfig, data_parallel_size
 from megatron_rl.rollout.config import AsyncConfig, EvaluationConfig, ResumeConfig
-from megatron_rl.section import FilePath, Place, Section
+from megatron_rl.section import FilePath, PathMark, Section
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
 
 
 class ImageConfig(Section):
     """The container image, where the cluster has containers."""
 
-    reference: Annotated[str, Place("image")] | None = None
+    reference: Annotated[str, PathMark("image")] | None = None
     """[REGISTRY#]IMAGE[:TAG] or the path of a squashfs file; default: the cluster profile's."""
     import_on: Literal["login", "compute"] = "compute"
     """Where it is imported, once, into the shared cache: where you type mrl-submit, or on the job's first node."""

@@ -20,7 +20,7 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PathMark:
     """Marks a key whose value names a file or directory. Whoever reads a recipe makes a relative one absolute, from
     the recipe's file on, so that it means the same to every process on every machine."""
 
@@ -31,13 +31,13 @@ class Place:
     """Whether the run needs it from its start; else the run writes it, or waits for it."""
 
 
-FilePath = Annotated[str, Place()]
+FilePath = Annotated[str, PathMark()]
 """Path of a file or directory that the run reads."""
 
-LaterPath = Annotated[str, Place(read=False)]
+LaterPath = Annotated[str, PathMark(read=False)]
 """Path of a file or directory that the run writes, or that another process writes before the run asks for it."""
 
-HubPath = Annotated[str, Place("hub")]
+HubPath = Annotated[str, PathMark("hub")]
 """Name on the Hugging Face hub, package:NAME, or path: whatever begins with / . or ~, or is there beside the recipe."""
 
 

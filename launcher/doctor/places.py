@@ -17,7 +17,7 @@ from launcher.cluster.profile import Profile
 from launcher.doctor.finding import Finding, error
 from launcher.doctor.preflight import missing_packages, packages, unreadable
 from launcher.recipe.load import Recipe, place_of
-from launcher.recipe.places import NamedPlace, named_places
+from launcher.recipe.paths import NamedPath, named_paths
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 
@@ -51,9 +51,9 @@ def _unseen(recipe: Recipe, profile: Profile) -> Iterator[Finding]:
         assert path is not None
         where = f"{place_of(recipe, key)}: {key}: {path}"
         on_host = _source_of(path, profile)
-        if named.place.read and (why := unreadable(on_host)):
+        if named.mark.read and (why := unreadable(on_host)):
             yield error("files", f"{where}: {why}", "correct the path")
-        elif (named.place.read or key == "evaluate.out") and (why := _of_one_machine(on_host, Path(profile.run_root))):
+        elif (named.mark.read or key == "evaluate.out") and (why := _of_one_machine(on_host, Path(profile.run_root))):
             yield error("files", f"{where}: {why}, and the nodes do not see it", shared)
         elif profile.container is not None and {",", ":"} & {*str(path)}:
             yield error(
@@ -61,13 +61,11 @@ def _unseen(recipe: Recipe, profile: Profile) -> Iterator[Finding]:
             )
 
 
-def _of_nodes(config: RunConfig) -> list[NamedPlace]:
+def _of_nodes(config: RunConfig) -> list[NamedPath]:
     """Places that processes on the nodes look at: not the image, which the host side fetches, nor code, of which a
     snapshot goes along."""
     return [
-        one
-        for one in named_places(config)
-        if one.path is not None and one.place.kind != "image" and one.key[0] != "code"
+        one for one in named_paths(config) if one.path is not None and one.mark.kind != "image" and one.key[0] != "code"
     ]
 
 
@@ -117,7 +115,7 @@ def to_mount(config: RunConfig, profile: Profile, run_dir: Path) -> tuple[Path, 
     return tuple(path for path in places if not any(path.is_relative_to(one) for one in places if one != path))
 
 
-def _whole(named: NamedPlace) -> Path:
+def _whole(named: NamedPath) -> Path:
     """The place to mount for a named one: of a run's checkpoint the run, of what comes later the folder around it."""
     path = named.path
     assert path is not None

@@ -17,7 +17,7 @@ from launcher.fetch.prefetch import Cache, Need, needs
 from launcher.plan.host_memory import least_bytes
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, place_of
-from launcher.recipe.places import named_places
+from launcher.recipe.paths import named_paths
 from megatron_rl.agent.registry import required_extras
 from megatron_rl.config import RunConfig
 from megatron_rl.extras import install_command, is_installed, missing, names
@@ -98,8 +98,8 @@ def _missing(extras: Iterable[str]) -> Packages:
 
 def absent_files(recipe: Recipe) -> Iterator[Finding]:
     """An error for each file that a recipe reads and that cannot be read here."""
-    for named in named_places(recipe.config):
-        if named.place.read and named.path is not None and (why := unreadable(named.path)):
+    for named in named_paths(recipe.config):
+        if named.mark.read and named.path is not None and (why := unreadable(named.path)):
             key = ".".join(named.key)
             yield error("files", f"{place_of(recipe, key)}: {key}: {named.path}: {why}", "correct the path")
     cache = Cache.of(None)

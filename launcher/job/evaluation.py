@@ -19,7 +19,7 @@ from launcher.plan.parameters import vocabulary, weights
 from launcher.plan.summary import gpu_bytes
 from launcher.recipe.load import Recipe, dump_resolved, read_resolved
 from launcher.recipe.located_yaml import YamlProblems, read
-from launcher.recipe.places import NoPath, with_absolute_places
+from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import validation_problems
 from launcher.recipe.published import find_published
 from megatron_rl.agent.config import EnvironmentConfig
@@ -98,7 +98,7 @@ def checked_environment(environment: EnvironmentConfig, option: str) -> Environm
     """
     try:
         environment_arguments(environment)
-        values = with_absolute_places(environment.model_dump(), type(environment), lambda key: Path.cwd())
+        values = with_absolute_paths(environment.model_dump(), type(environment), lambda key: Path.cwd())
         return type(environment).model_validate(values)
     except NoPath as error:
         raise BadInput(f"--env-args {error}".replace("args.", "", 1)) from error

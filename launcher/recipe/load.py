@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from launcher.errors import BadInput
 from launcher.recipe.located_yaml import Located, YamlProblems, dump, locator, read, read_mapping, read_text
-from launcher.recipe.places import NoPath, with_absolute_places
+from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import (
     ITEM,
     KeyPath,
@@ -86,7 +86,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
         return _written_in(asked, overridden=locate(key)[1])
 
     if "model" in values:  # the weights say the shape, so they are looked for first
-        values = {**values, "model": _with_absolute_places(values["model"], ModelConfig, folder_of, locate, ("model",))}
+        values = {**values, "model": _with_absolute_paths(values["model"], ModelConfig, folder_of, locate, ("model",))}
     published = find_published(values, caches, locate)
     try:
         config = RunConfig.model_validate(published.fill(values) if published else values)
@@ -95,7 +95,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     if published:
         published.check(config.model, locate)
     _check_environments(config, locate)
-    absolute = _with_absolute_places(config.model_dump(), RunConfig, folder_of, locate)
+    absolute = _with_absolute_paths(config.model_dump(), RunConfig, folder_of, locate)
     config = RunConfig.model_validate(absolute)
     try:
         # resolved.yaml lies beside the copies that its run has of them
@@ -268,12 +268,12 @@ def _written_in(asked: str, overridden: bool) -> Path:
     return Path.cwd() if overridden or _is_shipped(asked) else Path(asked).absolute().parent
 
 
-def _with_absolute_places(
+def _with_absolute_paths(
     values: Any, section: type[Section], folder_of: Callable[[KeyPath], Path], locate: Locate, prefix: KeyPath = ()
 ) -> Any:
-    """`with_absolute_places`, with the place of what is no path. Raises BadInput."""
+    """`with_absolute_paths`, with the place of what is no path. Raises BadInput."""
     try:
-        return with_absolute_places(values, section, folder_of, prefix)
+        return with_absolute_paths(values, section, folder_of, prefix)
     except NoPath as error:
         raise BadInput(f"{locate(error.key)[0]}: {error}") from error
 

@@ -35,7 +35,7 @@ from megatron_rl.agent.text_rows import at
 from megatron_rl.errors import own_place
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import HubPath, Place
+from megatron_rl.section import HubPath, PathMark
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ RowsOrPath = Annotated[HubPath | Rows, AfterValidator(_as_rows)]
 class PythonConfig(HFDatasetConfig):
     """Arguments of the environment `python`."""
 
-    file: Annotated[str, Place(read=False)]  # a run has its own copy, and goes on where the file is gone
+    file: Annotated[str, PathMark(read=False)]  # a run has its own copy, and goes on where the file is gone
     """Python file that defines `reward`."""
     train: RowsOrPath | None = None  # type: ignore[assignment]
     """Rows to train on; none: it only evaluates."""

@@ -9,7 +9,7 @@ import pytest
 from launcher.errors import BadInput
 from launcher.job.evaluation import origin_of, requested
 from launcher.recipe.load import dump_resolved, load_recipe
-from launcher.recipe.places import named_places
+from launcher.recipe.paths import named_paths
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.contract.paths import RunDir
 
@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_relative_paths_begin_at_the_recipes_file(folder):
-    found = {".".join(one.key): one.value for one in named_places(load_recipe("../recipes/mine.yaml").config)}
+    found = {".".join(one.key): one.value for one in named_paths(load_recipe("../recipes/mine.yaml").config)}
     recipes = folder / "recipes"
     assert found == {
         "model.checkpoint": f"{recipes}/runs/a/checkpoints/step-000040",
@@ -128,7 +128,7 @@ def test_those_of_a_shipped_recipe_begin_at_the_current_directory(folder):
     found = {
         name: one.path
         for name in shipped_recipes()
-        for one in named_places(load_recipe(name).config)
+        for one in named_paths(load_recipe(name).config)
         if one.path is not None
     }
     checkpoint = "runs/smollm2-135m-chain-sum/checkpoints/step-000060"

@@ -1,5 +1,5 @@
-"""The keys of a recipe that name files and directories, found by the marks of their types (megatron_rl.section.Place),
-and made absolute: a relative path would mean another file in another process, on a node, in a container.
+"""The keys of a recipe that name files and directories, found by the marks of their types (section.PathMark), and
+made absolute: a relative path would mean another file in another process, on a node, in a container.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import environment_class
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import is_hub_name, package_of
-from megatron_rl.section import Place
+from megatron_rl.section import PathMark
 
 T = TypeVar("T")
 
 
-class NamedPlace(NamedTuple):
+class NamedPath(NamedTuple):
     """A key whose value names a file or directory, or may."""
 
     key: KeyPath
     value: str
-    place: Place
+    mark: PathMark
 
     @property
     def path(self) -> Path | None:
         """The file or directory of a recipe that was read; None: the value names something of a hub, a package or a
         registry."""
-        on_disk = is_path(self.value) if self.place.kind == "image" else not is_hub_name(self.value)
+        on_disk = is_path(self.value) if self.mark.kind == "image" else not is_hub_name(self.value)
         return Path(self.value) if on_disk and not package_of(self.value) else None
 
 
@@ -46,11 +46,11 @@ class NoPath(ValueError):
         self.key = key
 
 
-def named_places(config: RunConfig) -> list[NamedPlace]:
+def named_paths(config: RunConfig) -> list[NamedPath]:
     """Every key of a recipe, arguments of its environments included, that names a file or directory, or may."""
-    found: list[NamedPlace] = []
+    found: list[NamedPath] = []
 
-    def note(named: NamedPlace) -> str:
+    def note(named: NamedPath) -> str:
         found.append(named)
         return named.value
 
@@ -58,7 +58,7 @@ def named_places(config: RunConfig) -> list[NamedPlace]:
     return found
 
 
-def with_absolute_places(
+def with_absolute_paths(
     values: T, section: type[BaseModel], folder_of: Callable[[KeyPath], Path], prefix: KeyPath = ()
 ) -> T:
     """The values of a section with every path in it absolute. What is no path stays as it is.
@@ -73,8 +73,8 @@ def with_absolute_places(
     return _changed(values, section, prefix, lambda named: _absolute(named, folder_of(named.key)))
 
 
-def _absolute(named: NamedPlace, folder: Path) -> str:
-    text, kind = named.value, named.place.kind
+def _absolute(named: NamedPath, folder: Path) -> str:
+    text, kind = named.value, named.mark.kind
     if not text.strip() or "\0" in text:
         raise NoPath(named.key, text, "it holds a zero byte" if "\0" in text else "it is empty")
     if (kind == "hub" and package_of(text)) or (kind == "image" and not is_path(text)):
@@ -92,13 +92,13 @@ def _absolute(named: NamedPlace, folder: Path) -> str:
         raise NoPath(named.key, text, str(getattr(error, "strerror", None) or error)) from error
 
 
-def _changed(value: Any, kind: Any, key: KeyPath, change: Callable[[NamedPlace], str]) -> Any:
+def _changed(value: Any, kind: Any, key: KeyPath, change: Callable[[NamedPath], str]) -> Any:
     """The value, of a key of this type, with what `change` says in place of each path in it."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        place = next((mark for mark in arguments[1:] if isinstance(mark, Place)), None)
-        if place is not None and isinstance(value, str):
-            return change(NamedPlace(key, value, place))
+        mark = next((each for each in arguments[1:] if isinstance(each, PathMark)), None)
+        if mark is not None and isinstance(value, str):
+            return change(NamedPath(key, value, mark))
         return _changed(value, arguments[0], key, change)
     if origin in (Union, UnionType):
         for one in arguments:
@@ -116,7 +116,7 @@ def _changed(value: Any, kind: Any, key: KeyPath, change: Callable[[NamedPlace],
 
 
 def _changed_section(
-    values: Mapping[str, Any], section: type[BaseModel], key: KeyPath, change: Callable[[NamedPlace], str]
+    values: Mapping[str, Any], section: type[BaseModel], key: KeyPath, change: Callable[[NamedPath], str]
 ) -> dict[str, Any]:
     changed = dict(values)
     for field_name, field in section.model_fields.items():
