@@ -371,6 +371,9 @@ class _Agent(GroupedRolloutGenerator, EvaluationAgent):
     def training_problems(self) -> Sequence[Problem]:
         return [Problem(str(number), {}) for number in range(7)]
 
+    def tracebacks(self) -> Mapping[str, str]:
+        return {}
+
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         asked = GenerationRequest([1], request.group_size, request.sampling, request.key, request.ordinal)
         dull = stable_key("dull", request.ordinal) % 2

@@ -184,13 +184,12 @@ def test_chat_with_tools_logprobs_and_usage(served: Served) -> None:
 
 def test_errors_are_those_that_the_client_knows(served: Served) -> None:
     create = served.client.completions.create
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt-5'"):
-        create(model="gpt-5", prompt="x")
+    assert create(model="gpt-5", prompt="x", max_tokens=1).model == served.model, "one model answers by any name"
     with pytest.raises(openai.BadRequestError, match="512 tokens long") as caught:
         create(model=served.model, prompt=[1] * 600)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-    with pytest.raises(openai.BadRequestError, match="presence_penalty is not supported"):
-        create(model=served.model, prompt="x", presence_penalty=1.0)
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        create(model=served.model, prompt="x", suffix="y")
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         create(model=served.model, prompt="x", max_tokens=0)
     stranger = openai.OpenAI(base_url=f"{served.address}/v1", api_key="not-the-token-of-it", max_retries=0)
