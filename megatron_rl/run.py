@@ -23,7 +23,7 @@ from megatron_rl.metrics.writer import MetricsWriter, Writer
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.models import Models, build_models
 from megatron_rl.platform.api import Platform
-from megatron_rl.problems import check_alike, check_unchanged, choose_problems, digests_of
+from megatron_rl.problems import PATIENCE_S, check_alike, check_unchanged, choose_problems, digests_of
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.publish import Refit
@@ -147,7 +147,7 @@ def set_up(
     """
     try:
         tokenizer = build_tokenizer(config.tokenizer)
-        environment = build_environment(with_kept_files(config.task, run_dir), tokenizer)
+        environment = build_environment(with_kept_files(config.task, run_dir, PATIENCE_S), tokenizer)
         if not all(each.problems for each in environment.training_sets()):
             raise ValueError(f"environment {config.task.name!r} has no training problems")
     except ValueError as error:

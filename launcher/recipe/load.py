@@ -151,7 +151,7 @@ def _read_text(asked: str) -> tuple[str, str]:
     path = Path(asked)
     if _is_shipped(asked):
         return f"{asked}.yaml", (SHIPPED / f"{asked}.yaml").read_text(encoding="utf-8")
-    if not _exists(path) and path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
+    if not _seen(path.exists) and path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
         names = shipped_recipes()
         close = difflib.get_close_matches(asked, names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"shipped recipes: {', '.join(names)}"
@@ -162,13 +162,15 @@ def _read_text(asked: str) -> tuple[str, str]:
 def _is_shipped(asked: str) -> bool:
     """Whether a name means a shipped recipe: a file of that name goes first, a folder of that name does not count."""
     path = Path(asked)
-    return asked in shipped_recipes() and (path.is_dir() or not _exists(path))
+    return asked in shipped_recipes() and (_seen(path.is_dir) or not _seen(path.exists))
 
 
-def _exists(path: Path) -> bool:
+def _seen(look: Callable[[], bool]) -> bool:
+    """What a look at a path finds; False for a name that no file can have, or that cannot be looked at, as its reader
+    says."""
     try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that no file can have; or one that cannot be looked at, as its reader says
+        return look()
+    except (OSError, ValueError):
         return False
 
 

@@ -160,10 +160,15 @@ def check_files(config: EnvironmentConfig) -> None:
         check()
 
 
-def with_kept_files(config: EnvironmentConfig, run: RunDir) -> EnvironmentConfig:
-    """The environment with the run's copies in place of the files of the user's code. Raises ValueError where they
-    cannot be read."""
-    kept = read(KeptFiles, run.kept_files_record)
+def with_kept_files(config: EnvironmentConfig, run: RunDir, patience: float = 0.0) -> EnvironmentConfig:
+    """The environment with the run's copies in place of the files of the user's code.
+
+    Args:
+        patience: seconds for which a record of them that cannot be read is looked at again.
+
+    Raises ValueError where they cannot be read.
+    """
+    kept = read(KeptFiles, run.kept_files_record, patience)
     if isinstance(kept, Unreadable):
         raise ValueError(f"{kept}; which files of code the run has is not known")
     if kept is ABSENT:

@@ -296,7 +296,7 @@ class Cluster:
     def _start_step(self, command: list[str], env: Any, **options: Any) -> Training | Health:
         with self.files.aside():
             attempt = self.run.attempt(int(env["MRL_ATTEMPT"]))
-            if command[3] == "health":
+            if command[-2] == "health":
                 return Health(attempt)
             if self.training is not None:
                 self.violations.append("two owners: a training begins while another one is under way")

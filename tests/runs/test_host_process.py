@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SCONTROL = """#!/bin/sh
 echo "${0##*/} $*" >>"$TOLD"
 case "${0##*/} $*" in
-    *"show job"*"$SLURM_JOB_ID") echo "JobId=7 JobState=RUNNING Requeue=1 BatchFlag=1 Restarts=0 NodeList=node01" ;;
+    *"show job"*" $JOB") echo "JobId=$JOB JobState=RUNNING Requeue=1 BatchFlag=1 Restarts=0 NodeList=node01" ;;
     *"show job"*) echo "JobId=7 JobState=COMPLETED" ;;
     sinfo*) echo "node01 idle" ;;
 esac
@@ -76,7 +76,7 @@ class Job:
 
     def write_script(self, ranks: str, **profile: object) -> Path:
         """The script that mrl-submit would send. ranks: what fake_rank.py does."""
-        program(self.rank, f'#!/bin/sh\nshift 2\nMRL_PARENT_PID=$PPID exec {sys.executable} {FAKE_RANK} {ranks} "$@"\n')
+        program(self.rank, f'#!/bin/sh\nshift 3\nMRL_PARENT_PID=$PPID exec {sys.executable} {FAKE_RANK} {ranks} "$@"\n')
         clusters = self.home / "clusters.yaml"
         values = {"run_root": str(self.home / "share"), "container": None, "python": str(self.rank), **profile}
         lines = "\n".join(f"    {key}: {'null' if value is None else value}" for key, value in values.items())
@@ -91,6 +91,7 @@ class Job:
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node01", "SLURM_JOB_NUM_NODES": "1"}
         slurm |= {"SLURMD_NODENAME": "node01", "SLURM_CPUS_ON_NODE": "2", "SLURM_RESTART_COUNT": str(restarts)}
         ours = {"TOLD": str(self.told_file), "MRL_HOST_PYTHON": str(self.python), "XDG_STATE_HOME": str(self.home)}
+        ours["JOB"] = more.get("SLURM_JOB_ID", "7")  # scontrol is told nothing of the job that it is in
         return {**os.environ, **slurm, **ours, "PATH": f"{self.tools}:{os.environ['PATH']}", **more}
 
     def start(self, script: Path, output: object = subprocess.PIPE, **environ: str) -> subprocess.Popen[bytes]:

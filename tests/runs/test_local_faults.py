@@ -13,6 +13,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ class Laptop:
         self.run.root.mkdir(parents=True)
         self.files = FaultyFiles(root, patch)
         self.files.fail(fault)
-        self.was_preempted = self.was_crashed = False
+        self.preempted, self.preemptions, self.was_crashed = 0, 1, False
+        self.current = SimpleNamespace(preempted=None)  # nothing ends a local run by a time
         self.saved = 0
         self.training: Training | None = None
         self.heard: list[str] = []
@@ -100,7 +102,7 @@ class Laptop:
     # In place of what is around it
 
     def preempt(self) -> None:
-        self.was_preempted = True
+        self.preempted += 1
         self.heard.append("SIGINT")
 
     def take(self) -> list[str]:

@@ -152,7 +152,7 @@ def test_an_agent_that_cannot_be_asked_is_one_error_at_the_start(
     ("words", "said"),
     [
         (["arithmetik", "--tokenizer", "demo"], "did you mean 'arithmetic'?"),
-        (["arithmetic", "--tokenizer", "demo", "--env-args", "min_terms=many"], "min_terms: Input should be a valid"),
+        (["arithmetic", "--tokenizer", "demo", "--env-args", "min_terms=many"], "min_terms: expected an integer > 0"),
         (["arithmetic", "--tokenizer", "nowhere"], "nowhere"),
         (["arithmetic", "--tokenizer", "demo", "--host", "192.0.2.1"], "cannot be listened on"),
     ],

@@ -254,7 +254,7 @@ def test_a_recipe_that_asks_for_it_where_it_is_not_installed_is_refused(monkeypa
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     check_installed(LoggingConfig())
-    with pytest.raises(ConfigurationError, match=r"logging.wandb: .* pip install 'mrl\[wandb\]'"):
+    with pytest.raises(ConfigurationError, match=r"logging.wandb: .*pip install .*\[wandb\]"):
         check_installed(LoggingConfig(wandb=WandbConfig(project="p")))
 
 
