@@ -65,7 +65,7 @@ def install_command(*extras: str) -> str:
 
 
 class _Source(NamedTuple):
-    """Where mrl was installed from."""
+    """Source that mrl was installed from."""
 
     url: str
     folder: str | None

@@ -1,4 +1,4 @@
-"""What a section of a recipe is: strict, frozen, its unknown keys refused; and the kinds of values in it."""
+"""Sections of a recipe: strict, frozen, its unknown keys refused; and the kinds of values in it."""
 
 from __future__ import annotations
 

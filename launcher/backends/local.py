@@ -26,9 +26,9 @@ class Machine:
     """This machine, as the ranks of a local run would find it."""
 
     cpus: int
-    """Those that this process may use."""
+    """Processors that this process may use."""
     gpus: int
-    """Those that this process may use."""
+    """GPUs that this process may use."""
     memory_bytes: int | None
     """Memory that this process and its children may take at most; None where the kernel does not say."""
     free_bytes: int | None

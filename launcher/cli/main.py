@@ -48,7 +48,7 @@ MEANT = {
 }
 """Command -> what other programs call it."""
 STARTS = "grpo launch new rl run sbatch start submit train"
-"""What other programs call mrl-submit."""
+"""Names that other programs have for mrl-submit."""
 
 
 class _Commands(click.Group):

@@ -41,7 +41,7 @@ class ClusterFacts:
     refusals: tuple[str, ...]
     """Why mrl-submit would refuse the recipe there: a layout that does not fit, what the runtime cannot do yet."""
     preflight: tuple[Finding, ...] = ()
-    """What the ranks will lack on the nodes, as far as this machine can tell."""
+    """Things that the ranks will lack on the nodes, as far as this machine can tell."""
 
 
 def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> list[Finding]:

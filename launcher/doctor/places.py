@@ -28,8 +28,8 @@ OF_THE_KERNEL = ("/dev", "/proc", "/sys")
 
 
 def on_nodes(recipe: Recipe, profile: Profile) -> list[Finding]:
-    """What this machine can tell of what the ranks will lack on the nodes: packages, where they run in no container;
-    files."""
+    """Return what the ranks will lack on the nodes, as far as this machine can tell: files, and packages if they run in
+    no container."""
     found = list(_unseen(recipe, profile))
     if profile.container is None and profile.python is None and (absent := missing_packages(recipe.config)).names:
         told = packages(absent)
@@ -70,7 +70,7 @@ def _of_nodes(config: RunConfig) -> list[NamedPath]:
 
 
 def _source_of(path: Path, profile: Profile) -> Path:
-    """Where on the nodes a path is that containers see."""
+    """Place on the nodes of a path that containers see."""
     for source, target in _mounts_of(profile):
         if path.is_relative_to(target):
             return source / path.relative_to(target)
@@ -100,7 +100,7 @@ def _existing(path: Path) -> Path:
 
 
 def to_mount(config: RunConfig, profile: Profile, run_dir: Path) -> tuple[Path, ...]:
-    """What the container of a run needs to see at its own place beside `container.mounts`: the run root, the run
+    """Places that the container of a run needs beside `container.mounts`, each at its own path: the run root, the run
     directory, and what the recipe names elsewhere, links followed. The outermost of nested ones."""
     if profile.container is None:
         return ()

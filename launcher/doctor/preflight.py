@@ -39,7 +39,7 @@ class Packages:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What this machine has of what a recipe needs."""
+    """This machine beside the needs of a recipe."""
 
     machine: Machine
     packages: Packages
@@ -79,7 +79,7 @@ def extras_of(config: RunConfig) -> list[str]:
 
 
 def missing_packages(config: RunConfig) -> Packages:
-    """What a run needs and is not installed in this Python."""
+    """Packages that a run needs and this Python lacks."""
     cache = Cache.of(None)
     brought = [need.package for need in needs(config, None) if need.package and not cache.holds(need)]
     of_weights = [name for name in brought if name in names("smollm2")]

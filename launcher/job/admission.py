@@ -87,7 +87,7 @@ def with_date(recipe: Recipe, run: RunDir) -> Recipe:
 
 
 def corrections(run: RunDir, config: RunConfig) -> list[Change]:
-    """In what `config` differs from a run in which nothing was trained yet: it may start over with any values, as that
+    """Changes of `config` to a run in which nothing was trained yet: it may start over with any values, as that
     loses nothing. Empty for any other run."""
     if not run.resolved.exists() or has_work(run):
         return []

@@ -34,7 +34,7 @@ class Prepared:
     attempt: Attempt | None
     """The attempt to start; None: the run is finished and there is nothing to do."""
     changes: tuple[Change, ...]
-    """What `--change` altered, or a correction."""
+    """Values that `--change`, or a correction, altered."""
     corrected: bool
     """The changes correct a run in which nothing was trained yet."""
 
@@ -47,7 +47,7 @@ class Opened:
     finished: bool
     """There is nothing to do."""
     changes: tuple[Change, ...]
-    """What `change` altered, or a correction."""
+    """Values that `change`, or a correction, altered."""
     corrected: bool = False
     """The changes correct a run in which nothing was trained yet: it begins anew, with nothing of before but the record
     of its attempts."""

@@ -49,7 +49,7 @@ class Change(NamedTuple):
     old: Any
     new: Any
     remark: str = ""
-    """What else follows from it."""
+    """Consequence that a reader may not expect; empty where there is none."""
 
     @property
     def allowed(self) -> bool:

@@ -166,8 +166,8 @@ def _is_shipped(asked: str) -> bool:
 
 
 def _seen(look: Callable[[], bool]) -> bool:
-    """What a look at a path finds; False for a name that no file can have, or that cannot be looked at, as its reader
-    says."""
+    """Return what a look at a path finds; False for a name that no file can have, or that cannot be looked at, as the
+    reader of the path reports."""
     try:
         return look()
     except (OSError, ValueError):

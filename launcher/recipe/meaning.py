@@ -1,4 +1,4 @@
-"""What the keys of a recipe mean: the lines below the fields of the configuration, read from their source.
+"""Meanings of the keys of a recipe: the lines below the fields of the configuration, read from their source.
 
 pydantic could keep them in its schema, at the price of reading every source whenever a command starts.
 """
@@ -19,7 +19,7 @@ from megatron_rl.section import Section
 
 
 def meanings(model: type[Section], path: KeyPath = ()) -> dict[KeyPath, str]:
-    """What each key of a section means, those of its sections and of lists of them included; only what is said."""
+    """Meanings of the keys of a section and of the sections in it; keys without one are left out."""
     found: dict[KeyPath, str] = {}
     for name, field in model.model_fields.items():
         key = (*path, field.alias or name)

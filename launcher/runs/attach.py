@@ -37,7 +37,7 @@ def host_of(rank: int, role: str, plan: PlanRecord, nodes: NodeAssignment) -> st
 
 
 def harvested(role: str, attempt: Attempt) -> ReplicaState | None:
-    """What is known of a replica that runs in a job of its own; None: the role is not one of those."""
+    """Record of a replica that runs in a job of its own; None: the role is not one of those."""
     kind, _, number = role.partition("-")
     if kind != "infer" or not number.isdecimal():
         return None

@@ -160,7 +160,7 @@ def resolved_values(run: RunDir) -> dict[str, Any]:
 
 
 def result_file(run: RunDir) -> Path | None:
-    """Where a job that evaluates writes its result; None for a run that trains, or whose recipe cannot be read."""
+    """File of the result of a job that evaluates; None for a run that trains, or whose recipe cannot be read."""
     try:
         if not _EVALUATES.search(read_text(run.resolved)):
             return None

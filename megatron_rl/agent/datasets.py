@@ -52,7 +52,7 @@ class Source(Section):
 
 
 class DataSet(Source):
-    """Where problems come from, and where question and answer stand in a row."""
+    """A source of problems, and the columns of question and answer."""
 
     answer: str = "answer"
     """Column of the right answer, likewise."""

@@ -45,7 +45,7 @@ def text_rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def at(value: Any, path: Sequence[str]) -> Any:
-    """What is at a path of keys and indices below a value of JSON; None where it leads nowhere."""
+    """Value at a path of keys and indices below a value of JSON; None where it leads nowhere."""
     for part in path:
         if isinstance(value, Mapping):
             value = value.get(part)

@@ -44,7 +44,7 @@ class Trajectory:
     tool_calls: int | None = None
     """Calls of tools in it; None where none were offered."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """What the reward is made of, by name, where its scoring says so."""
+    """Components of the reward, by name, where its scoring returned some."""
 
     @classmethod
     def single(

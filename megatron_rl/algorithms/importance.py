@@ -34,7 +34,7 @@ def importance_weights(log_ratios: Tensor, config: ImportanceConfig) -> Tensor:
 
 @torch.no_grad()
 def answer_log_ratios(log_ratios: Tensor, lengths: Tensor) -> Tensor:
-    """What the trained tokens of a trajectory come to together, for each of them. A token whose ratio is not finite is
+    """Sum of the log ratios of a trajectory's trained tokens, for each of them. A token whose ratio is not finite is
     left out of the sum, as the loss leaves it out: one NaN must not cost the whole answer.
 
     Args:

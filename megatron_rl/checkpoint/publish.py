@@ -255,7 +255,7 @@ def clean_up(run_dir: RunDir) -> None:
 
 
 def _replaced_by(target: Path) -> Path:
-    """Where a checkpoint is until the one that replaces it is in its place."""
+    """Path of a checkpoint until the one that replaces it is in its place."""
     return target.with_name(f".{target.name}{OLD}")
 
 

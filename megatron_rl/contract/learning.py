@@ -114,7 +114,7 @@ class Recent:
         return "the last {} steps".format(len(self.steps)) if len(self.steps) > 1 else "the last step"
 
     def values(self, name: str) -> List[float]:
-        """Those of the steps that have one."""
+        """Values of the steps that have one."""
         return [value for _, value in self._columns[name] if value is not None]
 
     def mean(self, name: str) -> Optional[float]:
@@ -286,7 +286,7 @@ class Watch:
 
     @property
     def warnings(self) -> List[LearningWarning]:
-        """Those that hold after the newest line, in the order of RULES."""
+        """Warnings that hold after the newest line, in the order of RULES."""
         return [self._warnings[rule.name] for rule in RULES if rule.name in self._warnings]
 
     def add(self, line: MetricsLine) -> List[LearningWarning]:

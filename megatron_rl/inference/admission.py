@@ -29,7 +29,7 @@ class PendingRequest:
     streamed: bool
     finished: dict[int, Transcript] = field(default_factory=dict)
     scores: PromptScores = field(default_factory=lambda: PromptScores([], [], []))
-    """Of its prompt as far as it was computed, where it is scored."""
+    """Scores of its prompt as far as it was computed, if they were asked for."""
 
     @property
     def scored(self) -> bool:
@@ -101,7 +101,7 @@ class Admission:
         self._waiting: deque[Branch] = deque()
         self._begun = 0
         self.scoring: tuple[PendingRequest, int] | None = None
-        """Whose prompt the newest prefills score, and from which place on."""
+        """Request whose prompt the newest prefills score, and the place from which on they do."""
         self.prefilled_tokens = 0
         """Tokens of prompts, and of answers that were gone on with, that were computed so far."""
 

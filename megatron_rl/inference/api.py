@@ -33,10 +33,10 @@ class Unsupported(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What the policy thinks of a prompt: of its tokens in their order, except the first, which nothing precedes."""
+    """The policy's log-probs of a prompt's tokens in their order, except the first, which nothing precedes."""
 
     logprobs: list[float]
-    """Of softmax(logits): nothing is sampled, so no temperature applies."""
+    """Log-probs of softmax(logits): nothing is sampled, so no temperature applies."""
     ranks: list[int]
     """1 for the likeliest token of its place."""
     top_logprobs: list[TopLogprobs]
@@ -112,7 +112,8 @@ class Completion:
     tokens: list[int]
     """Where `finish_reason` is `stop`, the last one is the end token or the one that completes the stop string."""
     logprobs: list[float]
-    """Of softmax(logits / temperature) before adjustments, top-k, top-p and min-p; temperature 0 counts as 1."""
+    """Log-probs of softmax(logits / temperature) before adjustments, top-k, top-p and min-p; temperature 0 counts as
+    1."""
     finish_reason: FinishReason
     versions: list[int]
     """Of each token: number of optimizer steps behind the weights that sampled it."""
@@ -121,7 +122,7 @@ class Completion:
     top_logprobs: list[TopLogprobs] | None = None
     """Of each token's place, where `GenerationRequest.top_logprobs` asks for them."""
     prompt: PromptScores | None = None
-    """Where `GenerationRequest.prompt_logprobs` asks for it."""
+    """Scores of the prompt, if `GenerationRequest.prompt_logprobs` asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class Delta:
     stop: str | None = None
     """The stop string that ended the sample, whose tokens have been delivered like others."""
     prompt: PromptScores | None = None
-    """Of the first delta of a sample, where it was asked for."""
+    """Scores of the prompt, in the first delta of a sample, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

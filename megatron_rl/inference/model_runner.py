@@ -70,7 +70,7 @@ class ModelRunner:
             device=policy.device,
         )
         self.scores: PromptScores | None = None
-        """Of the prompt that the newest plan scores."""
+        """Scores of the prompt that the newest plan scores."""
         self.cache: KeyValueCache | None = None
         """Made when it is first needed."""
         self._frozen: FrozenPolicy | None = None  # made so too

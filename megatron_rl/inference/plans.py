@@ -29,7 +29,7 @@ class Prefill:
     sampling: Sampling
     top_logprobs: int = 0
     scored: list[int] = field(default_factory=list)
-    """Of the first tokens of the piece, the ones that follow them in the prompt, where these are scored."""
+    """Tokens that follow the first ones of the piece in the prompt, if they are scored."""
     most_scored: int = 0
     """How many of the likeliest tokens are noted beside each of them."""
     penalized: list[int] = field(default_factory=list)

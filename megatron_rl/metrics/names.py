@@ -44,7 +44,7 @@ class StepReport:
     components: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Sum of each component of the rewards, and the number of answers that have it."""
     tracebacks: Mapping[str, str] = field(default_factory=dict)
-    """Where the task's code raised errors that cost answers, by what those reasons begin with."""
+    """Places where the task's code raised errors that cost answers, by what those reasons begin with."""
     refit_bytes: int = 0
     """That ranks sent one another until the engine had the new weights."""
     left_out: Mapping[str, int] = field(default_factory=dict)

@@ -18,7 +18,7 @@ MOST_REASONS = 20
 """Of lost answers, told in the line of a step: an error that quotes an answer is a reason of its own for each."""
 OTHER_REASONS = "other reasons"
 TOLD_REASONS = 3
-"""Of them, in an error."""
+"""Reasons that an error lists at most."""
 
 
 class AllAnswersLost(TaskFailed):
@@ -88,7 +88,7 @@ def _of_all_ranks(report: StepReport, control: dist.ProcessGroup) -> tuple[dict[
 
 
 def _traceback_of(reason: str, report: StepReport, control: dist.ProcessGroup) -> str:
-    """Where the task's code raised what a reason tells of; empty where no rank knows. Collective."""
+    """Traceback of the task's code for a reason; empty where no rank knows. Collective."""
     gathered: list[Any] = [None] * dist.get_world_size(control)
     dist.all_gather_object(gathered, dict(report.tracebacks), group=control)
     known = (trace for of_rank in gathered for kind, trace in of_rank.items() if reason.startswith(kind))

@@ -19,11 +19,11 @@ from megatron_rl.server.token_names import TextOffsets, TokenNames
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a sample answers."""
+    """The sample's answer."""
 
     tokens: list[int]
     text: str = ""
-    """Where the answer begins with it (`echo`)."""
+    """The prompt's text, if the answer begins with it (`echo`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Part:
     """Characters of the choice's text before each token."""
     finish_reason: str | None = None
     prompt: PromptScores | None = None
-    """With the first part of a sample, where the prompt was to be scored."""
+    """Scores of the prompt, with the first part of a sample, if they were asked for."""
     prompt_offsets: list[int] = field(default_factory=list)
-    """With the first part of a sample whose text begins with the prompt."""
+    """Offsets of the prompt's tokens, with the first part of a sample whose text begins with the prompt."""
 
     def add(self, other: Part) -> None:
         """What has become certain after it."""
@@ -152,7 +152,7 @@ class Format:
         raise NotImplementedError
 
     def of_prompt(self, part: Part, prompt: Prompt) -> dict[str, Any]:
-        """What an answer says of its prompt outside its choices."""
+        """Fields of an answer about its prompt, outside its choices."""
         return {}
 
     def extension(self, part: Part, prompt: Prompt | None) -> dict[str, Any]:

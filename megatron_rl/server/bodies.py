@@ -1,4 +1,4 @@
-"""What the bodies of requests may say. Their fields are honoured; parameters.py has those that are not."""
+"""Bodies of requests. Their fields are honoured; parameters.py has those that are not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GenerationBody(Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASED)] = {}
-    """By token ids, which JSON has as text."""
+    """Biases by token ids, which JSON has as text."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     skip_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
@@ -155,7 +155,7 @@ class ChatBody(GenerationBody):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the chat template is given beside messages and tools."""
+        """Variables of the chat template beside messages and tools."""
         if self.reasoning_effort is None:
             return self.chat_template_kwargs
         thinks = self.reasoning_effort != "none"
@@ -177,7 +177,7 @@ class TokenizeBody(Body):
     tools: Objects[Tool] = []
     chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool | None = None
-    """Of a prompt true by default, of messages false."""
+    """Whether BOS is added; default: to a prompt, not to messages."""
     add_generation_prompt: Literal[True] = True
     return_token_strs: bool = False
 

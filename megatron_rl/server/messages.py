@@ -1,4 +1,4 @@
-"""What bodies of requests are made of: messages and tools, also as clients send back what other servers answered."""
+"""Messages and tools in the bodies of requests, also as clients send back what other servers answered."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
-    """Of a streamed call, which some clients send back."""
+    """Index of a streamed call, which some clients send back."""
     cache_control: Any = None
     provider_specific_fields: Any = None
 

@@ -34,7 +34,7 @@ class ProgressLine:
 
 
 def result_of(run: RunDir) -> EvaluationResult | None:
-    """What a job that evaluates has found; None before, and for a run that trains."""
+    """Result of a job that evaluates; None before it has one, and for a run that trains."""
     file = result_file(run)
     return None if file is None else if_readable(read(EvaluationResult, file))
 

@@ -1,4 +1,4 @@
-"""What `mrl help` says of a key of recipes, or of a section of them."""
+"""Text of `mrl help` about a key of recipes, or a section of them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _value(values: Any, path: Sequence[str]) -> Any:
 
 
 def _written(value: Any) -> str:
-    """As it stands in a recipe."""
+    """A value as a recipe writes it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

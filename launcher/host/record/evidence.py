@@ -192,7 +192,7 @@ def why_unwritable(folder: Path) -> Optional[str]:
 
 
 def _trained(attempt: Attempt) -> Optional[int]:
-    """By the timeline: heartbeats are seconds apart, and a disk that is full takes none."""
+    """Read the timeline: heartbeats are seconds apart, and a disk that is full takes none."""
     found = decode_lines(TimelineLine, tail(attempt.timeline, TAIL).encode("utf-8")).records
     return found[-1].step if found else None
 
