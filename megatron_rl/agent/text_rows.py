@@ -10,10 +10,14 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import IO, Any
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 """Endings of the files that are read here; each may be compressed, as .jsonl.gz is."""
+
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 class Spelled(float):
@@ -35,11 +39,13 @@ def text_rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         OSError: the file cannot be read.
         ValueError: a row is no object, or no JSON at all; says where.
     """
-    import fsspec  # comes with `datasets`; the launcher, which only checks arguments, lacks it
+    # It comes with `datasets`; the launcher, which only checks arguments, lacks it.
+    from fsspec.implementations.local import LocalFileSystem
 
-    with fsspec.open(file, "rt", encoding="utf-8-sig", newline="", compression="infer") as opened:
-        if ".csv" in file or ".tsv" in file:
-            yield from _table(file, opened, "\t" if ".tsv" in file else ",")
+    kind = next((each for each in reversed(PurePath(file).suffixes) if each in SUFFIXES), "")  # data.csv.gz: .csv
+    with LocalFileSystem().open(file, "rt", encoding="utf-8-sig", newline="", compression="infer") as opened:
+        if kind in DELIMITERS:
+            yield from _table(file, opened, DELIMITERS[kind])
         else:
             yield from _objects(file, opened)
 

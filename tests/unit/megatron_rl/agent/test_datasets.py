@@ -148,6 +148,11 @@ def as_a_folder_of_compressed_lines(folder: Path) -> Path:
     return folder / "data"
 
 
+def as_lines_in_an_odd_folder(folder: Path) -> Path:
+    (folder / "from.csv::x").mkdir()
+    return as_lines(folder).rename(folder / "from.csv::x" / "data.jsonl")
+
+
 def as_a_table(folder: Path) -> Path:
     (folder / "data.csv").write_text("problem,answer\n" + "".join(f"p{n},{text}\n" for n, text in enumerate(ODD)))
     return folder / "data.csv"
@@ -160,7 +165,15 @@ def as_a_folder_with_a_table(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "place", [as_lines, as_a_list, as_a_folder_of_compressed_lines, as_a_table, as_a_folder_with_a_table]
+    "place",
+    [
+        as_lines,
+        as_lines_in_an_odd_folder,
+        as_a_list,
+        as_a_folder_of_compressed_lines,
+        as_a_table,
+        as_a_folder_with_a_table,
+    ],
 )
 def test_answers_of_text_files_are_spelled_as_in_the_file(tmp_path: Path, place: Callable[[Path], Path]) -> None:
     """`datasets` guesses a type for each column: dates, rounded integers, quotes around every text."""
