@@ -95,7 +95,8 @@ def _send_copies(tensors: Sequence[ShardedTensor], group: dist.ProcessGroup) -> 
     dist.all_gather_object(names, [_name(tensor) for tensor in tensors if _copy(tensor) > 0], group=group)
     sent = set(chain.from_iterable(names))
     for tensor in sorted((tensor for tensor in tensors if _name(tensor) in sent), key=_name):
-        dist.broadcast(tensor.data, group=group, group_src=(group.rank() - _copy(tensor)) % group.size())
+        # Detached: a weight needs a gradient, and autograd would warn that it cannot follow it through a broadcast.
+        dist.broadcast(tensor.data.detach(), group=group, group_src=(group.rank() - _copy(tensor)) % group.size())
 
 
 def _is_expert(tensor: ShardedTensor) -> bool:

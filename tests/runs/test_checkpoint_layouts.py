@@ -7,6 +7,7 @@ Adam's moments were made a function of the weight, so each must be found beside 
 from __future__ import annotations
 
 import time
+import warnings
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -168,6 +169,7 @@ def _begin(rank: int, world_size: int, layout: Layout, model: ModelConfig, folde
 def _go_on(
     rank: int, world_size: int, layout: Layout, model: ModelConfig, folder: Path, end: Path, with_optimizer: bool = True
 ) -> bool:
+    warnings.filterwarnings("error", message="c10d::broadcast_")  # autograd's, where weights were sent with gradients
     training = Training(layout, model)
     training.load(folder, SAVED, with_optimizer=with_optimizer)
     told = training.moments_tell_their_weight()

@@ -81,6 +81,8 @@ def test_follow_tells_a_crash_and_where(login: Login) -> None:
     assert "requeued: crashed at step 3 (training): rank 1 on node" in said, said
     assert "failed: rank 1 in step 3 (training): RuntimeError: boom" in said
     assert "resume:      mrl resume demo-" in said
+    attempts = re.findall(r"runs on .*, attempt (\d)", said)
+    assert attempts == sorted(set(attempts)), said
 
 
 @together

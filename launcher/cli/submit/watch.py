@@ -102,6 +102,8 @@ def _news(status: RunStatus) -> str:
         return f"{status.reason}; still watching the files of the run"
     if status.state == "saving":
         return f"saving ({status.reason})"
+    if status.state == "running" and job and status.waits_for:  # the newest attempt is one before this start of the job
+        return f"job {job.job_id} has started on {job.nodes}, waits for {status.waits_for}"
     if status.state == "running" and job and status.attempt:
         return f"job {job.job_id} runs on {job.nodes}, attempt {status.attempt}"
     return ""
