@@ -1,2 +1,1 @@
-"""How long the steps of a run take on each split of its nodes, by a simulation of its events. `measured` reads a
-run, all else is pure."""
+"""Event simulation of a run: how long its steps take on each split of its nodes."""

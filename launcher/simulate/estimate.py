@@ -1,5 +1,5 @@
-"""What the parts of a step take on a layout: by the card's data sheet, the model's arithmetic, and what runs usually
-get of them. No GPU has been measured here: a run's own record is better (measured.py).
+"""Estimate of the seconds of each part of a step: the model's arithmetic over the card's data sheet, times the share
+of it that runs usually reach. No estimate has been checked on a GPU; a run's own record is better (measured.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from launcher.plan.gpu_memory import checkpoint_bytes, offloaded_bytes
 from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES
 from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
-from launcher.simulate.lengths import Lengths, Lognormal
+from launcher.simulate.lengths import Lognormal
 from launcher.simulate.scenario import Costs, DecodeSpeed, Work
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import pages_of
@@ -19,52 +19,53 @@ from megatron_rl.model.flops import training_flops
 from megatron_rl.platform.cards import Card
 
 TRAINING_MFU = 0.35
-"""Share of the peak that forward and backward passes use. Megatron-LM's README reports 0.41 to 0.48 for pre-training on
-H100s; packed answers of unequal lengths fill less."""
+"""Share of the peak FLOP/s that forward and backward passes reach. Megatron-LM's README reports 0.41 to 0.48 for
+pre-training on H100s; packed answers of unequal lengths fill less."""
 PREFILL_MFU = 0.4
-"""... and prompts: a rule of thumb."""
+"""Share of the peak FLOP/s that prefill reaches: a rule of thumb."""
 DECODE_OVERHEAD = 1.6
-"""A token's seconds over those in which the card reads what it needs: the aim of tests/benchmarks/gpu_decode.py."""
+"""Seconds of a decoding step over those that its memory reads take: the aim of tests/benchmarks/gpu_decode.py."""
 ALL_REDUCE_S = 15e-6
-"""Of one that is small, within a node, of which a layer needs two where it is cut: a rule of thumb."""
+"""Seconds of a small all-reduce within a node, a rule of thumb. A tensor-parallel layer needs two."""
 NETWORK_BYTES_PER_S = 50e9
-"""Of one GPU to other nodes: an adapter of 400 Gb/s each."""
+"""Bandwidth between a GPU and other nodes: one adapter of 400 Gb/s per GPU."""
 NETWORK_SHARE = 0.5
-"""What of that arrives: a refit over gloo took twice as long as a raw broadcast (tests/benchmarks/refit.py)."""
+"""Share of that bandwidth that transfers reach: a refit over gloo took twice as long as a raw broadcast
+(tests/benchmarks/refit.py)."""
 HOST_BYTES_PER_S = 25e9
-"""Between a GPU and its host's memory, pinned: a rule of thumb."""
+"""Bandwidth between a GPU and pinned memory of its host: a rule of thumb."""
 FILE_SYSTEM_BYTES_PER_S = 10e9
-"""That a job writes, where the cluster profile has no fs_bandwidth."""
+"""Write bandwidth of a job if the cluster profile has no fs_bandwidth."""
 MEAN_LENGTH = 0.3
-"""Of an answer, as a share of the limit: NeMo-RL reports 3,252 tokens of Qwen3-32B on competition mathematics."""
+"""Mean length of an answer as a share of the limit. NeMo-RL reports 3,252 tokens of Qwen3-32B on competition
+mathematics."""
 MEAN_PROMPT = 0.25
-"""Of a prompt, as a share of what the longest answer leaves of the sequence."""
+"""Mean length of a prompt as a share of the sequence length minus the longest answer."""
 NOMINAL_CPU = Card("CPU", 5e10, 1e10)
-"""Of a process, to be corrected by what a run measured."""
+"""Nominal speed of a CPU process, corrected by the record of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What a run took over what is estimated for it."""
+    """Measured over estimated seconds of a run's parts."""
 
     generate: float = 1.0
     train: float = 1.0
     refit: float = 1.0
     other_s: float = 0.0
-    """Seconds of a step that neither generates nor trains nor sends weights: rewards, exchange, waiting for ranks."""
+    """Seconds of a step that are neither generation, training nor refit: rewards, exchange, waiting for ranks."""
 
 
 AS_ESTIMATED = Correction()
 
 
 def usual_lengths(config: RunConfig) -> Lognormal:
-    """Of answers, where nobody knows them."""
+    """Return the distribution of lengths that is assumed if nothing is known."""
     limit = config.sampling.max_new_tokens
     return Lognormal.with_mean(max(1.0, MEAN_LENGTH * limit), limit)
 
 
-def estimate_work(config: RunConfig, lengths: Lengths) -> Work:
-    """What a step is made of, by the recipe."""
+def estimate_work(config: RunConfig, lengths: Lognormal) -> Work:
     grpo = config.grpo
     prompt = max(1, round(MEAN_PROMPT * (config.sequence_length - config.sampling.max_new_tokens)))
     return Work(grpo.prompts_per_step, grpo.group_size, prompt, lengths)
@@ -73,12 +74,11 @@ def estimate_work(config: RunConfig, lengths: Lengths) -> Work:
 def estimate_costs(
     config: RunConfig, sizes: Sizes, vocab: int, card: Card, work: Work, fs_bytes_per_s: float | None = None
 ) -> Costs:
-    """What the parts of a step take.
+    """Estimate the seconds of the parts of a step.
 
     Args:
         vocab: rows of the embedding.
-        work: what is prefilled and cached is counted for its lengths.
-        fs_bytes_per_s: that the job can write; None: FILE_SYSTEM_BYTES_PER_S.
+        fs_bytes_per_s: write bandwidth of the job; None: FILE_SYSTEM_BYTES_PER_S.
     """
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep)
@@ -106,7 +106,7 @@ def estimate_costs(
 
 
 def corrected(costs: Costs, by: Correction) -> Costs:
-    """As a run measured them."""
+    """Return the costs as a run measured them."""
     decode = DecodeSpeed(
         tuple((rows, seconds * by.generate) for rows, seconds in costs.decode.points),
         costs.decode.cached_token_s * by.generate,
@@ -123,14 +123,15 @@ def corrected(costs: Costs, by: Correction) -> Costs:
 
 
 def _decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card) -> DecodeSpeed:
-    """A token of all rows reads the weights once, of the experts those that are asked, and the caches."""
+    """Speed of decoding steps, each of which reads the dense weights, the experts that any row needs, and the
+    caches."""
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     layers, heads = model.num_layers, -(-model.num_query_groups // sizes.inference_tp)
     sync = 2 * layers * ALL_REDUCE_S * (sizes.inference_tp > 1)
     share = (model.experts_per_token or 0) / (model.num_experts or 1)
 
     def seconds(rows: int) -> float:
-        asked = 1 - (1 - share) ** rows  # experts that any row needs, chosen equally often
+        asked = 1 - (1 - share) ** rows  # share of the experts that any row needs, if all are chosen equally often
         read = size * (engine.dense + engine.experts * asked) / card.memory_bytes_per_s
         computed = 2 * rows * (engine.dense + engine.experts * share) / (card.bf16_flops * PREFILL_MFU)
         return DECODE_OVERHEAD * max(read, computed) + sync
@@ -142,7 +143,7 @@ def _decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card) 
 
 
 def _rows(config: RunConfig, work: Work) -> int:
-    """Answers in flight that a replica has rows, and room in its cache, for."""
+    """Largest number of answers at once: bound by the rows of a replica and by its cache."""
     pages, tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
     return max(1, min(config.inference.max_batch, int(pages * tokens / (work.prompt_tokens + work.lengths.mean))))
 
@@ -152,15 +153,15 @@ def _forward_flops(model: ModelConfig, vocab: int) -> float:
 
 
 def _passes(config: RunConfig) -> float:
-    """Forward and backward passes over a batch; to score by the old weights, and by those of the KL penalty, is a third
-    of one each."""
+    """Forward and backward passes over a batch. Scoring by the old weights, and by the reference of the KL penalty, is
+    a third of a pass each."""
     grpo = config.grpo
     scored = grpo.scores_first + (grpo.kl_beta > 0)
     return grpo.iterations + scored / 3
 
 
 def _bubble(config: RunConfig, sizes: Sizes, work: Work) -> float:
-    """Time of a pipeline over that of its work: arXiv 1811.06965."""
+    """Duration of a pipelined pass over the duration of its work alone (GPipe, arXiv 1811.06965)."""
     tokens = work.answers * (work.lengths.mean + work.prompt_tokens / work.group_size)
     updates = sizes.dp * config.grpo.updates_per_pass
     microbatches = max(1.0, tokens / updates / (sizes.cp * config.training.tokens_per_microbatch))
@@ -168,8 +169,8 @@ def _bubble(config: RunConfig, sizes: Sizes, work: Work) -> float:
 
 
 def _update_s(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -> float:
-    """Gradients to their owners and weights back, between data-parallel ranks, and Adam's state there and back where it
-    is in the host's memory."""
+    """Seconds to reduce gradients and gather weights between data-parallel ranks, and to move off-loaded optimizer
+    state to the GPU and back."""
     size = WEIGHT_BYTES[config.model.dtype]
     each = (FP32_BYTES if config.optimizer.grad_reduce_in_fp32 else size) + size
     sent = each * held.all if sizes.dp * sizes.cp > 1 else 0
@@ -179,10 +180,10 @@ def _update_s(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -> flo
 
 
 def _refit_s(sizes: Sizes, whole: int) -> float:
-    """The weights from the ranks of one data-parallel replica to all others; none where those that generate have them.
+    """Seconds to send the weights from one data-parallel replica to all inference replicas; 0 if these share them.
 
     Args:
-        whole: bytes of all weights.
+        whole: bytes of the whole model.
     """
     if not sizes.partitioned and sizes.inference_tp == sizes.tp and sizes.pp == sizes.ep == 1:
         return 0.0

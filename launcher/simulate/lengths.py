@@ -1,4 +1,4 @@
-"""How long answers are: as a run saw them, or as many of its kind."""
+"""Distribution of the lengths of answers."""
 
 from __future__ import annotations
 
@@ -7,43 +7,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from statistics import NormalDist
-from typing import Protocol
 
 USUAL_SPREAD = 0.9
-"""Standard deviation of the logarithm of an answer's length, where no run says: the longest of 1,000 answers is then
-twelve times the mean, as far as the limit lets it."""
+"""Standard deviation of the logarithm of an answer's length, if no run was measured. The longest of 1,000 answers is
+then twelve times the mean, unless the limit cuts it."""
 _HALVINGS = 60
 _NORMAL = NormalDist()
 
 
-class Lengths(Protocol):
-    """Tokens of the answers to a prompt."""
-
-    def of_group(self, seed: int, ordinal: int, size: int) -> list[int]:
-        """Of the `size` answers to the prompt `ordinal`: the same whenever they are asked for."""
-        ...
-
-    @property
-    def mean(self) -> float:
-        """Tokens of an answer."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Lognormal:
-    """Lengths whose logarithm is normal, cut at the limit."""
+    """Lengths in tokens whose logarithm is normally distributed, cut at a limit."""
 
     median: float
-    """Tokens; of the distribution before it is cut."""
+    """Median of the distribution before it is cut, in tokens."""
     spread: float
-    """Standard deviation of the logarithm; 0: all answers are alike."""
+    """Standard deviation of the logarithm; 0: all answers are equally long."""
     maximum: int
-    """Tokens at which an answer is cut."""
+    """Limit at which an answer is cut, in tokens."""
 
     @classmethod
     def with_mean(cls, mean: float, maximum: int, spread: float = USUAL_SPREAD) -> Lognormal:
-        """The one of this spread whose answers, cut at the limit, have this mean. Raises ValueError where the mean is
-        not between 1 and the limit."""
+        """Return the distribution whose answers, cut at the limit, have this mean.
+
+        Raises:
+            ValueError: the mean is not between 1 and the limit.
+        """
         if not 1 <= mean <= maximum:
             raise ValueError(f"a mean of {mean:g} tokens is not between 1 and the limit of {maximum:,}")
         if mean > 0.995 * maximum:
@@ -52,16 +41,16 @@ class Lognormal:
 
     @classmethod
     def fitted(cls, mean: float, largest: float, cut: float, answers: int, maximum: int) -> Lognormal:
-        """The one that a run's record shows.
+        """Return the distribution that explains a run's record.
 
         Args:
-            mean: of all answers.
-            largest: of `answers`, on average.
+            mean: mean length of all answers.
+            largest: length of the longest of `answers` answers, on average.
             cut: share of the answers that reached the limit.
         """
 
         def beyond(spread: float) -> float:
-            """How much more it has at its upper end than the record."""
+            """Excess of the distribution over the record at the upper end."""
             one = cls.with_mean(mean, maximum, spread)
             if cut:
                 return 1 - one._below(maximum) - cut
@@ -72,6 +61,7 @@ class Lognormal:
         return cls.with_mean(mean, maximum, _solve(beyond, 0.0, 0.01, 3.0))
 
     def of_group(self, seed: int, ordinal: int, size: int) -> list[int]:
+        """Draw the lengths of the `size` answers to the prompt `ordinal`; equal arguments give equal lengths."""
         numbers = Random(seed << 64 | ordinal)
         return [
             max(1, min(self.maximum, round(self.median * math.exp(self.spread * numbers.gauss(0.0, 1.0)))))
@@ -80,11 +70,12 @@ class Lognormal:
 
     @property
     def mean(self) -> float:
+        """Mean tokens of an answer, cut at the limit."""
         if not self.spread:
             return min(self.median, self.maximum)
-        place = math.log(self.maximum / self.median) / self.spread
-        uncut = self.median * math.exp(self.spread**2 / 2) * _NORMAL.cdf(place - self.spread)
-        return uncut + self.maximum * (1 - _NORMAL.cdf(place))
+        limit = math.log(self.maximum / self.median) / self.spread
+        uncut = self.median * math.exp(self.spread**2 / 2) * _NORMAL.cdf(limit - self.spread)
+        return uncut + self.maximum * (1 - _NORMAL.cdf(limit))
 
     def _below(self, tokens: float) -> float:
         return _NORMAL.cdf(math.log(tokens / self.median) / self.spread)
@@ -93,23 +84,9 @@ class Lognormal:
         return min(self.maximum, self.median * math.exp(self.spread * _NORMAL.inv_cdf(share)))
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Lengths that are given, in the order of ordinals and samples; used again from the beginning."""
-
-    tokens: tuple[int, ...]
-
-    def of_group(self, seed: int, ordinal: int, size: int) -> list[int]:
-        del seed
-        return [self.tokens[(ordinal * size + sample) % len(self.tokens)] for sample in range(size)]
-
-    @property
-    def mean(self) -> float:
-        return sum(self.tokens) / len(self.tokens)
-
-
 def _solve(rising: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Where a function that never falls reaches a value, between two arguments; the nearer end where it does not."""
+    """Return the argument between `low` and `high` at which a function that never falls reaches a value, by
+    bisection."""
     for _ in range(_HALVINGS):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if rising(middle) < wanted else (low, middle)

@@ -1,4 +1,4 @@
-"""What a run's own record says of its lengths and speeds, to be used in place of estimates."""
+"""Lengths and speeds from the record of a run, to be used instead of estimates."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 
 RECENT = 50
-"""Steps that are looked at; the first of a run, in which kernels are compiled, is not among them."""
+"""Number of newest steps that are averaged. The first step of a run is left out: it compiles kernels."""
 OTHER = ("time/reward_s", "time/log_probs_s", "time/offload_s")
-"""Parts of a step that the simulation knows nothing of."""
+"""Parts of a step that are not simulated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The newest steps of a run, in their mean."""
+    """Means over the newest steps of a run."""
 
     run: str
     config: RunConfig
@@ -30,33 +30,33 @@ class Measured:
     prompt_tokens: int
     step_s: float
     generate_s: float
-    """In which a replica computed."""
+    """Seconds in which a replica computed."""
     train_s: float
     refit_s: float
-    """That new weights took to where generation is."""
+    """Seconds to send new weights to the inference replicas."""
     other_s: float
-    """In which none of these was done, nor waited for."""
+    """Seconds of the parts in OTHER."""
     max_lag: int
-    """Versions that its answers were behind, at most."""
+    """Largest staleness of an answer, in versions."""
 
 
 def read_measured(run: RunDir) -> Measured:
-    """What the newest steps of a run were like.
+    """Average the newest steps of a run.
 
     Raises:
-        BadInput: it has made no more than one step, or its files cannot be read.
+        BadInput: the run has made fewer than two steps, or its files cannot be read.
     """
     name, config, found = run.root.name, read_resolved(run.resolved), read_lines(MetricsLine, run.metrics)
     if isinstance(found, Unreadable):
         raise BadInput(str(found))
     lines = [line.values for line in found.records[1:]][-RECENT:]
     if not lines:
-        raise BadInput(f"{run.metrics}: {name} has not made two steps yet: there is nothing to measure")
+        raise BadInput(f"{run.metrics}: {name} has not made two steps yet, so there is nothing to measure")
 
     def mean(metric: str, default: float | None = None) -> float:
         values = [float(line[metric]) for line in lines if metric in line]
         if not values and default is None:
-            raise BadInput(f"{run.metrics}: no step says {metric}")
+            raise BadInput(f"{run.metrics}: no step has the metric {metric}")
         return fmean(values) if values else default or 0.0
 
     step_s, busy = mean("time/step_s"), mean("system/replica_busy_mean", 0.0)

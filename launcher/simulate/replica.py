@@ -1,110 +1,108 @@
-"""One inference replica: rows in flight, and answers that wait for one. Time between two events is computed by formula,
-as if tokens flowed, so nothing is done for each token."""
+"""One inference replica: rows that generate, and answers that wait for a row.
+
+The time between two events is computed by a formula, as if tokens flowed continuously, so no code runs per token.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from launcher.simulate.scenario import Costs
 
 _TOKEN = 1e-6
-"""Part of a token that rounding may leave of an answer."""
+"""Fraction of a token that rounding may leave of a finished answer."""
 
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One answer on its way, over as many replicas as it takes."""
+    """One unfinished answer; it may move between replicas."""
 
     ordinal: int
     sample: int
     tokens: int
-    """That it will have."""
+    """Final length."""
     done: float = 0.0
-    """Tokens that it has."""
+    """Tokens counted so far."""
+    counted_at: float = 0.0
+    """Decoding step of its replica up to which `done` is counted."""
     sampled: list[tuple[int, float]] = field(default_factory=list)
-    """(version, tokens sampled by it), in their order."""
+    """(policy version, tokens sampled by it), in order."""
 
 
 class Replica:
-    """Answers `rows` at once, the first come first."""
+    """A replica that generates `rows` answers at once, first come, first served."""
 
     def __init__(self, costs: Costs, prompt_tokens: int, version: int, now: float) -> None:
         self.changes = 0
-        """Grows whenever what it will do next is no longer what it was."""
+        """Number of changes that make an earlier value of `next_end` wrong."""
         self.planned = 0
-        """`changes` when somebody last looked what it will do next."""
+        """Value of `changes` for which the end of the next answer is in the event queue."""
         self._costs = costs
         self._prompt_tokens = prompt_tokens
-        self._clock = now  # until when it has computed
+        self._version = version
+        self._clock = now  # computed up to here
         self._busy_s = 0.0
-        self._steps = 0.0  # so far
+        self._steps = 0.0  # decoding steps so far
         self._cached = 0.0  # tokens in the caches of all rows
-        self._rows: list[tuple[float, int, float, Answer]] = []  # (last step, tie, first step, answer), a heap
-        self._begun = 0
+        self._rows: list[tuple[float, int, Answer]] = []  # a heap of (last step, tie-breaker, answer)
+        self._started = 0
         self._waiting: deque[Answer] = deque()
-        self._versions: list[tuple[float, int]] = [(0.0, version)]  # (first step, version)
         self._prefilled: set[int] = set()  # ordinals whose prompt is in the cache
 
     @property
     def outstanding(self) -> int:
-        """Answers that it has to give."""
+        """Unfinished answers."""
         return len(self._rows) + len(self._waiting)
 
     @property
     def next_end(self) -> float | None:
-        """When the next answer ends; None where it has none."""
+        """Time at which the next answer ends; None if no row is in use."""
         if not self._rows:
             return None
         return self._clock + self._costs.decode.seconds(len(self._rows), self._cached, self._rows[0][0] - self._steps)
 
     def busy_by(self, now: float) -> float:
-        """Seconds in which it had anything to compute."""
+        """Seconds in which the replica computed."""
         self._advance(now)
         return self._busy_s
 
     def submit(self, answers: list[Answer], now: float) -> None:
-        """Take these on."""
         self._advance(now)
         self._waiting.extend(answers)
         self._admit()
 
-    def ended(self, now: float) -> list[Answer]:
-        """Those that have all their tokens; waiting ones take their rows."""
+    def pop_ended(self, now: float) -> list[Answer]:
+        """Remove and return the finished answers; waiting ones take their rows."""
         self._advance(now)
-        gone = []
+        ended = []
         while self._rows and self._rows[0][0] <= self._steps + _TOKEN:
-            _, _, begun, answer = heapq.heappop(self._rows)
-            self._note(answer, begun, answer.tokens - answer.done)
+            _, _, answer = heapq.heappop(self._rows)
+            self._count(answer, answer.tokens - answer.done)
             self._cached -= self._prompt_tokens + answer.tokens
-            gone.append(answer)
+            ended.append(answer)
         if not self._rows:
             self._cached = 0.0
         self._admit()
-        return gone
+        return ended
 
     def swap(self, version: int, now: float) -> None:
-        """Go on with these weights."""
-        self._advance(now)
-        self._versions.append((self._steps, version))
-        self.stand_still(self._costs.swap_s, now)
+        """Continue all rows with these weights."""
+        self._count_rows(now)
+        self._version = version
+        self.pause(self._costs.swap_s, now)
 
-    def stand_still(self, seconds: float, now: float) -> None:
-        """Compute nothing for so long."""
+    def pause(self, seconds: float, now: float) -> None:
+        """Compute nothing for some seconds."""
         self._advance(now)
         self._clock += seconds
         self.changes += 1
 
     def stop(self, now: float) -> list[Answer]:
-        """Give up all that it has: answers with the tokens that they have at `now`, in the order in which they came."""
-        self._advance(now)
-        left = []
-        for last, _, begun, answer in sorted(self._rows, key=lambda row: row[1]):
-            self._note(answer, begun, min(self._steps, last) - begun)
-            left.append(answer)
-        left += self._waiting
+        """Remove and return all answers, with the tokens that they have at `now`, in the order of their start."""
+        self._count_rows(now)
+        left = [answer for _, _, answer in sorted(self._rows, key=lambda row: row[1])] + [*self._waiting]
         self._rows, self._cached = [], 0.0
         self._waiting.clear()
         self._prefilled.clear()
@@ -129,26 +127,23 @@ class Replica:
                 self._prefilled.add(answer.ordinal)
                 computed += self._prompt_tokens
             computed += answer.done
-            self._begun += 1
-            last = self._steps + answer.tokens - answer.done
-            heapq.heappush(self._rows, (last, self._begun, self._steps, answer))
+            self._started += 1
+            answer.counted_at = self._steps
+            heapq.heappush(self._rows, (self._steps + answer.tokens - answer.done, self._started, answer))
             self._cached += self._prompt_tokens + answer.done
         seconds = computed * self._costs.prefill_token_s
         self._clock += seconds
         self._busy_s += seconds
         self.changes += 1
 
-    def _note(self, answer: Answer, begun: float, tokens: float) -> None:
-        answer.done += tokens
-        answer.sampled += self._by_version(begun, begun + tokens)
+    def _count_rows(self, now: float) -> None:
+        self._advance(now)
+        for last, _, answer in self._rows:
+            self._count(answer, min(self._steps, last) - answer.counted_at)
 
-    def _by_version(self, first: float, last: float) -> Iterator[tuple[int, float]]:
-        """(version, steps) of the steps from `first` to `last`."""
-        end, found = last, []
-        for begun, version in reversed(self._versions):
-            if begun < end:
-                found.append((version, end - max(begun, first)))
-                end = max(begun, first)
-            if begun <= first:
-                break
-        return reversed(found)
+    def _count(self, answer: Answer, tokens: float) -> None:
+        """Credit tokens to the current version."""
+        answer.done += tokens
+        answer.counted_at = self._steps
+        if tokens:
+            answer.sampled.append((self._version, tokens))

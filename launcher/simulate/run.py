@@ -2,15 +2,14 @@
 
     prompts -> admitted by the bound -> a replica -> answered -> their batch is whole -> trained in order -> new weights
                      ^                                                                                          |
-                     +------------ replicas swap, one more version is published ------------ on their way ------+
+                     +-------------- replicas swap, one more version is published <------------ sent -----------+
 
-Batch s is made of the ordinals [s P, (s + 1) P) and trained by version s. Those below (version + 1 + max_lag) P are
-admitted, so a token is at most max_lag versions old when it is trained. Answers go on across versions, and while one is
-on its way; what is admitted by it waits.
+Batch s is made of the ordinals [s P, (s + 1) P) and trained by version s. Ordinals below (version + 1 + max_lag) P are
+admitted, so a token is at most max_lag versions old when it is trained. Answers continue across versions and while
+weights are sent; newly admitted prompts wait for the weights.
 
-A preemption with enough grace saves, and what is half answered is gone on with; any other end of an attempt goes back
-to the newest checkpoint, and all that came after it is made again. A node that only generates takes its replicas along
-and nothing else.
+A preemption with enough notice saves, and its unfinished answers resume. Any other end of an attempt goes back to the
+newest checkpoint and repeats what came after it. The loss of an inference node costs only its replicas.
 """
 
 from __future__ import annotations
@@ -20,24 +19,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
-from launcher.simulate.agenda import Agenda
-from launcher.simulate.outcome import Outcome, Step
-from launcher.simulate.pool import Pool
+from launcher.simulate.pool import EventQueue, Pool
 from launcher.simulate.replica import Answer
+from launcher.simulate.result import SimulatedRun, SimulatedStep
 from launcher.simulate.scenario import NEVER, Scenario
 
 SAVES_IN_GRACE = 1.5
-"""What a save is taken for when it is decided whether it fits; as at a real drain."""
+"""Saves that must fit into the notice of a preemption, as at a real drain."""
 
 
-def simulate(scenario: Scenario, steps: int, seed: int = 0) -> Outcome:
-    """A run of so many steps; the same for the same arguments."""
-    return _Run(scenario, seed).until(steps)
+def simulate(scenario: Scenario, steps: int, seed: int = 0) -> SimulatedRun:
+    """Simulate a run of `steps` steps; equal arguments give equal results."""
+    return _Simulation(scenario, seed).until(steps)
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What has ended of the answers of a batch."""
+    """Sums over the finished answers of a batch."""
 
     missing: int
     tokens: int = 0
@@ -55,34 +53,34 @@ class _Batch:
             self.versions[version] += tokens  # type: ignore[assignment]
 
 
-class _Run:
+class _Simulation:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self._scenario = scenario
         self._seed = seed
         self._chance = Random(f"faults of seed {seed}")
-        self._agenda = Agenda()
-        self._pool = Pool(scenario, self._agenda, self._take)
-        self._steps: list[Step] = []  # of the surviving line
-        self._batches: dict[int, _Batch] = {}  # that are admitted and not trained
+        self._queue = EventQueue()
+        self._pool = Pool(scenario, self._queue, self._take)
+        self._steps: list[SimulatedStep] = []  # not taken back by a failure
+        self._batches: dict[int, _Batch] = {}  # admitted and not trained
         self._admitted = 0  # ordinals
-        self._checkpoint = 0  # steps that are safe
+        self._checkpoint = 0  # steps that a checkpoint holds
         self._training_since: float | None = None
-        self._blocked = False  # the training world saves
+        self._blocked = False  # whether the training world saves
         self._sent_at = 0.0  # when all replicas have the newest weights
-        self._generated_s = 0.0  # by the end of the step before, see Pool.busy_s
+        self._generated_s = 0.0  # Pool.busy_s at the end of the step before
         self._trained_s = self._queued_s = self._starting_s = 0.0
         self._attempts, self._repeated = 1, 0
 
-    def until(self, steps: int) -> Outcome:
+    def until(self, steps: int) -> SimulatedRun:
         self._begin_attempt([], self._scenario.costs.refit_s)
         while len(self._steps) < steps:
-            self._agenda.go_on()
-        return self._outcome()
+            self._queue.run_next()
+        return self._result()
 
     # Generation
 
     def _admit(self, now: float) -> None:
-        """Let generation begin with as many prompts as the bound allows, once it can by the newest weights."""
+        """Submit the prompts that the bound allows, unless weights are being sent."""
         if self._blocked or now < self._sent_at:
             return
         work = self._scenario.work
@@ -111,19 +109,19 @@ class _Run:
             return
         self._training_since = now
         seconds = costs.train_s(batch.tokens, batch.squares, batch.longest)
-        # What changes the weights, at the end of step_s at the latest, waits until they are sent.
+        # The update is the last part of a step. It changes the weights, so it waits until the former ones are sent.
         waits_s = max(0.0, self._sent_at - (now + seconds - costs.step_s))
         sent_s = waits_s + costs.refit_s - max(0.0, self._sent_at - now)
-        self._agenda.at(now + waits_s + seconds, partial(self._update, seconds, sent_s))
+        self._queue.at(now + waits_s + seconds, partial(self._update, seconds, sent_s))
 
     def _update(self, trained_s: float, sent_s: float, now: float) -> None:
-        """The step is done, and its weights set off."""
+        """End the step, send its weights and save if it is time."""
         version, prompts = len(self._steps), self._scenario.work.prompts
         batch = self._batches.pop(version)
         aged = sum((version - old) * tokens for old, tokens in batch.versions.items())
         generated_s = self._pool.busy_s(now)
         self._steps.append(
-            Step(
+            SimulatedStep(
                 number=version + 1,
                 ended_at=now,
                 ordinals=range(version * prompts, (version + 1) * prompts),
@@ -140,32 +138,32 @@ class _Run:
         self._training_since = None
         costs = self._scenario.costs
         self._sent_at = now + costs.refit_s
-        self._agenda.at(self._sent_at, self._swap)
+        self._queue.at(self._sent_at, self._swap)
         if not costs.generates_beside_refit:
-            self._pool.stand_still(costs.refit_s, now)
+            self._pool.pause(costs.refit_s, now)
         blocked_s = self._begin_save(now)
         self._blocked = True
-        self._agenda.at(now + blocked_s, self._go_on)
+        self._queue.at(now + blocked_s, self._resume)
 
     def _swap(self, now: float) -> None:
-        """All replicas have the newest weights."""
+        """Continue with the newest weights, which all replicas have now."""
         self._pool.swap(len(self._steps), now)
         self._admit(now)
         self._train_if_ready(now)
 
     def _begin_save(self, now: float) -> float:
-        """Seconds for which training stands still."""
+        """Start a save if one is due. Return the seconds for which training pauses."""
         every, costs = self._scenario.save_every, self._scenario.costs
         if not every or len(self._steps) % every:
             return 0.0
-        self._agenda.at(now + costs.save_s, partial(self._saved, len(self._steps)))
+        self._queue.at(now + costs.save_s, partial(self._saved, len(self._steps)))
         return costs.save_blocked_s
 
     def _saved(self, step: int, now: float) -> None:
         del now
         self._checkpoint = step
 
-    def _go_on(self, now: float) -> None:
+    def _resume(self, now: float) -> None:
         self._blocked = False
         self._admit(now)
         self._train_if_ready(now)
@@ -173,15 +171,15 @@ class _Run:
     # Attempts
 
     def _begin_attempt(self, left: list[Answer], now: float) -> None:
-        """The replicas have been sent weights. left: answers that are gone on with."""
+        """Start all replicas, which have the weights. left: unfinished answers that resume."""
         faults = self._scenario.faults
         self._sent_at = now
         self._pool.start(len(self._steps), now)
         if faults.preempted_every_s < NEVER:
-            self._agenda.at(now + self._drawn(faults.preempted_every_s), self._preempt)
-        self._await_node_failure(now)
+            self._queue.at(now + self._random_s(faults.preempted_every_s), self._preempt)
+        self._schedule_node_failure(now)
         self._pool.submit(left, now)
-        self._go_on(now)
+        self._resume(now)
 
     def _preempt(self, now: float) -> None:
         faults, costs = self._scenario.faults, self._scenario.costs
@@ -192,10 +190,10 @@ class _Run:
         else:
             self._roll_back(now, faults.queued_s)
 
-    def _await_node_failure(self, now: float) -> None:
+    def _schedule_node_failure(self, now: float) -> None:
         every = self._scenario.faults.node_fails_every_s
         if every < NEVER:
-            self._agenda.at(now + self._drawn(every / self._scenario.split.nodes), self._lose_node)
+            self._queue.at(now + self._random_s(every / self._scenario.split.nodes), self._lose_node)
 
     def _lose_node(self, now: float) -> None:
         split = self._scenario.split
@@ -203,11 +201,11 @@ class _Run:
         if node < split.training_nodes:
             self._roll_back(now, 0.0)
         else:
-            self._await_node_failure(now)
+            self._schedule_node_failure(now)
             self._pool.lose_node(node - split.training_nodes, now)
 
     def _roll_back(self, now: float, queued_s: float) -> None:
-        """To the newest checkpoint."""
+        """Go back to the newest checkpoint."""
         self._pool.stop(now)
         self._generated_s = self._pool.busy_s(now)
         self._repeated += len(self._steps) - self._checkpoint
@@ -217,7 +215,7 @@ class _Run:
         self._end_attempt([], now, 0.0, queued_s)
 
     def _end_attempt(self, left: list[Answer], now: float, saving_s: float, queued_s: float) -> None:
-        self._agenda.clear()
+        self._queue.clear()
         if self._training_since is not None:
             self._trained_s += now - self._training_since
             self._training_since = None
@@ -225,12 +223,12 @@ class _Run:
         self._starting_s += starting_s
         self._attempts += 1
         sent_at = now + starting_s + queued_s + self._scenario.costs.refit_s
-        self._agenda.at(sent_at, partial(self._begin_attempt, left))
+        self._queue.at(sent_at, partial(self._begin_attempt, left))
 
-    def _drawn(self, mean_s: float) -> float:
+    def _random_s(self, mean_s: float) -> float:
         return self._chance.expovariate(1 / mean_s)
 
-    def _outcome(self) -> Outcome:
+    def _result(self) -> SimulatedRun:
         split, seconds = self._scenario.split, self._steps[-1].ended_at
         held_s = seconds - self._queued_s
         running_s = held_s - self._starting_s
@@ -243,7 +241,7 @@ class _Run:
         if split.colocated:
             useful_s = trained_s + generated_s
             idle_training = idle_inference = idle_training + idle_inference - 1
-        return Outcome(
+        return SimulatedRun(
             steps=tuple(self._steps),
             seconds=seconds,
             held_s=held_s,

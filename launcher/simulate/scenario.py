@@ -1,4 +1,4 @@
-"""What a simulation is given: the work of a step, what each part of it takes, who does it, and what goes wrong."""
+"""Input of a simulation: the work of a step, the time of each part, the split of the nodes, and the failures."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from launcher.simulate.lengths import Lengths
+from launcher.simulate.lengths import Lognormal
 
 NEVER = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step of the run is made of."""
+    """The batch of a step."""
 
     prompts: int
     group_size: int
     prompt_tokens: int
-    lengths: Lengths
+    lengths: Lognormal
 
     @property
     def answers(self) -> int:
@@ -27,15 +27,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
-    """What it takes a replica to sample one token for each of its rows."""
+    """Time a replica needs to sample one token for each of its rows."""
 
     points: tuple[tuple[int, float], ...]
-    """(rows, seconds), rows rising: with empty caches. Between two points, and beyond the last two, a line."""
+    """(rows, seconds) with empty caches, rows rising. Times between two points, and beyond the last, are on a line."""
     cached_token_s: float
-    """Seconds more for each token in the cache of any row."""
+    """Additional seconds for each token in the cache of any row."""
 
     def step_s(self, rows: int) -> float:
-        """Seconds of a step with empty caches."""
+        """Seconds of a decoding step with empty caches."""
         points = self.points
         if len(points) == 1 or rows <= points[0][0]:
             return points[0][1]
@@ -44,11 +44,11 @@ class DecodeSpeed:
         return low + (high - low) * (rows - few) / (many - few)
 
     def seconds(self, rows: int, cached: float, steps: float) -> float:
-        """Of `steps` steps of the same rows, which begin with `cached` tokens in all their caches together."""
+        """Seconds of `steps` decoding steps of the same rows, whose caches hold `cached` tokens in all at the start."""
         return steps * (self.step_s(rows) + self.cached_token_s * (cached + rows * steps / 2))
 
     def steps(self, rows: int, cached: float, seconds: float) -> float:
-        """How many of these steps, whole and part, so many seconds are enough for: the inverse of `seconds`."""
+        """Decoding steps, possibly fractional, that fit into `seconds`: the inverse of `seconds`."""
         first = self.step_s(rows) + self.cached_token_s * cached
         growth = self.cached_token_s * rows
         return 2 * seconds / (first + math.sqrt(first**2 + 2 * growth * seconds))
@@ -60,37 +60,38 @@ class Costs:
 
     decode: DecodeSpeed
     rows: int
-    """Answers that a replica has in flight at most."""
+    """Largest number of answers that a replica generates at once."""
     prefill_token_s: float
-    """Of a replica, for each token that it computes at once: of prompts, once a group, and of answers gone on with."""
+    """Seconds a replica needs per prefilled token: of a prompt, once per group, and of an answer that resumes."""
     train_token_s: float
-    """Of the training world, for each token of the batch."""
+    """Seconds the training world needs per token of the batch."""
     train_square_s: float
-    """... for each square of an answer's tokens: attention."""
+    """Seconds the training world needs per squared length of an answer (attention)."""
     training_replicas: int
-    """Data-parallel ones: an answer is trained by one of them."""
+    """Data-parallel replicas. One of them trains the whole of an answer."""
     step_s: float
-    """Of each step, whatever its tokens: the update, rewards that are waited for, exchange."""
+    """Seconds of each step that do not depend on its tokens: the update, rewards, exchange."""
     refit_s: float
-    """From an update until all replicas have the weights."""
+    """Seconds from an update until all replicas have the weights."""
     trains_beside_refit: bool = False
-    """Whether the next batch may be trained meanwhile, but for its update. On GPUs it may not: see
-    `Platform.transfers_beside_collectives`."""
+    """Whether the next batch is trained, except for its update, while weights are sent. False on GPUs
+    (`Platform.transfers_beside_collectives`)."""
     generates_beside_refit: bool = True
-    """Whether replicas go on meanwhile. On GPUs only those of one rank do."""
+    """Whether replicas generate while weights are sent. On GPUs only replicas of one rank do."""
     swap_s: float = 0.0
-    """What a replica stands still for at the end of it."""
+    """Seconds a replica pauses to swap in weights that have arrived."""
     save_blocked_s: float = 0.0
-    """That training stands still for a save."""
+    """Seconds training pauses for a save."""
     save_s: float = 0.0
-    """From the begin of a save until it is published."""
+    """Seconds from the start of a save until the checkpoint is published."""
 
     def train_s(self, tokens: int, squares: int, longest: int) -> float:
-        """Seconds of a batch: as long as its longest answer takes one replica, or as the mean over them, if balanced.
+        """Seconds of a training step: balanced over the data-parallel replicas, or bound by its longest answer.
 
         Args:
             tokens: of all answers.
             squares: sum of the squares of their tokens.
+            longest: tokens of the longest answer.
         """
         shared = self.train_token_s * tokens + self.train_square_s * squares
         alone = self.training_replicas * (self.train_token_s * longest + self.train_square_s * longest**2)
@@ -99,7 +100,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Who does what."""
+    """Nodes that train and nodes that generate."""
 
     training_nodes: int
     inference_nodes: int
@@ -115,13 +116,9 @@ class Split:
     def nodes(self) -> int:
         return self.training_nodes + self.inference_nodes
 
-    @property
-    def generating_nodes(self) -> int:
-        return self.inference_nodes or self.training_nodes
-
     def replicas_on(self, node: int) -> range:
-        """Which replicas the loss of a node takes along, of the `node`-th that generates."""
-        per_replica = self.generating_nodes / self.replicas
+        """Replicas on the `node`-th node that generates: all of them are lost with it."""
+        per_replica = (self.inference_nodes or self.training_nodes) / self.replicas
         first = math.floor(node / per_replica + 1e-9)
         return range(first, max(first + 1, math.ceil((node + 1) / per_replica - 1e-9)))
 
@@ -131,35 +128,31 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong, how often on average, at random moments; seconds."""
+    """Mean times between failures, which happen at random moments, and what each costs; all in seconds."""
 
     preempted_every_s: float = NEVER
-    """Of running."""
+    """Running time between two preemptions."""
     grace_s: float = 120.0
-    """That a preemption leaves: enough for 1.5 saves, and the run saves; else it is killed as it stands."""
+    """Notice of a preemption. The run saves if a save fits, and otherwise loses its steps since the checkpoint."""
     queued_s: float = 0.0
-    """In the queue, holding nothing, after each preemption."""
+    """Time in the queue, without nodes, after each preemption."""
     node_fails_every_s: float = NEVER
-    """Of one node."""
+    """Time between two failures of one node."""
     restart_s: float = 300.0
-    """From the begin of an attempt until its ranks go on."""
+    """Time from the start of an attempt until its ranks work."""
     replica_restart_s: float = 180.0
-    """From the loss of a node that only generates until its replicas answer again."""
+    """Time from the loss of an inference node until its replicas answer again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One simulation, but for its seed."""
+    """All that a simulation depends on, except its random seed."""
 
     work: Work
     costs: Costs
     split: Split
     max_lag: int = 0
-    """Versions that generation may be ahead of training; co-located 0."""
+    """Versions that generation may run ahead of training; 0 if co-located."""
     save_every: int = 0
-    """Steps; 0: only when it leaves."""
+    """Steps; 0: only when the run is preempted."""
     faults: Faults = Faults()
-
-    def __post_init__(self) -> None:
-        if self.split.colocated and self.max_lag:
-            raise ValueError("of co-located ranks no lag is simulated: max_lag is 0 there")

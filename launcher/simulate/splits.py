@@ -1,93 +1,116 @@
-"""Which split of an allocation's nodes takes least time: each is simulated without faults."""
+"""Step times and whole runs, simulated on the possible splits of an allocation's nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from launcher.cluster.profile import Profile
 from launcher.plan.gpu_memory import rank_memories
 from launcher.plan.placement import LayoutError, Plan, place
 from launcher.plan.summary import gpu_bytes, with_offload
 from launcher.simulate.estimate import AS_ESTIMATED, Correction, corrected, estimate_costs
+from launcher.simulate.result import SimulatedRun
 from launcher.simulate.run import simulate
-from launcher.simulate.scenario import Scenario, Split, Work
+from launcher.simulate.scenario import Faults, Scenario, Split, Work
+from megatron_rl.checkpoint.interval import PRIOR_S, Cost, best_interval_s
 from megatron_rl.config import RunConfig
 from megatron_rl.platform.cards import Card
 from megatron_rl.rank.config import PlacementConfig
 
 MOST_SPLITS = 8
-"""That are looked at; of a larger allocation as many, evenly spaced."""
+"""Largest number of splits that are simulated; of a larger allocation they are evenly spaced."""
 STEPS = 3
-"""That are looked at of each, after the first ones, in which generation gets its lead."""
+"""Steps that are measured of each split, after those in which generation gains its lead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What is known of a recipe's work and speed."""
+    """Assumed work and speed of a recipe."""
 
     config: RunConfig
     work: Work
     card: Card
     vocab: int
     basis: str
-    """Where the speeds are from, in words."""
+    """Source of the speeds, as a phrase: "estimated for H100"."""
     correction: Correction = AS_ESTIMATED
     profile: Profile | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A run in its steady state."""
+    """Speed of a run in its steady state, per step."""
 
     step_s: float
     tokens_per_s: float
     train_s: float
-    """Seconds of a step in which the training world trains."""
+    """Seconds in which the training world trains."""
     refit_s: float
-    """... in which weights are on their way and it does not."""
+    """Seconds in which the training world waits for weights to be sent."""
     generate_s: float
-    """... in which a replica computes, mean over the replicas."""
+    """Seconds in which a replica computes, mean over the replicas."""
     idle_training: float
-    """Share of the time; where co-located, of the ranks that do both."""
+    """Idle share of the training ranks; co-located, of the ranks that do both."""
     idle_inference: float
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A split, how fast it is, and whether the GPUs have room for it."""
+    """A split, its speed, and the memory it lacks."""
 
     split: Split
     paces: Mapping[int, Pace]
-    """By lag; of co-located ranks by 0 alone."""
+    """Pace by lag; co-located ranks have only lag 0."""
     lacks_bytes: int
-    """By which the fullest GPU is too small, as estimated; 0: it is not."""
+    """Estimated bytes by which the fullest GPU is too small; 0: the split fits."""
+    scenarios: Mapping[int, Scenario]
+    """Scenario of each pace, without saves and failures."""
 
     def at(self, lag: int) -> Pace:
-        """How fast it is at this lag; co-located ranks have none."""
+        """Return the pace at a lag, or at lag 0 if co-located."""
         return self.paces[0 if self.split.colocated else lag]
 
 
-def compare(assumed: Assumptions, nodes: int, lags: Sequence[int], seed: int = 0) -> list[Candidate]:
-    """Co-located and each split that is possible, but for MOST_SPLITS."""
+def compare(assumed: Assumptions, nodes: int, lags: Sequence[int]) -> list[Candidate]:
+    """Simulate co-located ranks and up to MOST_SPLITS possible splits of `nodes` nodes at each lag."""
     found = []
     for inference_nodes in _inference_nodes(assumed.config, nodes):
         laid_out = lay_out(assumed.config, nodes, inference_nodes, assumed.profile)
         if laid_out is not None:
-            found.append(_candidate(assumed, *laid_out, lags, seed))
+            found.append(_candidate(assumed, *laid_out, lags))
     return found
 
 
 def best(candidates: Sequence[Candidate], lag: int) -> Candidate | None:
-    """The fastest at this lag among those that the GPUs have room for; co-located ranks count at any."""
+    """Return the fastest candidate at a lag that fits into the GPUs' memory; co-located ranks count at any lag."""
     fitting = [one for one in candidates if not one.lacks_bytes]
     return min(fitting, key=lambda one: one.at(lag).step_s, default=None)
+
+
+def run_with_faults(
+    candidates: Sequence[Candidate], lags: Sequence[int], save_every: int | None, faults: Faults, steps: int
+) -> Iterator[tuple[Scenario, SimulatedRun]]:
+    """Simulate a run on co-located ranks, and at each lag on the fastest split, as far as they fit.
+
+    Args:
+        save_every: steps; None: the interval that `save.every: auto` would choose.
+        steps: of each run.
+    """
+    colocated = [one for one in candidates if one.split.colocated and not one.lacks_bytes]
+    choices = [(0, colocated[0])] if colocated else []
+    partitioned = [one for one in candidates if not one.split.colocated]
+    choices += [(lag, fastest) for lag in lags if (fastest := best(partitioned, lag)) is not None]
+    for lag, one in choices:
+        every = save_every or _best_save_every(one.scenarios[lag], one.at(lag).step_s, faults)
+        scenario = replace(one.scenarios[lag], faults=faults, save_every=every)
+        yield scenario, simulate(scenario, steps)
 
 
 def lay_out(
     config: RunConfig, nodes: int, inference_nodes: int, profile: Profile | None
 ) -> tuple[RunConfig, Plan] | None:
-    """The recipe, and who does what, on a split; None where it gives no layout.
+    """Return the recipe for a split and its plan, or None if the split has no valid layout.
 
     Args:
         inference_nodes: 0: co-located.
@@ -106,7 +129,7 @@ def lay_out(
 
 
 def scenario_of(assumed: Assumptions, config: RunConfig, plan: Plan, max_lag: int) -> Scenario:
-    """What a run on this layout is like. Without saves and faults."""
+    """Return the scenario of a run on this layout, without saves and failures."""
     sizes, bandwidth = plan.sizes, assumed.profile.fs_bandwidth if assumed.profile else None
     written = bandwidth * 1e9 if bandwidth else None
     costs = estimate_costs(config, sizes, assumed.vocab, assumed.card, assumed.work, written)
@@ -114,10 +137,10 @@ def scenario_of(assumed: Assumptions, config: RunConfig, plan: Plan, max_lag: in
     return Scenario(assumed.work, corrected(costs, assumed.correction), split, max_lag)
 
 
-def pace(scenario: Scenario, seed: int = 0, steps: int = STEPS) -> Pace:
-    """Of `steps` steps, once generation has its lead."""
+def pace(scenario: Scenario) -> Pace:
+    """Simulate STEPS steps after generation has gained its lead."""
     lead = 2 * scenario.max_lag
-    done = simulate(scenario, lead + steps, seed).steps
+    done = simulate(scenario, lead + STEPS).steps
     counted = done[lead:]
     seconds = done[-1].ended_at - (done[lead - 1].ended_at if lead else 0.0)
     idle_training = max(0.0, 1 - sum(step.trained_s + step.sent_s for step in counted) / seconds)
@@ -135,20 +158,28 @@ def pace(scenario: Scenario, seed: int = 0, steps: int = STEPS) -> Pace:
     )
 
 
-def _candidate(assumed: Assumptions, config: RunConfig, plan: Plan, lags: Sequence[int], seed: int) -> Candidate:
+def _candidate(assumed: Assumptions, config: RunConfig, plan: Plan, lags: Sequence[int]) -> Candidate:
     sizes, limit = plan.sizes, gpu_bytes(config, assumed.profile)
     needed = max(memory.total for memory in rank_memories(config, sizes, assumed.vocab))
+    scenarios = {lag: scenario_of(assumed, config, plan, lag) for lag in (lags if sizes.partitioned else (0,))}
     return Candidate(
         split=Split(sizes.training_nodes, sizes.inference_nodes, sizes.replicas),
-        paces={
-            lag: pace(scenario_of(assumed, config, plan, lag), seed) for lag in (lags if sizes.partitioned else (0,))
-        },
+        paces={lag: pace(scenario) for lag, scenario in scenarios.items()},
         lacks_bytes=max(0, needed - limit) if limit else 0,
+        scenarios=scenarios,
     )
 
 
+def _best_save_every(scenario: Scenario, step_s: float, faults: Faults) -> int:
+    """Steps between two saves."""
+    failures_per_s = 1 / faults.preempted_every_s + scenario.split.nodes / faults.node_fails_every_s
+    between_s = 1 / failures_per_s if failures_per_s else PRIOR_S
+    cost = Cost(scenario.costs.save_blocked_s, scenario.costs.save_s)
+    return max(1, round(best_interval_s(cost, between_s) / step_s))
+
+
 def _inference_nodes(config: RunConfig, nodes: int) -> list[int]:
-    """How many of the nodes only generate; 0: co-located."""
+    """Numbers of inference nodes to simulate; 0: co-located."""
     every = -(-nodes // MOST_SPLITS)
     counts = {0, *range(every, nodes, every)}
     asked = config.placement.inference.nodes

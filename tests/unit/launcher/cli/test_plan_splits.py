@@ -32,7 +32,7 @@ def splits(*arguments: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """The record of a run of the demo whose ranks took turns: 4 s of generation, 3 s of training, 1 s of all else."""
+    """Record of a co-located run of the demo: 4 s of generation, 3 s of training, 1 s of rewards per step."""
     made = RunDir(tmp_path / "mine")
     made.root.mkdir()
     made.resolved.write_text(dump_resolved(load_recipe("demo").config), encoding="utf-8")
@@ -62,7 +62,7 @@ def test_the_table_has_a_row_for_each_split_and_marks_the_fastest():
     assert sum("*" in row for row in rows[3:11]) == 2
 
 
-def test_splits_are_told_as_json_with_the_shares_in_which_each_role_waits():
+def test_splits_as_json_have_the_idle_share_of_each_role():
     found = splits(*RECIPE, "--max-lag", "0,2")
     colocated, *apart = found
     assert [lag["idle_training"] == lag["idle_inference"] for lag in colocated["lags"]] == [True, True]
@@ -74,7 +74,7 @@ def test_splits_are_told_as_json_with_the_shares_in_which_each_role_waits():
     assert apart[0]["lags"][0]["idle_training"] > apart[-1]["lags"][0]["idle_training"]
 
 
-def test_a_split_that_the_gpus_have_no_room_for_is_never_the_best():
+def test_a_split_that_does_not_fit_is_never_the_best():
     found = splits(*RECIPE, "training.tokens_per_microbatch=30000", "placement.offload=none")
     small = [split for split in found if split["lacks_bytes"]]
     assert small
@@ -90,36 +90,20 @@ def test_a_faster_card_and_shorter_answers_take_less_time():
     assert step_s("--answer-tokens", "500") < step_s() / 2
 
 
-def test_lengths_may_be_given_one_by_one(tmp_path: Path):
-    trace = tmp_path / "lengths"
-    trace.write_text("500\n500\n")
-    plain, long = splits(*RECIPE, "--lengths", str(trace)), splits(*RECIPE, "--answer-tokens", "500")
-    assert plain[0]["lags"][0]["step_s"] < long[0]["lags"][0]["step_s"]  # the same mean without a tail
-    for text, error in (
-        ("500\n11000\n", "number 2, '11000', is not between 1 and 10,975 tokens"),
-        ("1.5", "'1.5', is not between"),
-        ("", "is empty; give the tokens of an answer on each line"),
-    ):
-        trace.write_text(text)
-        result = mrl_plan(*RECIPE, "--lengths", str(trace))
-        assert (result.exit_code, error in result.output) == (2, True)
-    assert "cannot be read" in mrl_plan(*RECIPE, "--lengths", str(tmp_path)).output
-
-
-def test_of_a_large_allocation_not_all_splits_are_looked_at():
+def test_only_some_splits_of_a_large_allocation_are_simulated():
     found = splits(*RECIPE, "job.nodes=64", "placement.training.pp=8", "--max-lag", "1")
     assert [split["inference_nodes"] for split in found] == [0, 8, 16, 24, 32, 40, 48, 56]
 
 
-def test_what_a_run_measured_is_what_is_planned_for_it(run):
+def test_a_measured_run_is_planned_as_it_was_measured(run):
     (colocated,) = splits("demo", "--measured", str(run.root))
     lag, _ = colocated["lags"]
     assert (lag["generate_s"], lag["step_s"]) == (pytest.approx(4.0), pytest.approx(8.0))
-    told = mrl_plan("demo", "--measured", str(run.root)).output
-    assert "step time by split, as measured in 4 steps of mine" in told
+    printed = mrl_plan("demo", "--measured", str(run.root)).output
+    assert "step time by split, as measured in 4 steps of mine" in printed
 
 
-def test_nobody_knows_how_fast_a_cpu_is():
+def test_cpu_speeds_are_not_estimated():
     assert splits("demo") == []
     assert "step time" not in mrl_plan("demo").output
 
@@ -127,23 +111,26 @@ def test_nobody_knows_how_fast_a_cpu_is():
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("demo", "--card", "H100"), "job.device is cpu: how fast that is only a run can tell: --measured RUN"),
-        ((*RECIPE, "--card", "V100"), "--card V100: is not known; there are GB200, "),
+        (
+            ("demo", "--card", "H100"),
+            "job.device is cpu: speeds of CPUs are not estimated; give a run of this recipe: --measured RUN",
+        ),
+        ((*RECIPE, "--card", "V100"), "--card V100: unknown card; known cards: GB200, "),
         ((*RECIPE, "--answer-tokens", "20000"), "a mean of 20000 tokens is not between 1 and the limit of 10,975"),
-        ((*RECIPE, "--max-lag", "2-"), "'2-' is neither numbers such as 0,1,2 nor doublings such as 8-64"),
+        ((*RECIPE, "--max-lag", "2-"), "'2-' is not a list of numbers such as 0,1,2"),
         ((*RECIPE, "--max-lag", "17"), "17 is not between 0 and 16"),
-        ((*RECIPE, "--measured", "RUN"), "is a run of another model"),
-        (("demo", "--measured", "RUN", "--card", "H100"), "leave out --card, --answer-tokens and --lengths"),
+        ((*RECIPE, "--measured", "RUN"), "it trained another model"),
+        (("demo", "--measured", "RUN", "--card", "H100"), "leave out --card and --answer-tokens"),
         (("demo", "--measured", "xyzzy"), "no run is called 'xyzzy'"),
     ],
 )
-def test_what_says_nothing_is_refused_with_the_way_out(run, arguments, error):
+def test_bad_arguments_are_refused_with_a_remedy(run, arguments, error):
     result = mrl_plan(*(str(run.root) if one == "RUN" else one for one in arguments))
     assert result.exit_code == 2
     assert error in str(result.output or result.exception)
 
 
-def test_a_run_that_has_hardly_begun_is_refused(run):
+def test_a_run_with_fewer_than_two_steps_is_refused(run):
     run.metrics.write_text('{"step": 1, "time/step_s": 1.0}\n', encoding="utf-8")
     result = mrl_plan("demo", "--measured", str(run.root))
     assert (result.exit_code, "has not made two steps yet" in result.output) == (2, True)

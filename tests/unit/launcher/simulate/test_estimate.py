@@ -1,4 +1,4 @@
-"""What a step is estimated to take of a recipe that was never run."""
+"""Estimated times of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.platform.cards import CARDS
         ({"mode": "partitioned", "training.tp": 4, "inference.nodes": 4}, True),
     ],
 )
-def test_weights_travel_where_those_that_generate_have_not_all_of_them(
+def test_weights_are_sent_if_the_generating_ranks_do_not_have_all_of_them(
     layout: dict[str, object], travels: bool
 ) -> None:
     words = [f"placement.{key}={value}" for key, value in layout.items()]

@@ -1,4 +1,4 @@
-"""Lengths of answers: what is asked of a distribution is what is drawn from it."""
+"""The distribution of lengths: its mean, its limit, and its fit to a record."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.simulate.lengths import Lognormal, Trace
+from launcher.simulate.lengths import Lognormal
 
 
 @given(mean=st.floats(1, 10_000), maximum=st.integers(1, 20_000), spread=st.floats(0.01, 2.5))
-def test_a_lognormal_has_the_mean_that_was_asked_for_although_it_is_cut(mean, maximum, spread):
+def test_a_lognormal_has_the_requested_mean_although_it_is_cut(mean, maximum, spread):
     if mean > maximum:
         with pytest.raises(ValueError, match="is not between 1 and the limit"):
             Lognormal.with_mean(mean, maximum, spread)
@@ -20,7 +20,7 @@ def test_a_lognormal_has_the_mean_that_was_asked_for_although_it_is_cut(mean, ma
     assert Lognormal.with_mean(mean, maximum, spread).mean == pytest.approx(mean, rel=0.006)
 
 
-def test_what_is_drawn_has_the_mean_of_the_formula_and_is_never_beyond_the_limit():
+def test_drawn_lengths_have_the_mean_of_the_formula_and_keep_the_limit():
     lengths = Lognormal.with_mean(3200, 10975)
     drawn = [tokens for ordinal in range(500) for tokens in lengths.of_group(0, ordinal, 16)]
     assert fmean(drawn) == pytest.approx(lengths.mean, rel=0.02)
@@ -29,7 +29,7 @@ def test_what_is_drawn_has_the_mean_of_the_formula_and_is_never_beyond_the_limit
 
 
 @pytest.mark.parametrize(("spread", "maximum"), [(0.6, 100_000), (0.9, 4000), (1.3, 8000)])
-def test_a_fit_finds_the_spread_that_made_a_record(spread, maximum):
+def test_a_fit_finds_the_spread_behind_a_record(spread, maximum):
     true = Lognormal.with_mean(1500, maximum, spread)
     steps = [[n for k in range(64) for n in true.of_group(3, 64 * step + k, 16)] for step in range(30)]
     answers = [tokens for step in steps for tokens in step]
@@ -39,12 +39,6 @@ def test_a_fit_finds_the_spread_that_made_a_record(spread, maximum):
     assert found.mean == pytest.approx(true.mean, rel=0.03)
 
 
-def test_answers_that_are_all_alike_have_no_spread():
+def test_equal_answers_have_no_spread():
     assert Lognormal.fitted(20.0, 20.0, 0.0, 64, 100).of_group(0, 0, 3) == [20, 20, 20]
     assert Lognormal.fitted(100.0, 100.0, 1.0, 64, 100).of_group(0, 0, 3) == [100, 100, 100]
-
-
-def test_a_trace_is_used_in_order_and_again():
-    trace = Trace((1, 2, 3))
-    assert [trace.of_group(9, ordinal, 2) for ordinal in range(3)] == [[1, 2], [3, 1], [2, 3]]
-    assert trace.mean == 2

@@ -1,4 +1,4 @@
-"""The simulation of a run: what must hold whatever happens, and what a formula says where there is one."""
+"""Simulated runs: invariants for random scenarios, and exact times where there is a formula."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.simulate.lengths import Lognormal, Trace
+from launcher.simulate.lengths import Lognormal
 from launcher.simulate.run import simulate
 from launcher.simulate.scenario import NEVER, Costs, DecodeSpeed, Faults, Scenario, Split, Work
 
@@ -28,6 +28,11 @@ COSTS = Costs(
 )
 WORK = Work(prompts=6, group_size=4, prompt_tokens=10, lengths=Lognormal.with_mean(100, 400))
 PLAIN = Scenario(WORK, COSTS, Split(2, 2, 2))
+
+
+def equal(tokens: int) -> Lognormal:
+    """Lengths of answers that all have `tokens` tokens."""
+    return Lognormal(tokens, 0.0, tokens)
 
 
 @st.composite
@@ -62,7 +67,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 
 @given(scenarios(), st.integers(0, 2**32))
-def test_whatever_happens_each_prompt_is_trained_once_in_order_by_weights_that_are_fresh_enough(scenario, seed):
+def test_each_prompt_is_trained_once_in_order_and_within_the_lag_in_any_scenario(scenario, seed):
     done = simulate(scenario, 7, seed)
     work = scenario.work
     assert [ordinal for step in done.steps for ordinal in step.ordinals] == list(range(7 * work.prompts))
@@ -87,11 +92,11 @@ def test_whatever_happens_each_prompt_is_trained_once_in_order_by_weights_that_a
     colocated=st.booleans(),
     prompt=st.integers(1, 50),
 )
-def test_at_lag_0_equal_answers_take_what_the_formula_says(replicas, groups, tokens, colocated, prompt):
-    """Every replica has as many groups of 2, all in flight at once."""
+def test_equal_answers_at_lag_0_take_the_time_of_the_formula(replicas, groups, tokens, colocated, prompt):
+    """Every replica has the same number of groups of 2, all at once."""
     costs = replace(COSTS, swap_s=0.0)
     split = Split(1, 0, replicas) if colocated else Split(1, replicas, replicas)
-    work = Work(groups * replicas, 2, prompt, Trace((tokens,)))
+    work = Work(groups * replicas, 2, prompt, equal(tokens))
     done = simulate(Scenario(work, costs, split), 3)
     rows, answers = 2 * groups, 2 * groups * replicas
     generated = prompt * groups * 1e-4 + tokens * costs.decode.step_s(rows)
@@ -106,16 +111,16 @@ def test_at_lag_0_equal_answers_take_what_the_formula_says(replicas, groups, tok
 @pytest.mark.parametrize(
     ("beside", "refit_s", "step_s"),
     [
-        (False, 2.0, 2.0 + 3.0),  # GPUs train when the weights have come
+        (False, 2.0, 2.0 + 3.0),  # GPUs train after the weights have arrived
         (True, 2.0, 3.0),
-        (True, 4.0, 4.0 + 0.5),  # no update before they have
+        (True, 4.0, 4.0 + 0.5),  # the update waits for them
     ],
 )
-def test_weights_on_their_way_hold_up_training_or_its_update(beside, refit_s, step_s):
-    """Training takes 2.5 s and 0.5 s at the end of it; generation is ahead, and takes nothing to speak of."""
+def test_sending_weights_delays_training_or_only_its_update(beside, refit_s, step_s):
+    """Training takes 2.5 s plus an update of 0.5 s; generation is ahead and takes almost no time."""
     costs = replace(COSTS, decode=DecodeSpeed(((1, 1e-9),), 0.0), rows=99, prefill_token_s=0.0, swap_s=0.0)
     costs = replace(costs, train_token_s=2.5 / 240, train_square_s=0.0, refit_s=refit_s, trains_beside_refit=beside)
-    work = Work(prompts=6, group_size=4, prompt_tokens=10, lengths=Trace((10,)))
+    work = Work(prompts=6, group_size=4, prompt_tokens=10, lengths=equal(10))
     done = simulate(Scenario(work, costs, Split(2, 2, 2), max_lag=1), 6)
     for before, step in pairwise(done.steps):
         assert step.ended_at - before.ended_at == pytest.approx(step_s)
@@ -123,10 +128,10 @@ def test_weights_on_their_way_hold_up_training_or_its_update(beside, refit_s, st
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_replicas_that_wait_for_weights_lose_as_much_time_where_generation_is_ahead(beside):
+def test_replicas_that_wait_for_weights_lengthen_the_step_when_generation_is_the_bottleneck(beside):
     costs = replace(COSTS, decode=DecodeSpeed(((1, 0.1),), 0.0), prefill_token_s=0.0, swap_s=0.0, train_token_s=0.0)
     costs = replace(costs, train_square_s=0.0, refit_s=2.0, generates_beside_refit=beside)
-    work = Work(prompts=2, group_size=4, prompt_tokens=10, lengths=Trace((100,)))
+    work = Work(prompts=2, group_size=4, prompt_tokens=10, lengths=equal(100))
     done = simulate(Scenario(work, costs, Split(2, 1, 1), max_lag=1), 6)  # a batch fills the rows for 10 s
     for before, step in pairwise(done.steps[1:]):
         assert step.ended_at - before.ended_at == pytest.approx(10.0 if beside else 12.0)
@@ -134,14 +139,14 @@ def test_replicas_that_wait_for_weights_lose_as_much_time_where_generation_is_ah
 
 
 @given(steps=st.floats(0.01, 1e4), rows=st.integers(1, 20), cached=st.floats(0, 1e5))
-def test_the_steps_of_some_seconds_take_these_seconds(steps, rows, cached):
+def test_steps_is_the_inverse_of_seconds(steps, rows, cached):
     speed = COSTS.decode
     assert speed.steps(rows, cached, speed.seconds(rows, cached, steps)) == pytest.approx(steps, rel=1e-6)
     free = replace(speed, cached_token_s=0.0)
     assert free.steps(rows, cached, free.seconds(rows, cached, steps)) == pytest.approx(steps, rel=1e-6)
 
 
-def test_between_measured_points_lies_a_line_and_beyond_the_last_its_continuation():
+def test_decode_times_are_interpolated_and_extrapolated_linearly():
     speed = DecodeSpeed(((2, 0.1), (4, 0.2), (8, 0.2)), 0.0)
     assert [speed.step_s(rows) for rows in (1, 2, 3, 4, 6, 8, 16)] == pytest.approx(
         [0.1, 0.1, 0.15, 0.2, 0.2, 0.2, 0.2]
@@ -150,7 +155,7 @@ def test_between_measured_points_lies_a_line_and_beyond_the_last_its_continuatio
 
 
 @given(seed=st.integers(0, 2**32), prompts=st.integers(1, 12), colocated=st.booleans())
-def test_twice_the_nodes_that_scale_perfectly_are_never_slower_at_lag_0(seed, prompts, colocated):
+def test_twice_the_nodes_are_never_slower_at_lag_0_if_they_scale_perfectly(seed, prompts, colocated):
     work = replace(WORK, prompts=prompts)
     few, many = (Split(2, 0, 2), Split(4, 0, 4)) if colocated else (Split(2, 2, 2), Split(4, 4, 4))
     halved = {"train_token_s": COSTS.train_token_s / 2, "train_square_s": COSTS.train_square_s / 2}
@@ -159,21 +164,21 @@ def test_twice_the_nodes_that_scale_perfectly_are_never_slower_at_lag_0(seed, pr
     assert simulate(Scenario(work, costs, many), 3, seed).seconds <= slower.seconds + 1e-6
 
 
-def test_generation_that_runs_ahead_hides_the_shorter_of_the_two():
+def test_generation_that_runs_ahead_hides_the_shorter_phase():
     by_lag = [simulate(replace(PLAIN, max_lag=lag), 30) for lag in range(3)]
     assert by_lag[0].seconds > by_lag[1].seconds >= by_lag[2].seconds
     assert [one.staleness_max for one in by_lag] == [0, 1, 2]
     assert by_lag[2].seconds > sum(step.trained_s for step in by_lag[2].steps)
 
 
-def test_a_lost_replica_takes_no_step_along_and_a_lost_trainer_those_since_the_checkpoint():
+def test_a_lost_replica_loses_no_step_and_a_lost_trainer_those_since_the_checkpoint():
     faults = Faults(node_fails_every_s=400.0, restart_s=5.0, replica_restart_s=5.0)
     done = simulate(Scenario(WORK, COSTS, Split(1, 7, 7), max_lag=1, save_every=4, faults=faults), 60, seed=1)
     assert done.lost_replicas > done.attempts - 1 > 0
-    assert 0 < done.repeated <= 8 * (done.attempts - 1)  # a save that was not published yet counts for nothing
+    assert 0 < done.repeated <= 8 * (done.attempts - 1)  # a save that is not yet published does not count
 
 
-def test_a_preemption_with_grace_repeats_nothing_and_goes_on_with_half_answers():
+def test_a_preemption_with_notice_repeats_nothing_and_resumes_unfinished_answers():
     faults = Faults(preempted_every_s=40.0, grace_s=120.0, queued_s=100.0, restart_s=5.0)
     saved = simulate(replace(PLAIN, faults=faults), 20, seed=3)
     killed = simulate(replace(PLAIN, save_every=1, faults=replace(faults, grace_s=1.0)), 20, seed=3)
@@ -183,6 +188,6 @@ def test_a_preemption_with_grace_repeats_nothing_and_goes_on_with_half_answers()
     assert saved.seconds - saved.held_s == pytest.approx(100.0 * (saved.attempts - 1))
 
 
-def test_replicas_go_with_the_nodes_that_they_are_on():
+def test_replicas_are_lost_with_their_nodes():
     assert [list(Split(1, 2, 4).replicas_on(node)) for node in range(2)] == [[0, 1], [2, 3]]
     assert [list(Split(1, 4, 2).replicas_on(node)) for node in range(4)] == [[0], [0], [1], [1]]
