@@ -117,7 +117,7 @@ class Profile(Section):
     python: Line | None = None
     """Python of the ranks; default: python3 in a container, else the one that runs mrl-submit."""
     host_python: Line = "python3"
-    """Python 3.6 or later of the batch host, for what runs beside the ranks."""
+    """Python 3.9 or later of the batch host, for what runs beside the ranks."""
     signal_s: PositiveInt = 120
     """Seconds before the time limit at which the run is told to save; a save has to fit in."""
     fs_bandwidth: PositiveFloat | None = None

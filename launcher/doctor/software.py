@@ -16,7 +16,7 @@ from launcher.doctor.finding import Finding, count, error, note, ok, span, warni
 from launcher.host.image.reference import ImageError, is_path, parse
 
 OLDEST_SLURM = (20, 11)  # srun --overlap, --exact
-OLDEST_PYTHON = (3, 6)
+OLDEST_PYTHON = (3, 9)
 NEEDED = ("--container-image", "--container-mounts", "--container-workdir", "--container-env")
 DOCKER_HUB = "registry-1.docker.io"
 MIN_JOB_AGE_S = 300
@@ -76,14 +76,14 @@ def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterato
 
 def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[Finding]:
     """The python that looks after the run beside the ranks."""
-    fix = "set host_python: in the profile to a Python 3.6 or later, or load one in prolog:"
+    fix = "set host_python: in the profile to a Python 3.9 or later, or load one in prolog:"
     name = profile.host_python
     if node is not None and node.failure is None:
         if node.python is None or _release(node.python) < OLDEST_PYTHON:
-            yield error("python", f"{name} on {node.host}: {node.python or 'not found'}; the host side needs 3.6", fix)
+            yield error("python", f"{name} on {node.host}: {node.python or 'not found'}; the host side needs 3.9", fix)
         else:
             yield ok(
-                "python", f"{name} is {node.python} on {node.host}, for what runs beside the ranks (3.6 is enough)"
+                "python", f"{name} is {node.python} on {node.host}, for what runs beside the ranks (3.9 is enough)"
             )
         return
     later = "on the compute nodes it may differ: --deep looks"
@@ -94,7 +94,7 @@ def host_python(software: Software, node: NodeFacts | None, profile: Profile) ->
         else:
             yield error("python", f"{said}; what runs beside the ranks needs it", fix)
     elif _release(software.host_python.text) < OLDEST_PYTHON:
-        yield error("python", f"{name} is {software.host_python.text.strip()}, the host side needs 3.6", fix)
+        yield error("python", f"{name} is {software.host_python.text.strip()}, the host side needs 3.9", fix)
     else:
         yield ok("python", f"{name} is {software.host_python.text.strip()} on this machine; {later}")
 

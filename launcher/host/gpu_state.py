@@ -1,7 +1,9 @@
 """Pure: what nvidia-smi and the kernel say of a node's GPUs, links and limits before the ranks start."""
 
+from __future__ import annotations
+
 import re
-from typing import Dict, List, Sequence, Tuple
+from collections.abc import Sequence
 from xml.etree import ElementTree
 
 LEFTOVER_MIB = 256  # GPU memory of a process that is none of ours: an exclusive node has no other user
@@ -41,13 +43,13 @@ FATAL_XIDS = {
 }
 # These say themselves how bad it is.
 SAID_XIDS = {
-    **{xid: ("NVLink error", r"\bFatal\b") for xid in range(144, 151)},
+    **dict.fromkeys(range(144, 151), ("NVLink error", r"\bFatal\b")),
     154: ("GPU needs a recovery", r"changed from .* to (?!0x0 \(None\))"),
 }
 _XID = re.compile(r"^\[\s*(\d+\.\d+)\].*NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+)(.*)")
 
 
-def xid_problems(kernel_log: str, uptime: float) -> List[str]:
+def xid_problems(kernel_log: str, uptime: float) -> list[str]:
     """Errors of the last hour that leave a GPU unfit, each once.
 
     Args:
@@ -60,11 +62,11 @@ def xid_problems(kernel_log: str, uptime: float) -> List[str]:
         at, gpu, xid, text = float(found.group(1)), found.group(2), int(found.group(3)), found.group(4)
         name, pattern = SAID_XIDS.get(xid, (FATAL_XIDS.get(xid), ""))
         if name is not None and re.search(pattern, text) and uptime - at <= XID_WINDOW_S:
-            problems.append("GPU at {}: Xid {} ({})".format(gpu, xid, name))
+            problems.append(f"GPU at {gpu}: Xid {xid} ({name})")
     return list(dict.fromkeys(problems))
 
 
-def gpu_problems(document: str) -> List[str]:
+def gpu_problems(document: str) -> list[str]:
     """What is wrong with the GPUs by `nvidia-smi -q -x`: somebody else's processes, a clock that is held down, a PCIe
     link that lost lanes, a fabric manager that did not bring them up. Raises ElementTree.ParseError."""
     problems = []
@@ -79,7 +81,7 @@ def gpu_problems(document: str) -> List[str]:
             # Called throttle reasons before driver 535.
             names = ("clocks_event_reasons/clocks_event_reason_", "clocks_throttle_reasons/clocks_throttle_reason_")
             if "Active" in [_text(gpu, name + reason) for name in names]:
-                problems.append("GPU {} is slowed down: {}".format(index, what))
+                problems.append(f"GPU {index} is slowed down: {what}")
         widths = [
             _text(gpu, "pci/pci_gpu_link_info/link_widths/" + name) for name in ("current_link_width", "max_link_width")
         ]
@@ -88,13 +90,13 @@ def gpu_problems(document: str) -> List[str]:
             problems.append("GPU {} has {} of its {} PCIe lanes".format(index, *lanes))
         state, status = _text(gpu, "fabric/state"), _text(gpu, "fabric/status")
         if state not in ("", "N/A", "Completed") or status not in ("", "N/A", "Success"):
-            problems.append("GPU {} is not in the NVLink fabric: {}, {} (fabric manager)".format(index, state, status))
+            problems.append(f"GPU {index} is not in the NVLink fabric: {state}, {status} (fabric manager)")
     return problems
 
 
-def nvlink_problems(listing: str) -> List[str]:
+def nvlink_problems(listing: str) -> list[str]:
     """GPUs with fewer active links than the best one, by `nvidia-smi nvlink -s`."""
-    links: Dict[str, int] = {}
+    links: dict[str, int] = {}
     gpu = ""
     for line in listing.splitlines():
         head = re.match(r"GPU (\d+):", line)
@@ -104,10 +106,10 @@ def nvlink_problems(listing: str) -> List[str]:
         elif re.match(r"\s+Link \d+: [\d.]+ GB/s", line):
             links[gpu] = links.get(gpu, 0) + 1
     most = max(links.values(), default=0)
-    return ["GPU {} has {} of {} NVLinks".format(gpu, count, most) for gpu, count in links.items() if count < most]
+    return [f"GPU {gpu} has {count} of {most} NVLinks" for gpu, count in links.items() if count < most]
 
 
-def network_gbps(ports: Sequence[Tuple[str, str]]) -> float:
+def network_gbps(ports: Sequence[tuple[str, str]]) -> float:
     """Gb/s of all active ports of RDMA adapters.
 
     Args:
@@ -117,7 +119,7 @@ def network_gbps(ports: Sequence[Tuple[str, str]]) -> float:
     return sum(float(rate.group(1)) for rate in rates if rate)
 
 
-def limit_problems(memlock: int, open_files: int, rdma: bool) -> List[str]:
+def limit_problems(memlock: int, open_files: int, rdma: bool) -> list[str]:
     """Limits that no rank can raise.
 
     Args:
@@ -130,7 +132,7 @@ def limit_problems(memlock: int, open_files: int, rdma: bool) -> List[str]:
         said = "locked memory is limited to {} KiB, and NCCL's network needs it (LimitMEMLOCK of slurmd)"
         problems.append(said.format(memlock >> 10))
     if 0 <= open_files < OPEN_FILES:
-        problems.append("open files are limited to {}, {} are needed".format(open_files, OPEN_FILES))
+        problems.append(f"open files are limited to {open_files}, {OPEN_FILES} are needed")
     return problems
 
 

@@ -8,6 +8,8 @@ reports of all nodes, and what the all-reduce between them said (megatron_rl.fab
 be used.
 """
 
+from __future__ import annotations
+
 import argparse
 import glob
 import os
@@ -17,8 +19,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, NamedTuple
 from xml.etree import ElementTree
 
 from launcher.host.gpu_state import gpu_problems, limit_problems, network_gbps, nvlink_problems, xid_problems
@@ -43,12 +46,12 @@ SHM_MIB_PER_GPU = 512  # and for each GPU: NCCL's buffers and the ranks' queues 
 class CheckResult(NamedTuple):
     """What one check says: nothing, that the node is unfit, or that it could not look."""
 
-    problems: List[str] = []
-    skipped: List[str] = []
-    facts: Dict[str, Any] = {}
+    problems: list[str] = []
+    skipped: list[str] = []
+    facts: dict[str, Any] = {}
 
 
-def check_gpus(wanted: int, listing: Optional[str], devices: Sequence[str]) -> CheckResult:
+def check_gpus(wanted: int, listing: str | None, devices: Sequence[str]) -> CheckResult:
     """Pure: whether there are as many GPUs as the job needs.
 
     Args:
@@ -58,7 +61,7 @@ def check_gpus(wanted: int, listing: Optional[str], devices: Sequence[str]) -> C
     if not wanted:
         return CheckResult()
     found = len(devices) if listing is None else len(re.findall(r"^GPU \d+:", listing, re.M))
-    problems = ["{} of {} GPUs are there".format(found, wanted)] if found < wanted else []
+    problems = [f"{found} of {wanted} GPUs are there"] if found < wanted else []
     return CheckResult(problems, facts={"gpus": found})
 
 
@@ -67,16 +70,16 @@ def check_ecc(document: str) -> CheckResult:
     try:
         gpus = ElementTree.fromstring(document).findall("gpu")
     except ElementTree.ParseError as error:
-        return CheckResult(skipped=["ECC: nvidia-smi -q -x cannot be read: {}".format(error)])
+        return CheckResult(skipped=[f"ECC: nvidia-smi -q -x cannot be read: {error}"])
     problems = []
     for index, gpu in enumerate(gpus):
         errors = sum(_count(node) for node in gpu.iterfind("ecc_errors/volatile//*") if _is_uncorrectable(node))
         if errors:
-            problems.append("GPU {} has {} uncorrectable memory errors".format(index, errors))
+            problems.append(f"GPU {index} has {errors} uncorrectable memory errors")
         if (gpu.findtext("remapped_rows/remapped_row_failure") or "").strip() == "Yes":
-            problems.append("GPU {} cannot remap a broken memory row".format(index))
+            problems.append(f"GPU {index} cannot remap a broken memory row")
         if (gpu.findtext("remapped_rows/remapped_row_pending") or "").strip() == "Yes":
-            problems.append("GPU {} waits for a reset to remap a broken memory row".format(index))
+            problems.append(f"GPU {index} waits for a reset to remap a broken memory row")
     return CheckResult(problems)
 
 
@@ -91,7 +94,7 @@ def check_state(document: str) -> CheckResult:
 def check_shared_memory(free_mib: int, gpus: int) -> CheckResult:
     """Pure: whether /dev/shm has room for the ranks."""
     needed = max(SHM_MIB, SHM_MIB_PER_GPU * gpus)
-    said = "/dev/shm has {} MiB free, {} are needed".format(free_mib, needed)
+    said = f"/dev/shm has {free_mib} MiB free, {needed} are needed"
     return CheckResult([said] if free_mib < needed else [], facts={"shm_free_mib": free_mib})
 
 
@@ -99,7 +102,7 @@ def canary(folder: Path, host: str) -> None:
     """A megabyte to disk, renamed, and read back. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     data = os.urandom(CANARY_BYTES)
-    written, renamed = folder / ".canary.{}.tmp".format(host), folder / ".canary.{}".format(host)
+    written, renamed = folder / f".canary.{host}.tmp", folder / f".canary.{host}"
     with open(str(written), "wb") as file:
         file.write(data)
         file.flush()
@@ -112,7 +115,7 @@ def canary(folder: Path, host: str) -> None:
         renamed.unlink()
 
 
-def within(limit: float, work: Callable[[], None]) -> Optional[str]:
+def within(limit: float, work: Callable[[], None]) -> str | None:
     """Run `work` in a child of ours: None when it did it, else why not. A child that hangs in the kernel is left
     behind, for nothing can end it."""
 
@@ -123,11 +126,11 @@ def within(limit: float, work: Callable[[], None]) -> Optional[str]:
     child = Fork(silently)
     if not child.wait(limit):
         child.end()
-        return "no answer within {:.0f} s".format(limit)
+        return f"no answer within {limit:.0f} s"
     return child.text or "it was killed" if child.failed else None
 
 
-def examine(folder: Path, host: str, gpus: int) -> Tuple[NodeHealth, bool]:
+def examine(folder: Path, host: str, gpus: int) -> tuple[NodeHealth, bool]:
     """(the report of this node, whether the shared file system takes it)."""
     results = [_shared_memory(gpus), _limits_and_network(gpus)]
     if gpus:
@@ -136,25 +139,25 @@ def examine(folder: Path, host: str, gpus: int) -> Tuple[NodeHealth, bool]:
     hung = within(CANARY_LIMIT, lambda: canary(folder, host))
     results.append(
         CheckResult(
-            ["the shared file system at {}: {}".format(folder, hung)] if hung else [],
+            [f"the shared file system at {folder}: {hung}"] if hung else [],
             facts={"canary_s": round(time.monotonic() - began, 3)},
         )
     )
     problems = [problem for result in results for problem in result.problems]
-    facts: Dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for result in results:
         facts.update(result.facts)
     skipped = [reason for result in results for reason in result.skipped]
     return NodeHealth(host, time.time(), not problems, problems, skipped, **facts), hung is None
 
 
-def _gpus(wanted: int) -> List[CheckResult]:
+def _gpus(wanted: int) -> list[CheckResult]:
     listing, problem = _output("nvidia-smi", "-L")
     if listing is None and problem is None:  # no such tool
         devices = glob.glob("/dev/nvidia[0-9]*")
         return [check_gpus(wanted, None, devices), CheckResult(skipped=["ECC and Xid: no nvidia-smi on PATH"])]
     if problem:
-        return [CheckResult(["nvidia-smi: {}".format(problem)])]
+        return [CheckResult([f"nvidia-smi: {problem}"])]
     results = [check_gpus(wanted, listing, [])]
     links, problem = _output("nvidia-smi", "nvlink", "-s")
     skipped = ["NVLink: nvidia-smi nvlink -s: {}".format(problem or "no answer")] if links is None else []
@@ -176,18 +179,18 @@ def _xids() -> CheckResult:
             with open("/proc/uptime") as file:
                 return CheckResult(xid_problems(kernel_log, float(file.read().split()[0])))
         why = problem or ("not on PATH" if kernel_log is None else "shows nothing")
-        skipped.append("{}: {}".format(command[0], why))
+        skipped.append(f"{command[0]}: {why}")
     return CheckResult(skipped=["Xid: {}".format("; ".join(skipped))])
 
 
 def _limits_and_network(gpus: int) -> CheckResult:
-    ports = [_port(folder) for folder in glob.glob("{}/*/ports/*".format(RDMA)) if gpus]
+    ports = [_port(folder) for folder in glob.glob(f"{RDMA}/*/ports/*") if gpus]
     memlock, files = (resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
     facts = {"network_gbps": network_gbps(ports)} if ports else {}
     return CheckResult(limit_problems(memlock, files, bool(ports)), facts=facts)
 
 
-def _port(folder: str) -> Tuple[str, str]:
+def _port(folder: str) -> tuple[str, str]:
     """(state, rate) of a port of an RDMA adapter; empty where the kernel does not say."""
     said = []
     for name in ("state", "rate"):
@@ -203,24 +206,24 @@ def _shared_memory(gpus: int) -> CheckResult:
     try:
         found = os.statvfs("/dev/shm")
     except OSError as error:
-        return CheckResult(["/dev/shm: {}".format(error.strerror)])
+        return CheckResult([f"/dev/shm: {error.strerror}"])
     return check_shared_memory(found.f_bavail * found.f_frsize >> 20, gpus)
 
 
-def _output(*command: str) -> Tuple[Optional[str], Optional[str]]:
+def _output(*command: str) -> tuple[str | None, str | None]:
     """(output, None), (None, why there is none), or (None, None) where there is no such tool."""
     try:
         answer = run_limited(command, TOOL_LIMIT)
     except FileNotFoundError:
         return None, None
     except subprocess.TimeoutExpired:
-        return None, "no answer within {:.0f} s".format(TOOL_LIMIT)
+        return None, f"no answer within {TOOL_LIMIT:.0f} s"
     except OSError as error:  # nobody may run it, its file system is gone
         return None, str(error.strerror)
     text = answer.stdout.decode("utf-8", "replace")
     if answer.returncode != 0:
         message = (answer.stderr.decode("utf-8", "replace") or text).split()
-        return None, " ".join(message) or "exit code {}".format(answer.returncode)
+        return None, " ".join(message) or f"exit code {answer.returncode}"
     return text, None
 
 
@@ -233,7 +236,7 @@ def _count(node: ElementTree.Element) -> int:
     return int(text) if text.isdecimal() else 0  # "N/A" where the GPU has no ECC
 
 
-def main(arguments: Optional[List[str]] = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="health", description="Report whether this node is fit to compute.")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--attempt", type=int, required=True)
@@ -242,14 +245,14 @@ def main(arguments: Optional[List[str]] = None) -> int:
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     file = RunDir(options.run_dir).attempt(options.attempt).health(host)
     report, writable = examine(file.parent, host, options.gpus)
-    for line in report.problems + ["not checked: {}".format(reason) for reason in report.skipped]:
-        print("{}: {}".format(host, line), flush=True)
+    for line in report.problems + [f"not checked: {reason}" for reason in report.skipped]:
+        print(f"{host}: {line}", flush=True)
     if not writable:
         os._exit(0)  # a report cannot be written, which says it all
     try:
         write(file, report)
     except OSError as error:  # as if it had been found before: who does not report is not used
-        print("{}: {}: {}".format(host, file, error.strerror), flush=True)
+        print(f"{host}: {file}: {error.strerror}", flush=True)
     return 0
 
 

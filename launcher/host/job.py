@@ -6,23 +6,24 @@ of it. The script ends with
 Slurm's variables say which job this is, MRL_RUN_DIR and MRL_CLUSTER which run.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import os
 import signal
 import sys
 import time
-from typing import Dict, List, Optional
 
 from launcher.host.process.output import QuietStream
 from launcher.host.process.signals import Signals
 
 REQUESTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEARD_VARIABLE = "MRL_HEARD"  # signals that the script got before this process
-OLDEST_PYTHON = (3, 6)
+OLDEST_PYTHON = (3, 9)
 
 
-def main(arguments: Optional[List[str]] = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     signals = Signals(REQUESTS)  # at once: until here they are ignored
     options = _parse(arguments)
     for name in os.environ.pop(HEARD_VARIABLE, "").split():
@@ -32,13 +33,13 @@ def main(arguments: Optional[List[str]] = None) -> int:
     with contextlib.redirect_stdout(QuietStream(sys.stdout)), contextlib.redirect_stderr(QuietStream(sys.stderr)):
         try:
             if sys.version_info < OLDEST_PYTHON:
-                raise ImportError("Python {} is too old".format(sys.version.split()[0]))
+                raise ImportError(f"Python {sys.version.split()[0]} is too old")
             return _run(options, environ, signals)
         except (ImportError, SyntaxError) as error:  # half of the code is there, or this Python is no good
-            return _leave_to_script(options.script, "{}: {}".format(sys.executable, error))
+            return _leave_to_script(options.script, f"{sys.executable}: {error}")
 
 
-def _run(options: argparse.Namespace, environ: Dict[str, str], signals: Signals) -> int:
+def _run(options: argparse.Namespace, environ: dict[str, str], signals: Signals) -> int:
     # Only now: signals are heard, and what is missing can be told.
     from launcher.host.attempt.harvest import HarvestSettings
     from launcher.host.attempt.job_context import Refused, context_of
@@ -54,7 +55,7 @@ def _run(options: argparse.Namespace, environ: Dict[str, str], signals: Signals)
     try:
         context = context_of(environ)._replace(run_mode=int(options.run_mode, 8))
     except Refused as error:
-        print("error: {}".format(error), file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     return run_job(context, settings, signals)
 
@@ -68,11 +69,11 @@ def _use_zone_of_host() -> None:
 
 def _leave_to_script(script: str, why: str) -> int:
     """Have the script's few lines of bash send the job elsewhere."""
-    print("error: {}".format(why), file=sys.stderr)
+    print(f"error: {why}", file=sys.stderr)
     os.execvp("bash", ["bash", script, "elsewhere", why])
 
 
-def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python3 -m launcher.host.job", description="The host side of a Slurm job.")
     commands = parser.add_subparsers(dest="command")
     commands.required = True

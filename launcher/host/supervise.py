@@ -7,6 +7,8 @@ process does so itself on SIGTERM, SIGINT, SIGHUP and when its owner dies); rank
 it are ended. A later drain file with an earlier deadline counts: `deadline: now` kills.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import shlex
@@ -14,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from typing import List, Optional
 
 from launcher.host.attempt.conclude import close, conclude_lost
 from launcher.host.attempt.local_ranks import LocalRanks, RankSettings
@@ -34,7 +35,7 @@ from megatron_rl.contract.paths import Attempt, RunDir
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def main(arguments: Optional[List[str]] = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     run = RunDir(os.path.abspath(options.run_dir))
     attempt = run.attempt(options.attempt)
@@ -43,20 +44,20 @@ def main(arguments: Optional[List[str]] = None) -> int:
     try:
         return _supervise_as_owner(run, attempt, options)
     except RunIsOwned as error:
-        print("{}: {}".format(run.root, error), file=sys.stderr)
+        print(f"{run.root}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except OSError as error:
-        print("error: {}: {}; nothing is lost, mrl resume goes on".format(run.root, error), file=sys.stderr)
+        print(f"error: {run.root}: {error}; nothing is lost, mrl resume goes on", file=sys.stderr)
         return EXIT_CRASHED
 
 
 def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> int:
     """Run an attempt, unless it is somebody else's; the exit code. Raises RunIsOwned, and OSError where the attempt
     could not begin."""
-    lock = RunLock(run.lock, "the supervisor of attempt {}".format(attempt.number), patience=5.0)
+    lock = RunLock(run.lock, f"the supervisor of attempt {attempt.number}", patience=5.0)
     try:
         if run.last_attempt() != attempt.number:
-            text = "{}: attempt {} was overtaken by attempt {}".format(run.root, attempt.number, run.last_attempt())
+            text = f"{run.root}: attempt {attempt.number} was overtaken by attempt {run.last_attempt()}"
             print(text, file=sys.stderr)
             return EXIT_USAGE
         if run.done.exists():
@@ -74,7 +75,7 @@ def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespa
         lock.release()
 
 
-def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Optional[AttemptEnd]:
+def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> AttemptEnd | None:
     """Run an attempt of a run whose lock this process holds, to its end; None: its directory is gone. Raises OSError
     where it could not begin."""
     began = time.time()
@@ -106,7 +107,7 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Opt
         runner.also.append(lambda now: None if runner.leaving else processes.replicas.look(now))
         runner.wait(lambda: runner.ended_ranks == options.ranks or processes.are_stuck(time.time()))
     except OSError as error:
-        unready = "the ranks could not be started: {}".format(error)
+        unready = f"the ranks could not be started: {error}"
     finally:
         processes.close()
     if runner.has_lost_directory():
@@ -116,7 +117,7 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Opt
     return close(run, attempt, machine, runner.observed(code, unready), runner.request, began)
 
 
-def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="supervise", description="Start and watch the ranks of one attempt.")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--attempt", type=int, required=True)
@@ -141,7 +142,7 @@ def _write_to(path: str) -> None:
     with open(path, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout = QuietStream(open(1, "w", buffering=1, encoding="utf-8", closefd=False))
+    sys.stdout = QuietStream(os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False))
     sys.stderr = QuietStream(sys.stderr)
 
 

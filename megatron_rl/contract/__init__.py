@@ -12,6 +12,6 @@
     learning         whether anything is learned in a run, or something is lost: warnings by name
 
 Something belongs here when two processes would disagree if each said it by itself. Policy does not: what an unreadable
-file means for a run is decided by whoever reads it. Standard library only, and readable by Python 3.6, the oldest
+file means for a run is decided by whoever reads it. Standard library only, and Python 3.9, the oldest
 python3 of a batch host.
 """

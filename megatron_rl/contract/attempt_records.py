@@ -4,7 +4,9 @@ Times are unix seconds by the writer's clock, durations seconds. A rank is its n
 host side is the batch host's process of a Slurm job or the supervisor of a local run.
 """
 
-from typing import Any, Dict, List, NamedTuple, Optional, Union
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Union
 
 from megatron_rl.contract.codes import EXIT_CRASHED
 from megatron_rl.contract.shapes import record
@@ -21,8 +23,8 @@ class Drain(NamedTuple):
     cause: str  # one of codes, or of a local run the name of a signal
     by: str  # who or what asked, in words
     at: float
-    deadline: Optional[float] = None  # when the processes are gone; None: nobody knows yet
-    end: Optional[float] = None  # when Slurm ends the job, as it said when it was asked
+    deadline: float | None = None  # when the processes are gone; None: nobody knows yet
+    end: float | None = None  # when Slurm ends the job, as it said when it was asked
 
 
 @record()
@@ -30,7 +32,7 @@ class Outcome(NamedTuple):
     """outcome.json: that the ranks end in order. Written by rank 0 after its last save, read by the host side."""
 
     outcome: str  # FINISHED or DRAINED
-    step: Optional[int] = None  # of the newest checkpoint; None: there is none
+    step: int | None = None  # of the newest checkpoint; None: there is none
 
 
 @record()
@@ -44,7 +46,7 @@ class RankError(NamedTuple):
     error: str  # one line; of a bad configuration, its whole message
     traceback: str = ""
     waited: bool = False  # a collective timed out: another rank did not come
-    log: List[str] = []  # the newest lines of its log, oldest first
+    log: list[str] = []  # the newest lines of its log, oldest first
     exit_code: int = EXIT_CRASHED
     at: float = 0.0
 
@@ -56,7 +58,7 @@ class Heartbeat(NamedTuple):
 
     rank: int
     ranks: int  # of the world
-    host: Optional[str]  # None: of a rank that never sent one, as the host side imagines it
+    host: str | None  # None: of a rank that never sent one, as the host side imagines it
     phase: str  # HEARTBEAT_WAIT: it waits for others; HEARTBEAT_LEFT: it leaves in order
     step: int
     entered: int  # phases so far; all ranks enter the same ones in the same order
@@ -71,7 +73,7 @@ class Hang(NamedTuple):
     by it when it judges the attempt."""
 
     rank: int
-    host: Optional[str]  # None: it never said a word
+    host: str | None  # None: it never said a word
     phase: str
     step: int
     silent_s: float
@@ -85,7 +87,7 @@ class Kernels(NamedTuple):
     transformer_impl: str  # transformer_engine or local
     reason: str  # why that one
     attention: str  # in words
-    fp8: Optional[str] = None  # format of the layers' products; None: the model's own type
+    fp8: str | None = None  # format of the layers' products; None: the model's own type
     decoding: str = ""  # in words: by graphs or operation by operation, and why
 
 
@@ -103,17 +105,17 @@ class NodeAssignment(NamedTuple):
     `mrl attach`."""
 
     working: int  # nodes of the plan that this attempt follows; 0: too few are fit for any
-    steps: Dict[str, List[str]]  # step -> its hosts, in the order of the plan's nodes
-    spare: List[str]  # fit and idle
-    bad: Dict[str, str]  # host -> why it is not used
+    steps: dict[str, list[str]]  # step -> its hosts, in the order of the plan's nodes
+    spare: list[str]  # fit and idle
+    bad: dict[str, str]  # host -> why it is not used
 
 
 @record()
 class Marks(NamedTuple):
     """marks.json: how far the start of an attempt got. Written by the host side, read by its goodput."""
 
-    image: Optional[float] = None  # when the container image was there
-    ready: Optional[float] = None  # when the nodes had been chosen, and the ranks were about to start
+    image: float | None = None  # when the container image was there
+    ready: float | None = None  # when the nodes had been chosen, and the ranks were about to start
 
 
 @record()
@@ -122,8 +124,8 @@ class Requeued(NamedTuple):
     the host side that ends the attempt, read by that of the next one and by `mrl status`."""
 
     at: float
-    avoided: Optional[List[str]] = None  # nodes that the job stays away from; None: undecided
-    problem: Optional[str] = None  # what Slurm or the disk refused
+    avoided: list[str] | None = None  # nodes that the job stays away from; None: undecided
+    problem: str | None = None  # what Slurm or the disk refused
     queued: bool = True  # whether Slurm has the job, or its successor, in its queue
     postponed: bool = True  # whether it waits there until the ledger's `not_before`, where that is given
 
@@ -135,44 +137,44 @@ class NodeHealth(NamedTuple):
     host: str
     at: float
     ok: bool
-    problems: List[str]  # why it is not
-    skipped: List[str] = []  # what could not be looked at
-    gpus: Optional[int] = None
-    shm_free_mib: Optional[int] = None
-    canary_s: Optional[float] = None  # a megabyte to the shared file system and back
-    network_gbps: Optional[float] = None  # Gb/s of all active ports of its RDMA adapters
+    problems: list[str]  # why it is not
+    skipped: list[str] = []  # what could not be looked at
+    gpus: int | None = None
+    shm_free_mib: int | None = None
+    canary_s: float | None = None  # a megabyte to the shared file system and back
+    network_gbps: float | None = None  # Gb/s of all active ports of its RDMA adapters
 
 
 @record(version=None)
 class AllReduce(NamedTuple):
     """What the slowest rank of a group measured, or why nobody could."""
 
-    gbps: Optional[float] = None  # bus bandwidth, 1e9 bytes a second
-    seconds: Optional[float] = None  # of one all-reduce
-    error: Optional[str] = None
-    tflops: Optional[float] = None  # of matrix products on this GPU alone, 1e12 a second; not on CPUs
+    gbps: float | None = None  # bus bandwidth, 1e9 bytes a second
+    seconds: float | None = None  # of one all-reduce
+    error: str | None = None
+    tflops: float | None = None  # of matrix products on this GPU alone, 1e12 a second; not on CPUs
 
 
 @record(version=None)
 class PairAllReduce(NamedTuple):
     """The same of two neighbouring nodes."""
 
-    hosts: List[str]
-    gbps: Optional[float] = None
-    seconds: Optional[float] = None
-    error: Optional[str] = None
+    hosts: list[str]
+    gbps: float | None = None
+    seconds: float | None = None
+    error: str | None = None
 
 
 @record()
 class FabricReport(NamedTuple):
     """fabric.json: what the all-reduce between the nodes found. Written by its rank 0, read by the batch host."""
 
-    hosts: List[str]  # all of whose ranks came
-    bad: Dict[str, str]  # host -> why it must not be used
-    whole: Optional[AllReduce] = None  # of all of them together
-    pairs: List[PairAllReduce] = []  # where the whole was bad
+    hosts: list[str]  # all of whose ranks came
+    bad: dict[str, str]  # host -> why it must not be used
+    whole: AllReduce | None = None  # of all of them together
+    pairs: list[PairAllReduce] = []  # where the whole was bad
     unexplained: bool = False  # the whole was bad, and no single node explains it
-    slower_than: Optional[float] = None  # gbps below which a group is bad
+    slower_than: float | None = None  # gbps below which a group is bad
     seconds: float = 0.0  # that the check took
 
 
@@ -208,10 +210,10 @@ class ReplicaState(NamedTuple):
     state: str  # one of codes
     starts: int  # in this attempt
     at: float  # since when
-    hosts: List[str] = []  # that it runs on; a local run names none
-    why: Optional[str] = None  # how it ended last, with its rank; None: it never has
+    hosts: list[str] = []  # that it runs on; a local run names none
+    why: str | None = None  # how it ended last, with its rank; None: it never has
     misconfigured: bool = False  # and by that it would end so again
-    job: Optional[str] = None  # id of the Slurm job of its own that runs it; None: it runs in that of the attempt
+    job: str | None = None  # id of the Slurm job of its own that runs it; None: it runs in that of the attempt
 
 
 @record(version=None)
@@ -221,10 +223,10 @@ class TimelineLine(NamedTuple):
 
     at: float  # mean over the ranks
     step: int
-    seconds: Dict[str, float]  # category -> seconds, summed over all ranks
-    began: Optional[float] = None  # in the first line: when the ranks began, mean over them
-    ranks: Optional[int] = None  # in the first line
-    resumed: Optional[int] = None  # in the line that follows the load: step of the checkpoint that was gone on from
+    seconds: dict[str, float]  # category -> seconds, summed over all ranks
+    began: float | None = None  # in the first line: when the ranks began, mean over them
+    ranks: int | None = None  # in the first line
+    resumed: int | None = None  # in the line that follows the load: step of the checkpoint that was gone on from
 
 
 @record(event="start")
@@ -235,15 +237,15 @@ class AttemptStart(NamedTuple):
     attempt: int
     at: float
     host: str = ""  # that writes this
-    job_id: Optional[str] = None  # of Slurm; None: a local run
-    cluster: Optional[str] = None
+    job_id: str | None = None  # of Slurm; None: a local run
+    cluster: str | None = None
     restart: int = 0  # how often Slurm had requeued the job
-    nodes: List[str] = []  # of the allocation
-    gpus: Optional[int] = None  # of the allocation
-    submitted_at: Optional[float] = None
-    held_since: Optional[float] = None  # when the allocation began
-    pid: Optional[int] = None  # of the supervisor of a local run
-    ranks: Optional[int] = None  # of a local run
+    nodes: list[str] = []  # of the allocation
+    gpus: int | None = None  # of the allocation
+    submitted_at: float | None = None
+    held_since: float | None = None  # when the allocation began
+    pid: int | None = None  # of the supervisor of a local run
+    ranks: int | None = None  # of a local run
     generating: int = 0  # of its GPUs or ranks, those that only generate
 
 
@@ -256,22 +258,22 @@ class AttemptEnd(NamedTuple):
     at: float
     outcome: str  # one of codes
     host: str = ""  # that ran the attempt
-    step: Optional[int] = None  # safe on disk (finished, drained), or where it happened
-    error: Optional[str] = None  # one line
-    rank: Optional[int] = None  # whose error it is
-    node: Optional[str] = None  # where that rank was
-    phase: Optional[str] = None  # what it was doing
+    step: int | None = None  # safe on disk (finished, drained), or where it happened
+    error: str | None = None  # one line
+    rank: int | None = None  # whose error it is
+    node: str | None = None  # where that rank was
+    phase: str | None = None  # what it was doing
     hung: bool = False  # it said nothing any more, and the ranks were ended for it
     checkpoint: int = 0  # step of the newest checkpoint then; 0: none
-    cause: Optional[str] = None  # one of codes, or of a local run the name of a signal; None: nobody asked it to end
-    then: Optional[str] = None  # what becomes of the job (launcher.host.judge.policy); None: a local run
+    cause: str | None = None  # one of codes, or of a local run the name of a signal; None: nobody asked it to end
+    then: str | None = None  # what becomes of the job (launcher.host.judge.policy); None: a local run
     why: str = ""  # it is held, or what somebody can do
     crashes: int = 0  # without a new checkpoint, this one included
-    excluded: List[str] = []  # nodes that the job should not get again
-    not_before: Optional[float] = None  # when it may start again
-    exit_code: Optional[int] = None  # of the batch script
-    job_id: Optional[str] = None
-    seconds: Optional[float] = None  # of the attempt; None: whoever ran it could not say, this was written later
+    excluded: list[str] = []  # nodes that the job should not get again
+    not_before: float | None = None  # when it may start again
+    exit_code: int | None = None  # of the batch script
+    job_id: str | None = None
+    seconds: float | None = None  # of the attempt; None: whoever ran it could not say, this was written later
 
 
 LedgerLine = Union[AttemptStart, AttemptEnd]
@@ -286,4 +288,4 @@ class MetricsLine(NamedTuple):
     for whom it stays one flat object without a version."""
 
     step: int
-    values: Dict[str, Any]  # name in metrics/names.py -> value; never a number that is not finite
+    values: dict[str, Any]  # name in metrics/names.py -> value; never a number that is not finite

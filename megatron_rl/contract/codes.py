@@ -1,5 +1,7 @@
 """Exit codes, causes, outcomes, and what two sides must agree on in time, signals and environment."""
 
+from __future__ import annotations
+
 import signal
 
 # Exit codes

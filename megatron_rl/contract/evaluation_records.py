@@ -1,6 +1,8 @@
 """What an evaluation leaves behind: its answers as they come, and its result."""
 
-from typing import Any, Dict, List, NamedTuple, Optional
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from megatron_rl.contract.shapes import record
 
@@ -13,7 +15,7 @@ class EvaluationSettings(NamedTuple):
     """First line of NAME.answers.jsonl: what the lines below are answers under, and whatever else their scores depend
     on. Written and read by the evaluation, which refuses to go on under others."""
 
-    settings: Dict[str, Any]
+    settings: dict[str, Any]
 
 
 @record(version=None)
@@ -24,7 +26,7 @@ class ScoredAnswer(NamedTuple):
     tokens: int
     finish_reason: str  # stop or length
     text: str
-    vote: Optional[str] = None  # the same of answers that say the same; None: it says nothing that can be compared
+    vote: str | None = None  # the same of answers that say the same; None: it says nothing that can be compared
 
 
 @record(event="answers")
@@ -34,8 +36,8 @@ class ProblemAnswers(NamedTuple):
     set: str
     mode: str
     problem: int  # place in the set, from 0
-    answers: List[ScoredAnswer]
-    failures: Dict[str, int]  # answers lost, by reason
+    answers: list[ScoredAnswer]
+    failures: dict[str, int]  # answers lost, by reason
 
 
 @record(version=None)
@@ -43,7 +45,7 @@ class Score(NamedTuple):
     """A mean over problems. In SetResult."""
 
     value: float
-    standard_error: Optional[float] = None  # None: of one problem
+    standard_error: float | None = None  # None: of one problem
     problems: int = 0  # that it is over; those with too few answers are left out
 
 
@@ -53,15 +55,15 @@ class SetResult(NamedTuple):
 
     problems: int
     answers: int  # sampled and scored; greedy ones not among them
-    failures: Dict[str, int]  # sampled answers lost, by reason
-    greedy_failures: Dict[str, int]
-    scores: Dict[str, Score]  # greedy, pass@1, ..., avg@K, maj@K, mean_reward, tokens, cut_off; those that can be told
+    failures: dict[str, int]  # sampled answers lost, by reason
+    greedy_failures: dict[str, int]
+    scores: dict[str, Score]  # greedy, pass@1, ..., avg@K, maj@K, mean_reward, tokens, cut_off; those that can be told
 
 
 @record()
 class EvaluationResult(NamedTuple):
     """NAME.json: what a finished evaluation found. Written by it, read by `mrl evaluate` and by people."""
 
-    settings: Dict[str, Any]  # EvaluationSettings.settings
-    sets: Dict[str, SetResult]
+    settings: dict[str, Any]  # EvaluationSettings.settings
+    sets: dict[str, SetResult]
     answers: str  # path of the file of answers

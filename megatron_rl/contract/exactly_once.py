@@ -1,6 +1,8 @@
 """What became of every prompt of a run, read from its record: trained once or dropped once, with a reason."""
 
-from typing import Dict, Union
+from __future__ import annotations
+
+from typing import Union
 
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
@@ -14,7 +16,7 @@ class NotExactlyOnce(ValueError):
     """A record in which an ordinal has two fates or none, or in which that cannot be seen; the message says where."""
 
 
-def fates(run: RunDir) -> Dict[int, Fate]:
+def fates(run: RunDir) -> dict[int, Fate]:
     """The fate of every ordinal that the run has drawn.
 
     Raises:
@@ -24,21 +26,21 @@ def fates(run: RunDir) -> Dict[int, Fate]:
     if isinstance(lines, Unreadable):
         raise NotExactlyOnce(str(lines))
     for damage in lines.damaged:
-        raise NotExactlyOnce("{}: line {}: {}".format(run.metrics, damage.line, damage.why))
-    found: Dict[int, Fate] = {}
+        raise NotExactlyOnce(f"{run.metrics}: line {damage.line}: {damage.why}")
+    found: dict[int, Fate] = {}
     for expected, line in enumerate(lines.records, start=1):
         try:
             _settle(found, line, expected)
         except NotExactlyOnce as error:
-            raise NotExactlyOnce("{}: {}".format(run.metrics, error)) from None
+            raise NotExactlyOnce(f"{run.metrics}: {error}") from None
     return found
 
 
-def _settle(found: Dict[int, Fate], line: MetricsLine, expected: int) -> None:
+def _settle(found: dict[int, Fate], line: MetricsLine, expected: int) -> None:
     """Add the fates of one step's ordinals."""
     step = line.step
     if step != expected:
-        raise NotExactlyOnce("step {} where step {} belongs".format(step, expected))
+        raise NotExactlyOnce(f"step {step} where step {expected} belongs")
     first, beyond = (_whole(line, name) for name in ("first_ordinal", "next_ordinal"))
     if first != len(found) or beyond < first:
         said = "step {} settles the prompts from {} up to {}, the one before ended at {}"
@@ -46,21 +48,21 @@ def _settle(found: Dict[int, Fate], line: MetricsLine, expected: int) -> None:
     dropped = _dropped(line)
     strangers = sorted(ordinal for ordinal in dropped if not first <= ordinal < beyond)
     if strangers:
-        raise NotExactlyOnce("step {} drops {}, which it has not drawn".format(step, strangers))
+        raise NotExactlyOnce(f"step {step} drops {strangers}, which it has not drawn")
     found.update((ordinal, dropped.get(ordinal, step)) for ordinal in range(first, beyond))
 
 
 def _whole(line: MetricsLine, name: str) -> int:
     value = line.values.get(name)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise NotExactlyOnce("step {} has no {}".format(line.step, name))
+        raise NotExactlyOnce(f"step {line.step} has no {name}")
     return value
 
 
-def _dropped(line: MetricsLine) -> Dict[int, str]:
+def _dropped(line: MetricsLine) -> dict[int, str]:
     """Ordinal -> reason. JSON has no numbers as keys."""
     dropped = line.values.get("dropped_ordinals", {})
     try:
         return {int(ordinal): str(reason) for ordinal, reason in dropped.items()}
     except (AttributeError, ValueError):
-        raise NotExactlyOnce("step {}: its dropped_ordinals cannot be read".format(line.step)) from None
+        raise NotExactlyOnce(f"step {line.step}: its dropped_ordinals cannot be read") from None

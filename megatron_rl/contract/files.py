@@ -1,5 +1,8 @@
 """Bytes on a shared file system: whole files or none, lines in one write, and reads that a stale mount may delay."""
 
+from __future__ import annotations
+
+import contextlib
 import errno
 import logging
 import os
@@ -8,7 +11,7 @@ import stat
 import time
 import uuid
 from pathlib import Path
-from typing import Callable, List, Optional, TypeVar, Union
+from typing import Callable, TypeVar, Union
 
 T = TypeVar("T")
 AnyPath = Union[str, Path]
@@ -27,23 +30,21 @@ def write_atomic(path: AnyPath, text: str, durable: bool = True, private: bool =
         durable: whether it must outlive a power failure; what is written every few seconds need not.
         private: whether nobody but its owner may ever read it.
     """
-    target = Path(str(path))
+    target = Path(path)
     # A process id is unique on its node only, and the nodes share the file system.
-    temporary = str(target.with_name(".{}.{}.tmp".format(target.name, uuid.uuid4().hex)))
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             if private:
                 os.fchmod(file.fileno(), stat.S_IRUSR | stat.S_IWUSR)
             file.write(text)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.replace(temporary, str(target))
+        temporary.replace(target)
     except BaseException:
-        try:
-            os.unlink(temporary)
-        except OSError:
-            pass  # it may not even have been made; what counts is the first error
+        with contextlib.suppress(OSError):  # the first error counts
+            temporary.unlink()
         raise
 
 
@@ -64,9 +65,9 @@ def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
         durable: whether it must outlive a power failure.
     """
     data = (line + "\n").encode("utf-8")
-    end: Optional[int] = None
+    end: int | None = None
     try:
-        with open(str(path), "ab+", buffering=0) as file:
+        with Path(path).open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             if size:
                 file.seek(-1, os.SEEK_END)
@@ -79,10 +80,8 @@ def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
                 os.fsync(file.fileno())
     except OSError:
         if end is not None:
-            try:
-                os.truncate(str(path), end)
-            except OSError:
-                pass  # the first error counts
+            with contextlib.suppress(OSError):  # the first error counts
+                os.truncate(path, end)
         raise
 
 
@@ -115,13 +114,13 @@ def read_bytes(path: AnyPath) -> bytes:
 def check_regular(path: AnyPath) -> None:
     """For what only a library can open, which would wait at a pipe for ever. Raises OSError where `path` is no regular
     file, nor a link to one."""
-    _refuse_irregular(os.stat(str(path)), str(path))
+    _refuse_irregular(Path(path).stat(), str(path))
 
 
-def names_in(folder: AnyPath) -> List[str]:
+def names_in(folder: AnyPath) -> list[str]:
     """The names in a folder; none where there is no such folder. Raises OSError."""
     try:
-        return _again_if_stale(lambda: os.listdir(str(folder)))
+        return _again_if_stale(lambda: [found.name for found in Path(folder).iterdir()])
     except (FileNotFoundError, NotADirectoryError):
         return []
 

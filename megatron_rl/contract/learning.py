@@ -8,9 +8,12 @@ Rank 0 logs a warning when it begins; the live view, `mrl status` and the summar
 warning changes nothing else: the run goes on, and its exit code is the same.
 """
 
+from __future__ import annotations
+
 from collections import Counter, deque
+from collections.abc import Iterable
 from math import sqrt
-from typing import Callable, Deque, Dict, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Callable, NamedTuple, Optional
 
 from megatron_rl.contract.attempt_records import MetricsLine
 
@@ -57,23 +60,34 @@ class LearningWarning(NamedTuple):
     look: str  # recipe keys and files to look at
 
     def __str__(self) -> str:
-        return "{} (since step {}). Look at {}.".format(self.seen, self.since, self.look)
+        return f"{self.seen} (since step {self.since}). Look at {self.look}."
 
 
-Found = Optional[Tuple[int, str]]
+Found = Optional[tuple[int, str]]
 """First step at which a rule's condition is seen in the window, and what is seen; None: nothing."""
 
 
 class Rule(NamedTuple):
     name: str
-    find: Callable[["Recent"], Found]
+    find: Callable[[Recent], Found]
     look: str
 
 
 READ = (
-    "answers answer_length failed_rollouts grad_norm learning_rate loss mean_reward nonfinite_tokens "
-    "nonzero_groups_ratio reward_std right_ratio skipped_updates truncated_ratio"
-).split()
+    "answers",
+    "answer_length",
+    "failed_rollouts",
+    "grad_norm",
+    "learning_rate",
+    "loss",
+    "mean_reward",
+    "nonfinite_tokens",
+    "nonzero_groups_ratio",
+    "reward_std",
+    "right_ratio",
+    "skipped_updates",
+    "truncated_ratio",
+)
 """Metrics that the rules read, beside failed_rollouts_by_reason, dropped_ordinals and the ordinals of a step."""
 
 
@@ -81,12 +95,12 @@ class Recent:
     """The newest steps of a record, at most WINDOW, and the mean rewards of all."""
 
     def __init__(self) -> None:
-        self.steps: Deque[int] = deque(maxlen=WINDOW)
-        self.reasons: Deque[Dict[str, int]] = deque(maxlen=WINDOW)
+        self.steps: deque[int] = deque(maxlen=WINDOW)
+        self.reasons: deque[dict[str, int]] = deque(maxlen=WINDOW)
         """Answers lost in each step."""
-        self.dropped: Deque[Tuple[int, float, Dict[str, int]]] = deque(maxlen=WINDOW)
+        self.dropped: deque[tuple[int, float, dict[str, int]]] = deque(maxlen=WINDOW)
         """Each step, the prompts that it settled, and those of them that were dropped, by reason."""
-        self._columns: Dict[str, Deque[Tuple[int, Optional[float]]]] = {name: deque(maxlen=WINDOW) for name in READ}
+        self._columns: dict[str, deque[tuple[int, float | None]]] = {name: deque(maxlen=WINDOW) for name in READ}
         self.rewards = [(0.0, 0.0)]
         """Sums of the first 0, 1, 2, ... mean rewards, and of their squares."""
         self.varied = False
@@ -111,18 +125,18 @@ class Recent:
 
     @property
     def span(self) -> str:
-        return "the last {} steps".format(len(self.steps)) if len(self.steps) > 1 else "the last step"
+        return f"the last {len(self.steps)} steps" if len(self.steps) > 1 else "the last step"
 
-    def values(self, name: str) -> List[float]:
+    def values(self, name: str) -> list[float]:
         """Values of the steps that have one."""
         return [value for _, value in self._columns[name] if value is not None]
 
-    def mean(self, name: str) -> Optional[float]:
+    def mean(self, name: str) -> float | None:
         """None where fewer than LEAST steps have a value."""
         values = self.values(name)
         return sum(values) / len(values) if len(values) >= LEAST else None
 
-    def steps_without(self, name: str) -> List[int]:
+    def steps_without(self, name: str) -> list[int]:
         """Steps that an update was made in and whose value is absent: numbers that are not finite are not recorded."""
         trained = {step for step, rate in self._columns["learning_rate"] if rate is not None}
         return [step for step, value in self._columns[name] if value is None and step in trained]
@@ -133,7 +147,7 @@ class Recent:
         return next(large, self.steps[0])
 
 
-def number(line: MetricsLine, name: str) -> Optional[float]:
+def number(line: MetricsLine, name: str) -> float | None:
     """A value of one step; None where it was not finite, or not measured in that step."""
     value = line.values.get(name)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
@@ -144,7 +158,7 @@ def _constant_rewards(recent: Recent) -> Found:
     solved = recent.varied and recent.mean("right_ratio") == 1
     if spread is None or reward is None or spread > 0 or solved:
         return None
-    return recent.steps[0], "Every answer of {} earned the same reward, {:.3g}".format(recent.span, reward)
+    return recent.steps[0], f"Every answer of {recent.span} earned the same reward, {reward:.3g}"
 
 
 def _no_signal(recent: Recent) -> Found:
@@ -159,7 +173,7 @@ def _truncated(recent: Recent) -> Found:
     share = recent.mean("truncated_ratio")
     if share is None or share < TRUNCATED_SHARE:
         return None
-    said = "{:.0%} of the answers of {} were cut at the limit of new tokens".format(share, recent.span)
+    said = f"{share:.0%} of the answers of {recent.span} were cut at the limit of new tokens"
     return recent.since("truncated_ratio", TRUNCATED_SHARE), said
 
 
@@ -169,7 +183,7 @@ def _lost_answers(recent: Recent) -> Found:
     if not lost or lost < LOST_SHARE * of_all:
         return None
     reasons = sum(map(Counter, recent.reasons), Counter())
-    most = ", ".join("{} x {}".format(count, reason) for reason, count in reasons.most_common(3))
+    most = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
     said = "{:.0f} of {:.0f} answers of {} were lost: {}".format(
         lost, of_all, recent.span, most or "no reason is known"
     )
@@ -181,20 +195,20 @@ def _dropped_prompts(recent: Recent) -> Found:
     lost, settled = sum(reasons.values()), sum(settled for _, settled, _ in recent.dropped)
     if not lost or lost < DROPPED_SHARE * settled:
         return None
-    most = ", ".join("{} x {}".format(count, reason) for reason, count in reasons.most_common(3))
-    said = "{} of {:.0f} prompts of {} were dropped: {}".format(lost, settled, recent.span, most)
+    most = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
+    said = f"{lost} of {settled:.0f} prompts of {recent.span} were dropped: {most}"
     return next(step for step, _, why in recent.dropped if why), said
 
 
 def _skipped_updates(recent: Recent) -> Found:
     skipped = sum(recent.values("skipped_updates"))
-    said = "{:.0f} updates of {} were skipped, because their gradient was not finite".format(skipped, recent.span)
+    said = f"{skipped:.0f} updates of {recent.span} were skipped, because their gradient was not finite"
     return (recent.since("skipped_updates", 1), said) if skipped else None
 
 
 def _nonfinite_loss(recent: Recent) -> Found:
     lost = recent.steps_without("loss")
-    return (lost[0], "The loss was not finite in {} of {}".format(len(lost), recent.span)) if lost else None
+    return (lost[0], f"The loss was not finite in {len(lost)} of {recent.span}") if lost else None
 
 
 def _nonfinite_tokens(recent: Recent) -> Found:
@@ -202,14 +216,14 @@ def _nonfinite_tokens(recent: Recent) -> Found:
     sampled = sum(recent.values("answers")) * (recent.mean("answer_length") or 0)
     if not tokens or tokens < NONFINITE_SHARE * sampled:
         return None
-    said = "{:.0f} tokens of {} were left out, because a log-prob of theirs was not finite".format(tokens, recent.span)
+    said = f"{tokens:.0f} tokens of {recent.span} were left out, because a log-prob of theirs was not finite"
     return recent.since("nonfinite_tokens", 1), said
 
 
 def _too_large(name: str, what: str, limit: float) -> Callable[[Recent], Found]:
     def find(recent: Recent) -> Found:
         largest = max(map(abs, recent.values(name)), default=0.0)
-        said = "{} reached {:.3g} in {}; training needs no more than {:g}".format(what, largest, recent.span, limit)
+        said = f"{what} reached {largest:.3g} in {recent.span}; training needs no more than {limit:g}"
         return (recent.since(name, limit), said) if largest > limit else None
 
     return find
@@ -225,7 +239,7 @@ def _zero_gradient(recent: Recent) -> Found:
 
 def _zero_learning_rate(recent: Recent) -> Found:
     rate = recent.mean("learning_rate")
-    return (recent.steps[0], "The learning rate of {} was 0".format(recent.span)) if rate == 0 else None
+    return (recent.steps[0], f"The learning rate of {recent.span} was 0") if rate == 0 else None
 
 
 def _reward_not_rising(recent: Recent) -> Found:
@@ -241,7 +255,7 @@ def _reward_not_rising(recent: Recent) -> Found:
     return recent.steps[-1] - steps + 1, said.format(before, quarter, now, quarter)
 
 
-def _mean_and_error(low: Tuple[float, float], high: Tuple[float, float], count: int) -> Tuple[float, float]:
+def _mean_and_error(low: tuple[float, float], high: tuple[float, float], count: int) -> tuple[float, float]:
     """Mean of `count` values and its standard error, from the sums of values and of squares before and after them."""
     mean, squares = (high[0] - low[0]) / count, (high[1] - low[1]) / count
     return mean, sqrt(max(0.0, squares - mean * mean) / count)
@@ -282,14 +296,14 @@ class Watch:
 
     def __init__(self) -> None:
         self._recent = Recent()
-        self._warnings: Dict[str, LearningWarning] = {}
+        self._warnings: dict[str, LearningWarning] = {}
 
     @property
-    def warnings(self) -> List[LearningWarning]:
+    def warnings(self) -> list[LearningWarning]:
         """Warnings that hold after the newest line, in the order of RULES."""
         return [self._warnings[rule.name] for rule in RULES if rule.name in self._warnings]
 
-    def add(self, line: MetricsLine) -> List[LearningWarning]:
+    def add(self, line: MetricsLine) -> list[LearningWarning]:
         """The warnings that begin with a line. One that goes on keeps the step since which it holds."""
         self._recent.add(line)
         before, self._warnings = self._warnings, {}
@@ -301,7 +315,7 @@ class Watch:
         return [warning for name, warning in self._warnings.items() if name not in before]
 
 
-def warnings_of(lines: Iterable[MetricsLine]) -> List[LearningWarning]:
+def warnings_of(lines: Iterable[MetricsLine]) -> list[LearningWarning]:
     """The warnings that hold at the end of a record."""
     watch = Watch()
     for line in lines:

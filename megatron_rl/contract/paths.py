@@ -3,9 +3,10 @@
 Where a docstring names a record, its type in `attempt_records` or `run_records` says who writes and reads it.
 """
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
-from typing import List, Optional
 
 from megatron_rl.contract.files import AnyPath, names_in
 
@@ -142,7 +143,7 @@ class RunDir:
 
     def samples(self, step: int) -> Path:
         """Sample rollouts of one step, as text."""
-        return self.root / "rollouts" / "samples" / "step-{:06d}.txt".format(step)
+        return self.root / "rollouts" / "samples" / f"step-{step:06d}.txt"
 
     @property
     def bank(self) -> Path:
@@ -171,7 +172,7 @@ class RunDir:
 
     def checkpoint(self, step: int) -> Path:
         """Folder of one published checkpoint."""
-        return self.checkpoints / "step-{:06d}".format(step)
+        return self.checkpoints / f"step-{step:06d}"
 
     @property
     def exports(self) -> Path:
@@ -180,18 +181,18 @@ class RunDir:
 
     def export(self, step: int) -> Path:
         """Folder of the export of one checkpoint; it is there once it is whole."""
-        return self.exports / "step-{:06d}".format(step)
+        return self.exports / f"step-{step:06d}"
 
     def checkpoint_under_way(self, step: int, save_id: str) -> Path:
         """Where a save is written until it is published; every `.tmp` is debris once its processes are gone."""
-        return self.checkpoints / "step-{:06d}.{}.tmp".format(step, save_id)
+        return self.checkpoints / f"step-{step:06d}.{save_id}.tmp"
 
-    def checkpoint_steps(self) -> List[int]:
+    def checkpoint_steps(self) -> list[int]:
         """Steps that have a published checkpoint, newest first; whether it is intact is another question. Raises
         OSError where the folder is there and cannot be listed."""
         return _steps_in(self.checkpoints)
 
-    def export_steps(self) -> List[int]:
+    def export_steps(self) -> list[int]:
         """Steps that have a whole export, newest first. Raises OSError where the folder is there and cannot be
         listed."""
         return _steps_in(self.exports)
@@ -201,7 +202,7 @@ class RunDir:
         """Text file with the name of the newest published checkpoint."""
         return self.checkpoints / "latest"
 
-    def attempt(self, number: int) -> "Attempt":
+    def attempt(self, number: int) -> Attempt:
         """The files of one attempt."""
         return Attempt(self, number)
 
@@ -211,7 +212,7 @@ class RunDir:
         return max([int(name) for name in names_in(self.root / "attempts") if re.match(r"^[0-9]+$", name)] or [0])
 
 
-def _steps_in(folder: Path) -> List[int]:
+def _steps_in(folder: Path) -> list[int]:
     names = names_in(folder)
     return sorted((int(name[5:]) for name in names if re.match(r"^step-[0-9]{6,}$", name)), reverse=True)
 
@@ -242,13 +243,13 @@ class RankFiles:
 
     def address(self, name: str) -> Path:
         """Address of a listener of these ranks, such as `train` (their rendezvous)."""
-        return self.folder / "addresses" / "{}.json".format(name)
+        return self.folder / "addresses" / f"{name}.json"
 
     def error(self, rank: int) -> Path:
         """RankError of one rank."""
-        return self.folder / "error.{}.json".format(rank)
+        return self.folder / f"error.{rank}.json"
 
-    def errors(self) -> List[Path]:
+    def errors(self) -> list[Path]:
         """Error files written so far, lowest rank first. Raises OSError where the folder is there and cannot be
         listed."""
         found = [re.match(r"^error\.([0-9]+)\.json$", name) for name in names_in(self.folder)]
@@ -261,7 +262,7 @@ class RankFiles:
 
     def heartbeat(self, rank: int) -> Path:
         """Heartbeat of one rank."""
-        return self.heartbeats / "{}.json".format(rank)
+        return self.heartbeats / f"{rank}.json"
 
     @property
     def image(self) -> Path:
@@ -276,22 +277,22 @@ class RankFiles:
     @property
     def srun(self) -> Path:
         """What srun says of the step itself, such as `node05: task 3: Killed`."""
-        return self.folder / "srun.{}".format(self.role)
+        return self.folder / f"srun.{self.role}"
 
-    def stacks(self, rank: int, role: Optional[str] = None) -> Path:
+    def stacks(self, rank: int, role: str | None = None) -> Path:
         """Where every thread of a rank was, each time it got STACKS_SIGNAL. role: another step's."""
-        return self.logs / "{}.{}.stacks".format(role or self.role, rank)
+        return self.logs / f"{role or self.role}.{rank}.stacks"
 
-    def log(self, rank: int, role: Optional[str] = None) -> Path:
+    def log(self, rank: int, role: str | None = None) -> Path:
         """Output of one rank. role: another step's."""
-        return self.logs / "{}.{}.log".format(role or self.role, rank)
+        return self.logs / f"{role or self.role}.{rank}.log"
 
 
 class Attempt(RankFiles):
     """Files of one attempt, one start of the ranks: of those that train, and what there is once."""
 
     def __init__(self, run: RunDir, number: int) -> None:
-        name = "{:03d}".format(number)
+        name = f"{number:03d}"
         super().__init__(run.root / "attempts" / name, run.root / "logs" / ("attempt-" + name), TRAIN)
         self.number = number
         self.latest_logs = run.root / "logs" / "latest"
@@ -318,7 +319,7 @@ class Attempt(RankFiles):
 
     def health(self, host: str) -> Path:
         """NodeHealth of one node."""
-        return self.folder / "health" / "{}.json".format(host)
+        return self.folder / "health" / f"{host}.json"
 
     def unpacked(self, host: str) -> Path:
         """Empty file: the container image is unpacked on this node."""
@@ -335,11 +336,11 @@ class Attempt(RankFiles):
         the first: since `began`."""
         return self.folder / "timeline.jsonl"
 
-    def replica(self, number: int) -> "Replica":
+    def replica(self, number: int) -> Replica:
         """The files of one inference replica of this attempt."""
         return Replica(self, number)
 
-    def replicas(self) -> List["Replica"]:
+    def replicas(self) -> list[Replica]:
         """Those that have been started, lowest number first. Raises OSError where the folder is there
         and cannot be listed."""
         names = names_in(self.folder / "replicas")
@@ -351,7 +352,7 @@ class Replica(RankFiles):
     the same ones; it is asked to leave with the attempt."""
 
     def __init__(self, attempt: Attempt, number: int) -> None:
-        super().__init__(attempt.folder / "replicas" / str(number), attempt.logs, "infer-{}".format(number))
+        super().__init__(attempt.folder / "replicas" / str(number), attempt.logs, f"infer-{number}")
         self.attempt = attempt
         self.number = number
 

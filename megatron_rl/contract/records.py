@@ -9,11 +9,13 @@ What cannot be read is never taken for absent: the three are different types, an
 the fields of another. Where they do come to the same, as in a view, the caller says so: `if_readable(found)`.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import time
 from enum import Enum
-from typing import Any, Callable, Generic, List, NamedTuple, Optional, Tuple, Type, TypeVar, Union, overload
+from typing import Any, Callable, Generic, NamedTuple, TypeVar, Union, overload
 
 from megatron_rl.contract.files import AnyPath, append_line, read_bytes, write_atomic
 from megatron_rl.contract.shapes import SHAPES, Mismatch, from_json, to_json
@@ -40,7 +42,7 @@ class Unreadable(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        return "{} cannot be used: {}".format(self.path, self.why)
+        return f"{self.path} cannot be used: {self.why}"
 
 
 class Damage(NamedTuple):
@@ -58,7 +60,7 @@ class Lines(Generic[T]):
     absent: whether there is no such file.
     """
 
-    def __init__(self, records: List[T], damaged: List[Damage], absent: bool = False) -> None:
+    def __init__(self, records: list[T], damaged: list[Damage], absent: bool = False) -> None:
         self.records = records
         self.damaged = damaged
         self.absent = absent
@@ -67,7 +69,7 @@ class Lines(Generic[T]):
 Found = Union[T, Absent, Unreadable]
 
 
-def read(kind: Type[T], path: AnyPath, patience: float = 0.0) -> Union[T, Absent, Unreadable]:
+def read(kind: type[T], path: AnyPath, patience: float = 0.0) -> T | Absent | Unreadable:
     """The record in a file.
 
     Args:
@@ -76,7 +78,7 @@ def read(kind: Type[T], path: AnyPath, patience: float = 0.0) -> Union[T, Absent
     return _patiently(lambda: _read(kind, path), patience)
 
 
-def if_readable(found: Union[T, Absent, Unreadable]) -> Optional[T]:
+def if_readable(found: T | Absent | Unreadable) -> T | None:
     """The record; None where there is none and where it cannot be read. For what is shown or merely helps: a decision
     has to look which of the two it is."""
     return None if isinstance(found, (Absent, Unreadable)) else found
@@ -100,7 +102,7 @@ def encode(value: Any) -> str:
     return json.dumps(to_json(value), indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 
-def decode(kind: Type[T], data: bytes, path: AnyPath) -> Union[T, Unreadable]:
+def decode(kind: type[T], data: bytes, path: AnyPath) -> T | Unreadable:
     """The record in the content of a file.
 
     Args:
@@ -127,11 +129,9 @@ def encode_line(value: Any) -> str:
 
 
 @overload
-def read_lines(kinds: Type[T], path: AnyPath, patience: float = ...) -> Union[Lines[T], Unreadable]: ...
+def read_lines(kinds: type[T], path: AnyPath, patience: float = ...) -> Lines[T] | Unreadable: ...
 @overload
-def read_lines(
-    kinds: Tuple[Type[T], Type[S]], path: AnyPath, patience: float = ...
-) -> Union[Lines[Union[T, S]], Unreadable]: ...
+def read_lines(kinds: tuple[type[T], type[S]], path: AnyPath, patience: float = ...) -> Lines[T | S] | Unreadable: ...
 def read_lines(kinds: Any, path: AnyPath, patience: float = 0.0) -> Any:
     """The records of a JSON-lines file, none where there is no such file; Unreadable where it cannot be read at all.
 
@@ -143,9 +143,9 @@ def read_lines(kinds: Any, path: AnyPath, patience: float = 0.0) -> Any:
 
 
 @overload
-def decode_lines(kinds: Type[T], data: bytes) -> Lines[T]: ...
+def decode_lines(kinds: type[T], data: bytes) -> Lines[T]: ...
 @overload
-def decode_lines(kinds: Tuple[Type[T], Type[S]], data: bytes) -> Lines[Union[T, S]]: ...
+def decode_lines(kinds: tuple[type[T], type[S]], data: bytes) -> Lines[T | S]: ...
 def decode_lines(kinds: Any, data: bytes) -> Any:
     """The records in a part of a JSON-lines file, which begins where a line begins. A last line that only lacks its end
     counts; empty ones do not.
@@ -166,7 +166,7 @@ def decode_lines(kinds: Any, data: bytes) -> Any:
     return found
 
 
-def _read(kind: Type[T], path: AnyPath) -> Union[T, Absent, Unreadable]:
+def _read(kind: type[T], path: AnyPath) -> T | Absent | Unreadable:
     try:
         data = read_bytes(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -176,7 +176,7 @@ def _read(kind: Type[T], path: AnyPath) -> Union[T, Absent, Unreadable]:
     return decode(kind, data, path)
 
 
-def _read_lines(kinds: Any, path: AnyPath) -> Union[Lines[Any], Unreadable]:
+def _read_lines(kinds: Any, path: AnyPath) -> Lines[Any] | Unreadable:
     try:
         data = read_bytes(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -200,7 +200,7 @@ def _patiently(look: Callable[[], T], patience: float) -> T:
     return found
 
 
-def _kind_of(kinds: Tuple[Any, ...], value: Any) -> Any:
+def _kind_of(kinds: tuple[Any, ...], value: Any) -> Any:
     if len(kinds) == 1:
         return kinds[0]
     event = value.get("event") if isinstance(value, dict) else None
@@ -219,13 +219,13 @@ def _parse(data: bytes) -> Any:
     except RecursionError:
         raise Mismatch("is nested too deeply") from None
     except ValueError as error:
-        raise Mismatch("is torn or no JSON ({})".format(error)) from None
+        raise Mismatch(f"is torn or no JSON ({error})") from None
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise Mismatch("{} is not finite".format(text))
+        raise Mismatch(f"{text} is not finite")
     return value
 
 

@@ -3,7 +3,9 @@
 Times are unix seconds by the writer's clock, durations seconds.
 """
 
-from typing import Any, Dict, List, NamedTuple, Optional
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from megatron_rl.contract.shapes import record
 
@@ -29,8 +31,8 @@ class Owner(NamedTuple):
     cluster: str  # name of the profile
     submitted_at: float
     by: str = ""  # user
-    slurm_cluster: Optional[str] = None  # Slurm's own name: the same id in another Slurm is another job
-    succeeds: Optional[str] = None  # id of the job that submitted this one in its place
+    slurm_cluster: str | None = None  # Slurm's own name: the same id in another Slurm is another job
+    succeeds: str | None = None  # id of the job that submitted this one in its place
     run_id: str = ""  # RunIdentity.id
     name: str = ""  # of the job
 
@@ -49,7 +51,7 @@ ATTEMPT = "{attempt}"  # its number
 def container_name(job_id: str, attempt: str) -> str:
     """What the container of an attempt is called on its nodes, where it has a name. An attempt never finds one that an
     earlier one was killed over."""
-    return "mrl-{}-{}".format(job_id, attempt)
+    return f"mrl-{job_id}-{attempt}"
 
 
 @record(version=None, rest="rest")
@@ -58,11 +60,11 @@ class PlanStep(NamedTuple):
     and an option whose value begins with one, is completed by the attempt."""
 
     name: str  # train, infer-0, ...
-    nodes: List[int]  # indices into the plan's nodes
+    nodes: list[int]  # indices into the plan's nodes
     tasks_per_node: int
-    srun: List[str] = []  # options
-    command: List[str] = []  # of each rank
-    rest: Dict[str, Any] = {}
+    srun: list[str] = []  # options
+    command: list[str] = []  # of each rank
+    rest: dict[str, Any] = {}
 
 
 @record(version=None, rest="rest")
@@ -70,16 +72,16 @@ class SmallerPlan(NamedTuple):
     """In what the plan for fewer nodes of a range `job.nodes` may differ."""
 
     nodes: int
-    steps: List[PlanStep]
-    rest: Dict[str, Any] = {}
+    steps: list[PlanStep]
+    rest: dict[str, Any] = {}
 
 
 @record(version=None, rest="rest")
 class CheckpointPlan(NamedTuple):
     """What a checkpoint takes."""
 
-    seconds: Optional[float] = None  # to write one; None: the profile does not say how fast the file system is
-    rest: Dict[str, Any] = {}  # sizes in bytes
+    seconds: float | None = None  # to write one; None: the profile does not say how fast the file system is
+    rest: dict[str, Any] = {}  # sizes in bytes
 
 
 @record(rest="rest")
@@ -90,13 +92,13 @@ class PlanRecord(NamedTuple):
     nodes: int  # without the spare ones
     gpus_per_node: int
     spare_nodes: int
-    steps: List[PlanStep]
-    alternatives: List[SmallerPlan] = []  # the largest first
+    steps: list[PlanStep]
+    alternatives: list[SmallerPlan] = []  # the largest first
     checkpoint: CheckpointPlan = CheckpointPlan()
-    container: List[str] = []  # options of pyxis for each step; empty: no container
-    environment: Dict[str, str] = {}  # what the script exports for everything that it starts
-    rank_environment: Dict[str, str] = {}  # what only the ranks have, set inside the container
-    rest: Dict[str, Any] = {}
+    container: list[str] = []  # options of pyxis for each step; empty: no container
+    environment: dict[str, str] = {}  # what the script exports for everything that it starts
+    rank_environment: dict[str, str] = {}  # what only the ranks have, set inside the container
+    rest: dict[str, Any] = {}
 
 
 @record(keys={"source": "from"})
@@ -106,7 +108,7 @@ class Fork(NamedTuple):
 
     source: str  # run directory, absolute
     step: int
-    changes: Dict[str, List[Any]]  # key of the recipe -> [value there, value here]
+    changes: dict[str, list[Any]]  # key of the recipe -> [value there, value here]
     at: float
     by: str = ""
 
@@ -117,7 +119,7 @@ class WandbRun(NamedTuple):
     other. Not in a checkpoint: a fork begins as one and has its own."""
 
     id: str
-    url: Optional[str] = None  # None: W&B has not heard of it yet
+    url: str | None = None  # None: W&B has not heard of it yet
 
 
 @record()
@@ -126,7 +128,7 @@ class Done(NamedTuple):
     something."""
 
     attempt: int
-    step: Optional[int]
+    step: int | None
     at: float
 
 
@@ -136,7 +138,7 @@ class RecipeChange(NamedTuple):
     is a newer one by the host side."""
 
     attempt: int  # the first that has it
-    changes: Dict[str, List[Any]]  # key of the recipe -> [old value, new value]
+    changes: dict[str, list[Any]]  # key of the recipe -> [old value, new value]
     at: float
     by: str = ""
 
@@ -149,7 +151,7 @@ class Submission(NamedTuple):
     run_dir: str  # absolute
     cluster: str
     at: float
-    job_id: Optional[str] = None  # None: a local run
+    job_id: str | None = None  # None: a local run
 
 
 @record()
@@ -170,13 +172,13 @@ class CodeSource(NamedTuple):
     path: str
     name: str  # of its folder in the snapshot
     kind: str  # package, metadata, git, directory
-    commit: Optional[str] = None
+    commit: str | None = None
     dirty: bool = False
-    diff: Optional[str] = None  # file beside the folder with the uncommitted changes
-    untracked: List[str] = []  # files that git did not know
+    diff: str | None = None  # file beside the folder with the uncommitted changes
+    untracked: list[str] = []  # files that git did not know
     files: int = 0
     bytes: int = 0
-    notes: List[str] = []  # what was left out, and why
+    notes: list[str] = []  # what was left out, and why
 
 
 @record()
@@ -186,8 +188,8 @@ class CodeSnapshot(NamedTuple):
 
     snapshot: int  # number, from 1
     at: float
-    sources: List[CodeSource]
-    pythonpath: List[str]  # folders of the snapshot
+    sources: list[CodeSource]
+    pythonpath: list[str]  # folders of the snapshot
 
 
 @record(version=None)
@@ -204,7 +206,7 @@ class KeptFiles(NamedTuple):
     """files/FILES.json: the run's copies of files of the user's code. Written by mrl-submit, once and after the copies;
     read by the ranks, which run the copies."""
 
-    files: List[KeptFile]
+    files: list[KeptFile]
 
 
 @record()
@@ -215,7 +217,7 @@ class CachedImage(NamedTuple):
     reference: str
     file: str  # name in the same folder
     at: float
-    digest: Optional[str] = None  # None: the registry did not say
+    digest: str | None = None  # None: the registry did not say
 
 
 @record()

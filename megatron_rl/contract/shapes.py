@@ -3,20 +3,23 @@
     @record()
     class Done(NamedTuple):
         attempt: int
-        step: Optional[int]
+        step: int | None
         at: float
 
     to_json(Done(3, 40, 1e9))             {"version": 1, "attempt": 3, "step": 40, "at": 1e9}
     from_json(Done, {"attempt": "3"})     raises Mismatch: attempt: expected a whole number, got text
 
-Field types: int, float (an int is taken too), str, bool, Any, other records, and Optional, List and Dict[str, ...] of
-them. A field whose default is None is left out of the JSON where it is None. Lists and dictionaries of a record are not
-to be changed.
+Field types: int, float (an int is taken too), str, bool, Any, other records, list and dict[str, ...] of them, and
+`... | None` of any of these. A field whose default is None is left out of the JSON where it is None. Lists and
+dictionaries of a record are not to be changed.
 """
+
+from __future__ import annotations
 
 import copy
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type, TypeVar, Union
+import sys
+from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
 T = TypeVar("T")
 
@@ -30,23 +33,23 @@ class Mismatch(ValueError):
 class Shape(NamedTuple):
     """How a record type is written."""
 
-    version: Optional[int]
-    event: Optional[str]
-    rest: Optional[str]  # field that holds all other keys
-    keys: Dict[str, str]  # field -> its key in the JSON; without `rest`
-    types: Dict[str, Any]  # field -> annotation; without `rest`
-    defaults: Dict[str, Any]
+    version: int | None
+    event: str | None
+    rest: str | None  # field that holds all other keys
+    keys: dict[str, str]  # field -> its key in the JSON; without `rest`
+    types: dict[str, Any]  # field -> annotation; without `rest`
+    defaults: dict[str, Any]
 
 
-SHAPES: Dict[Any, Shape] = {}
+SHAPES: dict[Any, Shape] = {}
 
 
 def record(
-    version: Optional[int] = 1,
-    event: Optional[str] = None,
-    keys: Optional[Dict[str, str]] = None,
-    rest: Optional[str] = None,
-) -> Callable[[Type[T]], Type[T]]:
+    version: int | None = 1,
+    event: str | None = None,
+    keys: dict[str, str] | None = None,
+    rest: str | None = None,
+) -> Callable[[type[T]], type[T]]:
     """Declare a NamedTuple to be a record.
 
     Args:
@@ -55,13 +58,13 @@ def record(
             other records and in lines that people read with tools of their own.
         event: value of the key `event`, by which the kinds of lines of one file are told apart.
         keys: field -> its key in the JSON, where that is no Python name.
-        rest: field, a Dict[str, Any], that holds all keys that are no other field's, beside these in the JSON.
+        rest: field, a dict[str, Any], that holds all keys that are no other field's, beside these in the JSON.
     """
 
-    def declare(kind: Type[T]) -> Type[T]:
+    def declare(kind: type[T]) -> type[T]:
         named: Any = kind
-        annotations = getattr(named, "_field_types", None) or named.__annotations__  # of Python 3.6, of later ones
-        types = {field: annotation for field, annotation in annotations.items() if field != rest}
+        module = vars(sys.modules[kind.__module__])
+        types = {field: _type(text, module) for field, text in named.__annotations__.items() if field != rest}
         names = {field: (keys or {}).get(field, field) for field in types}
         SHAPES[kind] = Shape(version, event, rest, names, types, dict(named._field_defaults))
         return kind
@@ -69,14 +72,23 @@ def record(
     return declare
 
 
-def to_json(value: Any) -> Dict[str, Any]:
+def _type(annotation: Any, module: dict[str, Any]) -> Any:
+    """Type of an annotation. `int | None` is text, since Python 3.9 cannot evaluate it: it becomes Optional[int]."""
+    text = getattr(annotation, "__forward_arg__", annotation)
+    if not isinstance(text, str):
+        return annotation
+    kind = eval(text.removesuffix(" | None"), module)
+    return Optional[kind] if text.endswith(" | None") else kind
+
+
+def to_json(value: Any) -> dict[str, Any]:
     """The JSON object of a record. Raises Mismatch where a field does not hold what its type says."""
-    plain: Dict[str, Any] = _plain(value)
+    plain: dict[str, Any] = _plain(value)
     from_json(type(value), plain)
     return plain
 
 
-def from_json(kind: Type[T], value: Any) -> T:
+def from_json(kind: type[T], value: Any) -> T:
     """The record of a JSON object; keys that it does not know are passed over. Raises Mismatch."""
     return _read_record(kind, value, "")
 
@@ -92,8 +104,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _plain_record(shape: Shape, value: Any) -> Dict[str, Any]:
-    plain: Dict[str, Any] = {}
+def _plain_record(shape: Shape, value: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
     if shape.version is not None:
         plain["version"] = shape.version
     if shape.event is not None:
@@ -106,12 +118,12 @@ def _plain_record(shape: Shape, value: Any) -> Dict[str, Any]:
         others = _plain(getattr(value, shape.rest))
         taken = sorted(set(others) & _own_keys(shape))
         if taken:
-            raise Mismatch("{}: {} is the name of a field".format(shape.rest, taken[0]))
+            raise Mismatch(f"{shape.rest}: {taken[0]} is the name of a field")
         plain.update(others)
     return plain
 
 
-def _own_keys(shape: Shape) -> Set[str]:
+def _own_keys(shape: Shape) -> set[str]:
     own = set(shape.keys.values())
     own.update(["version"] if shape.version is not None else [])
     own.update(["event"] if shape.event is not None else [])
@@ -126,14 +138,14 @@ def _read_record(kind: Any, value: Any, name: str) -> Any:
         _check_version(shape.version, value.get("version", 1), name)
     if shape.event is not None and value.get("event") != shape.event:
         raise _mismatch(_below(name, "event"), repr(shape.event), value.get("event"))
-    given: Dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for field, key in shape.keys.items():
         if key in value:
             given[field] = _read(shape.types[field], value[key], _below(name, key))
         elif field in shape.defaults:
             given[field] = copy.copy(shape.defaults[field])  # which nobody shares
         else:
-            raise Mismatch("{} is missing".format(_below(name, key)))
+            raise Mismatch(f"{_below(name, key)} is missing")
     if shape.rest is not None:
         own = _own_keys(shape)
         given[shape.rest] = {key: item for key, item in value.items() if key not in own}
@@ -144,7 +156,7 @@ def _check_version(known: int, found: Any, name: str) -> None:
     if type(found) is not int or found < 1:
         raise _mismatch(_below(name, "version"), "a whole number from 1 on", found)
     if found > known:
-        raise Mismatch("was written by a newer mrl (version {}, this one knows {})".format(found, known))
+        raise Mismatch(f"was written by a newer mrl (version {found}, this one knows {known})")
 
 
 def _read(kind: Any, value: Any, name: str) -> Any:
@@ -153,14 +165,14 @@ def _read(kind: Any, value: Any, name: str) -> Any:
     if kind in SHAPES:
         return _read_record(kind, value, name)
     origin = getattr(kind, "__origin__", None)
-    arguments: Tuple[Any, ...] = getattr(kind, "__args__", ())
+    arguments: tuple[Any, ...] = getattr(kind, "__args__", ())
     if origin is Union:  # Optional
         return None if value is None else _read(arguments[0], value, name)
-    if origin in (list, List):  # the second on Python 3.6
+    if origin is list:
         if not isinstance(value, (list, tuple)):
             raise _mismatch(name, "a list", value)
         return [_read(arguments[0], item, _below(name, str(place))) for place, item in enumerate(value)]
-    if origin in (dict, Dict):
+    if origin is dict:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
             raise _mismatch(name, "a JSON object", value)
         return {key: _read(arguments[1], item, _below(name, key)) for key, item in value.items()}
@@ -182,7 +194,7 @@ def _read_scalar(kind: Any, value: Any, name: str) -> Any:
 
 
 def _below(name: str, key: str) -> str:
-    return "{}.{}".format(name, key) if name else key
+    return f"{name}.{key}" if name else key
 
 
 def _mismatch(name: str, expected: str, value: Any) -> Mismatch:

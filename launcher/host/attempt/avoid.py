@@ -5,7 +5,7 @@ as Slurm has enough others: a job that excludes too many waits for ever (seen on
 there to change its mind.
 """
 
-from typing import Dict, List
+from __future__ import annotations
 
 from launcher.host.judge import policy
 from launcher.host.record.ledger import ends_in, read_ledger_or_complain
@@ -16,7 +16,7 @@ from megatron_rl.contract.paths import RunDir
 EXCLUDED_FOR_S = 86400.0
 
 
-def nodes_to_avoid(run: RunDir, end: AttemptEnd, listed: List[str], now: float) -> List[str]:
+def nodes_to_avoid(run: RunDir, end: AttemptEnd, listed: list[str], now: float) -> list[str]:
     """All nodes that the job is to avoid from now on. Raises SlurmRefused.
 
     Args:
@@ -41,7 +41,7 @@ def nodes_to_avoid(run: RunDir, end: AttemptEnd, listed: List[str], now: float) 
     return sorted(set(theirs + avoided))
 
 
-def just_excluded(history: List[LedgerLine], end: AttemptEnd) -> List[str]:
+def just_excluded(history: list[LedgerLine], end: AttemptEnd) -> list[str]:
     """Nodes that failed the run since Slurm last chose its nodes: where the next attempt began in the same allocation,
     Slurm was not told of them.
 
@@ -56,6 +56,6 @@ def just_excluded(history: List[LedgerLine], end: AttemptEnd) -> List[str]:
     return sorted(set(hosts))
 
 
-def excluded_since(history: List[LedgerLine]) -> Dict[str, float]:
+def excluded_since(history: list[LedgerLine]) -> dict[str, float]:
     """Node -> when the run was last excluded from it, since somebody last had a look at the run."""
     return {host: end.at for end in policy.since_held(history) for host in end.excluded}

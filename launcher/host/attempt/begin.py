@@ -1,5 +1,7 @@
 """The run directory, made from what the script carries, and an attempt, entered in the ledger."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import socket
@@ -43,7 +45,7 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
         raise Refused(said.format(error)) from error
     try:
         for line in moved_sources(sources):
-            print("code: {}; the job runs what is there now".format(line))
+            print(f"code: {line}; the job runs what is there now")
         snapshot.take(sources, run.code)
     except SnapshotError as error:
         if isinstance(error.__cause__, UnreadableRecord):
@@ -79,7 +81,7 @@ def begin_attempt(context: JobContext, attempt: Attempt) -> None:
     try:
         point_latest(attempt, context.job_id)
     except OSError as error:
-        print("{}: {}".format(attempt.latest_logs, error), file=sys.stderr)
+        print(f"{attempt.latest_logs}: {error}", file=sys.stderr)
 
 
 def forget_attempt(attempt: Attempt) -> None:
@@ -102,7 +104,7 @@ def code_paths(context: JobContext) -> CodePaths:
     root = str(context.run.root / os.readlink(str(code)) if code.is_symlink() else code)
     record = read_or_raise(CodeSnapshot, context.run.code_record)
     if record is None:
-        raise FileNotFoundError("{}: there is no snapshot of the code".format(context.run.code_record))
+        raise FileNotFoundError(f"{context.run.code_record}: there is no snapshot of the code")
     paths = [os.path.normpath(os.path.join(root, part)) for part in record.pythonpath]
     return CodePaths(root, ":".join(paths))
 

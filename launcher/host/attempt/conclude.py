@@ -4,10 +4,11 @@ Whoever comes first concludes it: the process that saw the end, or the next star
 not write. Both go by the same files and so conclude the same.
 """
 
+from __future__ import annotations
+
 import socket
 import sys
 import time
-from typing import List, Optional
 
 from launcher.host.attempt.interfaces import Surroundings
 from launcher.host.attempt.job_context import JobContext
@@ -47,7 +48,7 @@ def close(
     attempt: Attempt,
     surroundings: Surroundings,
     observed: Observed,
-    request: Optional[Drain],
+    request: Drain | None,
     began: float,
 ) -> AttemptEnd:
     """Judge the attempt, write its end into the ledger, and have the job start again where it should.
@@ -65,7 +66,7 @@ def close(
     facts = surroundings.facts(attempt, request)
     seconds = round(now - began, 3)
     end = conclude(run, attempt, verdict, request, facts, now, job_id=surroundings.job_id, seconds=seconds)
-    print("attempt {}: {}".format(attempt.number, describe_end(end, now)))
+    print(f"attempt {attempt.number}: {describe_end(end, now)}")
     surroundings.bring_back(attempt, end, facts.returning)
     write_usage(run, now)
     return end
@@ -75,12 +76,12 @@ def conclude(
     run: RunDir,
     attempt: Attempt,
     verdict: Verdict,
-    request: Optional[Drain],
+    request: Drain | None,
     facts: Facts,
     now: float,
     host: str = "",
-    job_id: Optional[str] = None,
-    seconds: Optional[float] = None,
+    job_id: str | None = None,
+    seconds: float | None = None,
 ) -> AttemptEnd:
     """Decide, and write it down: the ledger's line of this end. A disk that takes nothing keeps nobody from acting on
     it: the next start comes to the same conclusion.
@@ -99,7 +100,7 @@ def conclude(
     return end
 
 
-def _record(run: RunDir, end: AttemptEnd, done: Optional[Done]) -> None:
+def _record(run: RunDir, end: AttemptEnd, done: Done | None) -> None:
     """Write down the end of an attempt and, of the last one, that the run is done: after that one nothing starts that
     could do it later. Nor where this process goes on with another attempt, whose lines are to follow."""
     waits = done is not None or end.then == policy.STAYS
@@ -111,7 +112,7 @@ def _record(run: RunDir, end: AttemptEnd, done: Optional[Done]) -> None:
             write_line(run, end)
             return
         except OSError as error:
-            print("the end of attempt {} could not be recorded: {}".format(end.attempt, error), file=sys.stderr)
+            print(f"the end of attempt {end.attempt} could not be recorded: {error}", file=sys.stderr)
             if time.monotonic() >= give_up:
                 return
         time.sleep(RECORD_AGAIN_S)
@@ -144,7 +145,7 @@ def _line(number: int, verdict: Verdict, decision: Decision, facts: Facts, now: 
     )
 
 
-def conclude_lost(run: RunDir, now: float, context: Optional[JobContext] = None, unseen: str = UNSEEN) -> None:
+def conclude_lost(run: RunDir, now: float, context: JobContext | None = None, unseen: str = UNSEEN) -> None:
     """End the attempts that started and whose end nobody has recorded. For the owner of the run only. Raises OSError
     where the ledger cannot be read.
 
@@ -156,7 +157,7 @@ def conclude_lost(run: RunDir, now: float, context: Optional[JobContext] = None,
         _conclude_unseen(run, start, now, context, unseen)
 
 
-def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: Optional[JobContext], unseen: str) -> None:
+def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: JobContext | None, unseen: str) -> None:
     attempt = run.attempt(start.attempt)
     request = read_drain(attempt)
     evidence = read_evidence(attempt, Observed(unseen=unseen), request)
@@ -183,7 +184,7 @@ def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: Opti
     conclude(run, attempt, verdict, request, facts, now, host=start.host, job_id=start.job_id)
 
 
-def _cause_of_end(run: RunDir, start: AttemptStart, request: Optional[Drain], dead: List[str]) -> Optional[str]:
+def _cause_of_end(run: RunDir, start: AttemptStart, request: Drain | None, dead: list[str]) -> str | None:
     """Why the batch script was killed: who asked it to leave, or what Slurm has on record."""
     asked = request.cause if request else None
     if asked not in (None, SIGNALLED, REQUEUE) or start.job_id is None:

@@ -6,7 +6,10 @@ replica do; the run asks whoever is there, and misses nobody who goes. So nothin
 Slurm refuses is said, and tried again.
 """
 
-from typing import Dict, List, NamedTuple, Optional, Sequence, Set
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.replicas import forget_start
@@ -50,7 +53,7 @@ class Harvest:
         self._all = [_Harvested(attempt.replica(first + number)) for number in range(settings.most)]
         self._next_look = 0.0
         self._clean = False  # whether those of earlier attempts are gone
-        self._known: Set[str] = set()  # jobs of the name, ours or not
+        self._known: set[str] = set()  # jobs of the name, ours or not
         self._unclear_until = 0.0
         self._complaint = ""
 
@@ -76,7 +79,7 @@ class Harvest:
             self._next_look = now + LONGEST_PAUSE_S
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                print("no further replicas are harvested for now: {}".format(error))
+                print(f"no further replicas are harvested for now: {error}")
 
     def stop(self) -> None:
         """End them. They would end by themselves, a minute after the run."""
@@ -84,25 +87,23 @@ class Harvest:
             try:
                 tell.cancel_called(self._name)
             except SlurmRefused as error:
-                print("the jobs {} are not cancelled: {}".format(self._name, error))
+                print(f"the jobs {self._name} are not cancelled: {error}")
 
-    def _end_strays(self, nodes: Dict[str, str], now: float) -> None:
+    def _end_strays(self, nodes: dict[str, str], now: float) -> None:
         """End jobs that Slurm has taken and not told of: each question would leave one more. Raises SlurmRefused."""
         if now < self._unclear_until:
             for job in sorted(nodes.keys() - self._known):
                 tell.cancel(job)
         self._known = set(nodes)
 
-    def _submit(self, each: "_Harvested", now: float) -> None:
+    def _submit(self, each: _Harvested, now: float) -> None:
         """Raises SlurmRefused, OSError."""
         forget_start(each.files)
         number, start = each.files.number, each.starts
         variables = {ATTEMPT_VARIABLE: str(self._attempt.number), START_VARIABLE: str(start)}
         asked = self._settings.options
-        command, environment = self._steps.elsewhere(
-            "harvest-{}".format(number), "$SLURM_JOB_NODELIST", asked, variables
-        )
-        log = self._attempt.logs / "infer-{}.job.log".format(number)
+        command, environment = self._steps.elsewhere(f"harvest-{number}", "$SLURM_JOB_NODELIST", asked, variables)
+        log = self._attempt.logs / f"infer-{number}.job.log"
         cpus = environment.get("MRL_CPUS_PER_TASK")
         options = [
             *asked,
@@ -121,7 +122,7 @@ class Harvest:
             self._unclear_until = now + UNCLEAR_S
             raise
         self._known.add(job)
-        print("infer-{}: job {} is to harvest it".format(number, job))
+        print(f"infer-{number}: job {job} is to harvest it")
         each.submitted(job, now)
 
 
@@ -136,10 +137,10 @@ class _Harvested:
 
     def __init__(self, files: Replica) -> None:
         self.files = files
-        self.job: Optional[str] = None
+        self.job: str | None = None
         self.starts = 0
         self.due = 0.0
-        self._began: Optional[float] = None  # when its job was first seen to run
+        self._began: float | None = None  # when its job was first seen to run
         self._pause = 0.0  # after the newest job, which ended soon
 
     def submitted(self, job: str, now: float) -> None:
@@ -149,7 +150,7 @@ class _Harvested:
         self._began = None
         self._tell(REPLICA_WAITING, now, [])
 
-    def see(self, nodes: Dict[str, str], now: float) -> None:
+    def see(self, nodes: dict[str, str], now: float) -> None:
         """Note what has become of its job. Raises OSError, and ValueError where its nodes cannot be read.
 
         Args:
@@ -167,5 +168,5 @@ class _Harvested:
             self._began = now
             self._tell(REPLICA_RUNNING, now, expand_hosts(nodes[self.job]))
 
-    def _tell(self, state: str, now: float, hosts: List[str]) -> None:
+    def _tell(self, state: str, now: float, hosts: list[str]) -> None:
         write(self.files.state, ReplicaState(self.files.number, state, self.starts, now, hosts=hosts, job=self.job))

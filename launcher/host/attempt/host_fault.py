@@ -4,9 +4,10 @@ Only a refusal is final. How often a job may come back like this is bounded by w
 restarts since an attempt of it last began.
 """
 
+from __future__ import annotations
+
 import sys
 import time
-from typing import List
 
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext
 from launcher.host.attempt.slurm_job import show_job_or_complain
@@ -31,16 +32,16 @@ def come_back(context: JobContext, error: Exception, script: str) -> int:
     then, full = who_starts_it(facts), getattr(error, "errno", None) in FULL
     history = read_ledger_or_complain(context.run)
     tries = 0 if full else context.faults + context.restarts - _restarts_at_last_start(context, history)
-    where = "{} on {}: {}".format(context.run.root, context.batch_host, error)
+    where = f"{context.run.root} on {context.batch_host}: {error}"
     if then == OVER or tries >= HOST_TRIES:
-        why = "" if then == OVER else " {} starts in a row came to nothing;".format(tries)
-        print("error: {};{} nothing is lost, mrl resume goes on".format(where, why), file=sys.stderr)
+        why = "" if then == OVER else f" {tries} starts in a row came to nothing;"
+        print(f"error: {where};{why} nothing is lost, mrl resume goes on", file=sys.stderr)
         return EXIT_DRAINED if full else EXIT_CRASHED
     if full:
-        what = "make room, the job comes back in {:.0f} min".format(ROOM_AGAIN_S / 60)
+        what = f"make room, the job comes back in {ROOM_AGAIN_S / 60:.0f} min"
     else:
         what = "the job comes back without this host"
-    print("error: {}; nothing is lost: {}".format(where, what), file=sys.stderr)
+    print(f"error: {where}; nothing is lost: {what}", file=sys.stderr)
     back = AttemptEnd(
         attempt=max([line.attempt for line in history] or [0]) + 1,
         at=time.time(),
@@ -53,6 +54,6 @@ def come_back(context: JobContext, error: Exception, script: str) -> int:
     return EXIT_DRAINED
 
 
-def _restarts_at_last_start(context: JobContext, history: List[LedgerLine]) -> int:
+def _restarts_at_last_start(context: JobContext, history: list[LedgerLine]) -> int:
     """How often this job had been requeued when an attempt of it last began; -1: none has."""
     return max([start.restart for start in starts_in(history) if start.job_id == context.job_id] or [-1])

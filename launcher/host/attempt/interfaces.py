@@ -1,7 +1,9 @@
 """What the life of an attempt asks of whatever starts its processes, and of whatever is around it."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from typing import List, Optional, Sequence
+from collections.abc import Sequence
 
 from launcher.host.judge.evidence import RankExit
 from launcher.host.judge.policy import Facts
@@ -29,7 +31,7 @@ class Steps(ABC):
             hurried: without leaving them time.
         """
 
-    def exits(self) -> List[RankExit]:
+    def exits(self) -> list[RankExit]:
         """The ranks that have ended, as far as their own processes tell."""
         return []
 
@@ -40,7 +42,7 @@ class World(ABC):
     hosts: Sequence[str] = ()  # that they run on, where that is not this machine
 
     @abstractmethod
-    def observed(self, now: float) -> Optional[Observed]:
+    def observed(self, now: float) -> Observed | None:
         """How they ended; None as long as one of them runs. The others are ended once one has failed."""
 
     @abstractmethod
@@ -64,14 +66,14 @@ class Surroundings(ABC):
     """What is known around an attempt beyond its own processes and files, and what can be done about it there: a Slurm
     job, or nothing."""
 
-    job_id: Optional[str] = None
+    job_id: str | None = None
     takes_nodes = False  # whether ranks that are late at a deadline are so because somebody takes their nodes away
 
     @abstractmethod
     def request_for(self, signal_name: str, now: float) -> Drain:
         """The request to leave that a signal to this process means."""
 
-    def request_of_owner(self, now: float) -> Optional[Drain]:
+    def request_of_owner(self, now: float) -> Drain | None:
         """The request to leave of whoever has to live for the attempt to go on; None as long as it does."""
         return None
 
@@ -80,7 +82,7 @@ class Surroundings(ABC):
         """A request to leave with what can be added to it: why, and by when. Raises SlurmRefused."""
 
     @abstractmethod
-    def final_request(self, attempt: Attempt, request: Optional[Drain], drained: bool) -> Optional[Drain]:
+    def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
         """The request to leave, as it is known when all is over.
 
         Args:
@@ -88,7 +90,7 @@ class Surroundings(ABC):
         """
 
     @abstractmethod
-    def facts(self, attempt: Attempt, request: Optional[Drain]) -> Facts:
+    def facts(self, attempt: Attempt, request: Drain | None) -> Facts:
         """What the decision about the job depends on."""
 
     @abstractmethod

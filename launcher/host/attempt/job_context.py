@@ -1,7 +1,9 @@
 """The Slurm job that this process is the host side of."""
 
+from __future__ import annotations
+
 import os
-from typing import Dict, List, NamedTuple, Optional
+from typing import NamedTuple
 
 from launcher.host.slurm.formats import expand_hosts
 from megatron_rl.contract.codes import CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SUCCEEDS_VARIABLE
@@ -21,20 +23,20 @@ class JobContext(NamedTuple):
     run: RunDir
     cluster: str  # name of the profile
     job_id: str
-    hosts: List[str]  # of the allocation, without those that died
+    hosts: list[str]  # of the allocation, without those that died
     given: int = 0  # hosts of the allocation before any died; 0: none has
     restarts: int = 0  # how often Slurm had requeued the job
-    succeeds: Optional[str] = None  # id of the job that submitted this one in its place
-    slurm_cluster: Optional[str] = None  # Slurm's own name
+    succeeds: str | None = None  # id of the job that submitted this one in its place
+    slurm_cluster: str | None = None  # Slurm's own name
     prepared: bool = False  # mrl-submit has made the run directory
-    held_since: Optional[float] = None  # when the allocation began, where Slurm says so
+    held_since: float | None = None  # when the allocation began, where Slurm says so
     batch_host: str = ""  # Slurm's name of this host
     faults: int = 0  # of the host side, in a row, in the jobs that this one succeeds
     run_mode: int = 0o700  # of a run directory that is made here
-    environ: Dict[str, str] = {}  # that the job was given
+    environ: dict[str, str] = {}  # that the job was given
 
 
-def context_of(environ: Dict[str, str]) -> JobContext:
+def context_of(environ: dict[str, str]) -> JobContext:
     """The job that an environment describes. Raises Refused where it describes none, or no readable one."""
     if "SLURM_JOB_ID" not in environ:
         raise Refused("this script is one for Slurm: sbatch it, or run it in an allocation (salloc)")
@@ -47,7 +49,7 @@ def context_of(environ: Dict[str, str]) -> JobContext:
     try:
         hosts = expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))
     except ValueError as error:
-        raise Refused("SLURM_JOB_NODELIST: {}; start the script in a job of Slurm's".format(error)) from error
+        raise Refused(f"SLURM_JOB_NODELIST: {error}; start the script in a job of Slurm's") from error
     start = environ.get("SLURM_JOB_START_TIME")  # Slurm says so from 23.02 on
     return JobContext(
         run=RunDir(root),

@@ -1,10 +1,13 @@
 """The ranks of a local run: processes of this machine, in a world that trains and, partitioned, one for each inference
 replica. They end with this process."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from launcher.host.attempt.interfaces import Steps, World
 from launcher.host.attempt.replicas import Replicas
@@ -62,7 +65,7 @@ class LocalRanks(Steps):
         command = [*settings.command, *self._which()]
         self._training.start(command, self._environment(), settings.ranks, 0, self._attempt)
 
-    def exits(self) -> List[RankExit]:
+    def exits(self) -> list[RankExit]:
         return self._training.exits()
 
     @property
@@ -94,7 +97,7 @@ class LocalRanks(Steps):
         for world in replicas:
             world.close()
 
-    def _worlds(self) -> List[World]:
+    def _worlds(self) -> list[World]:
         return [self._training, *self.replicas.ranks]
 
     def _start_replica(self, number: int, start: int) -> World:
@@ -110,10 +113,10 @@ class LocalRanks(Steps):
             raise
         return world
 
-    def _which(self) -> List[str]:
+    def _which(self) -> list[str]:
         return ["--run-dir", str(self._run.root), "--attempt", str(self._attempt.number)]
 
-    def _environment(self) -> Dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         settings = self._settings
         environment = dict(os.environ)
         for ours in (WAITING_THREADS, KEPT_MEMORY if settings.device == "cpu" else {}):
@@ -144,15 +147,15 @@ class _Processes(World):
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
-        self._children: List[Child] = []
-        self._exits: Dict[int, RankExit] = {}
-        self._by_themselves: List[RankExit] = []
-        self._told_to_end: Optional[float] = None
-        self._killed: Optional[float] = None
-        self._left_at: Optional[float] = None
+        self._children: list[Child] = []
+        self._exits: dict[int, RankExit] = {}
+        self._by_themselves: list[RankExit] = []
+        self._told_to_end: float | None = None
+        self._killed: float | None = None
+        self._left_at: float | None = None
 
     def start(
-        self, command: Sequence[str], environment: Dict[str, str], ranks: int, first: int, files: RankFiles
+        self, command: Sequence[str], environment: dict[str, str], ranks: int, first: int, files: RankFiles
     ) -> None:
         """Start all of its ranks. Raises OSError.
 
@@ -164,7 +167,7 @@ class _Processes(World):
             child = Child(list(command), dict(environment, **place), output=str(files.log(rank)))
             self._children.append(child)
 
-    def exits(self) -> List[RankExit]:
+    def exits(self) -> list[RankExit]:
         """The ranks that have ended, in the order in which that was seen."""
         for rank, child in enumerate(self._children):
             code = child.exit_code()
@@ -181,7 +184,7 @@ class _Processes(World):
         """Whether they were killed so long ago that nothing ends them."""
         return self._killed is not None and now >= self._killed + KILLED_S
 
-    def observed(self, now: float) -> Optional[Observed]:
+    def observed(self, now: float) -> Observed | None:
         exits = self.exits()
         if self._told_to_end is None:
             self._by_themselves = exits

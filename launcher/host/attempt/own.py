@@ -1,10 +1,11 @@
 """Who may run a run: one job at a time, one host process at a time. What earlier starts left undone is concluded."""
 
+from __future__ import annotations
+
 import os
 import stat
 import time
 from contextlib import suppress
-from typing import Optional
 
 from launcher.host.attempt.conclude import conclude_lost
 from launcher.host.attempt.job_context import JobContext, Refused
@@ -60,7 +61,7 @@ def own(context: JobContext) -> Lock:
         lock.release()
         raise
     if not lock.works:
-        print("{}: this file system has no locks; job.json alone tells the owner".format(run.root))
+        print(f"{run.root}: this file system has no locks; job.json alone tells the owner")
     return lock
 
 
@@ -75,7 +76,7 @@ def _take_ownership(context: JobContext) -> None:
     """Have this job own the run whose lock is ours. Raises as `own`."""
     run = context.run
     if run.done.exists():
-        raise NothingToDo("{}: finished already, nothing to do".format(run.root))
+        raise NothingToDo(f"{run.root}: finished already, nothing to do")
     _refuse_foreign(run)
     identity = identify(run)
     owner = read_or_raise(Owner, run.job)
@@ -83,12 +84,10 @@ def _take_ownership(context: JobContext) -> None:
     mine = owner is not None and owner.job_id == context.job_id
     if owner is not None and not mine:
         if context.succeeds is not None and owner.job_id != context.succeeds:
-            raise NothingToDo("{}: belongs to job {} by now, nothing to do".format(run.root, owner.job_id))
+            raise NothingToDo(f"{run.root}: belongs to job {owner.job_id} by now, nothing to do")
         if not _has_ended(owner, context):
             raise Refused(
-                "{}: belongs to job {}, which is not known to have ended; remove {} once it has".format(
-                    run.root, owner.job_id, run.job.name
-                )
+                f"{run.root} belongs to job {owner.job_id}, which may still run; once it has ended, remove job.json"
             )
     _conclude_earlier_starts(context)
     if not mine:  # submitted by plain sbatch: mrl-submit does it itself
@@ -102,7 +101,7 @@ def _conclude_earlier_starts(context: JobContext) -> None:
     run = context.run
     conclude_lost(run, time.time(), context)
     if run.done.exists():
-        raise NothingToDo("{}: had finished, nothing to do".format(run.root))
+        raise NothingToDo(f"{run.root}: had finished, nothing to do")
     lines = read_ledger(run)
     end = lines[-1] if lines else None
     if not isinstance(end, AttemptEnd) or end.job_id != context.job_id:
@@ -111,15 +110,15 @@ def _conclude_earlier_starts(context: JobContext) -> None:
     if start is None or context.restarts <= start.restart:
         return  # the same allocation once more
     if end.then == HELD:
-        raise Refused("{}: {}; mrl resume goes on with it".format(run.root, describe_end(end, time.time())))
+        raise Refused(f"{run.root}: {describe_end(end, time.time())}; mrl resume goes on with it")
     if end.then == OVER:
-        raise NothingToDo("{}: was stopped on request; mrl resume goes on with it".format(run.root))
+        raise NothingToDo(f"{run.root}: was stopped on request; mrl resume goes on with it")
     attempt = run.attempt(end.attempt)
     if is_too_early(context, attempt, end) and bring_back(context, attempt, end):
-        raise NothingToDo("{}: its pause is not over, the job waits in the queue".format(run.root))
+        raise NothingToDo(f"{run.root}: its pause is not over, the job waits in the queue")
 
 
-def _lock(context: JobContext, owner: Optional[Owner], last: Optional[LedgerLine]) -> Lock:
+def _lock(context: JobContext, owner: Owner | None, last: LedgerLine | None) -> Lock:
     """The lock that ends with this process and all that inherits it."""
     # What this very job left behind when it was requeued, or the one before it, may take a moment to go.
     last_job = last.job_id if last is not None and last.job_id is not None else context.job_id
@@ -129,7 +128,7 @@ def _lock(context: JobContext, owner: Optional[Owner], last: Optional[LedgerLine
         return Lock(context.run.job_lock, LEFTOVERS_S if expected else 0.0)
     except IsLocked:
         job_id = _job_that_begins(context.run)
-        raise Refused("{}: belongs to job {}, whose script is running".format(context.run.root, job_id)) from None
+        raise Refused(f"{context.run.root}: belongs to job {job_id}, whose script is running") from None
 
 
 def _job_that_begins(run: RunDir) -> str:
@@ -142,7 +141,7 @@ def _job_that_begins(run: RunDir) -> str:
     return owner.job_id if owner is not None else "another one"
 
 
-def _wait_for_earlier_jobs(context: JobContext, owner: Optional[Owner]) -> None:
+def _wait_for_earlier_jobs(context: JobContext, owner: Owner | None) -> None:
     """Wait for the jobs before this one as long as Slurm is busy ending them: on some node a rank of theirs may still
     write into the run directory."""
     last = newest_line(context.run)
@@ -150,7 +149,7 @@ def _wait_for_earlier_jobs(context: JobContext, owner: Optional[Owner]) -> None:
     give_up = time.monotonic() + COMPLETING_S
     for job_id in sorted(str(job_id) for job_id in before):
         if ask.is_completing(job_id):
-            print("waiting for job {} to be gone from its nodes".format(job_id))
+            print(f"waiting for job {job_id} to be gone from its nodes")
         while ask.is_completing(job_id) and time.monotonic() < give_up:
             time.sleep(LOOK_S)
 
@@ -177,4 +176,4 @@ def _refuse_foreign(run: RunDir) -> None:
     strange = [name for name in os.listdir(str(run.root)) if name not in known and not is_temporary(name)]
     if strange and not ours:
         run.job_lock.unlink()
-        raise Refused("{}: is not empty and not a run directory".format(run.root))
+        raise Refused(f"{run.root}: is not empty and not a run directory")

@@ -1,10 +1,12 @@
 """Between the beginning of an attempt on Slurm and its training: image, node health, assignment, all-reduce."""
 
+from __future__ import annotations
+
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional
+from typing import Callable, NamedTuple
 
 from launcher.host.attempt.avoid import just_excluded
 from launcher.host.attempt.job_context import JobContext
@@ -53,7 +55,7 @@ PURPOSES = {
 class Checks(NamedTuple):
     """What the script asks for before the training."""
 
-    image: Optional[str] = None  # reference; None: no container
+    image: str | None = None  # reference; None: no container
     image_cache: str = ""
     unpack: bool = False  # it, on each node, for all steps
     health: bool = False
@@ -67,7 +69,7 @@ class NotReady(Exception):
         host: the only node that was tried, where it may be to blame.
     """
 
-    def __init__(self, why: str, host: Optional[str] = None) -> None:
+    def __init__(self, why: str, host: str | None = None) -> None:
         super().__init__(why)
         self.host = host
 
@@ -84,7 +86,7 @@ class Preparation:
     ) -> None:
         self._context, self._checks, self._runner, self._steps, self._job = context, checks, runner, steps, job
         self._attempt: Attempt = runner.attempt
-        self._without_image: Dict[str, str] = {}  # host -> why the image could not be unpacked there
+        self._without_image: dict[str, str] = {}  # host -> why the image could not be unpacked there
 
     def run(self) -> NodeAssignment:
         """Which node does what.
@@ -110,7 +112,7 @@ class Preparation:
         mark_ready(self._attempt, time.time())
         return assignment
 
-    def forget_containers(self, request: Optional[Drain]) -> None:
+    def forget_containers(self, request: Drain | None) -> None:
         """Remove what the attempt leaves on the nodes that live, once its ranks are gone: else it takes room there
         until the next job of ours. Raises OSError.
 
@@ -127,7 +129,7 @@ class Preparation:
         child = self._steps.start("forget", alive, errors=str(self._attempt.logs / "forget.srun.log"))
         self._runner.wait(lambda: child.exit_code() is not None or time.monotonic() >= give_up)
 
-    def _unpack(self, hosts: List[str]) -> bool:
+    def _unpack(self, hosts: list[str]) -> bool:
         """Have the image unpacked on the nodes; whether some of them could not do it. Raises as `run`."""
         folder = self._attempt.unpacked("x").parent
         folder.mkdir(exist_ok=True)
@@ -159,7 +161,7 @@ class Preparation:
         write_atomic(self._attempt.image, fork.text + "\n")
         mark_image(self._attempt, time.time())
 
-    def _check_and_assign(self, check: str, hosts: List[str]) -> NodeAssignment:
+    def _check_and_assign(self, check: str, hosts: list[str]) -> NodeAssignment:
         """Have the nodes checked, and give every step its own. Raises as `run`."""
         began = time.time()
         failure = self._run_step(check, hosts)  # a check that is cut short would condemn its nodes
@@ -169,12 +171,12 @@ class Preparation:
                 self._runner.wait_for_reason()
                 self._leave_if_asked()
                 why = failure or "it left no report"
-                raise NotReady("no node has answered the health check: {}".format(why), only(hosts))
+                raise NotReady(f"no node has answered the health check: {why}", only(hosts))
             for line in skewed_clocks(reports, began, time.time()):
-                print("warning: {}".format(line))
+                print(f"warning: {line}")
         return self._assign(self._context.hosts)
 
-    def _assign(self, checked: List[str]) -> NodeAssignment:
+    def _assign(self, checked: list[str]) -> NodeAssignment:
         """Give every step its nodes. Raises NotEnoughNodes, OSError.
 
         Args:
@@ -185,10 +187,10 @@ class Preparation:
         unfit.update(self._failed_before())
         self._job.unfit = unfit
         for host, why in sorted(unfit.items()):
-            print("node {} is not used: {}".format(host, why))
+            print(f"node {host} is not used: {why}")
         plan = read_or_raise(PlanRecord, context.run.plan)
         if plan is None:
-            raise FileNotFoundError("{}: there is no plan".format(context.run.plan))
+            raise FileNotFoundError(f"{context.run.plan}: there is no plan")
         try:
             assignment = assign(plan, context.hosts, unfit, context.given)
         except NotEnoughNodes as error:
@@ -199,7 +201,7 @@ class Preparation:
         write(attempt.nodes, assignment)
         return assignment
 
-    def _failed_before(self) -> Dict[str, str]:
+    def _failed_before(self) -> dict[str, str]:
         """Nodes that this job got again although its last attempt wanted to be rid of them: it was killed before it
         could tell Slurm."""
         history = read_ledger_or_complain(self._context.run)
@@ -212,13 +214,13 @@ class Preparation:
         if told is not None and told.problem is None:
             return {}
         wanted = told.avoided if told is not None else None  # not those that the run cannot do without
-        why = "attempt {} failed there".format(last.attempt)
+        why = f"attempt {last.attempt} failed there"
         excluded = just_excluded(history, last)
         return {host: why for host in excluded if host in self._context.hosts and (wanted is None or host in wanted)}
 
-    def _run_step(self, name: str, hosts: List[str]) -> Optional[str]:
+    def _run_step(self, name: str, hosts: list[str]) -> str | None:
         """Run a step on nodes to its end; why it failed, if it did. Raises AskedToLeave, OSError."""
-        said = self._attempt.logs / "{}.srun.log".format(name)
+        said = self._attempt.logs / f"{name}.srun.log"
         child = self._steps.start(name, hosts, errors=str(said))
         self._wait(lambda: child.exit_code() is not None)
         code = signed(child.exit_code() or 0)
@@ -229,7 +231,7 @@ class Preparation:
             why = reason_of_step(self._attempt.logs, name) or describe_exit(code)
         else:
             return None
-        print("{}: {}".format(PURPOSES[name], why), file=sys.stderr)
+        print(f"{PURPOSES[name]}: {why}", file=sys.stderr)
         return why
 
     def _wait(self, ended: Callable[[], bool]) -> None:
@@ -244,6 +246,6 @@ class Preparation:
             raise AskedToLeave()
 
 
-def only(hosts: List[str]) -> Optional[str]:
+def only(hosts: list[str]) -> str | None:
     """The only one of these; None where there are more."""
     return hosts[0] if len(hosts) == 1 else None

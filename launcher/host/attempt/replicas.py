@@ -4,8 +4,11 @@ What starts the ranks of one depends on where the attempt runs (slurm_replicas, 
 policy (judge.replicas). Training never ends over a replica here: only its own ranks know whether they go on without.
 """
 
+from __future__ import annotations
+
+import contextlib
 import shutil
-from typing import Callable, List, Optional
+from typing import Callable
 
 from launcher.host.attempt.interfaces import World
 from launcher.host.judge.hang import describe_hang
@@ -44,7 +47,7 @@ class Replicas:
     def look(self, now: float) -> None:
         """Do what is due: start those that do not run, end those that hang. One that gives trouble keeps no other from
         its turn. Raises OSError, SlurmRefused."""
-        troubles: List[Exception] = []
+        troubles: list[Exception] = []
         for replica in self._all:
             try:
                 replica.look(now)
@@ -54,7 +57,7 @@ class Replicas:
             raise trouble
 
     @property
-    def ranks(self) -> List[World]:
+    def ranks(self) -> list[World]:
         """Those that have been started and not seen to end."""
         return [replica.ranks for replica in self._all if replica.ranks is not None]
 
@@ -64,12 +67,12 @@ class _Kept:
 
     def __init__(self, files: Replica, start: Start, silence_limit: float) -> None:
         self._files, self._start, self._silence_limit = files, start, silence_limit
-        self.ranks: Optional[World] = None
+        self.ranks: World | None = None
         self._starts = self._used = 0
-        self._due: Optional[float] = 0.0  # None: it runs, or is given up
+        self._due: float | None = 0.0  # None: it runs, or is given up
         self._began = 0.0
         self._watch = HangWatch(files, silence_limit)
-        self._hang: Optional[Hang] = None
+        self._hang: Hang | None = None
         self._kill_at = 0.0
         self._state = ReplicaState(files.number, REPLICA_WAITING, 0, 0.0)
         self._unwritten = False
@@ -99,7 +102,7 @@ class _Kept:
         if self._hang is None:
             self._hang = self._watch.look(now)
             if self._hang is not None:
-                print("{} {}".format(self._files.role, describe_hang(self._hang)))
+                print(f"{self._files.role} {describe_hang(self._hang)}")
                 self._kill_at = now + STACKS_LIMIT_S
                 ranks.signal(STACKS_SIGNAL)
         elif now >= self._kill_at:
@@ -114,7 +117,7 @@ class _Kept:
         self._used = restart.used
         why = describe(self._files.role, verdict)
         if restart.pause_s is None:
-            print("{}; it is given up".format(why))
+            print(f"{why}; it is given up")
             self._tell(REPLICA_GIVEN_UP, now, why, verdict)
             return
         self._due = now + restart.pause_s
@@ -122,7 +125,7 @@ class _Kept:
         print(again.format(why, restart.pause_s, restart.used, RESTARTS))
         self._tell(REPLICA_WAITING, now, why, verdict)
 
-    def _tell(self, state: str, now: float, why: Optional[str] = None, verdict: Optional[Verdict] = None) -> None:
+    def _tell(self, state: str, now: float, why: str | None = None, verdict: Verdict | None = None) -> None:
         self._state = ReplicaState(
             replica=self._files.number,
             state=state,
@@ -140,9 +143,7 @@ def forget_start(files: Replica) -> None:
     OSError."""
     files.folder.mkdir(parents=True, exist_ok=True)
     for path in [files.listener, files.outcome, files.hang, files.srun, *files.errors()]:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             path.unlink()
-        except FileNotFoundError:
-            pass
     for folder in (files.heartbeats, files.address("any").parent):
         shutil.rmtree(str(folder), ignore_errors=True)

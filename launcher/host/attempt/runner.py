@@ -4,9 +4,11 @@ One thread, one loop. Signals only set a flag and wake it. Every look has severa
 others from being tried: a full disk or a silent Slurm is no reason to watch no more.
 """
 
+from __future__ import annotations
+
 import sys
 import time
-from typing import Callable, Dict, List, NamedTuple, Optional, Set
+from typing import Callable, NamedTuple
 
 from launcher.host.attempt.interfaces import Steps, Surroundings
 from launcher.host.judge.causes import is_complete
@@ -54,20 +56,20 @@ class AttemptRunner:
         grace: float = 0.0,
     ) -> None:
         self.attempt, self.steps, self.surroundings, self.signals = attempt, steps, surroundings, signals
-        self.request: Optional[Drain] = None
+        self.request: Drain | None = None
         self.training = False  # the ranks have been started: their heartbeats count, and they hear
-        self.also: List[Callable[[float], None]] = []
+        self.also: list[Callable[[float], None]] = []
         self._grace = grace
         self._unwritten = False  # the request, in its file
         self._hangs = HangWatch(attempt, silence_limit)
-        self._hang: Optional[Hang] = None
-        self._exits: List[RankExit] = []
-        self._ended: Set[int] = set()
-        self._deadline: Optional[Deadline] = None
+        self._hang: Hang | None = None
+        self._exits: list[RankExit] = []
+        self._ended: set[int] = set()
+        self._deadline: Deadline | None = None
         self._ending = self._stacks_asked = False
         self._reminded = self._learned_at = 0.0
         self._learned = 0
-        self._complaints: Dict[str, str] = {}
+        self._complaints: dict[str, str] = {}
         self._presence = Presence(RunDir(attempt.folder.parent.parent))
         self._lost = False  # the run's directory
 
@@ -122,7 +124,7 @@ class AttemptRunner:
         elif request.deadline is not None and request.deadline < (self.request.deadline or float("inf")):
             self.request, self._unwritten = self.request._replace(deadline=request.deadline), True
 
-    def observed(self, code: Optional[int] = None, unready: Optional[str] = None) -> Observed:
+    def observed(self, code: int | None = None, unready: str | None = None) -> Observed:
         """What was seen of the end.
 
         Args:
@@ -154,12 +156,12 @@ class AttemptRunner:
             self.ask_to_leave(owner)
         found = read(Drain, self.attempt.drain)
         if isinstance(found, Unreadable):
-            self.request = self.request or Drain(SIGNALLED, "somebody ({})".format(found), now)
+            self.request = self.request or Drain(SIGNALLED, f"somebody ({found})", now)
         elif found is not ABSENT and found != self.request:
             self._take(found)
         if self.request is not None and self.request.deadline is not None:
             limit = self.request.deadline - self.request.at
-            waited = "; no save within {:.0f} s".format(limit) if limit > 0 else ""
+            waited = f"; no save within {limit:.0f} s" if limit > 0 else ""
             self._set_deadline(self.request.deadline - LAST_MOMENT_S, self.request.cause + waited)
         if self._unwritten and self.request is not None:
             write(self.attempt.drain, self.request)
@@ -167,7 +169,7 @@ class AttemptRunner:
 
     def _take(self, found: Drain) -> None:
         """Go by what somebody has written, but for an earlier deadline of ours that is not written yet."""
-        print("drain: {}, asked for by {}".format(found.cause, found.by))
+        print(f"drain: {found.cause}, asked for by {found.by}")
         ours = self.request.deadline if self._unwritten and self.request is not None else None
         deadlines = [deadline for deadline in (found.deadline, ours) if deadline is not None]
         self.request = found._replace(deadline=min(deadlines) if deadlines else None)
@@ -178,7 +180,7 @@ class AttemptRunner:
             if ended.rank in self._ended:
                 continue
             self._ended.add(ended.rank)
-            print("rank {} ended with {}".format(ended.rank, ended.code))
+            print(f"rank {ended.rank} ended with {ended.code}")
             if not (self._ending or (self._stacks_asked and -ended.code == ASKED_FOR_STACKS)):
                 self._exits.append(ended)  # nothing of ours brought it about: only this tells about a rank
             if self.steps.end_together:
@@ -186,7 +188,7 @@ class AttemptRunner:
             if ended.bad:
                 self._end_with_the_failed_one(now)
             else:
-                self._set_deadline(now + LEAVE_LIMIT_S, "rank {} left, the others did not follow".format(ended.rank))
+                self._set_deadline(now + LEAVE_LIMIT_S, f"rank {ended.rank} left, the others did not follow")
         errors = self.attempt.errors()
         if errors and not self.steps.end_together:
             self._end_with_the_failed_one(now)
@@ -200,7 +202,7 @@ class AttemptRunner:
             self._hang = self._hangs.look(now)
             if self._hang is not None:
                 print(describe_hang(self._hang))
-                self._set_deadline(now + STACKS_LIMIT_S, "rank {} was silent".format(self._hang.rank))
+                self._set_deadline(now + STACKS_LIMIT_S, f"rank {self._hang.rank} was silent")
                 write(self.attempt.hang, self._hang)
         if self._hang is not None:
             self._ask_for_stacks()
@@ -231,7 +233,7 @@ class AttemptRunner:
         if self._deadline is None or now < self._deadline.at:
             return
         if not self._ending:
-            print("ending the ranks: {}".format(self._deadline.reason))
+            print(f"ending the ranks: {self._deadline.reason}")
         request = self.request
         hurried = request is not None and request.deadline is not None and request.deadline <= request.at
         self.steps.end(now, hurried or self._lost)
@@ -253,7 +255,7 @@ class AttemptRunner:
             self._deadline = Deadline(at, reason)
 
     @staticmethod
-    def _waited(error: Optional[RankError]) -> bool:
+    def _waited(error: RankError | None) -> bool:
         return error is not None and error.waited
 
     def _complain(self, part: Callable[[float], None], why: str) -> None:
@@ -261,4 +263,4 @@ class AttemptRunner:
         name = getattr(part, "__name__", "")
         if self._complaints.get(name) != why:
             self._complaints[name] = why
-            print("the watch over the steps tries again: {}".format(why), file=sys.stderr)
+            print(f"the watch over the steps tries again: {why}", file=sys.stderr)

@@ -1,8 +1,9 @@
 """What Slurm knows of the job around an attempt, and what it is told about it."""
 
+from __future__ import annotations
+
 import sys
 import time
-from typing import Dict, List, Optional
 
 from launcher.host.attempt.interfaces import Surroundings
 from launcher.host.attempt.job_context import JobContext
@@ -45,9 +46,9 @@ class SlurmJob(Surroundings):
 
     def __init__(self, context: JobContext, notice: float, backoff: float, outlives_nodes: bool) -> None:
         self.context, self.job_id = context, context.job_id
-        self.unfit: Dict[str, str] = {}
+        self.unfit: dict[str, str] = {}
         self._notice, self._backoff, self._outlives_nodes = notice, backoff, outlives_nodes
-        self._job: Dict[str, str] = {}
+        self._job: dict[str, str] = {}
 
     def request_for(self, signal_name: str, now: float) -> Drain:
         # Without a word to Slurm: a controller that preempts many jobs answers late, and the grace time runs.
@@ -61,7 +62,7 @@ class SlurmJob(Surroundings):
             deadline += ask.kill_wait()  # a job that Slurm ends at once still has the seconds until it is killed
         return completed(request, cause, deadline)
 
-    def final_request(self, attempt: Attempt, request: Optional[Drain], drained: bool) -> Optional[Drain]:
+    def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
         """Slurm is asked once more: what began as a preemption may have become a cancellation, and steps may have ended
         on a signal that never came by here."""
         self._job = show_job_or_complain(self.context.job_id)
@@ -80,7 +81,7 @@ class SlurmJob(Surroundings):
             print(error, file=sys.stderr)
         return final
 
-    def facts(self, attempt: Attempt, request: Optional[Drain]) -> Facts:
+    def facts(self, attempt: Attempt, request: Drain | None) -> Facts:
         context, job = self.context, self._job
         dead = dead_nodes(context.hosts)
         plan = if_readable(read(PlanRecord, context.run.plan))
@@ -99,7 +100,7 @@ class SlurmJob(Surroundings):
     def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:
         bring_back(self.context, attempt, end, returning)
 
-    def _cause(self, job: Dict[str, str], attempt: Attempt, request: Optional[Drain]) -> Cause:
+    def _cause(self, job: dict[str, str], attempt: Attempt, request: Drain | None) -> Cause:
         """Why Slurm signals this job; that nobody knows, where it could not be asked.
 
         Args:
@@ -118,13 +119,13 @@ class SlurmJob(Surroundings):
         return cause._replace(cause=told or cause.cause)
 
 
-def unfit_before(run: RunDir, attempt: Attempt) -> Dict[str, str]:
+def unfit_before(run: RunDir, attempt: Attempt) -> dict[str, str]:
     """The nodes that the attempt before did not use, and why."""
     assignment = if_readable(read(NodeAssignment, run.attempt(attempt.number - 1).nodes))
     return assignment.bad if assignment is not None else {}
 
 
-def show_job_or_complain(job_id: str) -> Dict[str, str]:
+def show_job_or_complain(job_id: str) -> dict[str, str]:
     """Slurm's record of a job; empty where it does not answer."""
     try:
         return patiently(lambda: ask.show_job(job_id))
@@ -133,7 +134,7 @@ def show_job_or_complain(job_id: str) -> Dict[str, str]:
         return {}
 
 
-def dead_nodes(hosts: List[str]) -> List[str]:
+def dead_nodes(hosts: list[str]) -> list[str]:
     """Those of the nodes that Slurm has lost; none where it cannot be asked."""
     try:
         states = ask.node_states(hosts) if hosts else {}

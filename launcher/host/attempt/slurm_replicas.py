@@ -1,7 +1,8 @@
 """The inference replicas of a Slurm job: a step each, on nodes that the attempt was given for it."""
 
+from __future__ import annotations
+
 import signal
-from typing import List, Optional
 
 from launcher.host.attempt.interfaces import World
 from launcher.host.attempt.job_context import JobContext
@@ -53,11 +54,11 @@ class SlurmReplicas:
 class _Step(World):
     """The step of one start of a replica."""
 
-    def __init__(self, job_id: str, files: Replica, step: Child, hosts: List[str]) -> None:
+    def __init__(self, job_id: str, files: Replica, step: Child, hosts: list[str]) -> None:
         self._job_id, self._files, self._step, self.hosts = job_id, files, step, hosts
         self._killed = False
 
-    def observed(self, now: float) -> Optional[Observed]:
+    def observed(self, now: float) -> Observed | None:
         code = self._step.exit_code()
         return None if code is None else Observed(exits=None, code=signed(code))  # srun's words tell of the ranks
 

@@ -1,5 +1,7 @@
 """A run in a Slurm job, from its start to its end: own it, make it, one attempt after the other in this allocation."""
 
+from __future__ import annotations
+
 import sys
 import time
 import traceback
@@ -54,7 +56,7 @@ def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int
     try:
         return _run(context, settings, signals)
     except Refused as error:
-        print("error: {}".format(error), file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except NothingToDo as nothing:
         print(nothing)
@@ -128,15 +130,15 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
         pass
     except NotReady as error:
         unready, unready_host = str(error), error.host
-        print("error: {}".format(unready), file=sys.stderr)
+        print(f"error: {unready}", file=sys.stderr)
     except (OSError, SlurmRefused) as error:
-        unready = "{}: {}".format(context.batch_host, error)
-        print("error: {}".format(unready), file=sys.stderr)
+        unready = f"{context.batch_host}: {error}"
+        print(f"error: {unready}", file=sys.stderr)
         if getattr(error, "errno", None) not in FULL:
-            job.unfit = dict(job.unfit, **{context.batch_host: "as the batch host: {}".format(error)})
+            job.unfit = dict(job.unfit, **{context.batch_host: f"as the batch host: {error}"})
             runner.ask_to_leave(Drain(BAD_NODES, "the host side", time.time()))
     except Exception as error:  # noqa: BLE001 - a fault of ours has to be a crash on record, or it comes back for ever
-        unready = "{}: {}".format(type(error).__name__, error)
+        unready = f"{type(error).__name__}: {error}"
         traceback.print_exc()
     steps.stop_all()
     if runner.has_lost_directory():  # and it does not come back: a next start would make an empty run of that name
@@ -169,7 +171,7 @@ def without_dead_nodes(context: JobContext) -> JobContext:
         still = expand_hosts(job["NodeList"])  # --no-kill takes out those that Slurm gave up
         states = patiently(lambda: ask.states_of_all(still))
     except (SlurmRefused, KeyError, ValueError) as error:
-        print("which nodes are left is not known: {}".format(error), file=sys.stderr)
+        print(f"which nodes are left is not known: {error}", file=sys.stderr)
         return context._replace(given=given)
     hosts = [host for host in context.hosts if not is_dead(states.get(host, "unknown"))]
     environ = dict(context.environ, SLURM_JOB_NUM_NODES=str(len(hosts)), SLURM_JOB_NODELIST=",".join(hosts))
@@ -186,5 +188,5 @@ def _retried(work: Callable[[], T]) -> T:
         except (OSError, SlurmSilent) as error:
             if time.monotonic() >= give_up or getattr(error, "errno", None) in FULL:
                 raise
-            print("tries again: {}".format(error), file=sys.stderr)
+            print(f"tries again: {error}", file=sys.stderr)
         time.sleep(PAUSE_S)

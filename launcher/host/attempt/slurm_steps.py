@@ -3,11 +3,13 @@
 An inference replica is a step of its own: a lost one takes nobody else along.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
 import time
-from typing import Dict, List, Optional, Sequence, Tuple
+from collections.abc import Sequence
 
 from launcher.host.attempt.begin import CodePaths
 from launcher.host.attempt.interfaces import Steps
@@ -41,7 +43,7 @@ class Script:
             done = run_limited(["bash", "-p", self.path, "document", name], DOCUMENT_LIMIT_S)
             done.check_returncode()
         except subprocess.SubprocessError as error:
-            raise OSError("the script does not give its {}: {}".format(name, error)) from error
+            raise OSError(f"the script does not give its {name}: {error}") from error
         return done.stdout.decode("utf-8")
 
 
@@ -54,9 +56,9 @@ class SlurmSteps(Steps):
 
     def __init__(self, context: JobContext, script: Script, attempt: Attempt, lock: int) -> None:
         self._context, self._script, self._attempt, self._lock = context, script, attempt, lock
-        self._children: Dict[str, Child] = {}
+        self._children: dict[str, Child] = {}
         self._environ = dict(context.environ, **{ATTEMPT_VARIABLE: str(attempt.number)})
-        self._folder: Optional[str] = None
+        self._folder: str | None = None
         self._killed = False
         if context.given:
             self._environ["MRL_OVERLAP"] = "1"  # Slurm still counts the CPUs of the step that was lost as busy (seen)
@@ -70,8 +72,8 @@ class SlurmSteps(Steps):
         self,
         name: str,
         hosts: Sequence[str],
-        errors: Optional[str] = None,
-        variables: Optional[Dict[str, str]] = None,
+        errors: str | None = None,
+        variables: dict[str, str] | None = None,
     ) -> Child:
         """Start a step. Raises OSError.
 
@@ -93,8 +95,8 @@ class SlurmSteps(Steps):
         return child
 
     def elsewhere(
-        self, name: str, hosts: str, options: Sequence[str], variables: Dict[str, str]
-    ) -> Tuple[List[str], Dict[str, str]]:
+        self, name: str, hosts: str, options: Sequence[str], variables: dict[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
         """The command of another job that runs a step of ours on nodes of its own, and the environment to submit it in.
 
         Args:
@@ -102,7 +104,7 @@ class SlurmSteps(Steps):
             options: of sbatch, for that job.
             variables: that the step has beside the others'.
         """
-        command = ["bash", "-pc", 'exec bash -p "$0" step "$1" "{}"'.format(hosts), self._script.path, name]
+        command = ["bash", "-pc", f'exec bash -p "$0" step "$1" "{hosts}"', self._script.path, name]
         return command, dict(submitting_environment("\n".join(options), self._environ), **variables)
 
     @property
@@ -122,7 +124,7 @@ class SlurmSteps(Steps):
             tell.kill_steps(self._context.job_id)
             self._killed = True
 
-    def _stop(self, names: List[str], patience: float) -> None:
+    def _stop(self, names: list[str], patience: float) -> None:
         children = [self._children.pop(name) for name in names if name in self._children]
         running = [child for child in children if child.exit_code() is None]
         for child in running:

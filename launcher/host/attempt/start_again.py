@@ -4,10 +4,12 @@ The ledger's line of the end is the intention. `Attempt.requeued` confirms it, o
 confirmed when the run starts again was cut short, and is done then.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import time
-from typing import Callable, Dict, List, Optional, Tuple, TypeVar
+from typing import Callable, TypeVar
 
 from launcher.host.attempt.avoid import excluded_since, nodes_to_avoid
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, PREPARED_VARIABLE, JobContext
@@ -67,7 +69,7 @@ def _stay_away(context: JobContext) -> None:
 
 
 def start_again(
-    context: JobContext, end: AttemptEnd, script: Optional[str] = None, environment: Optional[Dict[str, str]] = None
+    context: JobContext, end: AttemptEnd, script: str | None = None, environment: dict[str, str] | None = None
 ) -> Requeued:
     """Have the job start again; the nodes that it avoids then (None: undecided), and what Slurm refused of all this.
 
@@ -75,8 +77,8 @@ def start_again(
         script: that a successor runs; None: the one in the run directory.
         environment: variables that it is to have beside ours.
     """
-    avoid: Optional[List[str]] = None
-    problems: List[Optional[str]] = []
+    avoid: list[str] | None = None
+    problems: list[str | None] = []
     queued, postponed = end.then == BY_SLURM, end.not_before is None
     try:
         if end.then == SUCCESSOR:
@@ -107,11 +109,11 @@ def start_again(
         problems.append(str(error))
     refused = [problem for problem in problems if problem]
     for problem in refused:
-        print("the job could not be sent back as intended: {}".format(problem), file=sys.stderr)
+        print(f"the job could not be sent back as intended: {problem}", file=sys.stderr)
     return Requeued(time.time(), avoid, "; ".join(refused) or None, queued, postponed)
 
 
-def _nodes_to_avoid(context: JobContext, end: AttemptEnd) -> Tuple[List[str], List[str]]:
+def _nodes_to_avoid(context: JobContext, end: AttemptEnd) -> tuple[list[str], list[str]]:
     """Those that the job avoids as it is, and those that it is to avoid from now on. Raises SlurmRefused."""
     if not end.excluded and not excluded_since(read_ledger_or_complain(context.run)):
         return [], []
@@ -120,7 +122,7 @@ def _nodes_to_avoid(context: JobContext, end: AttemptEnd) -> Tuple[List[str], Li
     return listed, patiently(lambda: nodes_to_avoid(context.run, end, listed, time.time()), patience)
 
 
-def _until(limit: float, act: Callable[[], None]) -> Optional[str]:
+def _until(limit: float, act: Callable[[], None]) -> str | None:
     """The last refusal, if the time was over before it was accepted: a job on its way back is not pending yet."""
     while True:
         try:
@@ -132,12 +134,12 @@ def _until(limit: float, act: Callable[[], None]) -> Optional[str]:
         time.sleep(AGAIN_S)
 
 
-def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environment: Dict[str, str]) -> None:
+def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environment: dict[str, str]) -> None:
     """Raises SlurmRefused, OSError. What Slurm refuses to tell before keeps no successor from being submitted."""
     run = context.run
     give_up = time.monotonic() + OUTAGE_S
-    nothing: Dict[str, str] = {}
-    nobody: List[str] = []
+    nothing: dict[str, str] = {}
+    nobody: list[str] = []
     job = _answer_or(nothing, lambda: ask.show_job(context.job_id), give_up)
     name = job.get("JobName") or context.environ.get("SLURM_JOB_NAME", run.root.name)
     avoid = _answer_or(nobody, lambda: nodes_to_avoid(run, end, ask.avoided_nodes(job), time.time()), give_up)
@@ -146,7 +148,7 @@ def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environ
     comment = job.get("Comment", "")
     if identity is not None and identity.id not in comment:
         comment = comment_of(identity.id)
-    tried: List[SlurmSilent] = []
+    tried: list[SlurmSilent] = []
 
     def submit() -> str:
         fresh = sorted(set(ask.waiting_for(context.job_id, name)) - before) if tried else []
@@ -161,7 +163,7 @@ def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environ
             raise
 
     job_id = patiently(submit, OUTAGE_S)
-    print("job {} goes on with the run".format(job_id))
+    print(f"job {job_id} goes on with the run")
     write_owner(context, job_id, name, identity.id if identity else "", succeeds=context.job_id)
 
 
@@ -175,7 +177,7 @@ def _answer_or(default: T, ask_slurm: Callable[[], T], give_up: float) -> T:
         return default
 
 
-def write_owner(context: JobContext, job_id: str, name: str, run_id: str, succeeds: Optional[str] = None) -> None:
+def write_owner(context: JobContext, job_id: str, name: str, run_id: str, succeeds: str | None = None) -> None:
     """Enter a job as the one that owns the run, and in the user's index. Raises OSError.
 
     Args:

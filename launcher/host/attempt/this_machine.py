@@ -1,6 +1,6 @@
 """What is around a local run: the mrl-submit that may own it, and nobody who would start it again."""
 
-from typing import Optional
+from __future__ import annotations
 
 from launcher.host.attempt.interfaces import Surroundings
 from launcher.host.judge.policy import Facts
@@ -18,13 +18,13 @@ class ThisMachine(Surroundings):
         owner: PID:START-TICKS of the process whose death drains the run.
     """
 
-    def __init__(self, run: RunDir, drain_limit: float, owner: Optional[str]) -> None:
+    def __init__(self, run: RunDir, drain_limit: float, owner: str | None) -> None:
         self._run, self._drain_limit, self._owner = run, drain_limit, owner
 
     def request_for(self, signal_name: str, now: float) -> Drain:
         return Drain(signal_name, "supervisor", now, deadline=now + self._drain_limit)
 
-    def request_of_owner(self, now: float) -> Optional[Drain]:
+    def request_of_owner(self, now: float) -> Drain | None:
         if self._owner is None:
             return None
         pid, _, started = self._owner.partition(":")
@@ -37,10 +37,10 @@ class ThisMachine(Surroundings):
             return request
         return request._replace(deadline=request.at + self._drain_limit)  # a rank wrote it: only it had been told
 
-    def final_request(self, attempt: Attempt, request: Optional[Drain], drained: bool) -> Optional[Drain]:
+    def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
         return request
 
-    def facts(self, attempt: Attempt, request: Optional[Drain]) -> Facts:
+    def facts(self, attempt: Attempt, request: Drain | None) -> Facts:
         return Facts(checkpoint=newest_known_checkpoint(self._run), can_return=False, requeueable=False)
 
     def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:

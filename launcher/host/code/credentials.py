@@ -4,6 +4,8 @@ Ordinary source may speak of tokens and secrets in its name (tokenizer.py, token
 is a name that programs keep credentials under, not a word.
 """
 
+from __future__ import annotations
+
 import re
 
 _FOLDERS = (".aws", ".azure", ".docker", ".gcloud", ".gnupg", ".huggingface", ".kube", ".oci", ".ssh")

@@ -4,10 +4,12 @@ Nothing here takes a lock on the user's repository, obeys the GIT_* variables of
 the user's git configuration of colours, external diffs and untracked files.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess
-from typing import List, NamedTuple, Optional
+from typing import NamedTuple
 
 from launcher.host.process.limited import run_limited
 
@@ -22,10 +24,10 @@ class WorkTree(NamedTuple):
     """Where a directory stands in a repository."""
 
     top: str
-    commit: Optional[str]  # None before the first commit
+    commit: str | None  # None before the first commit
 
 
-def work_tree(path: str) -> Optional[WorkTree]:
+def work_tree(path: str) -> WorkTree | None:
     """The work tree that holds `path`; None where there is none, no git, or where it ignores this directory. Raises
     GitError."""
     path = os.path.realpath(path)
@@ -45,12 +47,12 @@ def work_tree(path: str) -> Optional[WorkTree]:
     return WorkTree(top, commit)
 
 
-def tracked(path: str) -> List[str]:
+def tracked(path: str) -> list[str]:
     """Tracked files below `path`, relative to it; a submodule is one entry."""
     return _names(_ask(path, "ls-files", "-z"))
 
 
-def untracked(path: str) -> List[str]:
+def untracked(path: str) -> list[str]:
     """Files below `path` that are neither tracked nor ignored; a repository of its own is one entry, with a slash."""
     return _names(_ask(path, "ls-files", "-z", "--others", "--exclude-standard"))
 
@@ -60,12 +62,12 @@ def dirty(path: str) -> bool:
     return bool(_ask(path, "status", "--porcelain", "--untracked-files=normal", "--", "."))
 
 
-def changed(path: str) -> List[str]:
+def changed(path: str) -> list[str]:
     """Tracked files below `path`, relative to it, that differ from the commit, deleted ones included."""
     return _names(_ask(path, "diff", "--name-only", "--relative", "-z", "HEAD", "--", "."))
 
 
-def diff(path: str, without: List[str]) -> bytes:
+def diff(path: str, without: list[str]) -> bytes:
     """Tracked changes below `path` against the commit, as text.
 
     Args:
@@ -92,11 +94,11 @@ def _is_there(path: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise GitError("{}: {}".format(path, error.strerror)) from error
+        raise GitError(f"{path}: {error.strerror}") from error
     return True
 
 
-def _names(output: bytes) -> List[str]:
+def _names(output: bytes) -> list[str]:
     return [os.fsdecode(name) for name in output.split(b"\0") if name]
 
 
@@ -107,7 +109,7 @@ def _ask(path: str, *arguments: str) -> bytes:
     return answer.stdout
 
 
-def _run(path: str, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
+def _run(path: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env.update(GIT_OPTIONAL_LOCKS="0", LC_ALL="C")
     # Somebody else's repository, such as a shared installation: the run is about to execute what is in it.
@@ -116,9 +118,9 @@ def _run(path: str, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
     try:
         return run_limited(command, CALL_LIMIT, env)
     except subprocess.TimeoutExpired:
-        raise GitError("git {} did not answer within {:.0f} s".format(arguments[0], CALL_LIMIT)) from None
+        raise GitError(f"git {arguments[0]} did not answer within {CALL_LIMIT:.0f} s") from None
 
 
-def _complaint(answer: "subprocess.CompletedProcess[bytes]") -> str:
+def _complaint(answer: subprocess.CompletedProcess[bytes]) -> str:
     text = answer.stderr.decode("utf-8", "replace").strip()
-    return " ".join(text.split()) or "git left with exit code {}".format(answer.returncode)
+    return " ".join(text.split()) or f"git left with exit code {answer.returncode}"

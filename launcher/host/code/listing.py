@@ -1,10 +1,12 @@
 """Which files of a directory are its code: what a snapshot holds and what it leaves out."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import socket
 import stat
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
+from typing import Callable, NamedTuple, TypeVar
 
 from launcher.host.code import git
 from launcher.host.code.credentials import holds_credentials
@@ -21,25 +23,25 @@ class SnapshotError(Exception):
 class Listing(NamedTuple):
     """Files and links to copy, relative to their source."""
 
-    files: List[str]
-    sizes: Dict[str, int]
-    untracked: List[str]
-    notes: List[str]
+    files: list[str]
+    sizes: dict[str, int]
+    untracked: list[str]
+    notes: list[str]
 
 
 def list_files(path: str, run: str) -> Listing:
     """What a snapshot of the directory `path` holds, made into the run directory `run`. Raises SnapshotError."""
     if not os.path.isdir(path):
         raise SnapshotError(
-            "{}: no such directory on {}; the code must lie where the compute nodes see it, "
-            "or be copied by mrl-submit".format(path, socket.gethostname())
+            f"{path}: no such directory on {socket.gethostname()}; the code must lie where the compute nodes see it, "
+            "or be copied by mrl-submit"
         )
     refuse_home(path)
-    notes: List[str] = []
+    notes: list[str] = []
     tracked, untracked = _names(path, os.path.realpath(run), notes)
     names = sorted(set(tracked + untracked))
     secret = [name for name in names if holds_credentials(name)]
-    notes[:0] = ["left out: {} ({})".format(name, SECRET) for name in secret]
+    notes[:0] = [f"left out: {name} ({SECRET})" for name in secret]
     sizes = {}
     for name in sorted(set(names) - set(secret)):
         try:
@@ -49,7 +51,7 @@ def list_files(path: str, run: str) -> Listing:
         if stat.S_ISLNK(found.st_mode):
             _note_link(path, name, notes)
         elif not stat.S_ISREG(found.st_mode):
-            notes.append("left out: {} (no file)".format(name))
+            notes.append(f"left out: {name} (no file)")
             continue
         sizes[name] = found.st_size
     return Listing(sorted(sizes), sizes, sorted(set(untracked) & set(sizes)), notes)
@@ -60,12 +62,12 @@ def refuse_home(path: str) -> None:
     home = os.path.realpath(os.path.expanduser("~"))
     if (home + "/").startswith(os.path.realpath(path).rstrip("/") + "/"):
         raise SnapshotError(
-            "{}: is your home directory, which is not copied into a run; name the directories of your code in "
-            "code.include (`[]`: none)".format(path)
+            f"{path}: is your home directory, which is not copied into a run; name the directories of your code in "
+            "code.include (`[]`: none)"
         )
 
 
-def _names(path: str, run: str, notes: List[str]) -> Tuple[List[str], List[str]]:
+def _names(path: str, run: str, notes: list[str]) -> tuple[list[str], list[str]]:
     """(tracked, others) below `path`; outside git all count as tracked. What is left out is noted, if worth knowing."""
     if tree_of(path) is None:
         if ask_git(git.below_a_repository, path) and shutil.which("git") is None:
@@ -76,7 +78,7 @@ def _names(path: str, run: str, notes: List[str]) -> Tuple[List[str], List[str]]
         below = os.path.join(path, name)
         if os.path.isdir(below) and not os.path.islink(below):  # a submodule
             if not os.path.exists(os.path.join(below, ".git")):
-                notes.append("submodule {} is not checked out".format(name))
+                notes.append(f"submodule {name} is not checked out")
                 continue
             inner_tracked, inner_untracked = _names(below, run, notes)
             tracked += [os.path.join(name, one) for one in inner_tracked]
@@ -93,7 +95,7 @@ def _names(path: str, run: str, notes: List[str]) -> Tuple[List[str], List[str]]
     return tracked, untracked + _code_among(path, others, run, notes)
 
 
-def _walk(path: str) -> List[str]:
+def _walk(path: str) -> list[str]:
     names = []
     for folder, folders, files in os.walk(path):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
@@ -102,20 +104,20 @@ def _walk(path: str) -> List[str]:
     return names
 
 
-def _code_among(path: str, names: List[str], run: str, notes: List[str]) -> List[str]:
+def _code_among(path: str, names: list[str], run: str, notes: list[str]) -> list[str]:
     """Those of the untracked files that are code."""
-    reasons: Dict[str, Optional[str]] = {}
+    reasons: dict[str, str | None] = {}
     kept = []
     for name in names:
         if _is_byte_code(name):
             continue
         if not _inside_no_code(path, os.path.dirname(name), run, reasons):
             kept.append(name)
-    notes += ["left out: {}/ ({})".format(folder, why) for folder, why in sorted(reasons.items()) if why]
+    notes += [f"left out: {folder}/ ({why})" for folder, why in sorted(reasons.items()) if why]
     return kept
 
 
-def _inside_no_code(path: str, folder: str, run: str, reasons: Dict[str, Optional[str]]) -> bool:
+def _inside_no_code(path: str, folder: str, run: str, reasons: dict[str, str | None]) -> bool:
     """Whether `folder` or one above it is a virtual environment or a run directory; `reasons` remembers which."""
     while folder:
         if folder not in reasons:
@@ -136,20 +138,20 @@ def _is_byte_code(name: str) -> bool:
     return name.endswith(".pyc") or "__pycache__" in name.split("/")
 
 
-def _note_link(path: str, name: str, notes: List[str]) -> None:
+def _note_link(path: str, name: str, notes: list[str]) -> None:
     goal = os.readlink(os.path.join(path, name))
     if os.path.isabs(goal) or os.path.normpath(os.path.join(os.path.dirname(name), goal)).startswith(".."):
-        notes.append("link {} leads outside, to {}".format(name, goal))
+        notes.append(f"link {name} leads outside, to {goal}")
 
 
-def tree_of(path: str) -> Optional[git.WorkTree]:
+def tree_of(path: str) -> git.WorkTree | None:
     """Where `path` stands in a repository; None: in none, or gone."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise SnapshotError("{}: {}".format(path, error.strerror)) from error
+        raise SnapshotError(f"{path}: {error.strerror}") from error
     return ask_git(git.work_tree, path)
 
 
@@ -158,4 +160,4 @@ def ask_git(question: Callable[[str], T], path: str) -> T:
     try:
         return question(path)
     except git.GitError as error:
-        raise SnapshotError("{}: {}".format(path, error)) from error
+        raise SnapshotError(f"{path}: {error}") from error

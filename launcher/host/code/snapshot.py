@@ -10,6 +10,9 @@ Of a git work tree: tracked files as they are on disk, and untracked files that 
 else: every file. Never credentials (credentials.py), byte code, virtual environments and run directories.
 """
 
+from __future__ import annotations
+
+import contextlib
 import errno
 import os
 import re
@@ -18,7 +21,6 @@ import socket
 import stat
 import time
 from pathlib import Path
-from typing import Dict, List
 
 from launcher.host.code import git
 from launcher.host.code.credentials import holds_credentials
@@ -34,7 +36,7 @@ RECORD = RunDir("").code_record.name
 LIMIT_BYTES = 200 * 10**6  # of all sources together: code, not data
 
 
-def take(sources: List[CodeSource], target: Path) -> CodeSnapshot:
+def take(sources: list[CodeSource], target: Path) -> CodeSnapshot:
     """Make the snapshot `target`, once: the record of the one that is there already is returned as it is.
 
     Of processes that do so at the same time one wins, whole.
@@ -53,13 +55,13 @@ def take(sources: List[CodeSource], target: Path) -> CodeSnapshot:
         _link(sources, target)
         found = _record_of(target, PATIENCE_S)
     if found is ABSENT:
-        raise SnapshotError("{}: leads to no snapshot; remove it and start again".format(target))
+        raise SnapshotError(f"{target}: leads to no snapshot; remove it and start again")
     if isinstance(found, Unreadable):
         raise SnapshotError(str(found)) from UnreadableRecord(str(found))
     return found
 
 
-def update(sources: List[CodeSource], target: Path) -> CodeSnapshot:
+def update(sources: list[CodeSource], target: Path) -> CodeSnapshot:
     """Make a further snapshot and have `target` lead to it, in one step: until then the old one is untouched.
 
     Raises:
@@ -70,7 +72,7 @@ def update(sources: List[CodeSource], target: Path) -> CodeSnapshot:
     number = max(_records(target), default=0) + 1
     while not _publish(sources, target, number):
         number += 1
-    fresh = Path("{}.{}".format(target, os.urandom(4).hex()))
+    fresh = Path(f"{target}.{os.urandom(4).hex()}")
     try:
         os.symlink(_numbered(target, number).name, str(fresh))
         os.replace(str(fresh), str(target))
@@ -78,11 +80,11 @@ def update(sources: List[CodeSource], target: Path) -> CodeSnapshot:
         if fresh.is_symlink():
             fresh.unlink()
         shutil.rmtree(str(_numbered(target, number)), ignore_errors=True)
-        raise SnapshotError("{}: {}".format(target, error.strerror)) from error
+        raise SnapshotError(f"{target}: {error.strerror}") from error
     return take(sources, target)
 
 
-def _link(sources: List[CodeSource], target: Path) -> None:
+def _link(sources: list[CodeSource], target: Path) -> None:
     """Have `target` lead to the newest whole snapshot, or to a first one that is made now."""
     records = _records(target)
     whole = [number for number, found in records.items() if if_readable(found) is not None]
@@ -91,22 +93,20 @@ def _link(sources: List[CodeSource], target: Path) -> None:
             raise SnapshotError(str(found))
     if not whole:
         _publish(sources, target, 1)
-    try:
+    with contextlib.suppress(FileExistsError):
         os.symlink(_numbered(target, max(whole, default=1)).name, str(target))
-    except FileExistsError:
-        pass
 
 
 def _refuse_foreign(target: Path) -> None:
     if os.path.lexists(str(target)) and not target.is_symlink():
-        raise SnapshotError("{}: is there and is no snapshot of mrl; move it away".format(target))
+        raise SnapshotError(f"{target}: is there and is no snapshot of mrl; move it away")
 
 
 def _numbered(target: Path, number: int) -> Path:
-    return target.with_name("{}-{:03d}".format(target.name, number))
+    return target.with_name(f"{target.name}-{number:03d}")
 
 
-def _records(target: Path) -> Dict[int, Found[CodeSnapshot]]:
+def _records(target: Path) -> dict[int, Found[CodeSnapshot]]:
     """Number of each snapshot beside `target` -> its record, with those that cannot be read."""
     names = names_in(target.parent)
     matches = [re.match(re.escape(target.name) + r"-([0-9]{3,})$", name) for name in names]
@@ -119,11 +119,11 @@ def _record_of(snapshot: Path, patience: float = 0.0) -> Found[CodeSnapshot]:
     return read(CodeSnapshot, snapshot / RECORD, patience)
 
 
-def _publish(sources: List[CodeSource], target: Path, number: int) -> bool:
+def _publish(sources: list[CodeSource], target: Path, number: int) -> bool:
     """Whether the snapshot of this number is ours; False: somebody else's is there, whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_debris(target)
-    building = "{}.{}.{}.tmp".format(_building(target), os.getpid(), os.urandom(4).hex())
+    building = f"{_building(target)}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
     try:
         os.mkdir(building)
         _fill(sources, building, number)
@@ -132,13 +132,13 @@ def _publish(sources: List[CodeSource], target: Path, number: int) -> bool:
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return False
-        raise SnapshotError("{}: {}".format(error.filename or target, error.strerror)) from error
+        raise SnapshotError(f"{error.filename or target}: {error.strerror}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
 
 def _building(target: Path) -> str:
-    return str(target.with_name(".{}.{}".format(target.name, socket.gethostname())))
+    return str(target.with_name(f".{target.name}.{socket.gethostname()}"))
 
 
 def _remove_debris(target: Path) -> None:
@@ -148,7 +148,7 @@ def _remove_debris(target: Path) -> None:
             shutil.rmtree(str(path), ignore_errors=True)
 
 
-def _fill(sources: List[CodeSource], folder: str, number: int) -> None:
+def _fill(sources: list[CodeSource], folder: str, number: int) -> None:
     listings = [list_files(source.path, os.path.dirname(folder)) for source in sources]
     _refuse_data(sources, listings)
     taken = []
@@ -186,7 +186,7 @@ def _taken(source: CodeSource, listing: Listing, folder: str) -> CodeSource:
             os.fchmod(file.fileno(), _mode_of_all(source.path, sorted(set(names) - set(secret))))
     notes = list(listing.notes)
     if source.commit is not None and commit != source.commit:
-        notes.append("was at {} when this was submitted".format(source.commit[:12]))
+        notes.append(f"was at {source.commit[:12]} when this was submitted")
     return source._replace(
         commit=commit,
         dirty=bool(text or listing.untracked) or (tree is not None and commit is None),
@@ -198,7 +198,7 @@ def _taken(source: CodeSource, listing: Listing, folder: str) -> CodeSource:
     )
 
 
-def _mode_of_all(path: str, names: List[str]) -> int:
+def _mode_of_all(path: str, names: list[str]) -> int:
     """What everybody may do who may do it with each of these files; ours where one of them is gone."""
     mode = 0o644
     for name in names:
@@ -219,7 +219,7 @@ def _copy_modes(source: str, goal: str, name: str) -> None:
         name = os.path.dirname(name)
 
 
-def _refuse_data(sources: List[CodeSource], listings: List[Listing]) -> None:
+def _refuse_data(sources: list[CodeSource], listings: list[Listing]) -> None:
     total = sum(sum(listing.sizes.values()) for listing in listings)
     if total <= LIMIT_BYTES:
         return
@@ -228,7 +228,7 @@ def _refuse_data(sources: List[CodeSource], listings: List[Listing]) -> None:
         for source, listing in zip(sources, listings)
         for name, size in listing.sizes.items()
     ]
-    biggest = ["{} ({:.0f} MB)".format(name, size / 1e6) for size, name in sorted(files, reverse=True)[:5]]
+    biggest = [f"{name} ({size / 1e6:.0f} MB)" for size, name in sorted(files, reverse=True)[:5]]
     raise SnapshotError(
         "the code to copy is {:.0f} MB, more than {:.0f}; the biggest: {}; have git ignore what is data, or name "
         "smaller directories in code.include".format(total / 1e6, LIMIT_BYTES / 1e6, ", ".join(biggest))

@@ -1,10 +1,11 @@
 """Which directories a snapshot is taken of, and where they stood in git when that was decided."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
 import socket
-from typing import List
 
 from launcher.host.code import git
 from launcher.host.code.listing import SnapshotError, ask_git, refuse_home, tree_of
@@ -14,7 +15,7 @@ from megatron_rl.contract.shapes import from_json
 METADATA = (".dist-info", ".egg-info")
 
 
-def plan_sources(installed: List[str], include: List[str]) -> List[CodeSource]:
+def plan_sources(installed: list[str], include: list[str]) -> list[CodeSource]:
     """What a snapshot would hold, with what is known before it is taken. Writes nothing.
 
     Args:
@@ -31,22 +32,22 @@ def plan_sources(installed: List[str], include: List[str]) -> List[CodeSource]:
     paths = [os.path.realpath(path) for path in include]
     for number, path in enumerate(sorted(set(paths), key=paths.index), 1):
         name = re.sub("[^A-Za-z0-9._-]", "_", os.path.basename(path)) or "root"
-        sources.append(_source(path, "{}-{}".format(number, name), "included"))
+        sources.append(_source(path, f"{number}-{name}", "included"))
     return sources
 
 
-def sources_text(sources: List[CodeSource]) -> str:
+def sources_text(sources: list[CodeSource]) -> str:
     """Planned sources as JSON, for the batch script."""
     planned = ("path", "name", "kind", "commit", "dirty")
     return json.dumps([{key: getattr(source, key) for key in planned} for source in sources], indent=1)
 
 
-def read_sources(text: str) -> List[CodeSource]:
+def read_sources(text: str) -> list[CodeSource]:
     """The inverse of `sources_text`. Raises ValueError."""
     return [from_json(CodeSource, one) for one in json.loads(text)]
 
 
-def moved_sources(sources: List[CodeSource]) -> List[str]:
+def moved_sources(sources: list[CodeSource]) -> list[str]:
     """A sentence for each planned source that is no longer at the commit it was planned at. Raises SnapshotError."""
     moved = []
     for source in sources:
@@ -62,7 +63,7 @@ def moved_sources(sources: List[CodeSource]) -> List[str]:
 def _source(path: str, name: str, kind: str) -> CodeSource:
     path = os.path.realpath(path)
     if not os.path.isdir(path):
-        raise SnapshotError("{}: no such directory on {}".format(path, socket.gethostname()))
+        raise SnapshotError(f"{path}: no such directory on {socket.gethostname()}")
     tree = None if kind == "metadata" else tree_of(path)  # starting git takes as long as much of a dry run
     if kind == "included":
         refuse_home(path)

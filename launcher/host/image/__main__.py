@@ -5,19 +5,20 @@
 A reference that is a path is checked and printed.
 """
 
+from __future__ import annotations
+
 import argparse
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import List, Optional
 
 from launcher.host.image.cache import import_image
 from launcher.host.image.reference import ImageError
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 
 
-def main(arguments: Optional[List[str]] = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """The command line of this package; the exit code."""
     parser = argparse.ArgumentParser(
         prog="python3 -m launcher.host.image", description="Import a container image once; print its squashfs file."
@@ -27,7 +28,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
     parser.add_argument("--refresh", action="store_true", help="look up again what a tag stands for")
     options = parser.parse_args(arguments)
 
-    def leave(signum: int, frame: Optional[FrameType]) -> None:
+    def leave(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)  # through every `finally`: enroot ends with us
 
     for signum in (signal.SIGTERM, signal.SIGHUP):
@@ -35,7 +36,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
     try:
         print(import_image(options.reference, options.cache, options.refresh))
     except ImageError as error:
-        print("error: {}".format(error), file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_CRASHED
     return EXIT_FINISHED
 

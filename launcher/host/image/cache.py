@@ -8,6 +8,9 @@ the first one; `--refresh` (and `mrl prefetch`) look again. enroot resolves tags
 keyed by the tag and the time. Credentials are enroot's own ($ENROOT_CONFIG_PATH/.credentials), never read here.
 """
 
+from __future__ import annotations
+
+import contextlib
 import hashlib
 import os
 import re
@@ -16,7 +19,6 @@ import struct
 import sys
 import time
 from pathlib import Path
-from typing import Optional
 
 from launcher.host.image import enroot
 from launcher.host.image.enroot import Tell
@@ -30,7 +32,7 @@ REMIND = 30.0  # seconds between words of patience
 SUPERBLOCK = struct.Struct("<4s36xQ")  # magic, bytes used: https://dr-emann.github.io/squashfs/#superblock
 
 
-def import_image(reference: str, cache: Path, refresh: bool = False, tell: Optional[Tell] = None) -> Path:
+def import_image(reference: str, cache: Path, refresh: bool = False, tell: Tell | None = None) -> Path:
     """The squashfs file of `reference`, imported now unless the cache has it.
 
     Of processes that ask at the same time, on any node, one imports and the others wait for it.
@@ -49,7 +51,7 @@ def import_image(reference: str, cache: Path, refresh: bool = False, tell: Optio
     try:
         return _imported(reference, cache, refresh, tell)
     except OSError as error:
-        raise ImageError("{}: {}".format(error.filename or cache, error.strerror or error)) from error
+        raise ImageError(f"{error.filename or cache}: {error.strerror or error}") from error
 
 
 def _imported(reference: str, cache: Path, refresh: bool, tell: Tell) -> Path:
@@ -77,7 +79,7 @@ def _imported(reference: str, cache: Path, refresh: bool, tell: Tell) -> Path:
         lock.release()
 
 
-def find(reference: str, cache: Path, patience: float = 0.0) -> Optional[Path]:
+def find(reference: str, cache: Path, patience: float = 0.0) -> Path | None:
     """The whole squashfs file that `reference` already has; None where it would have to be imported.
 
     Args:
@@ -103,7 +105,7 @@ def _entry(reference: str, cache: Path) -> Path:
     """Where the cache says which file a reference stands for."""
     readable = re.sub("[^A-Za-z0-9.-]+", "+", re.sub("^docker://", "", reference))
     code = hashlib.sha256(reference.encode()).hexdigest()[:8]
-    return Path(str(cache)) / "{}.{}.json".format(readable, code)
+    return Path(str(cache)) / f"{readable}.{code}.json"
 
 
 def _file_name(reference: Reference, now: str) -> str:
@@ -119,13 +121,13 @@ def _lock(path: Path, reference: str, tell: Tell) -> RunLock:
     give_up = time.monotonic() + enroot.IMPORT_LIMIT
     while True:
         try:
-            return RunLock(path, "the import of {}".format(reference), patience=REMIND)
+            return RunLock(path, f"the import of {reference}", patience=REMIND)
         except RunIsOwned as error:
             if time.monotonic() > give_up:
-                raise ImageError("waited {:.0f} s for {}: {}".format(enroot.IMPORT_LIMIT, path, error)) from None
-            tell("waiting for {}: {}".format(reference, error))
+                raise ImageError(f"waited {enroot.IMPORT_LIMIT:.0f} s for {path}: {error}") from None
+            tell(f"waiting for {reference}: {error}")
         except OSError as error:
-            raise ImageError("{}: {}".format(path, error.strerror)) from error
+            raise ImageError(f"{path}: {error.strerror}") from error
 
 
 def _remove_debris(entry: Path) -> None:
@@ -136,17 +138,15 @@ def _remove_debris(entry: Path) -> None:
 
 def _remove(file: Path) -> None:
     """Remove what nobody reads; what cannot be removed stays for the next import."""
-    try:
+    with contextlib.suppress(OSError):
         file.unlink()
-    except OSError:
-        pass
 
 
 def _import(reference: Reference, file: Path, entry: Path, tell: Tell) -> None:
     """Import into a temporary name, validate, rename."""
-    fresh = entry.with_name(".{}.{}.{}.tmp".format(entry.stem, socket.gethostname(), os.getpid()))
+    fresh = entry.with_name(f".{entry.stem}.{socket.gethostname()}.{os.getpid()}.tmp")
     log = entry.with_suffix(".log")
-    tell("importing {} into {} (log: {})".format(reference.uri(), file, log))
+    tell(f"importing {reference.uri()} into {file} (log: {log})")
     began = time.monotonic()
     try:
         enroot.run_import(reference, fresh, log, tell)
@@ -159,7 +159,7 @@ def _import(reference: Reference, file: Path, entry: Path, tell: Tell) -> None:
     except BaseException:
         _remove(fresh)
         raise
-    tell("imported {} MB in {:.0f} s".format(size // 10**6, time.monotonic() - began))
+    tell(f"imported {size // 10**6} MB in {time.monotonic() - began:.0f} s")
 
 
 def _whole(file: Path, patience: float = PATIENCE_S) -> Path:
@@ -173,10 +173,10 @@ def _whole(file: Path, patience: float = PATIENCE_S) -> Path:
         try:
             return _checked(file)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise ImageError("image {}: {}".format(file, error.strerror)) from error
+            raise ImageError(f"image {file}: {error.strerror}") from error
         except OSError as error:
             if time.monotonic() >= give_up:
-                raise ImageError("image {}: {}".format(file, error.strerror)) from error
+                raise ImageError(f"image {file}: {error.strerror}") from error
         time.sleep(LOOK_S)
 
 
@@ -187,9 +187,9 @@ def _checked(file: Path) -> Path:
         size = os.fstat(image.fileno()).st_size
     magic, used = SUPERBLOCK.unpack(head) if len(head) == SUPERBLOCK.size else (b"", 0)
     if magic != b"hsqs":
-        raise ImageError("image {}: is no squashfs file; enroot import makes one".format(file))
+        raise ImageError(f"image {file}: is no squashfs file; enroot import makes one")
     if size < used:
-        raise ImageError("image {}: is cut short, {} of {} bytes; import it again".format(file, size, used))
+        raise ImageError(f"image {file}: is cut short, {size} of {used} bytes; import it again")
     return file
 
 

@@ -1,12 +1,14 @@
 """enroot and unsquashfs, asked and waited for within limits."""
 
+from __future__ import annotations
+
 import os
 import re
 import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Callable
 
 from launcher.host.image.reference import ImageError, Reference
 from launcher.host.process.limited import end_session, run_limited
@@ -21,14 +23,14 @@ Tell = Callable[[str], None]
 """Takes lines about what happens."""
 
 
-def ask_digest(reference: Reference, tell: Tell) -> Optional[str]:
+def ask_digest(reference: Reference, tell: Tell) -> str | None:
     """What the tag stands for now; None where this enroot cannot tell."""
     try:
         answer = run_limited(["enroot", "digest", reference.uri()], DIGEST_LIMIT)
     except FileNotFoundError:
         raise ImageError(_no_enroot()) from None
     except subprocess.TimeoutExpired:
-        tell("the registry did not say within {:.0f} s what {} is".format(DIGEST_LIMIT, reference.uri()))
+        tell(f"the registry did not say within {DIGEST_LIMIT:.0f} s what {reference.uri()} is")
         return None
     # enroot is a bash script: what a BASH_ENV prints stands before its answer.
     digest = answer.stdout.decode("utf-8", "replace").strip().rpartition("\n")[2]
@@ -75,10 +77,8 @@ def run_import(reference: Reference, output: Path, log: Path, tell: Tell) -> Non
     if code != 0:
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
         late = code is None
-        why = (
-            "took longer than {:.0f} s".format(IMPORT_LIMIT) if late else " ".join(last) or "exit code {}".format(code)
-        )
-        raise ImageError("{}: {}{}".format(command[-1], why, _advice(why)))
+        why = f"took longer than {IMPORT_LIMIT:.0f} s" if late else " ".join(last) or f"exit code {code}"
+        raise ImageError(f"{command[-1]}: {why}{_advice(why)}")
 
 
 def _pass_on(text: str, tell: Tell) -> None:
@@ -103,15 +103,15 @@ def check_tables(file: Path) -> None:
     except FileNotFoundError:
         return
     except subprocess.TimeoutExpired:
-        raise ImageError("unsquashfs -l {}: no answer within {:.0f} s".format(file, LIST_LIMIT)) from None
+        raise ImageError(f"unsquashfs -l {file}: no answer within {LIST_LIMIT:.0f} s") from None
     if listed.returncode:
         message = listed.stderr.decode("utf-8", "replace").strip()
-        raise ImageError("the imported image is damaged: unsquashfs: {}".format(message))
+        raise ImageError(f"the imported image is damaged: unsquashfs: {message}")
 
 
 def _no_enroot() -> str:
     where = socket.gethostname()
     return (
-        "enroot is not on PATH on {}: load its module in the profile's prolog, import on the other side "
-        "(image.import_on), or give the path of a squashfs file".format(where)
+        f"enroot is not on PATH on {where}: load its module in the profile's prolog, import on the other side "
+        "(image.import_on), or give the path of a squashfs file"
     )

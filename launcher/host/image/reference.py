@@ -1,7 +1,9 @@
 """Pure: how an image is called, and what enroot wants to hear."""
 
+from __future__ import annotations
+
 import re
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 
 class ImageError(Exception):
@@ -11,11 +13,11 @@ class ImageError(Exception):
 class Reference(NamedTuple):
     """An image in a registry."""
 
-    user: Optional[str]
-    registry: Optional[str]  # None: Docker Hub
+    user: str | None
+    registry: str | None  # None: Docker Hub
     name: str
-    tag: Optional[str]
-    digest: Optional[str]  # sha256:...
+    tag: str | None
+    digest: str | None  # sha256:...
 
     def uri(self) -> str:
         """In the one form that enroot 3 and 4 both understand, for tags and for digests."""
@@ -38,7 +40,7 @@ def parse(text: str) -> Reference:
     )
     if match is None:
         form = "[USER@][REGISTRY#]IMAGE[:TAG], such as nvcr.io#nvidia/pytorch:25.06-py3, or the path of a squashfs file"
-        raise ImageError("image {!r}: expected {}".format(text, form))
+        raise ImageError(f"image {text!r}: expected {form}")
     registry, name = match.group("registry"), match.group("name")
     first, slash, rest = name.partition("/")
     if registry is None and slash and ("." in first or ":" in first or first == "localhost"):

@@ -1,7 +1,9 @@
 """Pure: why Slurm signals a job, or how it ended, as Slurm's record has it. Nothing is guessed from the clock."""
 
+from __future__ import annotations
+
 import re
-from typing import Dict, NamedTuple, Optional
+from typing import NamedTuple
 
 from launcher.host.slurm.formats import CLOCK_S, ENDED, seconds_of, time_of
 from megatron_rl.contract.attempt_records import Drain
@@ -41,16 +43,16 @@ class Cause(NamedTuple):
     """What Slurm's record says about a signal."""
 
     cause: str
-    end: Optional[float]  # unix time at which Slurm ends the job, or has
+    end: float | None  # unix time at which Slurm ends the job, or has
 
 
 def cause_of(
-    job: Dict[str, str],
+    job: dict[str, str],
     now: float,
     notice: float,
     restarts: int = 0,
-    end_before: Optional[float] = None,
-    cancels: Optional[bool] = False,
+    end_before: float | None = None,
+    cancels: bool | None = False,
 ) -> Cause:
     """Why Slurm signals a job.
 
@@ -85,7 +87,7 @@ def cause_of(
     return Cause(CANCELLED if over and state in ALIVE else SIGNALLED, end)
 
 
-def cause_in_log(text: str, job_id: str, since: float) -> Optional[str]:
+def cause_in_log(text: str, job_id: str, since: float) -> str | None:
     """Why Slurm ended the script of a job: its slurmstepd says so before it does. Nobody else may know: a preemption
     without grace leaves no trace in the job's record once that is requeued, and accounting is not everywhere.
 
@@ -101,13 +103,13 @@ def cause_in_log(text: str, job_id: str, since: float) -> Optional[str]:
     return cause
 
 
-def is_returning(job: Dict[str, str], restarts: int) -> bool:
+def is_returning(job: dict[str, str], restarts: int) -> bool:
     """Whether Slurm has taken the job back into the queue since this attempt of it began."""
     told = job.get("Restarts", "")
     return told.isdigit() and int(told) > restarts
 
 
-def has_script(job: Dict[str, str]) -> bool:
+def has_script(job: dict[str, str]) -> bool:
     """Whether a job has a batch script, which can start again; assumed where Slurm does not say otherwise.
 
     BatchFlag is 0 for an allocation that somebody works in. For a batch job it is 1 and rises by 1 whenever Slurm
@@ -116,12 +118,12 @@ def has_script(job: Dict[str, str]) -> bool:
     return job.get("BatchFlag") != "0"
 
 
-def is_requeueable(job: Dict[str, str]) -> bool:
+def is_requeueable(job: dict[str, str]) -> bool:
     """Whether a job may be requeued; assumed where Slurm does not say otherwise, as trying does no harm."""
     return job.get("Requeue") != "0"
 
 
-def is_ending(job: Dict[str, str]) -> bool:
+def is_ending(job: dict[str, str]) -> bool:
     """Whether Slurm has told the processes of a job that still runs to end, or will soon, after its grace time."""
     preempted, start = time_of(job.get("PreemptTime")), time_of(job.get("StartTime"))
     told = preempted is not None and start is not None and preempted >= start
@@ -144,7 +146,7 @@ def is_unexplained(request: Drain) -> bool:
     return request.cause == SIGNALLED and not request.by.endswith(TO_BATCH_HOST.format(""))
 
 
-def completed(request: Drain, cause: Cause, deadline: Optional[float]) -> Drain:
+def completed(request: Drain, cause: Cause, deadline: float | None) -> Drain:
     """A request to leave with what Slurm's record adds to it: the cause where nobody named one, and the end.
 
     Args:

@@ -1,6 +1,8 @@
 """What an attempt left behind. Read once (launcher.host.record.evidence), then judged."""
 
-from typing import Dict, List, NamedTuple, Optional
+from __future__ import annotations
+
+from typing import NamedTuple
 
 from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome, RankError
 from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED
@@ -11,7 +13,7 @@ class RankExit(NamedTuple):
 
     rank: int
     code: int  # negative: the signal that ended it
-    host: Optional[str] = None  # None: not said
+    host: str | None = None  # None: not said
 
     @property
     def bad(self) -> bool:
@@ -23,27 +25,27 @@ class AttemptEvidence(NamedTuple):
     """All that is known of how an attempt ended."""
 
     # Written by the ranks
-    errors: List[RankError] = []  # oldest first: the later ones are usually its consequences
-    unreadable_errors: Dict[int, str] = {}  # rank -> what is wrong with its error file
-    outcome: Optional[Outcome] = None
-    unreadable_outcome: Optional[str] = None  # what is wrong with it: rank 0 did write one
-    heartbeats: List[Heartbeat] = []  # the last one of each rank
-    stacks: Dict[int, str] = {}  # rank -> where its stacks are, for the user
-    last_lines: Dict[int, str] = {}  # rank that ended badly -> last line of its log
-    not_started: Dict[int, str] = {}  # rank that ended badly -> why its program never began
-    timed_out: Dict[int, str] = {}  # rank -> its collective that timed out, by NCCL's watchdog
+    errors: list[RankError] = []  # oldest first: the later ones are usually its consequences
+    unreadable_errors: dict[int, str] = {}  # rank -> what is wrong with its error file
+    outcome: Outcome | None = None
+    unreadable_outcome: str | None = None  # what is wrong with it: rank 0 did write one
+    heartbeats: list[Heartbeat] = []  # the last one of each rank
+    stacks: dict[int, str] = {}  # rank -> where its stacks are, for the user
+    last_lines: dict[int, str] = {}  # rank that ended badly -> last line of its log
+    not_started: dict[int, str] = {}  # rank that ended badly -> why its program never began
+    timed_out: dict[int, str] = {}  # rank -> its collective that timed out, by NCCL's watchdog
 
-    trained: Optional[int] = None  # newest step that rank 0 accounted for in this attempt; None: it has for none
+    trained: int | None = None  # newest step that rank 0 accounted for in this attempt; None: it has for none
 
     # Written or seen by the host side
-    unwritable: Optional[str] = None  # why the run directory takes nothing any more, where no rank left a word
-    drain: Optional[Drain] = None
-    hang: Optional[Hang] = None
-    exits: List[RankExit] = []  # in their order, without those that the host side brought about
-    code: Optional[int] = None  # what the training step ended with; negative: a signal; None: it never began
+    unwritable: str | None = None  # why the run directory takes nothing any more, where no rank left a word
+    drain: Drain | None = None
+    hang: Hang | None = None
+    exits: list[RankExit] = []  # in their order, without those that the host side brought about
+    code: int | None = None  # what the training step ended with; negative: a signal; None: it never began
     last_words: str = ""  # of srun about the step
-    unready: Optional[str] = None  # why it never began
-    unready_host: Optional[str] = None  # the only node that was tried, where it may be to blame for that
-    late: Optional[str] = None  # why ranks had to be ended that should have saved; None: that explains nothing
+    unready: str | None = None  # why it never began
+    unready_host: str | None = None  # the only node that was tried, where it may be to blame for that
+    late: str | None = None  # why ranks had to be ended that should have saved; None: that explains nothing
     in_container: bool = False
-    unseen: Optional[str] = None  # what is said where nobody saw the end, and the ranks left no word; None: it was seen
+    unseen: str | None = None  # what is said where nobody saw the end, and the ranks left no word; None: it was seen

@@ -6,7 +6,9 @@ is when that one got on last. Where nothing is written any more, the process is 
 When one rank hangs the others soon do too, in the collective that it does not join. It is the one that is behind.
 """
 
-from typing import Collection, List, Optional, Sequence, Tuple
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
 
 from megatron_rl.contract.attempt_records import Hang, Heartbeat
 from megatron_rl.contract.codes import HEARTBEAT_LEFT, HEARTBEAT_WAIT
@@ -24,7 +26,7 @@ def by_clock_of_reader(beat: Heartbeat, first_seen: float) -> Heartbeat:
     return beat._replace(at=beat.at + first_seen - beat.written, written=first_seen)
 
 
-def silent_rank(heartbeats: Sequence[Heartbeat], began: float, now: float, limit: float) -> Optional[Hang]:
+def silent_rank(heartbeats: Sequence[Heartbeat], began: float, now: float, limit: float) -> Hang | None:
     """The rank that hangs, if one does: its process is stopped, or no rank gets on any more and it is the one that
     sends no heartbeats or is behind. As long as one gets on, the others may well be waiting for it.
 
@@ -44,7 +46,7 @@ def silent_rank(heartbeats: Sequence[Heartbeat], began: float, now: float, limit
     return _hang(min(mute, key=_written) if mute else min(present, key=_progress), now)
 
 
-def absent_rank(heartbeats: Sequence[Heartbeat], waiting: Collection[int]) -> Optional[Hang]:
+def absent_rank(heartbeats: Sequence[Heartbeat], waiting: Collection[int]) -> Hang | None:
     """The rank that these ranks waited for in vain, where it stands out.
 
     Args:
@@ -69,12 +71,12 @@ def absent_rank(heartbeats: Sequence[Heartbeat], waiting: Collection[int]) -> Op
 
 def describe_hang(hang: Hang) -> str:
     """`rank 3 on node05 has been silent for 1800 s (generate, step 41): ending the ranks`."""
-    where = " on {}".format(hang.host) if hang.host else ""
+    where = f" on {hang.host}" if hang.host else ""
     facts = (hang.rank, where, hang.silent_s, hang.phase, hang.step)
     return "rank {}{} has been silent for {:.0f} s ({}, step {}): ending the ranks".format(*facts)
 
 
-def _present(heartbeats: Sequence[Heartbeat], began: float) -> List[Heartbeat]:
+def _present(heartbeats: Sequence[Heartbeat], began: float) -> list[Heartbeat]:
     """One heartbeat for each rank that has not left; of those that never sent one, an imagined one from the start."""
     known = {beat.rank for beat in heartbeats}
     ranks = max([beat.ranks for beat in heartbeats] or [1])
@@ -84,11 +86,11 @@ def _present(heartbeats: Sequence[Heartbeat], began: float) -> List[Heartbeat]:
     return [beat for beat in heartbeats if beat.phase != HEARTBEAT_LEFT] + absent
 
 
-def _mute(beats: Sequence[Heartbeat], now: float) -> List[Heartbeat]:
+def _mute(beats: Sequence[Heartbeat], now: float) -> list[Heartbeat]:
     return [beat for beat in beats if now - beat.written > MISSED * beat.every]
 
 
-def _progress(beat: Heartbeat) -> Tuple[int, int, bool, float]:
+def _progress(beat: Heartbeat) -> tuple[int, int, bool, float]:
     """The smaller, the further behind. Ranks enter the same phases in the same order; one that says it waits does so
     for another one."""
     return beat.step, beat.entered, beat.phase == HEARTBEAT_WAIT, beat.at

@@ -1,7 +1,10 @@
 """Pure: which nodes of an allocation are unfit, which plan the others suffice for, and which host does which step."""
 
+from __future__ import annotations
+
 import statistics
-from typing import Collection, Dict, List, NamedTuple, Optional, Sequence, Union
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from megatron_rl.contract.attempt_records import FabricReport, NodeAssignment, NodeHealth
 from megatron_rl.contract.run_records import PlanRecord, SmallerPlan
@@ -21,12 +24,12 @@ class NotEnoughNodes(Exception):
 class NodeReports(NamedTuple):
     """What was found out about the nodes of one attempt."""
 
-    nodes: Dict[str, NodeHealth]  # host -> its report
-    unreadable: Dict[str, str] = {}  # host -> what is wrong with its report
-    fabric: Optional[FabricReport] = None  # of the all-reduce between them, where there was one
+    nodes: dict[str, NodeHealth]  # host -> its report
+    unreadable: dict[str, str] = {}  # host -> what is wrong with its report
+    fabric: FabricReport | None = None  # of the all-reduce between them, where there was one
 
 
-def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> Dict[str, str]:
+def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> dict[str, str]:
     """host -> why it must not be used, of those that must not."""
     unfit = {}
     fabric = reports.fabric
@@ -37,7 +40,7 @@ def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> Dict[str
     for host in expected_hosts:
         report = reports.nodes.get(host)
         if host in reports.unreadable:
-            unfit[host] = "its report {}".format(reports.unreadable[host])
+            unfit[host] = f"its report {reports.unreadable[host]}"
         elif report is None:
             unfit[host] = (
                 "no report: its Python, the network or the shared file system is out of order (see health.*.log)"
@@ -45,7 +48,7 @@ def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> Dict[str
         elif not report.ok:
             unfit[host] = "; ".join(report.problems)
         elif report.network_gbps is not None and report.network_gbps < usual:
-            unfit[host] = "its network has {:g} Gb/s, most nodes have {:g}".format(report.network_gbps, usual)
+            unfit[host] = f"its network has {report.network_gbps:g} Gb/s, most nodes have {usual:g}"
         elif fabric is not None and host in fabric.bad:
             unfit[host] = fabric.bad[host]
         elif fabric is not None and host not in fabric.hosts:
@@ -53,7 +56,7 @@ def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> Dict[str
     return unfit
 
 
-def not_unpacked(hosts: Sequence[str], unpacked: Collection[str], reasons: Dict[str, str]) -> Dict[str, str]:
+def not_unpacked(hosts: Sequence[str], unpacked: Collection[str], reasons: dict[str, str]) -> dict[str, str]:
     """host -> why it must not be used, of those on which the image could not be unpacked while it could on others:
     their disks are full or broken. Where it could on none, no node is to blame.
 
@@ -67,7 +70,7 @@ def not_unpacked(hosts: Sequence[str], unpacked: Collection[str], reasons: Dict[
     return {host: NOT_UNPACKED + reasons.get(host, silent) for host in hosts if host not in unpacked}
 
 
-def skewed_clocks(reports: NodeReports, began: float, now: float) -> List[str]:
+def skewed_clocks(reports: NodeReports, began: float, now: float) -> list[str]:
     """A sentence for each node whose clock is not that of this host. Nothing is judged by it; but logs are hard
     to read, and munge and TLS refuse what is minutes off.
 
@@ -80,11 +83,11 @@ def skewed_clocks(reports: NodeReports, began: float, now: float) -> List[str]:
         off = max(began - report.at, report.at - now)
         if off > CLOCK_S:
             side = "behind" if report.at < began else "ahead of"
-            said.append("the clock of {} is {:.0f} s {} this host's".format(host, off, side))
+            said.append(f"the clock of {host} is {off:.0f} s {side} this host's")
     return said
 
 
-def to_exclude(unfit: Dict[str, str], before: Collection[str]) -> List[str]:
+def to_exclude(unfit: dict[str, str], before: Collection[str]) -> list[str]:
     """Those of the unfit nodes that the job is to avoid from now on. A node that is absent from the all-reduce is not
     used, but slow containers and a slow file system are no fault of its own: only the second time in a row counts.
 
@@ -99,7 +102,7 @@ def suffice(plan: PlanRecord, hosts: Collection[str]) -> bool:
     return len(hosts) >= _plans(plan)[-1].nodes
 
 
-def assign(plan: PlanRecord, hosts: Sequence[str], unfit: Dict[str, str], given: int = 0) -> NodeAssignment:
+def assign(plan: PlanRecord, hosts: Sequence[str], unfit: dict[str, str], given: int = 0) -> NodeAssignment:
     """The plan's nodes are the first fit hosts of the allocation, in Slurm's order, which follows the topology.
 
     Where `job.nodes` is a range, all but the spare nodes work, as far as there is a layout for that many; a bad node is
@@ -117,8 +120,8 @@ def assign(plan: PlanRecord, hosts: Sequence[str], unfit: Dict[str, str], given:
     fewest = plans[-1].nodes
     fit = [host for host in hosts if host not in unfit]
     if len(fit) < fewest:
-        found = "; ".join("{}: {}".format(host, unfit[host]) for host in hosts if host in unfit) or "none is bad"
-        raise NotEnoughNodes("{} nodes are needed, {} of {} are fit ({})".format(fewest, len(fit), len(hosts), found))
+        found = "; ".join(f"{host}: {unfit[host]}" for host in hosts if host in unfit) or "none is bad"
+        raise NotEnoughNodes(f"{fewest} nodes are needed, {len(fit)} of {len(hosts)} are fit ({found})")
     room = min(len(fit), max(fewest, (given or len(hosts)) - plan.spare_nodes))
     chosen = next(each for each in plans if each.nodes <= room)
     steps = {step.name: [fit[node] for node in step.nodes] for step in chosen.steps}
@@ -137,10 +140,10 @@ def replaced(assignment: NodeAssignment, step: str, dead: Collection[str]) -> No
         return assignment
     stands_in = dict(zip(lost, spare))
     hosts = [stands_in.get(host, host) for host in assignment.steps[step]]
-    bad = dict(assignment.bad, **{host: "died in the attempt" for host in lost})
+    bad = dict(assignment.bad, **dict.fromkeys(lost, "died in the attempt"))
     return assignment._replace(steps=dict(assignment.steps, **{step: hosts}), spare=spare[len(lost) :], bad=bad)
 
 
-def _plans(plan: PlanRecord) -> List[Union[PlanRecord, SmallerPlan]]:
+def _plans(plan: PlanRecord) -> list[PlanRecord | SmallerPlan]:
     """All plans, the largest first."""
     return [plan, *plan.alternatives]

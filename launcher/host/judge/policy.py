@@ -17,8 +17,11 @@ What comes to nothing again and again starts again after a while too. Held: the 
 somebody to look and to `mrl resume`.
 """
 
+from __future__ import annotations
+
 import re
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from launcher.host.judge.nodes import NOT_UNPACKED
 from launcher.host.judge.verdict import NODES_DISK, NOT_STARTED, Verdict
@@ -83,16 +86,16 @@ class Decision(NamedTuple):
     """What becomes of the job."""
 
     outcome: str  # for the ledger
-    cause: Optional[str]
+    cause: str | None
     then: str
     exit_code: int
     message: str  # why it is held, or what somebody can do; empty where there is nothing to add
     delay_s: float = 0.0
-    exclude: Tuple[str, ...] = ()  # nodes that the job should not get again
+    exclude: tuple[str, ...] = ()  # nodes that the job should not get again
     crashes: int = 0  # how many there were without a new checkpoint, this one included
 
 
-def decide(history: Sequence[LedgerLine], verdict: Verdict, drain: Optional[Drain], facts: Facts) -> Decision:
+def decide(history: Sequence[LedgerLine], verdict: Verdict, drain: Drain | None, facts: Facts) -> Decision:
     """What to do with the job of an attempt that ended.
 
     Args:
@@ -111,7 +114,7 @@ def decide(history: Sequence[LedgerLine], verdict: Verdict, drain: Optional[Drai
     hung_elsewhere = verdict.hung and verdict.node not in facts.dead
     if facts.dead and cause in (None, REQUEUE, SIGNALLED) and not hung_elsewhere:
         cause = NODE_FAILURE
-    if verdict.outcome == CRASHED and cause != NODE_FAILURE or verdict.outcome == LOST and cause is None:
+    if (verdict.outcome == CRASHED and cause != NODE_FAILURE) or (verdict.outcome == LOST and cause is None):
         return _after_crash(since_held(history), verdict, cause, facts)
     outcome = LOST if verdict.outcome == CRASHED else verdict.outcome
     exclude = tuple(sorted(set(facts.bad) | set(facts.dead)))
@@ -124,12 +127,12 @@ def decide(history: Sequence[LedgerLine], verdict: Verdict, drain: Optional[Drai
     in_vain = _in_vain([*since_held(history), this])
     alike = [*(end.cause == cause for end in reversed(in_vain)), False].index(False)
     if alike >= IN_VAIN.get(cause, alike + 1):
-        message = "{} attempts in a row ended with nothing new saved".format(alike)
+        message = f"{alike} attempts in a row ended with nothing new saved"
         return again._replace(outcome=CRASHED, then=HELD, exit_code=EXIT_CRASHED, message=message)
     return again._replace(delay_s=_backoff(facts, len(in_vain) - FREE_TRIES))
 
 
-def _after_crash(history: List[AttemptEnd], verdict: Verdict, cause: Optional[str], facts: Facts) -> Decision:
+def _after_crash(history: list[AttemptEnd], verdict: Verdict, cause: str | None, facts: Facts) -> Decision:
     before = [end for end in history if is_crash(end)]
     crashes = 1 + len([end for end in before if end.checkpoint >= facts.checkpoint])
     last = before[-1] if before else None
@@ -158,7 +161,7 @@ def _after_crash(history: List[AttemptEnd], verdict: Verdict, cause: Optional[st
                 message = "the same error before the ranks had started, on two nodes"
             return decision._replace(then=HELD, message=message)
     if crashes >= CRASHES:
-        return decision._replace(then=HELD, message="{} crashes without a new checkpoint".format(crashes))
+        return decision._replace(then=HELD, message=f"{crashes} crashes without a new checkpoint")
     return decision
 
 
@@ -168,13 +171,13 @@ def is_crash(end: AttemptEnd) -> bool:
     return crashed and not found_disk_full(end.error)
 
 
-def found_disk_full(error: Optional[str]) -> bool:
+def found_disk_full(error: str | None) -> bool:
     """Whether this is the error of something that found no room on the disk that all nodes share."""
     full = _FULL.search(error or "") or _READ_ONLY.match(error or "")
     return full is not None and not _found_nodes_disk_full(error)
 
 
-def _found_nodes_disk_full(error: Optional[str]) -> bool:
+def _found_nodes_disk_full(error: str | None) -> bool:
     """Whether it found no room on a disk of its node: that is where containers are unpacked."""
     error = error or ""
     return error.startswith(ON_A_NODE) and _FULL.search(error) is not None
@@ -185,11 +188,11 @@ def _same_place(end: Verdict, last: AttemptEnd) -> bool:
     return end.step == last.step and _knows_place(end) and _knows_place(last)
 
 
-def _knows_place(end: Union[Verdict, AttemptEnd]) -> bool:
+def _knows_place(end: Verdict | AttemptEnd) -> bool:
     return end.step is not None or (end.phase is None and not end.hung and (end.rank, end.node) != (None, None))
 
 
-def _is_wrong_everywhere(error: Optional[str]) -> bool:
+def _is_wrong_everywhere(error: str | None) -> bool:
     """Whether this is the error of a mount that the container could not have: the profile asks for it on every node."""
     return re.search(r"enroot-mount:|--container-mounts:", error or "") is not None
 
@@ -208,7 +211,7 @@ def who_starts_it(facts: Facts) -> str:
     return BY_US if facts.requeueable else SUCCESSOR
 
 
-def since_held(history: Sequence[LedgerLine]) -> List[AttemptEnd]:
+def since_held(history: Sequence[LedgerLine]) -> list[AttemptEnd]:
     """The ends since somebody last had a look: whoever resumes a run grants it all its tries again."""
     ends = [line for line in history if isinstance(line, AttemptEnd)]
     final = [number for number, end in enumerate(ends) if end.then not in STARTS_AGAIN]
@@ -220,7 +223,7 @@ def _backoff(facts: Facts, failures: int) -> float:
     return min(facts.backoff_s * 2.0 ** min(failures - 1, 20), LONGEST_BACKOFF_S) if failures > 0 else 0.0
 
 
-def _in_vain(ends: List[AttemptEnd]) -> List[AttemptEnd]:
+def _in_vain(ends: list[AttemptEnd]) -> list[AttemptEnd]:
     """Attempts at the end of these that ended with nothing new saved, for whatever cause. Ranks that did not leave in
     time name no step, though they may have saved before."""
     checkpoints = [end.checkpoint for end in ends]
@@ -235,7 +238,7 @@ def _losses(history: Sequence[LedgerLine]) -> int:
     return [*went_on, False].index(False)
 
 
-def _same(error: Optional[str], other: Optional[str]) -> bool:
+def _same(error: str | None, other: str | None) -> bool:
     """Addresses, ports, ranks and losses in a message differ from one time to the next."""
     return error is not None and other is not None and _gist(error) == _gist(other)
 

@@ -5,7 +5,10 @@ a start back, so what fails once a day never runs out of them; one that fails ag
 whose configuration is wrong, which it would be the next time too.
 """
 
-from typing import NamedTuple, Optional, Sequence
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from launcher.host.judge.verdict import Verdict
 from megatron_rl.contract.attempt_records import ReplicaState
@@ -21,7 +24,7 @@ class Restart(NamedTuple):
     """What becomes of a replica that has ended."""
 
     used: int  # restarts so far, without those that it has earned back
-    pause_s: Optional[float]  # until it is started again; None: it is given up
+    pause_s: float | None  # until it is started again; None: it is given up
 
 
 def after_end(used: int, lived_s: float, verdict: Verdict) -> Restart:
@@ -40,9 +43,9 @@ def after_end(used: int, lived_s: float, verdict: Verdict) -> Restart:
 
 def describe(name: str, verdict: Verdict) -> str:
     """`infer-1 rank 0 on node05: RuntimeError: boom`"""
-    rank = " rank {}".format(verdict.rank) if verdict.rank is not None else ""
-    node = " on {}".format(verdict.node) if verdict.node else ""
-    return "{}{}{}: {}".format(name, rank, node, verdict.error or verdict.outcome)
+    rank = f" rank {verdict.rank}" if verdict.rank is not None else ""
+    node = f" on {verdict.node}" if verdict.node else ""
+    return f"{name}{rank}{node}: {verdict.error or verdict.outcome}"
 
 
 def without_replicas(verdict: Verdict, replicas: Sequence[ReplicaState]) -> Verdict:
@@ -55,5 +58,5 @@ def without_replicas(verdict: Verdict, replicas: Sequence[ReplicaState]) -> Verd
     if verdict.outcome != CRASHED or not replicas or any(each.state != REPLICA_GIVEN_UP for each in replicas):
         return verdict
     kind = MISCONFIGURED if all(each.misconfigured for each in replicas) else CRASHED
-    told = "no inference replica was left: {}".format(replicas[0].why)
+    told = f"no inference replica was left: {replicas[0].why}"
     return Verdict(kind, verdict.step, told, phase=verdict.phase)

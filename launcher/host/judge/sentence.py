@@ -1,5 +1,7 @@
 """Pure: the end of an attempt, as the ledger has it, in one line for the user."""
 
+from __future__ import annotations
+
 from launcher.host.judge.policy import BY_SLURM, CRASHES, HELD, STARTS_AGAIN, found_disk_full, is_crash
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import CRASHED, DRAINED, FINISHED, LOST, MISCONFIGURED, STOPPED
@@ -15,37 +17,37 @@ def describe_end(end: AttemptEnd, now: float) -> str:
 
 def _outcome(end: AttemptEnd) -> str:
     outcome, step = end.outcome, end.step
-    cause = " ({})".format(end.cause) if end.cause else ""
+    cause = f" ({end.cause})" if end.cause else ""
     if outcome == FINISHED:
-        return "finished after step {}".format(step)
+        return f"finished after step {step}"
     if outcome in (DRAINED, STOPPED):
-        return ("saved after step {}".format(step) if step else "left without a new checkpoint") + cause
+        return (f"saved after step {step}" if step else "left without a new checkpoint") + cause
     if outcome == LOST:
         return (end.error or "it left no record") + cause
     what = {CRASHED: "hung" if end.hung else "crashed", MISCONFIGURED: "wrong configuration"}.get(outcome, outcome)
     if outcome == CRASHED and found_disk_full(end.error):
         what = "the disk is full: it stopped"
     if outcome == CRASHED and step is not None:
-        what += " at step {}".format(step)
+        what += f" at step {step}"
     if outcome == CRASHED and end.phase:
-        what += " ({})".format(end.phase)
-    who = "rank {}".format(end.rank) if end.rank is not None else ""
+        what += f" ({end.phase})"
+    who = f"rank {end.rank}" if end.rank is not None else ""
     if who and end.node:
-        who += " on {}".format(end.node)
+        who += f" on {end.node}"
     return ": ".join(filter(None, [what, who, end.error])) + cause
 
 
 def _then(end: AttemptEnd, now: float) -> str:
     then, why = end.then, end.why
     if then == HELD:
-        return "held: {}".format(why) if why != end.error else "held"
+        return f"held: {why}" if why != end.error else "held"
     if then not in STARTS_AGAIN or not is_crash(end):
         return why
     again = "starts again"
     if end.not_before and end.not_before > now and then != BY_SLURM:
-        again += " in {}".format(_span(end.not_before - now))
+        again += f" in {_span(end.not_before - now)}"
     crashes = max(end.crashes, 1)
-    return "{}, {} of at most {} without a new checkpoint".format(again, ORDINALS.get(crashes, crashes), CRASHES)
+    return f"{again}, {ORDINALS.get(crashes, crashes)} of at most {CRASHES} without a new checkpoint"
 
 
 def _without(end: AttemptEnd) -> str:
@@ -55,4 +57,4 @@ def _without(end: AttemptEnd) -> str:
 
 
 def _span(seconds: float) -> str:
-    return "{:.0f} s".format(seconds) if seconds < 90 else "{:.0f} min".format(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

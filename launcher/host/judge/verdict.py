@@ -6,9 +6,11 @@ whatever its sisters report; else error files are believed first, then rank 0's 
 went wrong when neither exists.
 """
 
+from __future__ import annotations
+
 import re
 import signal
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from launcher.host.judge.causes import is_unexplained
 from launcher.host.judge.evidence import AttemptEvidence, RankExit
@@ -37,11 +39,11 @@ class Verdict(NamedTuple):
     """How an attempt ended."""
 
     outcome: str  # one of codes
-    step: Optional[int] = None  # safe on disk (finished, drained), or where it happened
-    error: Optional[str] = None  # one line
-    rank: Optional[int] = None  # whose error it is
-    node: Optional[str] = None  # where that rank was
-    phase: Optional[str] = None  # what it was doing
+    step: int | None = None  # safe on disk (finished, drained), or where it happened
+    error: str | None = None  # one line
+    rank: int | None = None  # whose error it is
+    node: str | None = None  # where that rank was
+    phase: str | None = None  # what it was doing
     hung: bool = False  # it said nothing any more, and the ranks were ended for it
 
 
@@ -59,15 +61,15 @@ def verdict_of(evidence: AttemptEvidence) -> Verdict:
     )
 
 
-def _hung(evidence: AttemptEvidence) -> Optional[Verdict]:
+def _hung(evidence: AttemptEvidence) -> Verdict | None:
     hang = evidence.hang
     if hang is None or evidence.outcome is not None:
         return None
-    silent = "silent for {:.0f} s".format(hang.silent_s) + _stacks(evidence, hang.rank)
+    silent = f"silent for {hang.silent_s:.0f} s" + _stacks(evidence, hang.rank)
     return Verdict(CRASHED, hang.step, silent, hang.rank, hang.host, hang.phase, hung=True)
 
 
-def _killed_without_a_word(evidence: AttemptEvidence) -> Optional[Verdict]:
+def _killed_without_a_word(evidence: AttemptEvidence) -> Verdict | None:
     """Sisters of a rank that was killed write errors about lost connections: it is the cause, not they."""
     if not evidence.errors and evidence.outcome is not None:
         return None
@@ -83,7 +85,7 @@ def _killed_without_a_word(evidence: AttemptEvidence) -> Optional[Verdict]:
     return None
 
 
-def _timed_out(evidence: AttemptEvidence) -> Optional[Verdict]:
+def _timed_out(evidence: AttemptEvidence) -> Verdict | None:
     """NCCL's watchdog ended the first rank, which leaves no error file: its sisters then report lost connections. Where
     nobody stands out as the one that did not come, no node is to blame."""
     first = next((ended for ended in evidence.exits if ended.bad), None)
@@ -91,14 +93,14 @@ def _timed_out(evidence: AttemptEvidence) -> Optional[Verdict]:
         return None
     if first.rank in {error.rank for error in evidence.errors}:
         return None
-    collective = "a collective timed out: {}".format(evidence.timed_out[first.rank])
+    collective = f"a collective timed out: {evidence.timed_out[first.rank]}"
     absent = _waited_for(evidence, first)
     if absent is not None:
-        return absent._replace(error="{}: {}".format(absent.error, collective))
+        return absent._replace(error=f"{absent.error}: {collective}")
     return _by_exit(evidence, first)._replace(error=collective, node=None)
 
 
-def _reported(evidence: AttemptEvidence) -> Optional[Verdict]:
+def _reported(evidence: AttemptEvidence) -> Verdict | None:
     if evidence.errors:
         first = evidence.errors[0]
         waited = {error.rank for error in evidence.errors if error.waited}
@@ -111,12 +113,12 @@ def _reported(evidence: AttemptEvidence) -> Optional[Verdict]:
         return Verdict(kind, first.step, first.error, first.rank, first.host, first.phase)
     for rank, why in sorted(evidence.unreadable_errors.items()):
         beat = _beat(evidence, rank)
-        where = Verdict(CRASHED, None, "its error report cannot be read: {}".format(why), rank)
+        where = Verdict(CRASHED, None, f"its error report cannot be read: {why}", rank)
         return where._replace(step=beat.step, node=beat.host, phase=beat.phase or None) if beat else where
     return None
 
 
-def _died_before_a_signal_was_taken_for_a_request(evidence: AttemptEvidence) -> Optional[Verdict]:
+def _died_before_a_signal_was_taken_for_a_request(evidence: AttemptEvidence) -> Verdict | None:
     """srun's --kill-on-bad-exit ends all ranks with the first by SIGTERM, which those take for a request to leave. Then
     they have nothing to save, and nobody else knows of a request."""
     outcome = evidence.outcome
@@ -127,20 +129,20 @@ def _died_before_a_signal_was_taken_for_a_request(evidence: AttemptEvidence) -> 
     return _by_exit(evidence, first)
 
 
-def _left_in_order(evidence: AttemptEvidence) -> Optional[Verdict]:
+def _left_in_order(evidence: AttemptEvidence) -> Verdict | None:
     if evidence.outcome is not None:
         return Verdict(evidence.outcome.outcome, evidence.outcome.step)
     if evidence.unreadable_outcome is not None:  # only ranks that left in order record one
-        return Verdict(DRAINED, None, "what rank 0 recorded cannot be read: {}".format(evidence.unreadable_outcome))
+        return Verdict(DRAINED, None, f"what rank 0 recorded cannot be read: {evidence.unreadable_outcome}")
     return None
 
 
-def _died(evidence: AttemptEvidence) -> Optional[Verdict]:
+def _died(evidence: AttemptEvidence) -> Verdict | None:
     bad = [ended for ended in evidence.exits if ended.bad]
     return (_waited_for(evidence, bad[0]) or _by_exit(evidence, bad[0])) if bad else None
 
 
-def _waited_for(evidence: AttemptEvidence, ended: RankExit) -> Optional[Verdict]:
+def _waited_for(evidence: AttemptEvidence, ended: RankExit) -> Verdict | None:
     """NCCL's watchdog aborts a rank whose collective timed out, which can then write no error file: it is the one that
     waited, and the heartbeats tell for whom."""
     if -ended.code != signal.SIGABRT:
@@ -149,7 +151,7 @@ def _waited_for(evidence: AttemptEvidence, ended: RankExit) -> Optional[Verdict]
     absent = absent_rank(evidence.heartbeats, aborted | set(evidence.timed_out))
     if absent is None:
         return None
-    error = "silent for {:.0f} s before rank {} {}".format(absent.silent_s, ended.rank, describe_exit(ended.code))
+    error = f"silent for {absent.silent_s:.0f} s before rank {ended.rank} {describe_exit(ended.code)}"
     error += _stacks(evidence, absent.rank)
     return Verdict(CRASHED, absent.step, error, absent.rank, absent.host, absent.phase, hung=True)
 
@@ -159,7 +161,7 @@ def _unrecorded(evidence: AttemptEvidence) -> Verdict:
     if evidence.unseen is not None:
         return Verdict(LOST, None, evidence.unseen)
     if evidence.late is not None:
-        return Verdict(CRASHED, None, "stopped before it had saved: {}".format(evidence.late))
+        return Verdict(CRASHED, None, f"stopped before it had saved: {evidence.late}")
     if evidence.drain is not None and (evidence.code is None or evidence.code < 0):
         return Verdict(DRAINED)  # asked to leave, and gone before anything could be saved
     if evidence.code is None and not evidence.exits:
@@ -167,9 +169,9 @@ def _unrecorded(evidence: AttemptEvidence) -> Verdict:
         return Verdict(CRASHED, None, why, node=evidence.unready_host)
     if evidence.exits:
         codes = sorted({ended.code for ended in evidence.exits})
-        return Verdict(CRASHED, None, "the ranks left (exit code {}) without recording an outcome".format(codes))
-    told = "the step {} and recorded no outcome".format(describe_exit(evidence.code or 0))
-    told += "; srun: {}".format(evidence.last_words) if evidence.last_words else ""
+        return Verdict(CRASHED, None, f"the ranks left (exit code {codes}) without recording an outcome")
+    told = f"the step {describe_exit(evidence.code or 0)} and recorded no outcome"
+    told += f"; srun: {evidence.last_words}" if evidence.last_words else ""
     return Verdict(CRASHED, None, told)
 
 
@@ -178,11 +180,11 @@ def _by_exit(evidence: AttemptEvidence, ended: RankExit) -> Verdict:
     if why is not None:
         return _not_started(evidence, ended, why)
     kind = _kind(evidence, ended.code, evidence.last_lines.get(ended.rank, ""))
-    error = "it {} without an error report".format(describe_exit(ended.code))
+    error = f"it {describe_exit(ended.code)} without an error report"
     line = evidence.last_lines.get(ended.rank)  # it may have died before it could do more: of an import, for example
-    error += "; its log ends: {}".format(line) if line else ""
+    error += f"; its log ends: {line}" if line else ""
     if evidence.unwritable is not None:  # so its log was cut short, too
-        error = "{}; it {} without a report".format(evidence.unwritable, describe_exit(ended.code))
+        error = f"{evidence.unwritable}; it {describe_exit(ended.code)} without a report"
     beat = _beat(evidence, ended.rank)
     host = ended.host or (beat.host if beat else None)
     return Verdict(kind, beat.step if beat else None, error, ended.rank, host, (beat.phase or None) if beat else None)
@@ -203,7 +205,7 @@ def _kind(evidence: AttemptEvidence, code: int, text: str) -> str:
     return MISCONFIGURED if code == EXIT_CONFIG or lacking else CRASHED
 
 
-def _beat(evidence: AttemptEvidence, rank: int) -> Optional[Heartbeat]:
+def _beat(evidence: AttemptEvidence, rank: int) -> Heartbeat | None:
     """The last heartbeat of a rank, moved on to the step that rank 0 was at by its own account: then what the rank did
     there is not known."""
     beat = next((beat for beat in evidence.heartbeats if beat.rank == rank), None)
@@ -213,15 +215,15 @@ def _beat(evidence: AttemptEvidence, rank: int) -> Optional[Heartbeat]:
 
 
 def _stacks(evidence: AttemptEvidence, rank: int) -> str:
-    return " (stacks: {})".format(evidence.stacks[rank]) if rank in evidence.stacks else ""
+    return f" (stacks: {evidence.stacks[rank]})" if rank in evidence.stacks else ""
 
 
 def describe_exit(code: int) -> str:
     """How a process ended: `left with exit code 3`, `was killed by SIGKILL (often: out of memory)`."""
     if code >= 0:
-        return "left with exit code {}".format(code)
+        return f"left with exit code {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
-        name = "signal {}".format(-code)
+        name = f"signal {-code}"
     return "was killed by {}{}".format(name, " (often: out of memory)" if -code == signal.SIGKILL else "")

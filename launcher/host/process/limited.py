@@ -1,9 +1,12 @@
 """Commands that are asked something, within a time limit that holds whatever becomes of them."""
 
+from __future__ import annotations
+
+import contextlib
 import os
 import signal
 import subprocess
-from typing import Mapping, Optional, Sequence
+from collections.abc import Mapping, Sequence
 
 END_S = 5.0  # that a killed process has to be gone; one that hangs in the kernel may stay for ever
 
@@ -13,8 +16,8 @@ OF_A_JOB = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def run_limited(
-    command: Sequence[str], limit_s: float, environ: Optional[Mapping[str, str]] = None
-) -> "subprocess.CompletedProcess[bytes]":
+    command: Sequence[str], limit_s: float, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
     """Run a command to its end, without standard input, though our job is signalled, or a Ctrl-C typed, which are not
     meant for it.
 
@@ -46,17 +49,13 @@ def run_limited(
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def end_session(process: "subprocess.Popen[bytes]") -> None:
+def end_session(process: subprocess.Popen[bytes]) -> None:
     """Kill a process that leads a session, and what it has started there. Where nothing can end it, because a device or
     a file system does not answer, it is left behind: `subprocess.run` would wait for it for ever."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or changed its user
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # it has ended; or what is left acts as another user
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=END_S)
-    except subprocess.TimeoutExpired:
-        pass
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()

@@ -4,13 +4,14 @@ Some file systems are mounted without flock. There a lock keeps nobody out: whoe
 does (job.json, the text of the lock file), and `Lock.works` says so to the others.
 """
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import os
 import socket
 import time
 from pathlib import Path
-from typing import Optional
 
 from launcher.host.process.processes import start_time
 from megatron_rl.contract.records import Unreadable, decode, encode_line
@@ -46,7 +47,7 @@ class Lock:
         try:
             while not self._try():
                 if time.monotonic() >= give_up:
-                    raise IsLocked("{} is locked".format(path))
+                    raise IsLocked(f"{path} is locked")
                 time.sleep(LOOK_S)
         except BaseException:
             self.release()
@@ -70,7 +71,7 @@ class Lock:
 class RunIsOwned(Exception):
     """Another process holds the run directory. `owner` is what it wrote about itself, where that can be read."""
 
-    def __init__(self, owner: Optional[LockOwner]) -> None:
+    def __init__(self, owner: LockOwner | None) -> None:
         self.owner = owner
         what, pid, host, since = owner or LockOwner("another process", 0, "an unknown host", "an unknown time")
         super().__init__("it is in use by {} (pid {} on {}, since {})".format(what, pid or "unknown", host, since))
@@ -114,7 +115,7 @@ class RunLock:
         self._lock.release()
 
 
-def owner_of(path: Path) -> Optional[LockOwner]:
+def owner_of(path: Path) -> LockOwner | None:
     """Who holds a RunLock now; None when nobody does. Raises OSError."""
     if not path.exists():
         return None
@@ -127,7 +128,7 @@ def owner_of(path: Path) -> Optional[LockOwner]:
     return owner if owner is not None and _runs_on_this_host(owner) else None
 
 
-def _read_owner(path: Path) -> Optional[LockOwner]:
+def _read_owner(path: Path) -> LockOwner | None:
     """None where it is read between its truncation and its writing."""
     with open(str(path), "rb") as file:
         found = decode(LockOwner, file.read(4096), path)

@@ -1,5 +1,8 @@
 """Output that may come to nothing: the batch log lies on the disk of the run, which may be full."""
 
+from __future__ import annotations
+
+import contextlib
 import io
 from typing import TextIO
 
@@ -28,7 +31,5 @@ class QuietStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self._stream.flush()
-        except OSError:
-            pass

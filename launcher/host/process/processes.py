@@ -1,5 +1,8 @@
 """Whether a process is still the one we mean, and children that leave nothing behind."""
 
+from __future__ import annotations
+
+import contextlib
 import os
 import select
 import signal
@@ -7,20 +10,21 @@ import subprocess
 import sys
 import time
 import traceback
-from typing import Callable, Dict, List, Optional, Sequence
+from collections.abc import Sequence
+from typing import Callable
 
 KILLED_S = 60.0  # that a killed process has to be gone; to give back hundreds of gigabytes takes a while
 
 _PR_SET_PDEATHSIG = 1
 
 
-def start_time(pid: int) -> Optional[int]:
+def start_time(pid: int) -> int | None:
     """When the process started, in clock ticks since boot; None when it is gone or a zombie.
 
     Together with the pid it names a process for good: pids are used again.
     """
     try:
-        with open("/proc/{}/stat".format(pid)) as file:
+        with open(f"/proc/{pid}/stat") as file:
             text = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -37,13 +41,13 @@ class Child:
 
     def __init__(
         self,
-        command: List[str],
-        env: Dict[str, str],
-        output: Optional[str] = None,
-        errors: Optional[str] = None,
-        folder: Optional[str] = None,
+        command: list[str],
+        env: dict[str, str],
+        output: str | None = None,
+        errors: str | None = None,
+        folder: str | None = None,
         inherited: Sequence[int] = (),
-        ends_with_us: Optional[int] = None,
+        ends_with_us: int | None = None,
     ) -> None:
         """
         Args:
@@ -56,8 +60,8 @@ class Child:
         Raises:
             OSError: it could not be started.
         """
-        self._code: Optional[int] = None
-        descriptors: List[int] = []
+        self._code: int | None = None
+        descriptors: list[int] = []
         try:
             files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in (output, errors) if path]
             descriptors += files
@@ -80,7 +84,7 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def exit_code(self) -> Optional[int]:
+    def exit_code(self) -> int | None:
         """None while it runs; negative: the signal that ended it."""
         if self._code is None:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -97,15 +101,13 @@ class Child:
         """End the child and everything in its process group, and reap it; one that hangs in the kernel is left behind:
         nothing can end it."""
         self.exit_code()
-        try:
+        with contextlib.suppress(ProcessLookupError):  # between fork and setsid there is no group yet
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # between fork and setsid there is no group yet
         self._process.kill()
         try:
             self._process.wait(timeout=KILLED_S)
         except subprocess.TimeoutExpired:
-            print("process {} was killed and does not end".format(self.pid), file=sys.stderr)
+            print(f"process {self.pid} was killed and does not end", file=sys.stderr)
 
 
 class Fork:
@@ -122,9 +124,9 @@ class Fork:
         if self.pid == 0:
             _do(work, writer, die_too)
         os.close(writer)
-        self._reader: Optional[int] = reader
+        self._reader: int | None = reader
         self._told = b""
-        self._status: Optional[int] = None
+        self._status: int | None = None
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end of the work, but no longer; whether it has come. Sleeps through signals."""

@@ -16,8 +16,11 @@ The pause between two jobs, and between two starts on one machine, is nobody's. 
 times are brought into order, so that nothing is negative and the sums hold.
 """
 
+from __future__ import annotations
+
 import sys
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, LedgerLine, TimelineLine
 from megatron_rl.contract.codes import FINISHED, STOPPED
@@ -26,10 +29,10 @@ QUEUE, IMAGE, START_UP, WAIT, LOST, DRAIN = "queue", "image", "start-up", "wait"
 GENERATE = "generate"
 USEFUL = (GENERATE, "reward", "log-probs", "train", "refit", "evaluate")
 """Goodput is the share of these."""
-CATEGORIES = (QUEUE, IMAGE, START_UP, "load") + USEFUL + ("offload", "save", WAIT, LOST, DRAIN)
+CATEGORIES = (QUEUE, IMAGE, START_UP, "load", *USEFUL, "offload", "save", WAIT, LOST, DRAIN)
 
 TRAINING = ("log-probs", "train", "offload", "refit")  # of a step that is not finished these have to be repeated
-WORK = (GENERATE, "reward", WAIT) + TRAINING  # for a step; all else comes before it and belongs to the step before
+WORK = (GENERATE, "reward", WAIT, *TRAINING)  # for a step; all else comes before it and belongs to the step before
 
 IN_QUEUE = 0  # number of the attempt that a job in the queue will begin
 
@@ -38,35 +41,35 @@ class AttemptTrace(NamedTuple):
     """What the files of one attempt tell of its time. Unix times, None where there is none."""
 
     timeline: Sequence[TimelineLine] = ()
-    image: Optional[float] = None  # when its image was there
-    ready: Optional[float] = None  # when its nodes had been chosen, and the ranks were about to start
-    asked: Optional[float] = None  # when it was asked to leave
+    image: float | None = None  # when its image was there
+    ready: float | None = None  # when its nodes had been chosen, and the ranks were about to start
+    asked: float | None = None  # when it was asked to leave
     left: bool = False  # rank 0 recorded an outcome
-    seen: Optional[float] = None  # the last sign of life of rank 0
+    seen: float | None = None  # the last sign of life of rank 0
 
 
 class AttemptUsage(NamedTuple):
     """The GPU-seconds of one attempt."""
 
-    attempt: Optional[int]  # None: the one that is waited for
+    attempt: int | None  # None: the one that is waited for
     gpus: int
     queued_at: float
     start: float
     end: float  # of what is charged: for an attempt that runs, the last line of its timeline
-    seconds: Dict[str, float]  # GPU-seconds of each of CATEGORIES; without queue they sum to gpus * (end - start)
+    seconds: dict[str, float]  # GPU-seconds of each of CATEGORIES; without queue they sum to gpus * (end - start)
 
 
 class GpuUsage(NamedTuple):
     """The GPU-seconds of a run."""
 
-    attempts: List[AttemptUsage]
+    attempts: list[AttemptUsage]
 
     @property
-    def total(self) -> Dict[str, float]:
+    def total(self) -> dict[str, float]:
         """GPU-seconds of each of CATEGORIES."""
         return {name: sum(attempt.seconds[name] for attempt in self.attempts) for name in CATEGORIES}
 
-    def as_json(self) -> Dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """All of it. Shares are of the GPU-seconds held, null where none was; `queue` is no part of those."""
         total = self.total
         held = sum(total.values()) - total[QUEUE]
@@ -96,7 +99,7 @@ def gpu_usage(
     traces: Mapping[int, AttemptTrace],
     now: float,
     running: bool = False,
-    queued: Optional[AttemptStart] = None,
+    queued: AttemptStart | None = None,
 ) -> GpuUsage:
     """Charge all time of a run.
 
@@ -109,7 +112,7 @@ def gpu_usage(
     starts = [line for line in ledger if isinstance(line, AttemptStart)] + ([queued] if queued else [])
     ends = {line.attempt: line for line in ledger if isinstance(line, AttemptEnd)}
     traced = [traces.get(start.attempt, AttemptTrace()) for start in starts]
-    usages: List[AttemptUsage] = []
+    usages: list[AttemptUsage] = []
     for place, (line, trace) in enumerate(zip(starts, traced)):
         last = place + 1 == len(starts)
         end = ends.get(line.attempt)
@@ -197,7 +200,7 @@ def _charge_attempt(account: _Account, trace: AttemptTrace, kept: int, goes_on: 
     account.until(account.end, DRAIN)
 
 
-def _repeated(step: int, before: Optional[int], kept: int) -> Sequence[str]:
+def _repeated(step: int, before: int | None, kept: int) -> Sequence[str]:
     """What is lost of a line of the timeline.
 
     Args:
@@ -211,7 +214,7 @@ def _repeated(step: int, before: Optional[int], kept: int) -> Sequence[str]:
     return TRAINING if step == before == kept else ()
 
 
-def _held_from(line: AttemptStart, before: Optional[AttemptStart], stopped: bool, ended: float) -> float:
+def _held_from(line: AttemptStart, before: AttemptStart | None, stopped: bool, ended: float) -> float:
     """When the GPUs of an attempt were there for it.
 
     Args:
@@ -227,7 +230,7 @@ def _held_from(line: AttemptStart, before: Optional[AttemptStart], stopped: bool
     return line.at if line.held_since is None else min(line.at, line.held_since)
 
 
-def _queued_from(line: AttemptStart, before: Optional[AttemptStart], stopped: bool, ended: float) -> float:
+def _queued_from(line: AttemptStart, before: AttemptStart | None, stopped: bool, ended: float) -> float:
     """When an attempt began to wait for GPUs."""
     if before is not None and _same_job(line, before):
         return line.at if stopped else ended
@@ -238,9 +241,7 @@ def _same_job(line: AttemptStart, before: AttemptStart) -> bool:
     return line.job_id is not None and line.job_id == before.job_id
 
 
-def _end(
-    start: AttemptStart, end: Optional[AttemptEnd], trace: AttemptTrace, next_start: float, goes_on: bool
-) -> float:
+def _end(start: AttemptStart, end: AttemptEnd | None, trace: AttemptTrace, next_start: float, goes_on: bool) -> float:
     if goes_on:
         return trace.timeline[-1].at if trace.timeline else next_start
     if end is not None and is_own(end):
@@ -254,7 +255,7 @@ def is_own(end: AttemptEnd) -> bool:
     return end.seconds is not None
 
 
-def _began(trace: AttemptTrace) -> Optional[float]:
+def _began(trace: AttemptTrace) -> float | None:
     if not trace.timeline:
         return None
     first = trace.timeline[0]
@@ -263,10 +264,10 @@ def _began(trace: AttemptTrace) -> Optional[float]:
     return first.at - sum(first.seconds.values()) / (_ranks(trace) or 1)
 
 
-def _ranks(trace: AttemptTrace) -> Optional[int]:
+def _ranks(trace: AttemptTrace) -> int | None:
     return next((line.ranks for line in trace.timeline if line.ranks), None)
 
 
-def _resumed(trace: AttemptTrace) -> Optional[int]:
+def _resumed(trace: AttemptTrace) -> int | None:
     """The step of the checkpoint that an attempt went on from; None where it never got that far."""
     return next((line.resumed for line in trace.timeline if line.resumed is not None), None)

@@ -1,5 +1,7 @@
 """What an attempt left behind, read from its files once. What cannot be read is told, and never taken for absent."""
 
+from __future__ import annotations
+
 import errno
 import math
 import os
@@ -8,7 +10,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import NamedTuple
 
 from launcher.host.judge.causes import is_unexplained
 from launcher.host.judge.evidence import AttemptEvidence, RankExit
@@ -42,25 +44,25 @@ PROBE_BYTES = 1 << 16  # that a disk must take to be no reason for silence
 class Observed(NamedTuple):
     """What the process that ran an attempt saw of its end."""
 
-    exits: Optional[List[RankExit]] = None  # None: srun's words have to tell
-    code: Optional[int] = None  # of the training step
-    unready: Optional[str] = None
-    unready_host: Optional[str] = None  # where that may be to blame
-    late: Optional[str] = None
-    unseen: Optional[str] = None
-    hang: Optional[Hang] = None
-    heartbeats: List[Heartbeat] = []
+    exits: list[RankExit] | None = None  # None: srun's words have to tell
+    code: int | None = None  # of the training step
+    unready: str | None = None
+    unready_host: str | None = None  # where that may be to blame
+    late: str | None = None
+    unseen: str | None = None
+    hang: Hang | None = None
+    heartbeats: list[Heartbeat] = []
 
 
-def read_drain(attempt: Attempt, patience: float = PATIENCE_S) -> Optional[Drain]:
+def read_drain(attempt: Attempt, patience: float = PATIENCE_S) -> Drain | None:
     """The request to leave. That there is one is the request, also where it cannot be read."""
     found = read(Drain, attempt.drain, patience)
     if isinstance(found, Unreadable):
-        return Drain(SIGNALLED, "somebody ({})".format(found), 0.0)
+        return Drain(SIGNALLED, f"somebody ({found})", 0.0)
     return None if found is ABSENT else found
 
 
-def read_evidence(attempt: RankFiles, observed: Observed, drain: Optional[Drain]) -> AttemptEvidence:
+def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -> AttemptEvidence:
     """All that there is to judge the ranks of one world by: those of an attempt that train, or those of a replica.
 
     Args:
@@ -104,7 +106,7 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Optional[Drain]
     )
 
 
-def read_replicas(attempt: Attempt) -> List[ReplicaState]:
+def read_replicas(attempt: Attempt) -> list[ReplicaState]:
     """What had become of the attempt's inference replicas; of one whose state cannot be read, that it ran."""
     try:
         return [
@@ -112,37 +114,37 @@ def read_replicas(attempt: Attempt) -> List[ReplicaState]:
             for replica in attempt.replicas()
         ]
     except OSError as error:
-        print("the replicas of the attempt cannot be listed: {}".format(error), file=sys.stderr)
+        print(f"the replicas of the attempt cannot be listed: {error}", file=sys.stderr)
         return []
 
 
 def read_node_reports(attempt: Attempt) -> NodeReports:
     """What the checks of the nodes have found so far. Raises OSError."""
     folder = attempt.health("x").parent
-    nodes: Dict[str, NodeHealth] = {}
-    unreadable: Dict[str, str] = {}
+    nodes: dict[str, NodeHealth] = {}
+    unreadable: dict[str, str] = {}
     for name in names_in(folder):
         if name.endswith(".json") and not name.startswith("."):
             found = read(NodeHealth, folder / name, 0.0 if unreadable else PATIENCE_S)
             if isinstance(found, Unreadable):
-                unreadable[name[: -len(".json")]] = "cannot be used: {}".format(found.why)
+                unreadable[name[: -len(".json")]] = f"cannot be used: {found.why}"
             elif found is not ABSENT:
                 nodes[name[: -len(".json")]] = found
     return NodeReports(nodes, unreadable, if_readable(read(FabricReport, attempt.fabric, PATIENCE_S)))
 
 
-def _read_errors(attempt: RankFiles, before: float) -> Tuple[List[RankError], Dict[int, str]]:
+def _read_errors(attempt: RankFiles, before: float) -> tuple[list[RankError], dict[int, str]]:
     """The ranks' error reports, oldest first, and of those that cannot be read what is wrong with them.
 
     Args:
         before: unix time at which the ranks were ended: what they reported from then on came of that.
     """
-    errors: List[Tuple[float, RankError]] = []
-    unreadable: Dict[int, str] = {}
+    errors: list[tuple[float, RankError]] = []
+    unreadable: dict[int, str] = {}
     try:
         paths = attempt.errors()
     except OSError as error:
-        print("the error reports of the ranks cannot be listed: {}".format(error), file=sys.stderr)
+        print(f"the error reports of the ranks cannot be listed: {error}", file=sys.stderr)
         return [], {}
     for path in paths:
         found = read(RankError, path, 0.0 if unreadable else PATIENCE_S)
@@ -168,17 +170,17 @@ def _changed(path: Path, told: float) -> float:
         return told
 
 
-def _heartbeats(attempt: RankFiles) -> List[Heartbeat]:
+def _heartbeats(attempt: RankFiles) -> list[Heartbeat]:
     """Those that nobody has watched, by the one clock of the file system: the nodes' may be hours apart."""
     try:
         beats = read_heartbeats(attempt)
     except OSError as error:
-        print("the heartbeats cannot be listed: {}".format(error), file=sys.stderr)
+        print(f"the heartbeats cannot be listed: {error}", file=sys.stderr)
         return []
     return [by_clock_of_reader(beat, _changed(attempt.heartbeat(beat.rank), beat.written)) for beat in beats]
 
 
-def why_unwritable(folder: Path) -> Optional[str]:
+def why_unwritable(folder: Path) -> str | None:
     """Why a folder takes no file: its disk is full, a quota is used up, or it is read-only. None where it takes one, or
     for another reason."""
     try:
@@ -187,17 +189,17 @@ def why_unwritable(folder: Path) -> Optional[str]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return "{}: '{}'".format(error.strerror, folder) if error.errno in (*FULL, errno.EROFS) else None
+        return f"{error.strerror}: '{folder}'" if error.errno in (*FULL, errno.EROFS) else None
     return None
 
 
-def _trained(attempt: Attempt) -> Optional[int]:
+def _trained(attempt: Attempt) -> int | None:
     """Read the timeline: heartbeats are seconds apart, and a disk that is full takes none."""
     found = decode_lines(TimelineLine, tail(attempt.timeline, TAIL).encode("utf-8")).records
     return found[-1].step if found else None
 
 
-def _not_started(attempt: RankFiles, exits: List[RankExit], heartbeats: List[Heartbeat]) -> Dict[int, str]:
+def _not_started(attempt: RankFiles, exits: list[RankExit], heartbeats: list[Heartbeat]) -> dict[int, str]:
     """Rank -> why its program never began, of those that ended badly."""
     began = {beat.rank for beat in heartbeats}
     silent = [ended.rank for ended in exits if ended.bad and ended.rank not in began]
@@ -205,7 +207,7 @@ def _not_started(attempt: RankFiles, exits: List[RankExit], heartbeats: List[Hea
     return {rank: why for rank, why in found.items() if why is not None}
 
 
-def _timed_out(attempt: RankFiles, exits: List[RankExit], heartbeats: List[Heartbeat]) -> Dict[int, str]:
+def _timed_out(attempt: RankFiles, exits: list[RankExit], heartbeats: list[Heartbeat]) -> dict[int, str]:
     """Rank -> its collective that timed out. Where one aborted, every rank is asked: srun names the first alone."""
     aborted = {ended.rank for ended in exits if -ended.code == signal.SIGABRT}
     ranks = aborted | {beat.rank for beat in heartbeats} if aborted else set()
@@ -213,7 +215,7 @@ def _timed_out(attempt: RankFiles, exits: List[RankExit], heartbeats: List[Heart
     return {rank: collective for rank, collective in found.items() if collective is not None}
 
 
-def _stacks(attempt: RankFiles) -> Dict[int, str]:
+def _stacks(attempt: RankFiles) -> dict[int, str]:
     """Rank -> where its stacks are, below the run directory."""
     stacks = {}
     try:
@@ -221,7 +223,7 @@ def _stacks(attempt: RankFiles) -> Dict[int, str]:
             role, _, rest = name.partition(".")
             rank, _, kind = rest.partition(".")
             if (role, kind) == (attempt.role, "stacks") and rank.isdigit() and (attempt.logs / name).stat().st_size:
-                stacks[int(rank)] = "{}/{}/{}".format(attempt.logs.parent.name, attempt.logs.name, name)
+                stacks[int(rank)] = f"{attempt.logs.parent.name}/{attempt.logs.name}/{name}"
     except OSError as error:
-        print("the stacks of the ranks cannot be listed: {}".format(error), file=sys.stderr)
+        print(f"the stacks of the ranks cannot be listed: {error}", file=sys.stderr)
     return stacks

@@ -1,5 +1,7 @@
 """The GPU usage of a run (`accounting`), from its files, and into RunDir.goodput for people."""
 
+from __future__ import annotations
+
 import json
 import sys
 
@@ -33,7 +35,7 @@ def write_usage(run: RunDir, now: float) -> None:
     try:
         write_atomic(run.goodput, json.dumps(read_usage(run, now).as_json(), indent=1, sort_keys=True) + "\n")
     except OSError as error:
-        print("{}: {}; mrl status computes it".format(run.goodput, error.strerror or error), file=sys.stderr)
+        print(f"{run.goodput}: {error.strerror or error}; mrl status computes it", file=sys.stderr)
 
 
 def mark_image(attempt: Attempt, at: float) -> None:

@@ -1,6 +1,6 @@
 """The heartbeats of the ranks of one world, read from time to time."""
 
-from typing import Dict, List, Optional, Tuple
+from __future__ import annotations
 
 from launcher.host.judge.hang import by_clock_of_reader, silent_rank
 from megatron_rl.contract.attempt_records import Hang, Heartbeat
@@ -10,7 +10,7 @@ from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import if_readable, read
 
 
-def read_heartbeats(attempt: RankFiles) -> List[Heartbeat]:
+def read_heartbeats(attempt: RankFiles) -> list[Heartbeat]:
     """The newest of each rank that has sent one that can be read. Raises OSError."""
     files = [attempt.heartbeats / name for name in sorted(names_in(attempt.heartbeats)) if name.endswith(".json")]
     found = [if_readable(read(Heartbeat, file)) for file in files if not file.name.startswith(".")]
@@ -29,13 +29,13 @@ class HangWatch:
     def __init__(self, attempt: RankFiles, limit: float) -> None:
         self._attempt, self._limit = attempt, limit
         self._every = min(HEARTBEAT_S, limit / 5)
-        self._began: Optional[float] = None
+        self._began: float | None = None
         self._looked = 0.0
         self._woke = 0.0  # when this process last went on: a laptop was opened, Slurm had suspended the job
-        self._seen: Dict[int, Tuple[float, float]] = {}
-        self.newest: List[Heartbeat] = []
+        self._seen: dict[int, tuple[float, float]] = {}
+        self.newest: list[Heartbeat] = []
 
-    def look(self, now: float) -> Optional[Hang]:
+    def look(self, now: float) -> Hang | None:
         """The rank that hangs. Called as often as you like from when the ranks are started. Raises OSError."""
         if self._limit <= 0 or now < self._looked + self._every:
             return None

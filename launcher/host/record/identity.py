@@ -7,11 +7,12 @@ link leads to the very run.json, of the same inode and time of change, which no 
 system it cannot be told from a copy and counts as one: nothing is ended for it, and starting it makes it a run.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import time
 import uuid
-from typing import Optional
 
 from launcher.host.record.reading import read_or_raise
 from megatron_rl.contract.paths import RunDir
@@ -23,7 +24,7 @@ SUBMITTED_S = 3600.0  # by which the clocks of two hosts may differ
 _MARK = re.compile(r"\bmrl:([0-9a-f]{32})\b")
 
 
-def copied_from(run: RunDir, identity: RunIdentity) -> Optional[str]:
+def copied_from(run: RunDir, identity: RunIdentity) -> str | None:
     """The directory that this one is a copy of; None where it is the run's own.
 
     Args:
@@ -71,10 +72,10 @@ def comment_of(run_id: str, given: str = "") -> str:
     Args:
         given: what the comment says beside.
     """
-    return "{} mrl:{}".format(given, run_id).strip()
+    return f"{given} mrl:{run_id}".strip()
 
 
-def is_job_of(owner: Owner, comment: str, name: str, submitted_at: Optional[float], restarts: int) -> bool:
+def is_job_of(owner: Owner, comment: str, name: str, submitted_at: float | None, restarts: int) -> bool:
     """Whether a job that has the id on record is the one that is meant, and no later one under an id that was used
     again. Its comment tells. Where that names no run, because sbatch was called by hand or the site has comments of its
     own, it is another job if both its name and its time of submission, which a requeue changes, are other ones.

@@ -1,7 +1,8 @@
 """attempts.jsonl: a line for each start and end of an attempt."""
 
+from __future__ import annotations
+
 import sys
-from typing import List, Optional
 
 from launcher.host.record.reading import PATIENCE_S, UnreadableRecord
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, LedgerLine
@@ -9,7 +10,7 @@ from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, append, read_lines
 
 
-def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> List[LedgerLine]:
+def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> list[LedgerLine]:
     """All lines that can be read, oldest first; a torn one costs itself. Raises UnreadableRecord.
 
     Of several starts, or ends, of one attempt the last counts: of those before it the disk had said that they were not
@@ -25,7 +26,7 @@ def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> List[LedgerLine]:
     return [line for line in found.records if line is newest[type(line), line.attempt]]
 
 
-def read_ledger_or_complain(run: RunDir) -> List[LedgerLine]:
+def read_ledger_or_complain(run: RunDir) -> list[LedgerLine]:
     """All lines that can be read; none, with a word in the log, where the ledger cannot be read at all. For what has to
     be done in any case."""
     try:
@@ -35,7 +36,7 @@ def read_ledger_or_complain(run: RunDir) -> List[LedgerLine]:
         return []
 
 
-def newest_line(run: RunDir) -> Optional[LedgerLine]:
+def newest_line(run: RunDir) -> LedgerLine | None:
     """The last line that can be read; None where there is none. Raises UnreadableRecord."""
     lines = read_ledger(run)
     return lines[-1] if lines else None
@@ -46,20 +47,20 @@ def write_line(run: RunDir, line: LedgerLine) -> None:
     append(run.attempts_ledger, line, durable=True)
 
 
-def starts_in(lines: List[LedgerLine]) -> List[AttemptStart]:
+def starts_in(lines: list[LedgerLine]) -> list[AttemptStart]:
     return [line for line in lines if isinstance(line, AttemptStart)]
 
 
-def ends_in(lines: List[LedgerLine]) -> List[AttemptEnd]:
+def ends_in(lines: list[LedgerLine]) -> list[AttemptEnd]:
     return [line for line in lines if isinstance(line, AttemptEnd)]
 
 
-def start_of(lines: List[LedgerLine], attempt: int) -> Optional[AttemptStart]:
+def start_of(lines: list[LedgerLine], attempt: int) -> AttemptStart | None:
     """The start of an attempt; None where there is none on record."""
     return next((start for start in starts_in(lines) if start.attempt == attempt), None)
 
 
-def unended(lines: List[LedgerLine]) -> List[AttemptStart]:
+def unended(lines: list[LedgerLine]) -> list[AttemptStart]:
     """The starts of attempts whose end nobody has recorded."""
     ended = {end.attempt for end in ends_in(lines)}
     return [start for start in starts_in(lines) if start.attempt not in ended]
@@ -70,7 +71,7 @@ def newest_known_checkpoint(run: RunDir) -> int:
     try:
         return (run.checkpoint_steps() or [0])[0]
     except OSError as error:
-        print("{}: {}".format(run.checkpoints, error.strerror), file=sys.stderr)
+        print(f"{run.checkpoints}: {error.strerror}", file=sys.stderr)
     return max([end.checkpoint for end in ends_in(read_ledger_or_complain(run))] or [0])
 
 
@@ -80,7 +81,7 @@ def point_latest(attempt: Attempt, tag: str) -> None:
     Args:
         tag: tells this process from others that do the same.
     """
-    fresh = attempt.latest_logs.with_name(".latest.{}".format(tag))
+    fresh = attempt.latest_logs.with_name(f".latest.{tag}")
     if fresh.is_symlink():
         fresh.unlink()
     fresh.symlink_to(attempt.logs.name)

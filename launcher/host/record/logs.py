@@ -1,9 +1,10 @@
 """The ends of logs, and what srun and slurmstepd say in them. A log that cannot be read says nothing."""
 
+from __future__ import annotations
+
 import re
 import signal
 from pathlib import Path
-from typing import Dict, List, Optional
 
 from launcher.host.judge.causes import cause_in_log
 from launcher.host.judge.evidence import RankExit
@@ -81,31 +82,31 @@ def reason_of_step(logs: Path, name: str) -> str:
     Args:
         logs: folder of the attempt's logs, `NAME.srun.log` and `NAME.TASK.log` among them.
     """
-    srun = logs / "{}.srun.log".format(name)
+    srun = logs / f"{name}.srun.log"
     failed = parse_exits(tail(srun, LONG_TAIL))
-    of_task = _end_of_log(logs / "{}.{}.log".format(name, failed[0].rank)) if failed else ""
+    of_task = _end_of_log(logs / f"{name}.{failed[0].rank}.log") if failed else ""
     return of_task or last_words(srun)
 
 
-def reasons_of_step(logs: Path, name: str) -> Dict[str, str]:
+def reasons_of_step(logs: Path, name: str) -> dict[str, str]:
     """Host -> why its task of such a step failed, of those that srun names.
 
     Args:
         logs, name: see `reason_of_step`.
     """
-    failed = parse_exits(tail(logs / "{}.srun.log".format(name), LONG_TAIL))
-    found = {str(task.host): _end_of_log(logs / "{}.{}.log".format(name, task.rank)) for task in failed}
+    failed = parse_exits(tail(logs / f"{name}.srun.log", LONG_TAIL))
+    found = {str(task.host): _end_of_log(logs / f"{name}.{task.rank}.log") for task in failed}
     return {host: why for host, why in found.items() if why}
 
 
-def timed_out_collective(attempt: RankFiles, rank: int) -> Optional[str]:
+def timed_out_collective(attempt: RankFiles, rank: int) -> str | None:
     """The collective of a rank that timed out, by the words of NCCL's watchdog in its log; None without any. It aborts
     the rank, so stacks follow, of C++ and of Python: the last line says nothing."""
     found = _TIMED_OUT.search(tail(attempt.log(rank), LONG_TAIL))
     return found.group(1).strip()[:LINE_LIMIT] if found else None
 
 
-def reason_of_container(lines: List[str]) -> Optional[str]:
+def reason_of_container(lines: list[str]) -> str | None:
     """The first line in which pyxis or enroot say what is wrong, where a log ends with the failure of a container:
     what follows it says only that. None where it does not end so."""
     if not lines or not _NO_CONTAINER.search(lines[-1]):
@@ -114,7 +115,7 @@ def reason_of_container(lines: List[str]) -> Optional[str]:
     return next((line for line in said if not _EMPTY_WORDS.search(line)), None)
 
 
-def why_not_started(attempt: RankFiles, rank: int) -> Optional[str]:
+def why_not_started(attempt: RankFiles, rank: int) -> str | None:
     """Why the program of a rank never began, by the end of its log; None where the log does not say so."""
     lines = [line.strip() for line in tail(attempt.log(rank), TAIL).split("\n") if line.strip()]
     found = next(filter(None, map(_NOT_BEGUN.search, reversed(lines[-2:]))), None)
@@ -122,12 +123,12 @@ def why_not_started(attempt: RankFiles, rank: int) -> Optional[str]:
     return why[:LINE_LIMIT] if why else None
 
 
-def exits(attempt: RankFiles) -> List[RankExit]:
+def exits(attempt: RankFiles) -> list[RankExit]:
     """Ranks that ended, by what srun said of the step: nothing else names one that was killed."""
     return parse_exits(tail(attempt.srun, LONG_TAIL))
 
 
-def parse_exits(text: str) -> List[RankExit]:
+def parse_exits(text: str) -> list[RankExit]:
     """The first rank that srun's standard error names, and the first one of each further node that left with a code of
     its own. None where Slurm itself ended the step, and where it is not said."""
     named = list(_TASK.finditer(text))
@@ -136,14 +137,14 @@ def parse_exits(text: str) -> List[RankExit]:
     found = [_exit(*line.groups()) for line in named]
     if found[0] is None:
         return []
-    first_of_host: Dict[Optional[str], RankExit] = {found[0].host: found[0]}
+    first_of_host: dict[str | None, RankExit] = {found[0].host: found[0]}
     for ended in found[1:]:
         if ended is not None and ended.code > 0:
             first_of_host.setdefault(ended.host, ended)
     return list(first_of_host.values())
 
 
-def _exit(host: str, rank: str, how: str) -> Optional[RankExit]:
+def _exit(host: str, rank: str, how: str) -> RankExit | None:
     if how in _SIGNALS:
         return RankExit(int(rank), -int(_SIGNALS[how]), host)
     left = re.match(r"Exited with exit code (\d+)$", how)
@@ -156,7 +157,7 @@ def signed(code: int) -> int:
     return SIGNAL_BASE - code if SIGNAL_BASE < code < SIGNAL_BASE + signal.NSIG else code
 
 
-def ended_by_slurm(run: RunDir, start: AttemptStart) -> Optional[str]:
+def ended_by_slurm(run: RunDir, start: AttemptStart) -> str | None:
     """The cause for which Slurm ended the batch script of an attempt, by its own words in the batch log; None without
     any."""
     return cause_in_log(tail(run.batch_log, LONG_TAIL), str(start.job_id), start.at)

@@ -1,9 +1,11 @@
 """Whether a run's directory is still the one that its attempt began in: somebody may remove it under a run that nobody
 watches, and ranks would compute on for a record that nobody can read."""
 
+from __future__ import annotations
+
 import os
 import time
-from typing import Callable, Optional
+from typing import Callable
 
 from megatron_rl.contract.paths import RunDir
 
@@ -16,9 +18,9 @@ class Presence:
 
     def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._clock = run, clock
-        self._missing_since: Optional[float] = None
+        self._missing_since: float | None = None
         try:
-            self._known: Optional[os.stat_result] = os.stat(str(run.root))
+            self._known: os.stat_result | None = os.stat(str(run.root))
             self._resolved = run.resolved.exists()
         except OSError:
             self._known, self._resolved = None, False  # what was never seen cannot be missed
@@ -52,7 +54,7 @@ class Presence:
         except OSError:
             return False
 
-    def _device_around(self) -> Optional[int]:
+    def _device_around(self) -> int | None:
         """The file system of the nearest directory above that is there."""
         for folder in self._run.root.absolute().parents:
             try:
@@ -66,9 +68,7 @@ class Presence:
 
 def tell_of_loss(run: RunDir) -> str:
     """Say that a run lost its directory, and write it beside the place where that was: its own log went with it."""
-    said = "{}: the directory of this run was removed, moved or replaced while it ran, so its ranks were ended".format(
-        run.root
-    )
+    said = f"{run.root}: the directory of this run was removed, moved or replaced while it ran, so its ranks were ended"
     try:
         with open(str(run.batch_log), "a", encoding="utf-8") as file:
             file.write("{} {}\n".format(time.strftime("%Y-%m-%d %H:%M:%S"), said))

@@ -1,7 +1,9 @@
 """Records that a decision needs. What is there and cannot be read is neither absent nor believed."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Optional, Type, TypeVar
+from typing import TypeVar
 
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 
@@ -14,7 +16,7 @@ class UnreadableRecord(OSError):
     """A file of the run cannot be read, or holds something else than its record."""
 
 
-def read_or_raise(kind: Type[T], path: Path) -> Optional[T]:
+def read_or_raise(kind: type[T], path: Path) -> T | None:
     """The record in a file; None where there is no such file. Raises UnreadableRecord."""
     found = read(kind, path, PATIENCE_S)
     if isinstance(found, Unreadable):

@@ -4,8 +4,9 @@ A rank writes one file of many gigabytes, which by Lustre's own default lies on 
 and the login node have `lfs`, containers have not, so the folder is made before the ranks start.
 """
 
+from __future__ import annotations
+
 import subprocess
-from typing import Optional
 
 from megatron_rl.contract.paths import RunDir
 
@@ -28,11 +29,11 @@ def make_checkpoints(run: RunDir) -> None:
         _lfs("setstripe", *LAYOUT, str(run.checkpoints))
 
 
-def _lfs(*arguments: str) -> Optional[str]:
+def _lfs(*arguments: str) -> str | None:
     """What lfs prints; None where there is none, the file system is no Lustre, or it does not answer."""
     try:
         done = subprocess.run(
-            ("lfs",) + arguments,
+            ("lfs", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,5 +1,7 @@
 """The token of a run, with which its processes that listen know those that may ask them."""
 
+from __future__ import annotations
+
 import re
 import secrets
 

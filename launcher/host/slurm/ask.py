@@ -1,8 +1,10 @@
 """What is asked of Slurm. Nothing changes by it."""
 
+from __future__ import annotations
+
 import os
 import re
-from typing import Dict, List, Optional, Sequence
+from collections.abc import Sequence
 
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, call, submitting_environment, unclear
 from launcher.host.slurm.formats import CLOCK_S, expand_hosts, parse_config, parse_fields, time_of
@@ -13,7 +15,7 @@ KILL_WAIT_S = 30.0  # Slurm's default
 _TOO_FEW = re.compile(r"configuration (is )?not available", re.IGNORECASE)
 
 
-def show_job(job_id: str) -> Dict[str, str]:
+def show_job(job_id: str) -> dict[str, str]:
     """Slurm's record of one job. Raises SlurmRefused, also for a job that Slurm does not know."""
     command = ["scontrol", "show", "job", "-o", job_id]
     told = call(command)
@@ -32,17 +34,17 @@ def is_completing(job_id: str) -> bool:
         return False
 
 
-def node_states(hosts: Sequence[str]) -> Dict[str, str]:
+def node_states(hosts: Sequence[str]) -> dict[str, str]:
     """Node -> Slurm's word for it: `idle`, `allocated`, `down*`; the star: it does not answer. Raises SlurmRefused."""
     command = ["sinfo", "--all", "--noheader", "--Node", "--nodes=" + ",".join(hosts), "--format=%N %T"]
     told = call(command)
     lines = [line.split() for line in told.splitlines() if line.strip()]  # one for each of its partitions
     if any(len(line) != 2 for line in lines):
         raise unclear(command, told)
-    return {node: state for node, state in lines}
+    return dict(lines)
 
 
-def states_of_all(hosts: Sequence[str]) -> Dict[str, str]:
+def states_of_all(hosts: Sequence[str]) -> dict[str, str]:
     """As `node_states`, of nodes that there are. Raises SlurmSilent where the answer leaves one of them out."""
     states = node_states(hosts)
     missing = [host for host in hosts if host not in states]
@@ -51,7 +53,7 @@ def states_of_all(hosts: Sequence[str]) -> Dict[str, str]:
     return states
 
 
-def avoided_nodes(job: Dict[str, str]) -> List[str]:
+def avoided_nodes(job: dict[str, str]) -> list[str]:
     """Nodes that a job may not get. Raises SlurmSilent where its record does not say so in a way that can be read.
 
     Args:
@@ -61,10 +63,10 @@ def avoided_nodes(job: Dict[str, str]) -> List[str]:
     try:
         return [] if listed in ("", "(null)") else expand_hosts(listed)
     except ValueError:
-        raise SlurmSilent("ExcNodeList={}: no list of nodes".format(listed)) from None
+        raise SlurmSilent(f"ExcNodeList={listed}: no list of nodes") from None
 
 
-def preemption_cancels(job: Dict[str, str]) -> Optional[bool]:
+def preemption_cancels(job: dict[str, str]) -> bool | None:
     """Whether a preemption ends this job for good: as the cluster has it, or because the job may not be requeued. None
     where Slurm does not say.
 
@@ -99,7 +101,7 @@ def kill_wait() -> float:
     return float(found.group()) if found else KILL_WAIT_S
 
 
-def ended_as(job_id: str, began: float) -> Optional[str]:
+def ended_as(job_id: str, began: float) -> str | None:
     """Slurm's word for the end of what ran under this job id at a time, where there is accounting: a job that was
     requeued has one entry for each of its starts. None where it cannot be told."""
     try:
@@ -117,7 +119,7 @@ def could_start(script: str, avoid: Sequence[str]) -> bool:
     SlurmSilent."""
     options = ["--test-only"] + (["--exclude=" + ",".join(avoid)] if avoid else [])
     try:
-        call(["sbatch"] + options + [script], submitting_environment(text_of_script(script)))
+        call(["sbatch", *options, script], submitting_environment(text_of_script(script)))
     except SlurmSilent:
         raise
     except SlurmRefused as error:
@@ -134,14 +136,14 @@ def text_of_script(script: str) -> str:
         return ""
 
 
-def waiting_for(job_id: str, name: str) -> List[str]:
+def waiting_for(job_id: str, name: str) -> list[str]:
     """Ids of one's own jobs of a name that wait in the queue for another one to end. Raises SlurmRefused."""
-    dependency = re.compile(r"\bafterany:{}\b".format(job_id))
+    dependency = re.compile(rf"\bafterany:{job_id}\b")
     found = _mine(name, "%E", "--states=PENDING")
     return [job for job, waits in found.items() if dependency.search(waits)]
 
 
-def partitions() -> List[str]:
+def partitions() -> list[str]:
     """Names of all partitions, hidden ones included. Raises SlurmRefused."""
     command = ["sinfo", "--all", "--noheader", "--format=%R"]
     told = call(command)
@@ -151,32 +153,32 @@ def partitions() -> List[str]:
     return names
 
 
-def jobs_called(name: str) -> Dict[str, str]:
+def jobs_called(name: str) -> dict[str, str]:
     """Nodes of one's own jobs of a name that have not ended, by id; of one that waits, nothing. Raises SlurmRefused."""
     return _mine(name, "%N")
 
 
-def steps_of(job_id: str) -> List[str]:
+def steps_of(job_id: str) -> list[str]:
     """Ids of a job's steps, without those of Slurm itself, such as 7.batch. Raises SlurmRefused."""
     steps = call(["squeue", "--noheader", "--steps", "--jobs=" + job_id, "--format=%i"]).split()
     return [step for step in steps if step.rpartition(".")[2].isdigit()]
 
 
-def step_called(job_id: str, name: str) -> Optional[str]:
+def step_called(job_id: str, name: str) -> str | None:
     """Id of the newest step of a job that has this name; None: none runs. Raises SlurmRefused."""
     rows = call(["squeue", "--noheader", "--steps", "--jobs=" + job_id, "--format=%i %j"]).splitlines()
     found = [row.split()[0] for row in rows if row.split()[1:] == [name]]
     return max(found, key=lambda step: int(step.rpartition(".")[2])) if found else None
 
 
-def _mine(name: str, field: str, *options: str) -> Dict[str, str]:
+def _mine(name: str, field: str, *options: str) -> dict[str, str]:
     """A field, as squeue's --format calls it, of one's own jobs of a name, by id. squeue's own --name takes a comma for
     one between two names. Raises SlurmRefused."""
-    command = ["squeue", "--noheader", "--user=" + str(os.getuid()), "--format=%A|{}|%j".format(field)]
+    command = ["squeue", "--noheader", "--user=" + str(os.getuid()), f"--format=%A|{field}|%j"]
     rows = [line.split("|", 2) for line in call(command + list(options)).splitlines()]
     called = os.fsencode(name).decode("utf-8", "replace")  # as `call` reads it, whatever this host's locale
     return {row[0]: row[1] for row in rows if row[2:] == [called]}
 
 
-def _config() -> Dict[str, str]:
+def _config() -> dict[str, str]:
     return parse_config(call(["scontrol", "show", "config"]))

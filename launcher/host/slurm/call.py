@@ -1,10 +1,13 @@
 """One of Slurm's commands, within a time limit and in a form that no setting of the user's changes."""
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess
 import time
-from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Callable, NamedTuple, TypeVar
 
 from launcher.host.process.limited import run_limited
 
@@ -68,7 +71,7 @@ class Answer(NamedTuple):
     err: str
 
 
-def run(command: Sequence[str], limit_s: Optional[float] = None, environ: Optional[Mapping[str, str]] = None) -> Answer:
+def run(command: Sequence[str], limit_s: float | None = None, environ: Mapping[str, str] | None = None) -> Answer:
     """Run a command to its end, whatever it answers. Raises SlurmSilent and NoSuchCommand.
 
     Args:
@@ -79,17 +82,17 @@ def run(command: Sequence[str], limit_s: Optional[float] = None, environ: Option
     try:
         done = run_limited(command, limit_s, asking_environment() if environ is None else environ)
     except FileNotFoundError:
-        raise NoSuchCommand("{}: no such command here".format(command[0])) from None
+        raise NoSuchCommand(f"{command[0]}: no such command here") from None
     except subprocess.TimeoutExpired:
         raise SlurmSilent("{}: no answer within {:g} s".format(" ".join(command), limit_s)) from None
     except OSError as error:  # no memory to start it, its file system is gone
-        raise SlurmSilent("{}: {}".format(command[0], error.strerror)) from None
+        raise SlurmSilent(f"{command[0]}: {error.strerror}") from None
     if done.returncode < 0:  # by the kernel that is out of memory, say; what it was told to do it may have done
         raise SlurmSilent("{}: ended by signal {}".format(" ".join(command), -done.returncode))
     return Answer(done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"))
 
 
-def call(command: Sequence[str], environ: Optional[Mapping[str, str]] = None) -> str:
+def call(command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
     """What a command prints that does what it was told. Raises SlurmRefused. The arguments are those of `run`."""
     answer = run(command, environ=environ)
     if answer.code:
@@ -120,12 +123,12 @@ def patiently(ask: Callable[[], Result], patience: float = PATIENCE_S) -> Result
             time.sleep(ASK_AGAIN_S)
 
 
-def asking_environment() -> Dict[str, str]:
+def asking_environment() -> dict[str, str]:
     """Our environment without what Slurm's commands obey: they answer in the form that we read."""
     return dict(_without_options(os.environ), SLURM_TIME_FORMAT="standard", LC_ALL="C")
 
 
-def submitting_environment(options: str, environ: Optional[Mapping[str, str]] = None) -> Dict[str, str]:
+def submitting_environment(options: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment in which sbatch submits a job, which inherits it: to sbatch, variables count for more than the
     script does.
 
@@ -140,5 +143,5 @@ def submitting_environment(options: str, environ: Optional[Mapping[str, str]] = 
     return dict(kept, **defaults)
 
 
-def _without_options(environ: Mapping[str, str]) -> Dict[str, str]:
+def _without_options(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(KEPT) or not name.startswith(OBEYED)}

@@ -1,9 +1,10 @@
 """Pure: what Slurm's commands print, and what they take: fields, times, host lists, states."""
 
+from __future__ import annotations
+
 import itertools
 import re
 import time
-from typing import Dict, List, Optional
 
 CLOCK_S = 5.0  # by which times of one record may differ
 
@@ -27,25 +28,25 @@ NOTHING = ("", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE")  # for what is 
 _FIELD = r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)="
 _COMMA = r",(?![^\[]*\])"  # between two hosts, and not in brackets: `node[01-03,07]-ib` is one part
 _RANGE = r"[0-9]+(?:-[0-9]+)?"
-_HOSTS = r"(?:[^\s,\[\]]|\[{0}(?:,{0})*\])+".format(_RANGE)
+_HOSTS = rf"(?:[^\s,\[\]]|\[{_RANGE}(?:,{_RANGE})*\])+"
 MOST_HOSTS = 1 << 16  # of one range; Slurm itself knows no larger cluster
 _BRACKETS = r"\[([^\]]*)\]"
 
 
-def parse_fields(line: str) -> Dict[str, str]:
+def parse_fields(line: str) -> dict[str, str]:
     """Key -> value of one line of `scontrol show ... -o`."""
     found = list(re.finditer(_FIELD, line))
     ends = [match.start() for match in found[1:]] + [len(line)]
     return {match.group(1): line[match.end() : end].strip() for match, end in zip(found, ends)}
 
 
-def parse_config(text: str) -> Dict[str, str]:
+def parse_config(text: str) -> dict[str, str]:
     """Key -> value of `scontrol show config`."""
     pairs = (line.partition(" = ") for line in text.splitlines())
     return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
 
-def expand_hosts(node_list: str) -> List[str]:
+def expand_hosts(node_list: str) -> list[str]:
     """One name for each host of `node[01-03,07],x`.
 
     Raises:
@@ -53,29 +54,29 @@ def expand_hosts(node_list: str) -> List[str]:
     """
     if not node_list:
         return []
-    hosts: List[str] = []
+    hosts: list[str] = []
     for part in re.split(_COMMA, node_list):
         if re.fullmatch(_HOSTS, part) is None:
-            raise ValueError("{!r} is no list of nodes as Slurm writes it: {!r}".format(node_list, part))
+            raise ValueError(f"{node_list!r} is no list of nodes as Slurm writes it: {part!r}")
         pieces = re.split(_BRACKETS, part)  # text, numbers, text, numbers, ..., text
         choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
         hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
     return hosts
 
 
-def _numbers(ranges: str) -> List[str]:
+def _numbers(ranges: str) -> list[str]:
     """`01-03,07` -> 01, 02, 03, 07. Raises ValueError."""
-    numbers: List[str] = []
+    numbers: list[str] = []
     for one in ranges.split(","):
         first, _, last = one.partition("-")
         count = int(last or first) - int(first) + 1
         if not 0 < count <= MOST_HOSTS:
-            raise ValueError("[{}]: {} is no range of nodes".format(ranges, one))
+            raise ValueError(f"[{ranges}]: {one} is no range of nodes")
         numbers += [str(int(first) + number).zfill(len(first)) for number in range(count)]
     return numbers
 
 
-def id_of_job(told: str) -> Optional[str]:
+def id_of_job(told: str) -> str | None:
     """The id in what `sbatch --parsable` prints: `4711` or `4711;cluster`, perhaps below a banner of the site's. None:
     it holds none."""
     job_id = told.strip().rpartition("\n")[2].partition(";")[0].strip()
@@ -87,7 +88,7 @@ def is_dead(state: str) -> bool:
     return state.endswith("*") or state.startswith(("down", "unknown"))
 
 
-def seconds_of(text: Optional[str]) -> Optional[float]:
+def seconds_of(text: str | None) -> float | None:
     """Seconds of Slurm's `1-02:00:00` or `04:00:00`; None for UNLIMITED."""
     found = re.match(r"^(?:(\d+)-)?(\d+):(\d+):(\d+)$", text or "")
     if found is None:
@@ -96,7 +97,7 @@ def seconds_of(text: Optional[str]) -> Optional[float]:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def time_limit_s(text: Optional[str]) -> Optional[int]:
+def time_limit_s(text: str | None) -> int | None:
     """Seconds of what --time takes, where a bare number counts minutes; None: no limit.
 
     Raises:
@@ -106,7 +107,7 @@ def time_limit_s(text: Optional[str]) -> Optional[int]:
         return None
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if found is None:
-        raise ValueError("{!r} is no time of Slurm's".format(text))
+        raise ValueError(f"{text!r} is no time of Slurm's")
     days, first, second, third = (int(part or 0) for part in found.groups())
     if found.group(1) is not None:
         return days * 86400 + first * 3600 + second * 60 + third
@@ -115,7 +116,7 @@ def time_limit_s(text: Optional[str]) -> Optional[int]:
     return first * 60 + second
 
 
-def time_of(text: Optional[str]) -> Optional[float]:
+def time_of(text: str | None) -> float | None:
     """Unix time of Slurm's `2026-11-21T07:00:00`, which is in this process's zone; None for None, Unknown and N/A."""
     try:
         return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))

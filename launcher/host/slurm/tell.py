@@ -1,7 +1,9 @@
 """What Slurm is told. Every order raises SlurmRefused where it was not taken."""
 
+from __future__ import annotations
+
 import shlex
-from typing import Dict, Optional, Sequence
+from collections.abc import Sequence
 
 from launcher.host.slurm.ask import jobs_called, step_called, steps_of, text_of_script
 from launcher.host.slurm.call import SlurmRefused, call, submitting_environment, unclear
@@ -11,7 +13,7 @@ from megatron_rl.contract.codes import SUCCEEDS_VARIABLE
 
 def signal_steps(job_id: str, name: str) -> None:
     """Send a signal to the steps of a job; its batch script does not get it."""
-    call(["scancel", "--signal={}".format(name), job_id])
+    call(["scancel", f"--signal={name}", job_id])
 
 
 def signal_step(job_id: str, step: str, name: str) -> None:
@@ -22,7 +24,7 @@ def signal_step(job_id: str, step: str, name: str) -> None:
     """
     found = step_called(job_id, step)
     if found is not None:
-        call(["scancel", "--signal={}".format(name), found])
+        call(["scancel", f"--signal={name}", found])
 
 
 def cancel(job_id: str) -> None:
@@ -40,12 +42,12 @@ def cancel_called(name: str) -> None:
     two."""
     found = sorted(jobs_called(name))
     if found:
-        call(["scancel"] + found)
+        call(["scancel", *found])
 
 
-def submit_command(options: Sequence[str], command: Sequence[str], environment: Dict[str, str]) -> str:
+def submit_command(options: Sequence[str], command: Sequence[str], environment: dict[str, str]) -> str:
     """Submit a job that runs one command; its id."""
-    asked = ["sbatch", "--parsable"] + list(options) + ["--wrap=exec " + " ".join(map(shlex.quote, command))]
+    asked = ["sbatch", "--parsable", *list(options), "--wrap=exec " + " ".join(map(shlex.quote, command))]
     return _id_of(asked, call(asked, environment))
 
 
@@ -53,7 +55,7 @@ def kill_steps(job_id: str) -> None:
     """End the steps of a job and leave its batch script alone."""
     steps = steps_of(job_id)
     if steps:
-        call(["scancel", "--signal=KILL"] + steps)
+        call(["scancel", "--signal=KILL", *steps])
 
 
 def requeue(job_id: str) -> None:
@@ -85,9 +87,9 @@ def submit_successor(
     script: str,
     name: str,
     comment: str,
-    start: Optional[float],
+    start: float | None,
     avoid: Sequence[str],
-    environment: Dict[str, str],
+    environment: dict[str, str],
 ) -> str:
     """Submit a script to start when the job has ended that runs it now; the new job's id.
 
@@ -101,7 +103,7 @@ def submit_successor(
     options = ["--parsable", "--dependency=afterany:" + job_id, "--job-name=" + name, "--comment=" + comment]
     options += ["--begin=" + text_of(start)] if start else []
     options += ["--exclude=" + ",".join(avoid)] if avoid else []
-    command = ["sbatch"] + options + [script]
+    command = ["sbatch", *options, script]
     inherited = submitting_environment(text_of_script(script))
     told = call(command, dict(inherited, **dict({SUCCEEDS_VARIABLE: job_id}, **environment)))
     return _id_of(command, told)

@@ -15,7 +15,7 @@ from launcher.doctor.examine import examine
 from launcher.fetch.prefetch import Need
 
 BOX = {"container": {"image": "nvcr.io#nvidia/pytorch:25.06-py3"}}
-NODE = NodeFacts(host="node03", python="3.6.8", shared=True, enroot="3.5.0", driver="570.86")
+NODE = NodeFacts(host="node03", python="3.9.21", shared=True, enroot="3.5.0", driver="570.86")
 
 
 def told(topic: str, cluster="25.05", values=None, **changes) -> str:
@@ -146,14 +146,14 @@ def test_a_plugin_configuration_that_includes_itself_ends(tmp_path):
 
 def test_the_python_of_the_host_side_here():
     assert told("python").startswith("ok: python3 is 3.9.2 on this machine")
-    assert "error: python3 is 3.5.2" in told("python", software=software(host_python=Fact("3.5.2\n")))
+    assert "error: python3 is 3.6.8" in told("python", software=software(host_python=Fact("3.6.8\n")))
     absent = software(host_python=Fact(failure="no python3 here (No such file or directory)"))
     assert told("python", software=absent).startswith("error: no python3 here")
     assert told("python", software=absent, values={"prolog": ["module load python"]}).startswith("note:")
 
 
 def test_the_python_of_the_host_side_on_a_node_counts_more():
-    assert told("python", node=NODE).startswith("ok: python3 is 3.6.8 on node03")
+    assert told("python", node=NODE).startswith("ok: python3 is 3.9.21 on node03")
     assert told("python", node=replace(NODE, python=None)).startswith("error: python3 on node03: not found")
     assert told("python", node=replace(NODE, python="3.5.3")).startswith("error: python3 on node03: 3.5.3")
 

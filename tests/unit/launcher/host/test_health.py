@@ -162,7 +162,7 @@ def test_xids_are_found_in_the_journal_where_dmesg_is_for_root_alone(tmp_path, m
 
 
 def test_the_oldest_python_checks_a_node(tmp_path):
-    python = Path.home() / ".pyenv" / "versions" / "3.6.15" / "bin" / "python3"
+    python = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python3"
     command = [str(python) if python.exists() else sys.executable, "-m", "launcher.host.health"]
     command += ["--run-dir", str(tmp_path), "--attempt", "1", "--gpus", "0"]
     subprocess.run(command, check=True, timeout=60)

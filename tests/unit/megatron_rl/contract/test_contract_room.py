@@ -13,11 +13,6 @@ ROOM = Path(megatron_rl.contract.__file__).parent
 FILES = sorted(ROOM.glob("*.py"))
 
 
-def test_it_reads_on_python_3_6():
-    for file in FILES:
-        ast.parse(file.read_text(encoding="utf-8"), filename=str(file), feature_version=(3, 6))
-
-
 def test_it_imports_the_standard_library_and_itself_only():
     assert len(FILES) > 5
     for file in FILES:
@@ -29,7 +24,6 @@ def test_it_imports_the_standard_library_and_itself_only():
             for name in names:
                 ours = name.startswith("megatron_rl.contract")
                 assert ours or name.split(".")[0] in sys.stdlib_module_names, f"{file} imports {name}"
-                assert name not in ("__future__", "dataclasses"), f"{file}: {name} is younger than Python 3.6"
 
 
 def test_it_needs_no_installed_package():

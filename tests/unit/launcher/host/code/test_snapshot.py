@@ -19,7 +19,7 @@ from launcher.host.code.sources import moved_sources, plan_sources, sources_text
 from megatron_rl.contract.records import read
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
 
-OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.6.15" / "bin" / "python3"
+OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python3"
 
 
 def git(where: Path, *arguments: str) -> str:
@@ -433,7 +433,7 @@ def test_the_job_imports_the_snapshot_and_not_what_is_installed(tmp_path):
     assert ran.stdout.split() == [str(code / name) for name in expected]
 
 
-@pytest.mark.skipif(not OLDEST_PYTHON.exists(), reason="needs a python 3.6")
+@pytest.mark.skipif(not OLDEST_PYTHON.exists(), reason="needs a Python 3.9")
 def test_the_oldest_python_takes_the_same_snapshot(tmp_path):
     mine = repository(tmp_path / "mine", {"a.py": "", "b/c.py": ""})
     sources = plan_sources([], [str(mine)])
