@@ -35,9 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = read_config(run_dir)
         choose_implementation(config)  # before megatron-core is imported, with what a run does
         if config.evaluate:
-            from megatron_rl.evaluate.attempt import run_attempt
-        else:
-            from megatron_rl.attempt import run_attempt
+            from megatron_rl.evaluate.attempt import run_evaluation
+
+            return partial(run_evaluation, run_dir, attempt, world)
+        from megatron_rl.attempt import run_attempt
+
         return partial(run_attempt, run_dir, attempt, world)
 
     run_rank(attempt, world, load)

@@ -35,7 +35,7 @@ def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]
     """Evaluate on this machine; Ctrl-C, SIGTERM and SIGHUP are passed on, and the second of them kills.
 
     Args:
-        report: told how far it is, as megatron_rl.evaluate.answering.Progress.
+        report: told how far it is, as megatron_rl.evaluate.blocks.Progress.
 
     Raises:
         Interrupted: by one of those.

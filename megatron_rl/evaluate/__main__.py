@@ -58,7 +58,7 @@ def _evaluate(text: str, place: str | None) -> None:
     """Imports take seconds; by then there are handlers."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.agent.api import EvaluationResponse
-    from megatron_rl.evaluate.answering import Progress
+    from megatron_rl.evaluate.blocks import Progress
     from megatron_rl.evaluate.config import Evaluation
     from megatron_rl.evaluate.evaluator import evaluate
     from megatron_rl.inference.engine import Engine

@@ -15,7 +15,7 @@ from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.contract.files import once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.evaluate.answering import Progress
+from megatron_rl.evaluate.blocks import Progress
 from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.evaluate.evaluator import evaluate
 from megatron_rl.inference.engine import Engine
@@ -28,7 +28,7 @@ from megatron_rl.rank.small_world import Place
 from megatron_rl.rank.world import World
 
 
-def run_attempt(
+def run_evaluation(
     run_dir: RunDir, attempt: Attempt, world: World, activity: Activity, drain: DrainListener, timeline: Timeline
 ) -> str:
     """Evaluate until all is answered, or a rank is asked to leave. Returns FINISHED or DRAINED, once rank 0 has written

@@ -19,7 +19,7 @@ class EvaluateConfig(Section):
     sets: tuple[str, ...] | None = Field(default=None, strict=False)
     """Evaluation sets of the environment; default: all."""
     k: PositiveInt = 32
-    """Answers to each problem."""
+    """AnswerFile to each problem."""
     prompts: PositiveInt | None = None
     """Problems of each set at most, the first ones; default: all."""
     greedy: bool = True

@@ -11,8 +11,8 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.records import write
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.evaluate.answering import Answering, Progress, Run, Waits
-from megatron_rl.evaluate.answers import kept_answers, naming
+from megatron_rl.evaluate.answer_file import kept_answers, naming
+from megatron_rl.evaluate.blocks import BlockRunner, Progress, RunBlock, Waits
 from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.evaluate.result import result
 from megatron_rl.evaluate.settings import default_out, settings_of
@@ -24,7 +24,7 @@ from megatron_rl.standalone.source import Source, find_source
 
 def evaluate(
     evaluation: Evaluation,
-    run: Run,
+    run: RunBlock,
     report: Callable[[Progress], None],
     place: Place | None = None,
     waits: Waits = nullcontext,
@@ -68,7 +68,7 @@ def evaluate(
         if not opened.ranks.drives:
             opened.engine.follow(waits)
             return None
-        answering = Answering(evaluation, environment, opened, sets, inference.max_batch, run, report, waits)
+        answering = BlockRunner(evaluation, environment, opened, sets, inference.max_batch, run, report, waits)
         if place.rank:
             answering.help()
             answering.part()

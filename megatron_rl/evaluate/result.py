@@ -24,7 +24,7 @@ from megatron_rl.contract.evaluation_records import (
     ScoredAnswer,
     SetResult,
 )
-from megatron_rl.evaluate.answers import Place
+from megatron_rl.evaluate.answer_file import ProblemKey
 
 RIGHT = 1.0
 """Reward of a right answer, as in a run's greedy accuracy."""
@@ -38,7 +38,7 @@ OF_ANSWERS: Mapping[str, Callable[[ScoredAnswer], float]] = {
 
 
 def result(
-    settings: Mapping[str, Any], sizes: Mapping[str, int], known: Mapping[Place, ProblemAnswers], answers: str
+    settings: Mapping[str, Any], sizes: Mapping[str, int], known: Mapping[ProblemKey, ProblemAnswers], answers: str
 ) -> EvaluationResult:
     """The scores of all sets.
 

@@ -43,7 +43,7 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class AnswerPrefix:
     """What there is of an answer that was interrupted, or of one that is being sampled; it may be all of it."""
 
     tokens: list[int]
@@ -69,7 +69,7 @@ class GenerationRequest:
     """64-bit key of the random numbers: token t of sample i depends on (key, i, t) and on nothing else."""
     ordinal: int | None = None
     """Place in the prompt stream of the problem it is about; None where it is about none, as in an evaluation."""
-    known: Mapping[int, Beginning] = field(default_factory=dict)
+    known: Mapping[int, AnswerPrefix] = field(default_factory=dict)
     """Samples that go on from tokens of an earlier attempt, which their completions repeat as they are."""
     top_logprobs: int = 0
     """How many of the likeliest tokens are told of every place, at most 20."""
@@ -197,7 +197,7 @@ class PartialAnswer:
 
     request_id: str
     sample: int
-    beginning: Beginning
+    prefix: AnswerPrefix
 
 
 class ResumableInference(InferenceInterface, Protocol):

@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,16 +27,14 @@ from megatron_rl.inference.api import (
     PartialAnswer,
     Unsupported,
 )
-from megatron_rl.inference.broadcast import PlanBroadcast, TensorPlan
 from megatron_rl.inference.cache import KeyValueCache
 from megatron_rl.inference.config import InferenceConfig, pages_of
-from megatron_rl.inference.limits import Limits, refuse_twice
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.pages import Pages
-from megatron_rl.inference.plans import StepPlan
-from megatron_rl.inference.pump import Pump
+from megatron_rl.inference.plans import PlanBroadcast, StepPlan, TensorPlan
+from megatron_rl.inference.request_limits import RequestLimits, refuse_duplicate
 from megatron_rl.inference.scheduler import Scheduler
-from megatron_rl.inference.stops import Decode
+from megatron_rl.inference.text import Decode
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.inference.weights import IncomingWeights
 from megatron_rl.model.config import ModelConfig
@@ -79,7 +78,7 @@ class Engine:
         self._half_updated = False
         limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
         cache_tokens = count * page_tokens
-        self._limits = Limits(policy.vocabulary, self.max_length, limit_name, cache_tokens, decode is not None)
+        self._limits = RequestLimits(policy.vocabulary, self.max_length, limit_name, cache_tokens, decode is not None)
         self._plans = None if ranks is None or ranks.alone else PlanBroadcast[StepPlan](ranks.control)
         self._callers: dict[str, asyncio.Future[list[Completion]]] = {}
         self._streams: dict[str, asyncio.Queue[Delta | Exception]] = {}
@@ -117,8 +116,8 @@ class Engine:
         if request.top_logprobs and any(known.top_logprobs is None for known in request.known.values()):
             raise Unsupported("top_logprobs: an interrupted answer's first tokens came without theirs")
         self._limits.check(request)
-        refuse_twice(request, self._callers)
-        refuse_twice(request, self._streams)
+        refuse_duplicate(request, self._callers)
+        refuse_duplicate(request, self._streams)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its rows; one that is answered or unknown is none."""
@@ -301,3 +300,47 @@ class Engine:
         for request_id, delta in self.take_deltas():
             if request_id in self._streams:
                 self._streams[request_id].put_nowait(delta)
+
+
+class Driven(Protocol):
+    """What is driven."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        ...
+
+    def step(self) -> None: ...
+
+    def deliver(self) -> None:
+        """Tell who waits what is known by now."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """Tell all who wait that a step has failed."""
+        ...
+
+
+class Pump:
+    """Drives one engine. No loop owns it: that of one phase may have ended with work undone."""
+
+    def __init__(self, engine: Driven) -> None:
+        self._engine = engine
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Have the running loop drive the engine, if it does not yet."""
+        loop = asyncio.get_running_loop()
+        if self._task is None or self._task.done() or self._task.get_loop() is not loop:
+            self._task = loop.create_task(self._work())
+
+    async def _work(self) -> None:
+        self._engine.deliver()  # what was known to its end
+        while self._engine.busy:
+            await asyncio.sleep(0)
+            try:
+                self._engine.step()
+            except Exception as error:  # noqa: BLE001 - nobody awaits this task: each caller raises it
+                self._engine.fail(error)
+                return
+            self._engine.deliver()

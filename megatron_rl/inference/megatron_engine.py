@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, Unsupported
-from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.inference.config import InferenceConfig, Sampling, beyond_megatron, pages_of
-from megatron_rl.inference.limits import Limits, refuse_twice
+from megatron_rl.inference.engine import Pump
 from megatron_rl.inference.megatron_parts import (
     EngineSizes,
     build_dynamic_engine,
@@ -28,8 +27,9 @@ from megatron_rl.inference.megatron_parts import (
     close_dynamic_engine,
     sampling_params,
 )
-from megatron_rl.inference.pump import Pump
-from megatron_rl.inference.stops import Decode
+from megatron_rl.inference.plans import PlanBroadcast
+from megatron_rl.inference.request_limits import RequestLimits, refuse_duplicate
+from megatron_rl.inference.text import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
@@ -94,7 +94,7 @@ class MegatronEngine:
         page_tokens = config.page_tokens or policy.platform.page_tokens
         pages, _ = pages_of(config, page_tokens, -(-longest // page_tokens) * page_tokens)
         limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
-        self._limits = Limits(policy.vocabulary, longest, limit_name, pages * page_tokens, decode is not None)
+        self._limits = RequestLimits(policy.vocabulary, longest, limit_name, pages * page_tokens, decode is not None)
         self._sizes = EngineSizes(
             config.max_batch, config.prefill_tokens, longest, pages, page_tokens, config.share_prefixes
         )
@@ -121,7 +121,7 @@ class MegatronEngine:
         if beyond:
             raise Unsupported(f"{beyond}: megatron-core's engine cannot")
         self._limits.check(request)
-        refuse_twice(request, self._asked)
+        refuse_duplicate(request, self._asked)
         ends = self._end_ids | frozenset(request.sampling.stop_tokens)
         transcripts = [Transcript.begin(request, sample, ends, self._decode) for sample in range(request.num_samples)]
         if self._core is None and not self.busy:
@@ -146,7 +146,7 @@ class MegatronEngine:
     def partial_answers(self) -> list[PartialAnswer]:
         """See `ResumableInference.partial_answers`."""
         return [
-            PartialAnswer(request_id, each.sample, each.beginning())
+            PartialAnswer(request_id, each.sample, each.prefix())
             for request_id, asked in self._asked.items()
             for each in asked.transcripts
             if each.tokens

@@ -14,16 +14,16 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.inference.api import PromptScores
 from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.decode_graphs import decode_graphs
-from megatron_rl.inference.places import places_seen, places_written
 from megatron_rl.inference.plans import Prefill, StepPlan
-from megatron_rl.inference.prompt_scores import prompt_scores
 from megatron_rl.inference.row_state import DrawWork, RowState, to_device
+from megatron_rl.inference.top_logprobs import prompt_scores
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.frozen import FrozenPolicy
@@ -136,7 +136,7 @@ class ModelRunner:
         """Attention among the tokens themselves, where all of them are there, else to what the cache has of the same
         sequences."""
         device = self.policy.device
-        source, target = (to_device(each, device) for each in places_written(prefills, self._page_tokens))
+        source, target = (to_device(each, device) for each in slots_written(prefills, self._page_tokens))
         stops = [prefill.start + len(prefill.tokens) for prefill in prefills]
         whole = whole_sequences(stops)
         if not any(prefill.start for prefill in prefills):
@@ -147,7 +147,7 @@ class ModelRunner:
             for offset, stop, prefill in zip(offsets, stops, prefills, strict=True)
         ]
         layout = self.policy.layout(whole, torch.from_numpy(np.concatenate(part)))
-        seen = to_device(places_seen(prefills, self._page_tokens), device)
+        seen = to_device(slots_seen(prefills, self._page_tokens), device)
         return PrefillLayout(layout, cache, source, cache.index(target), cache.index(seen))
 
     def release(self) -> None:
@@ -192,3 +192,42 @@ class ModelRunner:
         frozen = self._frozen = self._frozen or self.policy.frozen()
         forward = self.policy if frozen is None else frozen.logits
         return self.policy.whole_logits(forward(tokens, positions, layout, select))
+
+
+def slots_written(prefills: Sequence[Prefill], page_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[copied] tokens of the prefills, packed one after the other, and [copied] the place of each.
+
+    A token of a full page has one, any other one in the page of each row.
+    """
+    runs: list[tuple[int, int, int]] = []  # first packed token, first place, tokens
+    packed = 0
+    for prefill in prefills:
+        full = len(prefill.pages) * page_tokens
+        stop = prefill.start + len(prefill.tokens)
+        for number in range(prefill.start // page_tokens, len(prefill.pages)):
+            first = number * page_tokens
+            runs.append((packed + first - prefill.start, prefill.pages[number] * page_tokens, page_tokens))
+        if stop > full:
+            runs += [(packed + full - prefill.start, page * page_tokens, stop - full) for page in prefill.own]
+        packed += len(prefill.tokens)
+    sources, places, lengths = np.array(runs, dtype=np.int64).T
+    return _runs(sources, lengths), _runs(places, lengths)
+
+
+def slots_seen(prefills: Sequence[Prefill], page_tokens: int) -> NDArray[np.int64]:
+    """[seen] places of every sequence from its first token to the last of the prefill."""
+    pages, lengths = [], []
+    for prefill in prefills:
+        left = prefill.start + len(prefill.tokens)
+        for page in (*prefill.pages, *prefill.own[:1]):
+            pages.append(page)
+            lengths.append(min(left, page_tokens))
+            left -= page_tokens
+    return _runs(np.array(pages) * page_tokens, np.array(lengths).clip(min=0))
+
+
+def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """start, start + 1, ... of each, so many as its length."""
+    ends = lengths.cumsum()
+    places: NDArray[np.int64] = np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])
+    return places

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from megatron_rl.inference.api import Completion, Delta, FinishReason, GenerationRequest, TopLogprobs, Unsupported
 from megatron_rl.inference.config import AdjustedSampling, beyond_vllm
-from megatron_rl.inference.stops import Decode, StopStrings
+from megatron_rl.inference.text import Decode, StopStrings
 
 MOST_STOPS_OF_OPENAI = 4
 TOKEN_ID = "token_id:"

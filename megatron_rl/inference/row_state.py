@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron_rl.inference.adjustments import AdjustedRows
 from megatron_rl.inference.config import Sampling
-from megatron_rl.inference.places import page_table
 from megatron_rl.inference.plans import Prefill
 from megatron_rl.inference.sampling import SamplingRows, SamplingWork, sample, uniforms
 from megatron_rl.inference.top_logprobs import TopLogprobsRows
@@ -132,7 +131,7 @@ class RowState:
         self.position[rows] = to_device(newest, self._device)
         self._most_positions[rows] = newest
         self._ended[rows] = False
-        table = page_table(prefills)
+        table = _page_table(prefills)
         self.pages[rows, : table.shape[1]] = to_device(table, self._device)
         self._set_answers(rows, prefills)
         self._set_sampling(rows, prefills)
@@ -256,3 +255,16 @@ def _read(tensor: Tensor) -> NDArray[Any]:
 def to_device(values: Sequence[object] | NDArray[Any], device: torch.device) -> Tensor:
     """Values on the device, without waiting for what it computes."""
     return torch.as_tensor(values).to(device, non_blocking=True)
+
+
+def _page_table(prefills: Sequence[Prefill]) -> NDArray[np.int32]:
+    """[rows, pages] int32 of the rows that the prefills begin, filled up with zeros."""
+    rows = sum(len(prefill.samples) for prefill in prefills)
+    pages = np.zeros((rows, 1 + max(len(prefill.pages) for prefill in prefills)), dtype=np.int32)
+    first = 0
+    for prefill in prefills:
+        same = slice(first, first + len(prefill.samples))
+        pages[same, : len(prefill.pages)] = prefill.pages
+        pages[same, len(prefill.pages)] = prefill.own
+        first = same.stop
+    return pages

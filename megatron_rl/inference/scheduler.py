@@ -25,10 +25,10 @@ from megatron_rl.inference.api import (
     PromptScores,
 )
 from megatron_rl.inference.config import InferenceConfig, ends_of
-from megatron_rl.inference.limits import refuse_twice
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import StepPlan
-from megatron_rl.inference.stops import Decode
+from megatron_rl.inference.request_limits import refuse_duplicate
+from megatron_rl.inference.text import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
 
 
@@ -86,8 +86,8 @@ class Scheduler:
 
         Raises ValueError where it is here already.
         """
-        refuse_twice(request, self._pending)
-        refuse_twice(request, self.answered)
+        refuse_duplicate(request, self._pending)
+        refuse_duplicate(request, self.answered)
         end_ids = frozenset(ends_of(request.sampling, self._end_ids))
         samples = [Transcript.begin(request, sample, end_ids, self._decode) for sample in range(request.num_samples)]
         pending = self._pending[request.id] = PendingRequest(request, streamed)
@@ -234,7 +234,7 @@ class Scheduler:
         begun = [row.answer for row in self._rows.values()]
         finished = [answer for pending in self._pending.values() for answer in pending.finished.values()]
         return [
-            PartialAnswer(answer.request.id, answer.sample, answer.beginning())
+            PartialAnswer(answer.request.id, answer.sample, answer.prefix())
             for answer in begun + self._waiting.interrupted + finished
         ]
 

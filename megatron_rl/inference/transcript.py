@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_rl.inference.api import (
-    Beginning,
+    AnswerPrefix,
     Completion,
     Delta,
     FinishReason,
@@ -14,7 +14,7 @@ from megatron_rl.inference.api import (
     PromptScores,
     TopLogprobs,
 )
-from megatron_rl.inference.stops import Decode, StopStrings
+from megatron_rl.inference.text import Decode, StopStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ class Transcript:
         if self.request.top_logprobs:
             self.top_logprobs += list(top_logprobs or ())[:count]
 
-    def beginning(self) -> Beginning:
+    def prefix(self) -> AnswerPrefix:
         """What there is of it, which later tokens do not change."""
-        return Beginning([*self.tokens], [*self.logprobs], [*self.versions], self._top(0))
+        return AnswerPrefix([*self.tokens], [*self.logprobs], [*self.versions], self._top(0))
 
     def completion(self, prompt: PromptScores | None = None) -> Completion:
         """The answer; it has ended. prompt: of its request's prompt, where it is scored."""

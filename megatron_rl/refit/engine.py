@@ -8,7 +8,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import RankEngine
 from megatron_rl.inference.engine import Engine
-from megatron_rl.inference.stops import Decode
+from megatron_rl.inference.text import Decode
 from megatron_rl.model.parallel import send_no_tokens
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.api import Platform

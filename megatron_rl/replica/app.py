@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.inference.replicas.wire import PROTOCOL, About, Garbled, News, decode_request, encode_news
-from megatron_rl.replica.desk import Desk
+from megatron_rl.replica.driver_inbox import DriverInbox
 from megatron_rl.replica.leader import Leader
-from megatron_rl.server.bearer import MISSING, token_of
+from megatron_rl.server.connections import MISSING, token_of
 from megatron_rl.server.engine_thread import EngineGone, EngineThread
 
 logger = logging.getLogger(__name__)
@@ -56,14 +56,14 @@ class ReplicaService:
         self.failure: BaseException | None = None
         """What has ended a part of it, and with that all of it."""
         self._leader, self._address = leader, address
-        self._desk = Desk(self.thread)
+        self._inbox = DriverInbox(self.thread)
         self._transfer: asyncio.Future[None] | None = None  # the newest step of it
         self._tasks: set[asyncio.Future[Any]] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         self.thread.start()
-        self._watch(asyncio.ensure_future(self._desk.deliver()))
+        self._watch(asyncio.ensure_future(self._inbox.deliver()))
         self._watch(asyncio.ensure_future(self._wait_together()))
         try:
             yield
@@ -76,7 +76,7 @@ class ReplicaService:
     def close(self) -> None:
         """Say that there will be no more answers, also to who waits for news."""
         self.thread.stop("the replica leaves")
-        self._desk.close()
+        self._inbox.close()
 
     def _watch(self, task: asyncio.Future[Any]) -> None:
         self._tasks.add(task)
@@ -122,18 +122,18 @@ class ReplicaService:
             raise Garbled("driver is no number")
 
     async def _hello(self, body: Body) -> Body:
-        self._desk.forget(body["driver"])
+        self._inbox.forget(body["driver"])
         return self._said()
 
     async def _ask(self, body: Body) -> Body:
         requests = [decode_request(each) for each in body["requests"]]
         version = -1 if self._leader.version is None else self._leader.version
         older = version if version < body["version"] else None
-        self._desk.ask(body["driver"], requests, body["cancel"], older)
+        self._inbox.ask(body["driver"], requests, body["cancel"], older)
         return self._said()
 
     async def _news(self, body: Body) -> Body:
-        last, pieces, refused = await self._desk.news(body["driver"], body["seen"], body["wait_s"])
+        last, pieces, refused = await self._inbox.news(body["driver"], body["seen"], body["wait_s"])
         return encode_news(News(self.about(), last, [*pieces], [*refused]))
 
     async def _epoch(self, body: Body) -> Body:
@@ -157,7 +157,7 @@ class ReplicaService:
                 await self.thread.call(lambda: self._leader.swap(version))
             except RuntimeError as error:
                 raise NotThere(f"version {version} did not arrive: {error}") from error
-            self._desk.wake()
+            self._inbox.wake()
         return self._said()
 
     async def _end(self, body: Body) -> Body:

@@ -121,7 +121,7 @@ async def _serve(
     the engine."""
     import uvicorn
 
-    from megatron_rl.server.connection import BoundedConnection
+    from megatron_rl.server.connections import BoundedConnection
 
     class Server(uvicorn.Server):
         @contextmanager

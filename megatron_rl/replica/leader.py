@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from megatron_rl.inference.api import Delta, EngineLoad, GenerationRequest
-from megatron_rl.inference.broadcast import PlanBroadcast
+from megatron_rl.inference.plans import PlanBroadcast
 from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.commands import (
@@ -128,7 +128,7 @@ class Leader:
     def _unfinished(self) -> list[tuple[str, Delta]]:
         deltas = []
         for part in self._engine.partial_answers():
-            told, there = self._asked.get(part.request_id), part.beginning
+            told, there = self._asked.get(part.request_id), part.prefix
             if told is None or (first := told[part.sample]) >= len(there.tokens):
                 continue
             told[part.sample] = len(there.tokens)

@@ -68,11 +68,11 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     try:
         from megatron_rl.server.app import Application
-        from megatron_rl.server.guard import Limits
+        from megatron_rl.server.guard import ServerLimits
         from megatron_rl.server.weights import WrittenWeights
     except ImportError as error:
         return refused(f"serving needs `{install_command('serve')}`: {error}", EXIT_USAGE)
-    limits = Limits(max_waiting=options.max_waiting, requests_per_minute=options.requests_per_minute)
+    limits = ServerLimits(max_waiting=options.max_waiting, requests_per_minute=options.requests_per_minute)
     try:
         with open_with_followers(
             find_source(options.path, options.dtype),

@@ -18,14 +18,14 @@ from starlette.routing import Route
 
 from megatron_rl.model.hf_config import UnusableWeights
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.server.answering import Service
-from megatron_rl.server.asking import Asked, ServedModel
 from megatron_rl.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, UpdateBody, parse
 from megatron_rl.server.engine_thread import EngineGone, EngineThread, ServedEngine
 from megatron_rl.server.errors import ApiError, internal_error
-from megatron_rl.server.guard import Guard, Limits
+from megatron_rl.server.event_stream import ClientGone, EventStream, unless_gone
+from megatron_rl.server.guard import Guard, ServerLimits
 from megatron_rl.server.metrics import ServerMetrics
-from megatron_rl.server.respond import ClientGone, EventStream, unless_gone
+from megatron_rl.server.request_parsing import ParsedRequest, ServedModel
+from megatron_rl.server.service import GenerationService
 from megatron_rl.server.weights import WrittenWeights
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Application:
         model: str,
         max_length: int,
         tokens: Sequence[str],
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         failed: Callable[[Exception], None] | None = None,
         weights: WrittenWeights | None = None,
     ) -> None:
@@ -56,12 +56,12 @@ class Application:
         failed: see EngineThread.
         weights: that a run writes, for the engine to read.
         """
-        limits = limits or Limits()
+        limits = limits or ServerLimits()
         self.thread = EngineThread(engine, failed)
         self.metrics = ServerMetrics(lambda: self.thread.load)
         self._limits = limits
         self._model = ServedModel(model, tokenizer, max_length)
-        self._service = Service(self.thread, tokenizer, self.metrics, limits.max_waiting)
+        self._service = GenerationService(self.thread, tokenizer, self.metrics, limits.max_waiting)
         self._weights = weights
         self._created = int(time.time())
         routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
@@ -101,7 +101,7 @@ class Application:
     async def _chat(self, request: Request) -> Response:
         return await self._answer(request, await self._model.chat(parse(ChatBody, await _body(request))))
 
-    async def _answer(self, request: Request, asked: Asked) -> Response:
+    async def _answer(self, request: Request, asked: ParsedRequest) -> Response:
         if not asked.body.stream:
             return JSONResponse(await unless_gone(request.receive, self._service.whole(asked)))
         events = self._service.events(asked)

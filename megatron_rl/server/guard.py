@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron_rl.server.bearer import MISSING, token_of
+from megatron_rl.server.connections import MISSING, token_of
 from megatron_rl.server.errors import ApiError
 from megatron_rl.server.metrics import ServerMetrics
 
@@ -20,7 +20,7 @@ GAVE_UP = 499
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServerLimits:
     """What the server takes on."""
 
     body_bytes: int = 16 * 2**20
@@ -57,7 +57,7 @@ class Guard:
     """Middleware."""
 
     def __init__(
-        self, app: ASGIApp, tokens: Sequence[str], limits: Limits, metrics: ServerMetrics, routes: Collection[str]
+        self, app: ASGIApp, tokens: Sequence[str], limits: ServerLimits, metrics: ServerMetrics, routes: Collection[str]
     ) -> None:
         """routes: paths that are told apart in the metrics."""
         self._app, self._limits, self._metrics, self._routes = app, limits, metrics, routes

@@ -113,7 +113,7 @@ async def serve(
     """
     import uvicorn
 
-    from megatron_rl.server.connection import BoundedConnection
+    from megatron_rl.server.connections import BoundedConnection
 
     class Server(uvicorn.Server):
         @contextmanager

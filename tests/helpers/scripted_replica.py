@@ -106,7 +106,7 @@ class ScriptedEngine:
 
     def partial_answers(self) -> list[PartialAnswer]:
         return [
-            PartialAnswer(name, each.sample, each.beginning())
+            PartialAnswer(name, each.sample, each.prefix())
             for name, samples in self._open.items()
             for each in samples
             if each.tokens

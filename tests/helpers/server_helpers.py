@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PromptScores
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
 from megatron_rl.server.app import Application
-from megatron_rl.server.guard import Limits
+from megatron_rl.server.guard import ServerLimits
 
 TOKEN = "a-token-of-the-tests"
 END = "<end>"
@@ -192,7 +192,7 @@ async def running(engine: Any, **options: Any) -> AsyncIterator[Application]:
         "model": "tiny",
         "max_length": MAX_LENGTH,
         "tokens": [TOKEN],
-        "limits": Limits(),
+        "limits": ServerLimits(),
     }
     application = Application(engine, **given | options)
     application.thread.start()

@@ -45,7 +45,7 @@ from megatron_rl.contract.codes import PREEMPTED
 from megatron_rl.contract.exactly_once import fates
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, PartialAnswer
+from megatron_rl.inference.api import AnswerPrefix, Completion, GenerationRequest, PartialAnswer
 from megatron_rl.metrics import tensorboard
 from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats
 from megatron_rl.metrics.timeline import Timeline
@@ -353,7 +353,7 @@ class _Engine:
 
     def partial_answers(self) -> list[PartialAnswer]:
         return [
-            PartialAnswer(request_id, sample, Beginning(list(tokens), [-1.0] * len(tokens), self._versions(tokens)))
+            PartialAnswer(request_id, sample, AnswerPrefix(list(tokens), [-1.0] * len(tokens), self._versions(tokens)))
             for request_id, answers in self._answers.items()
             for sample, tokens in enumerate(answers)
             if tokens

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from statistics import median
 from typing import Any
 
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer
-from megatron_rl.inference.limits import refuse_twice
-from megatron_rl.inference.replicas.choice import Pace, choose, too_slow
-from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink
-from megatron_rl.inference.replicas.links import ReplicaLinks
-from megatron_rl.inference.replicas.roster import Start
+from megatron_rl.inference.replicas.link import LinkTimings, Pace, ReplicaGone, ReplicaLink
+from megatron_rl.inference.replicas.links import ReplicaLinks, Start
 from megatron_rl.inference.replicas.unanswered import Unanswered
 from megatron_rl.inference.replicas.wire import OTHER_VERSION, News
+from megatron_rl.inference.request_limits import refuse_duplicate
 
 logger = logging.getLogger(__name__)
 
+SLOWER = 4.0
+"""Times longer than the others for a token: then a replica is asked no more."""
+MEASURED_S = 60.0
+"""Seconds of decoding, of all its samples together, by which a replica is judged."""
 END_S = 3.0
 """That replicas have to hear that they are to end."""
 
@@ -53,7 +56,7 @@ class Dispatch:
         *,
         goes_on: bool,
         limit_s: float,
-        patience: Patience | None = None,
+        timings: LinkTimings | None = None,
     ) -> None:
         """
         digest: see `wire.digest_of`.
@@ -72,9 +75,9 @@ class Dispatch:
         """See ReplicaPool.busy_s."""
         self.given_up: str | None = None
         """See ReplicaPool.given_up."""
-        self._goes_on, self._limit_s, self._patience = goes_on, limit_s, patience or Patience()
+        self._goes_on, self._limit_s, self._timings = goes_on, limit_s, timings or LinkTimings()
         self._links = ReplicaLinks(
-            attempt, digest, token, driver, self._patience, self._spawn, self._heard, self._ask_elsewhere
+            attempt, digest, token, driver, self._timings, self._spawn, self._heard, self._ask_elsewhere
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._work: dict[str, _Work] = {}  # by the name under which it is asked now
@@ -132,7 +135,7 @@ class Dispatch:
         """See ReplicaPool.generate."""
         if self._failure is not None:
             raise self._failure
-        refuse_twice(request, self._work)
+        refuse_duplicate(request, self._work)
         if not self._work:
             self._since = time.monotonic()
         work = self._work[request.id] = _Work(request)
@@ -170,16 +173,18 @@ class Dispatch:
             return
         ready = self._links.ready(self.policy_version)
         fast = {start: link for start, link in ready.items() if not link.slow}
-        candidates = {start: link.outstanding for start, link in (fast or ready).items()}
-        start = choose(candidates, None if request.ordinal is None else self._homes.get(request.ordinal))
-        if start is None:
+        candidates = fast or ready
+        if not candidates:
             if self._nobody_since is None:
                 self._nobody_since = self._said_at = time.monotonic()
             return
         self._nobody_since = None
+        start = None if request.ordinal is None else self._homes.get(request.ordinal)
+        if start not in candidates:  # the first of those with the fewest outstanding tokens
+            start = min(candidates, key=lambda each: candidates[each].outstanding)
         if request.ordinal is not None:
             self._homes[request.ordinal] = start
-        work.link = ready[start]
+        work.link = candidates[start]
         work.link.ask(request, self.policy_version)
         self._count(work)
 
@@ -267,7 +272,7 @@ class Dispatch:
             self._links.give_up_stuck(self._limit_s)
             self._watch_the_wait()
             self.starved = self._is_starved()
-            await asyncio.sleep(self._patience.look_s)
+            await asyncio.sleep(self._timings.look_s)
 
     def _drop_the_slow(self) -> None:
         ready = self._links.ready(self.policy_version)
@@ -301,6 +306,18 @@ class Dispatch:
             )
             for work in waiting:
                 work.answer.set_exception(error)
-        elif now - self._said_at >= self._patience.say_s:
+        elif now - self._said_at >= self._timings.say_s:
             self._said_at = now
             logger.warning("waiting for an inference replica with weights of version %d", self.policy_version)
+
+
+def too_slow(paces: Mapping[Start, Pace]) -> list[Start]:
+    """Replicas that take far longer for a token than the others do in the middle; none where there is but one that was
+    measured."""
+    measured = {key: pace for key, pace in paces.items() if pace.seconds >= MEASURED_S}
+    slow = []
+    for key, pace in measured.items():
+        others = [other.seconds / max(1, other.tokens) for name, other in measured.items() if name != key]
+        if others and pace.seconds / max(1, pace.tokens) > SLOWER * median(others):
+            slow.append(key)
+    return slow

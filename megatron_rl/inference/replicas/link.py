@@ -7,13 +7,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.replicas.choice import Pace
 from megatron_rl.inference.replicas.wire import (
     PROTOCOL,
     About,
@@ -44,8 +43,18 @@ class ReplicaRefuses(ReplicaGone):
     """A replica answers, and not as one of this run should."""
 
 
+class Pace(NamedTuple):
+    """How fast a replica decodes: what its samples were given, and in how long."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def plus(self, tokens: int, seconds: float) -> Pace:
+        return Pace(self.tokens + tokens, self.seconds + seconds)
+
+
 @dataclass(frozen=True, slots=True)
-class Patience:
+class LinkTimings:
     """How long a replica is waited for, in seconds."""
 
     poll_s: float = 5.0
@@ -69,7 +78,7 @@ class ReplicaLink:
         token: str,
         digest: str,
         driver: int,
-        patience: Patience,
+        timings: LinkTimings,
         heard: Callable[[ReplicaLink, News], None],
     ) -> None:
         """heard: told all news, in their order, and once."""
@@ -86,7 +95,7 @@ class ReplicaLink:
         self.slow = False
         """Whether others are asked rather than this one, until there are new weights."""
         self._common = {"protocol": PROTOCOL, "digest": digest, "driver": driver}
-        self._patience = patience
+        self._timings = timings
         self._heard = heard
         self._ask: list[GenerationRequest] = []
         self._cancel: list[str] = []
@@ -95,7 +104,7 @@ class ReplicaLink:
         self._client = httpx.AsyncClient(
             base_url=f"http://{address.host}:{address.port}",
             headers={"Authorization": f"Bearer {token}"},
-            timeout=patience.silence_s,
+            timeout=timings.silence_s,
             trust_env=False,  # a proxy of the environment does not lead to the job's own nodes
             verify=False,  # no TLS here: certificates would be read every second that one is gone, for 20 ms each time
         )
@@ -154,9 +163,9 @@ class ReplicaLink:
         """Its answer. What it is asked for is the same where it comes twice, so it is asked again where the connection
         breaks, for as long as it may be silent. Raises ReplicaGone.
 
-        timeout_s: that it may take, beside `Patience.silence_s`.
+        timeout_s: that it may take, beside `LinkTimings.silence_s`.
         """
-        limit = self._patience.silence_s + (timeout_s or 0.0)
+        limit = self._timings.silence_s + (timeout_s or 0.0)
         give_up = time.monotonic() + limit
         while True:
             if self._client.is_closed:  # by `run`, while this waited to try again
@@ -168,7 +177,7 @@ class ReplicaLink:
             except httpx.TransportError as error:
                 if isinstance(error, httpx.TimeoutException) or time.monotonic() > give_up:
                     raise ReplicaGone(f"{self.name} has been silent for {limit:g} s") from error
-                await asyncio.sleep(self._patience.retry_s)
+                await asyncio.sleep(self._timings.retry_s)
                 continue
             return self._content(response)
 
@@ -201,8 +210,8 @@ class ReplicaLink:
     async def _listen(self) -> None:
         seen = 0
         while True:
-            body = {"seen": seen, "wait_s": self._patience.poll_s}
-            news = decode_news(await self.post("news", body, timeout_s=self._patience.poll_s))
+            body = {"seen": seen, "wait_s": self._timings.poll_s}
+            news = decode_news(await self.post("news", body, timeout_s=self._timings.poll_s))
             self.about, seen = news.about, news.last
             self.busy = time.monotonic(), news.about.busy_s
             self._heard(self, news)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.inference.replicas.dispatch import Dispatch
-from megatron_rl.inference.replicas.roster import Start
+from megatron_rl.inference.replicas.links import Start
 
 STOP_S = 10.0
 """That the thread has to end."""

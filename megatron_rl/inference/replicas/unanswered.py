@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.inference.api import (
-    Beginning,
+    AnswerPrefix,
     Completion,
     Delta,
     FinishReason,
@@ -84,7 +84,7 @@ class Unanswered:
     def partial_answers(self) -> list[PartialAnswer]:
         """See `ResumableInference.partial_answers`."""
         return [
-            PartialAnswer(self._id, number, Beginning([*each.tokens], [*each.logprobs], [*each.versions]))
+            PartialAnswer(self._id, number, AnswerPrefix([*each.tokens], [*each.logprobs], [*each.versions]))
             for number, each in enumerate(self._samples)
             if each.tokens
         ]
@@ -95,6 +95,6 @@ class Unanswered:
         before, and that is still to hear that it need not answer."""
         self.request = self.request.again()
         if with_parts:
-            parts = {part.sample: part.beginning for part in self.partial_answers()}
+            parts = {part.sample: part.prefix for part in self.partial_answers()}
             self.request = replace(self.request, known=parts)
         self._begin()

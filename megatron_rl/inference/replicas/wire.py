@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import (
-    Beginning,
+    AnswerPrefix,
     Delta,
     FinishReason,
     GenerationRequest,
@@ -137,7 +137,7 @@ def decode_request(body: Body) -> GenerationRequest:
             sampling=Sampling.model_validate(body["sampling"]),
             key=body["key"],
             ordinal=body["ordinal"],
-            known={int(sample): Beginning(*known) for sample, known in body["known"].items()},
+            known={int(sample): AnswerPrefix(*known) for sample, known in body["known"].items()},
             id=body["id"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, ResumableInference
+from megatron_rl.inference.api import AnswerPrefix, Completion, GenerationRequest, ResumableInference
 from megatron_rl.rollout.bank.file import Entry, Record
 from megatron_rl.rollout.bank.records import (
     AnswerKey,
@@ -59,7 +59,7 @@ class EarlierWork:
                 found[ordinal] = decode_group(entry.head, body, problem(ordinal))
         return found
 
-    def beginning(self, answer: AnswerKey) -> Beginning | None:
+    def beginning(self, answer: AnswerKey) -> AnswerPrefix | None:
         return join((entry.head, _body(entry)) for entry in self.parts.get(answer, []))
 
 
@@ -188,10 +188,10 @@ class Recording:
         still get them, and until then those are not the inference's."""
         return max(self._inference.policy_version, max(versions, default=0))
 
-    def _known(self) -> list[tuple[str, int, Beginning]]:
+    def _known(self) -> list[tuple[str, int, AnswerPrefix]]:
         """By request and sample, what there is of the answers of groups that are not scored."""
-        found = [(each.request_id, each.sample, each.beginning) for each in self._inference.partial_answers()]
+        found = [(each.request_id, each.sample, each.prefix) for each in self._inference.partial_answers()]
         for request_id, work in self._open.items():
             for sample, one in enumerate(work.completions or []):
-                found.append((request_id, sample, Beginning(one.tokens, one.logprobs, one.versions)))
+                found.append((request_id, sample, AnswerPrefix(one.tokens, one.logprobs, one.versions)))
         return found

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
-from megatron_rl.inference.api import Beginning, GenerationRequest
+from megatron_rl.inference.api import AnswerPrefix, GenerationRequest
 from megatron_rl.rollout.bank.file import Record
 from megatron_rl.rollout.encoding import LOG_PROB, TOKEN, VERSION, Head, Reader, encode_group
 
@@ -94,7 +94,7 @@ def prompt_checksum(request: GenerationRequest) -> int:
 
 
 def part_record(
-    ordinal: int, version: int, newest: int, answer: AnswerKey, start: int, beginning: Beginning, lineage: Lineage
+    ordinal: int, version: int, newest: int, answer: AnswerKey, start: int, beginning: AnswerPrefix, lineage: Lineage
 ) -> Record:
     """The tokens of `beginning` from `start` on; the other arguments as of `group_record`."""
     key, prompt, sample = answer
@@ -124,7 +124,7 @@ def answer_key(head: Head) -> AnswerKey:
     return head["key"], head["prompt"], head["sample"]
 
 
-def join(parts: Iterable[tuple[Head, bytes | None]]) -> Beginning | None:
+def join(parts: Iterable[tuple[Head, bytes | None]]) -> AnswerPrefix | None:
     """One answer of its parts in the order they were written; a body that cannot be read is None.
 
     What follows a hole is of no use. A part that starts before the end of what there is has replaced it: an attempt
@@ -141,4 +141,4 @@ def join(parts: Iterable[tuple[Head, bytes | None]]) -> Beginning | None:
         tokens[start:] = reader.numbers(head["count"], TOKEN)
         versions[start:] = reader.numbers(head["count"], VERSION)
         logprobs[start:] = reader.numbers(head["count"], LOG_PROB)
-    return Beginning(tokens, logprobs, versions) if tokens else None
+    return AnswerPrefix(tokens, logprobs, versions) if tokens else None

@@ -39,7 +39,7 @@ from megatron_rl.agent.remote.wire import (
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.server.agent.sessions import Session, Sessions
-from megatron_rl.server.bearer import MISSING, token_of
+from megatron_rl.server.connections import MISSING, token_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from megatron_rl.agent.registry import environment_class
 from megatron_rl.agent.scoring import Patience, scored
 from megatron_rl.agent.trajectories import check_reward
 from megatron_rl.errors import PACKAGE, ConfigurationError, TaskFailed, own_place, own_trace
-from megatron_rl.inference.limits import refuse_twice
+from megatron_rl.inference.request_limits import refuse_duplicate
 
 REWARD = """
 import json
@@ -97,7 +97,7 @@ def test_the_cause_of_a_bad_configuration_counts_too(mine: ModuleType) -> None:
 
 def test_an_engine_that_fails_is_not_the_tasks_fault(mine: ModuleType) -> None:
     request: Any = SimpleNamespace(id="a", again=None)
-    error = raised(lambda: mine.broken_engine(lambda: refuse_twice(request, {"a"})))
+    error = raised(lambda: mine.broken_engine(lambda: refuse_duplicate(request, {"a"})))
     assert "request a is under way already" in str(error)
     assert (own_place(error), own_trace(error)) == ("", "")
 

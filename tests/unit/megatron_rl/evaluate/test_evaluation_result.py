@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ScoredAnswer
 from megatron_rl.contract.shapes import from_json, to_json
-from megatron_rl.evaluate.answering import blocks
+from megatron_rl.evaluate.blocks import blocks
 from megatron_rl.evaluate.evaluator import choose_sets
 from megatron_rl.evaluate.result import EvaluationResult, result, set_result
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.contract.evaluation_records import SAMPLED, ProblemAnswers, ScoredAnswer
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.evaluate.answers import kept_answers
+from megatron_rl.evaluate.answer_file import kept_answers
 
 SETTINGS = {"k": 2, "sampling": {"temperature": 0.6, "top_p": 1.0}, "seed": 0}
 
@@ -76,7 +76,7 @@ def test_where_there_are_no_locks_the_one_that_comes_second_leaves(
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("megatron_rl.evaluate.answers.fcntl.flock", none)
+    monkeypatch.setattr("megatron_rl.evaluate.answer_file.fcntl.flock", none)
     file = tmp_path / "a.jsonl"
     with kept_answers(file, SETTINGS) as first, kept_answers(file, SETTINGS) as second:
         for problem in range(2):

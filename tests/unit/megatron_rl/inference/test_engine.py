@@ -184,7 +184,7 @@ def test_answers_do_not_depend_on_how_often_the_host_looks_which_have_ended(
     while engine.busy:
         engine.step()
         for part in engine.partial_answers():
-            so_far = part.beginning.tokens
+            so_far = part.prefix.tokens
             assert so_far == whole[part.request_id, part.sample][: len(so_far)]
 
 

@@ -16,7 +16,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, PartialAnswer
+from megatron_rl.inference.api import AnswerPrefix, Completion, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
@@ -62,9 +62,9 @@ def interrupted(engine: Engine, asked: Sequence[GenerationRequest], steps: int) 
 
 
 def resumed(asked: Sequence[GenerationRequest], found: Sequence[PartialAnswer]) -> list[GenerationRequest]:
-    known: dict[str, dict[int, Beginning]] = defaultdict(dict)
+    known: dict[str, dict[int, AnswerPrefix]] = defaultdict(dict)
     for each in found:
-        known[each.request_id][each.sample] = each.beginning
+        known[each.request_id][each.sample] = each.prefix
     return [replace(one, known=known[one.id]) for one in asked]
 
 
@@ -83,7 +83,7 @@ def test_an_interrupted_answer_goes_on_to_the_one_it_would_have_been(policy: Pol
     undisturbed = answers(engine_of(policy), asked)
     found = interrupted(engine_of(policy, max_batch=6), asked, steps)
     assert found
-    assert any(1 <= len(each.beginning.tokens) < 12 for each in found)
+    assert any(1 <= len(each.prefix.tokens) < 12 for each in found)
     assert_same(answers(engine_of(policy), resumed(asked, found)), undisturbed)
 
 
@@ -102,7 +102,7 @@ def test_answers_may_be_cut_anywhere_each_for_itself(
         replace(
             request,
             known={
-                i: Beginning(completion.tokens[:length], completion.logprobs[:length], completion.versions[:length])
+                i: AnswerPrefix(completion.tokens[:length], completion.logprobs[:length], completion.versions[:length])
                 for i, (completion, length) in enumerate(zip(completions, cuts[3 * request.key :], strict=False))
                 if length
             },
@@ -114,7 +114,7 @@ def test_answers_may_be_cut_anywhere_each_for_itself(
 
 def test_the_known_tokens_and_their_logprobs_are_handed_back_as_they_are(policy: Policy) -> None:
     """Even those that these weights would not sample; what follows has the log-probs of these weights."""
-    known = Beginning([3, 3, 3], [-1.25, -2.5, -0.0625], [0, 0, 0])
+    known = AnswerPrefix([3, 3, 3], [-1.25, -2.5, -0.0625], [0, 0, 0])
     request = GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 5, known={1: known})
     ((_, completion),) = answers(engine_of(policy), [request])
     assert completion.tokens[:3] == [3, 3, 3]
@@ -128,7 +128,7 @@ def test_every_token_says_which_weights_sampled_it(policy: Policy) -> None:
     """Those of an earlier attempt, those before and those after new weights are published in the middle."""
     engine = engine_of(policy)
     engine.policy_version = 8
-    known = {0: Beginning([3, 3], [-1.0, -1.0], [4, 5])}
+    known = {0: AnswerPrefix([3, 3], [-1.0, -1.0], [4, 5])}
     request = GenerationRequest(PROMPTS[0], 4, Sampling(max_new_tokens=12), 7, known=known)
     engine.submit(request)
     for _ in range(3):
@@ -146,7 +146,7 @@ def test_every_token_says_which_weights_sampled_it(policy: Policy) -> None:
 
 def test_answers_known_to_their_end_cost_nothing(policy: Policy) -> None:
     engine = engine_of(policy)
-    known = {0: Beginning([3, END], [-1.0, -2.0], [1, 1]), 1: Beginning([2] * 12, [-1.0] * 12, [2] * 12)}
+    known = {0: AnswerPrefix([3, END], [-1.0, -2.0], [1, 1]), 1: AnswerPrefix([2] * 12, [-1.0] * 12, [2] * 12)}
     (completions,) = answers(engine, [GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 0, known=known)])
     assert [completion.finish_reason for completion in completions] == ["stop", "length"]
     assert [completion.tokens for completion in completions] == [[3, END], [2] * 12]
@@ -158,7 +158,7 @@ def test_a_finished_answer_is_partial_work_until_its_siblings_are_finished_too(p
     engine = engine_of(policy)
     asked = requests(SAMPLINGS["plain"], samples=8)
     found = interrupted(engine, asked, steps=8)
-    ended = [each for each in found if each.beginning.tokens[-1] == END]
+    ended = [each for each in found if each.prefix.tokens[-1] == END]
     assert ended
     assert len({(each.request_id, each.sample) for each in found}) == len(found)
     again = engine_of(policy)
@@ -168,7 +168,7 @@ def test_a_finished_answer_is_partial_work_until_its_siblings_are_finished_too(p
 
 def test_answers_that_wait_to_go_on_are_partial_work_too(policy: Policy) -> None:
     """For training to end, for room, or for the row that they have never had: an attempt that ends then leaves them."""
-    known = Beginning([3, 3], [-1.0, -1.0], [0, 0])
+    known = AnswerPrefix([3, 3], [-1.0, -1.0], [0, 0])
     asked = [*requests(SAMPLINGS["plain"]), GenerationRequest([8], 2, SAMPLINGS["plain"], 7, known={1: known})]
     engine = engine_of(policy, max_batch=8)
     for request in asked:
@@ -176,8 +176,8 @@ def test_answers_that_wait_to_go_on_are_partial_work_too(policy: Policy) -> None
     engine.step()
     engine.step()
 
-    def found() -> dict[tuple[str, int], Beginning]:
-        return {(each.request_id, each.sample): each.beginning for each in engine.partial_answers()}
+    def found() -> dict[tuple[str, int], AnswerPrefix]:
+        return {(each.request_id, each.sample): each.prefix for each in engine.partial_answers()}
 
     before = found()
     assert engine.load.running and engine.load.waiting

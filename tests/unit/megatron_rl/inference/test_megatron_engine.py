@@ -14,7 +14,14 @@ from core_helpers import END, VOCAB, answer_logprobs, build_run, full_forward, s
 from megatron_engine_on_cpu import megatron_engine_on_cpu
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, PromptTooLong, RankEngine, Unsupported
+from megatron_rl.inference.api import (
+    AnswerPrefix,
+    Completion,
+    GenerationRequest,
+    PromptTooLong,
+    RankEngine,
+    Unsupported,
+)
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.megatron_engine import MegatronEngine
@@ -137,7 +144,7 @@ def test_further_end_tokens_and_stop_strings_end_answers(policy: Policy) -> None
 def test_answers_go_on_from_what_there_was_of_them(policy: Policy) -> None:
     theirs, ours = engines(policy)
     ((whole,),) = answer(ours, ask(PROMPTS[4]))
-    begun = {count: Beginning(whole.tokens[:count], whole.logprobs[:count], [0] * count) for count in (1, 5, 12)}
+    begun = {count: AnswerPrefix(whole.tokens[:count], whole.logprobs[:count], [0] * count) for count in (1, 5, 12)}
     requests = [ask(PROMPTS[4], known={0: known}) for known in begun.values()]
     theirs.policy_version = 3
     for count, (one,) in zip(begun, answer(theirs, *requests), strict=True):
@@ -154,7 +161,7 @@ def test_what_there_is_of_answers_is_told_while_they_are_sampled(policy: Policy)
         told: list[list[int]] = []
         while not told or len(told[0]) < 4:
             await asyncio.sleep(0)
-            told = [part.beginning.tokens for part in theirs.partial_answers()]
+            told = [part.prefix.tokens for part in theirs.partial_answers()]
         await asked
         return told
 
@@ -174,7 +181,7 @@ def test_a_cancelled_request_makes_room_at_once_even_where_its_prompt_is_compute
 
     async def cancel(tokens: int) -> list[list[Completion]]:
         asked = [asyncio.create_task(theirs.generate(ask(prompt))) for prompt in prompts]
-        while sum(len(part.beginning.tokens) for part in theirs.partial_answers()) < tokens:
+        while sum(len(part.prefix.tokens) for part in theirs.partial_answers()) < tokens:
             await asyncio.sleep(0)
         asked[2].cancel()
         answers = [await each for each in asked[:2]]

@@ -15,7 +15,7 @@ import pytest
 from streams import joined
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.api import Beginning, Completion, Delta, GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.inference.api import AnswerPrefix, Completion, Delta, GenerationRequest, PromptTooLong, Unsupported
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.openai import EndpointError, OpenAIInference
 from megatron_rl.inference.openai_bodies import Endpoint, UnusableAnswer, body
@@ -140,7 +140,7 @@ def test_log_probs_of_vllm_that_are_not_of_all_tokens_are_refused(cut: dict[str,
 
 
 def test_an_interrupted_answer_is_refused() -> None:
-    known = {0: Beginning([1], [-1.0], [0])}
+    known = {0: AnswerPrefix([1], [-1.0], [0])}
     with pytest.raises(Unsupported, match="known"):
         body(replace(ask(), known=known), endpoint())
 

@@ -7,9 +7,10 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.inference.api import Beginning, Delta, GenerationRequest
+from megatron_rl.inference.api import AnswerPrefix, Delta, GenerationRequest
 from megatron_rl.inference.config import Sampling
-from megatron_rl.inference.replicas.choice import MEASURED_S, SLOWER, Pace, choose, too_slow
+from megatron_rl.inference.replicas.dispatch import MEASURED_S, SLOWER, too_slow
+from megatron_rl.inference.replicas.link import Pace
 from megatron_rl.inference.replicas.unanswered import Unanswered
 from megatron_rl.inference.replicas.wire import (
     About,
@@ -24,32 +25,18 @@ from megatron_rl.inference.replicas.wire import (
 TOKENS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(max_value=0, allow_nan=False), st.integers(0, 9)))
 
 
-@given(st.dictionaries(st.integers(), st.integers(0), max_size=5), st.none() | st.integers())
-def test_the_one_with_the_prefix_is_asked_else_the_one_with_the_least_to_do(
-    outstanding: dict[int, int], home: int | None
-) -> None:
-    chosen = choose(outstanding, home)
-    if not outstanding:
-        assert chosen is None
-    elif home in outstanding:
-        assert chosen == home
-    else:
-        assert chosen is not None
-        assert outstanding[chosen] == min(outstanding.values())
-
-
 def test_a_replica_is_slow_beside_others_that_were_measured() -> None:
     usual = Pace(tokens=1000, seconds=MEASURED_S)
     slow = Pace(tokens=1000, seconds=MEASURED_S * (SLOWER + 0.1))
-    assert too_slow({"a": usual, "b": usual, "c": slow}) == ["c"]
-    assert too_slow({"a": usual, "b": slow._replace(seconds=MEASURED_S * SLOWER)}) == []
-    assert too_slow({"c": slow}) == []
-    assert too_slow({"a": Pace(10, MEASURED_S / 2), "c": slow}) == []
+    assert too_slow({(0, 0): usual, (1, 0): usual, (2, 0): slow}) == [(2, 0)]
+    assert too_slow({(0, 0): usual, (1, 0): slow._replace(seconds=MEASURED_S * SLOWER)}) == []
+    assert too_slow({(2, 0): slow}) == []
+    assert too_slow({(0, 0): Pace(10, MEASURED_S / 2), (2, 0): slow}) == []
 
 
 @given(TOKENS, st.integers(0, 2**64 - 1), st.none() | st.integers(0))
 def test_what_is_asked_arrives_as_it_was(known: list[tuple[int, float, int]], key: int, ordinal: int | None) -> None:
-    beginning = Beginning(*([*map(list, zip(*known, strict=True))] or [[], [], []]))
+    beginning = AnswerPrefix(*([*map(list, zip(*known, strict=True))] or [[], [], []]))
     asked = GenerationRequest([5, 6], 3, Sampling(max_new_tokens=4, stop=["\n"]), key, ordinal, {2: beginning})
     arrived = decode_request(json.loads(json.dumps(encode_request(asked))))
     assert arrived == asked

@@ -20,14 +20,14 @@ from megatron_rl.contract.records import write
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.replicas.dispatch import Dispatch, NoReplica
-from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink
+from megatron_rl.inference.replicas.link import LinkTimings, ReplicaGone, ReplicaLink
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import PROTOCOL
 from megatron_rl.refit import replica_control
 from megatron_rl.refit.epoch import Epoch, Member
 from megatron_rl.refit.replica_control import PoolControl
 
-SOON = Patience(poll_s=0.05, silence_s=5.0, retry_s=0.01, look_s=0.01, say_s=0.05)
+SOON = LinkTimings(poll_s=0.05, silence_s=5.0, retry_s=0.01, look_s=0.01, say_s=0.05)
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def attempt(tmp_path: Path) -> Attempt:
 
 @contextmanager
 def pool_of(
-    attempt: Attempt, *, goes_on: bool = True, limit_s: float = 60.0, patience: Patience = SOON
+    attempt: Attempt, *, goes_on: bool = True, limit_s: float = 60.0, timings: LinkTimings = SOON
 ) -> Iterator[ReplicaPool]:
-    pool = ReplicaPool(Dispatch(attempt, DIGEST, TOKEN, 0, goes_on=goes_on, limit_s=limit_s, patience=patience))
+    pool = ReplicaPool(Dispatch(attempt, DIGEST, TOKEN, 0, goes_on=goes_on, limit_s=limit_s, timings=timings))
     pool.start()
     pool.policy_version = 0
     try:
@@ -113,7 +113,7 @@ def test_what_a_dead_replica_was_asked_another_one_answers_the_same(attempt: Att
 
         def kill() -> None:
             until(lambda: len(pool.partial_answers()) == 8, "all have begun")
-            until(lambda: all(len(each.beginning.tokens) == 11 for each in pool.partial_answers()), "11 tokens of each")
+            until(lambda: all(len(each.prefix.tokens) == 11 for each in pool.partial_answers()), "11 tokens of each")
             one.die()
             other.engine.hold_at = None
 
@@ -130,8 +130,8 @@ def test_a_replica_that_says_nothing_is_taken_for_lost(attempt: Attempt, two) ->
     one, other = two
     one.engine.hold_at = other.engine.hold_at = 3
     requests = [request(key) for key in range(2)]
-    impatient = Patience(poll_s=0.05, silence_s=1.0, retry_s=0.01, look_s=0.01)
-    with pool_of(attempt, patience=impatient) as pool:
+    impatient = LinkTimings(poll_s=0.05, silence_s=1.0, retry_s=0.01, look_s=0.01)
+    with pool_of(attempt, timings=impatient) as pool:
         there(pool, 2)
 
         def mute() -> None:
@@ -331,8 +331,8 @@ def test_a_replica_that_hangs_as_it_swaps_does_not_have_the_run_hang(
     hung = threading.Event()
     two[0].weights.swap = lambda version: hung.wait(60)
     monkeypatch.setattr(replica_control, "TRANSFER_TIMEOUT", timedelta(seconds=1))
-    impatient = Patience(poll_s=0.05, silence_s=1.0, retry_s=0.01, look_s=0.01)
-    with pool_of(attempt, patience=impatient) as pool:
+    impatient = LinkTimings(poll_s=0.05, silence_s=1.0, retry_s=0.01, look_s=0.01)
+    with pool_of(attempt, timings=impatient) as pool:
         there(pool, 2)
         control = PoolControl(pool, timedelta(hours=1))
         control.begin_epoch(Epoch(1, "127.0.0.1", 1, "secret", 1, (Member(0, 0, 1), Member(1, 0, 1))))
@@ -377,7 +377,7 @@ def test_a_request_that_comes_back_to_a_replica_is_another_one_there(attempt: At
             pool._dispatch._ask_elsewhere(links[1, 0])
 
         def come_back() -> None:
-            until(lambda: all(len(each.beginning.tokens) == 3 for each in pool.partial_answers()), "3 tokens of each")
+            until(lambda: all(len(each.prefix.tokens) == 3 for each in pool.partial_answers()), "3 tokens of each")
             until(lambda: len(pool.partial_answers()) == 4, "all have begun")
             pool._in_thread(there_and_back()).result(30)
             assert {each.request_id for each in pool.partial_answers()} == {each.id for each in asked}

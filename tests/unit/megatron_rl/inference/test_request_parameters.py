@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from streams import assert_same, joined
 
 from megatron_rl.inference.api import (
-    Beginning,
+    AnswerPrefix,
     Completion,
     Delta,
     GenerationRequest,
@@ -97,7 +97,7 @@ def test_an_interrupted_answer_ends_at_its_stop_string_too(engine: Engine) -> No
     expected = cut(whole, STOPS)
     for length in (1, 2, 5, 24):
         known = {
-            i: Beginning(one.tokens[:length], one.logprobs[:length], one.versions[:length])
+            i: AnswerPrefix(one.tokens[:length], one.logprobs[:length], one.versions[:length])
             for i, one in enumerate(whole)
             if i % 3
         }
@@ -114,7 +114,7 @@ def test_what_there_is_of_answers_never_goes_past_a_stop_string(engine: Engine) 
         engine.step()
         for part in engine.partial_answers():
             answer = expected[part.sample]
-            assert part.beginning.tokens == answer.tokens[: len(part.beginning.tokens)]
+            assert part.prefix.tokens == answer.tokens[: len(part.prefix.tokens)]
     assert_same(engine.take(request.id) or [], expected)
 
 
@@ -213,7 +213,7 @@ def test_an_interrupted_answer_keeps_the_top_logprobs_that_it_had(policy: Policy
     request = ask(2, top_logprobs=3)
     (whole, other) = generate(engine_of(policy), request)
     assert whole.top_logprobs is not None
-    beginning = Beginning(whole.tokens[:4], whole.logprobs[:4], whole.versions[:4], whole.top_logprobs[:4])
+    beginning = AnswerPrefix(whole.tokens[:4], whole.logprobs[:4], whole.versions[:4], whole.top_logprobs[:4])
     resumed = generate(engine_of(policy), replace(request, known={0: beginning}))
     assert_same(resumed, [whole, other])
     bare = replace(beginning, top_logprobs=None)
@@ -291,9 +291,9 @@ def test_what_never_fits_is_refused_before_anything_is_computed(policy: Policy) 
     with pytest.raises(ValueError, match=r"sampling.stop_tokens: 99 is no token"):
         engine.submit(ask(stop_tokens=(3, 99)))
     with pytest.raises(ValueError, match=r"what is known of sample 1: 15 is no token"):
-        engine.submit(replace(ask(2), known={1: Beginning([3, 15], [-1.0, -1.0], [0, 0])}))
+        engine.submit(replace(ask(2), known={1: AnswerPrefix([3, 15], [-1.0, -1.0], [0, 0])}))
     with pytest.raises(ValueError, match=r"what is known of sample 0: 2 tokens have 1 log-probs and 2 versions"):
-        engine.submit(replace(ask(2), known={0: Beginning([3, 3], [-1.0], [0, 0])}))
+        engine.submit(replace(ask(2), known={0: AnswerPrefix([3, 3], [-1.0], [0, 0])}))
     wrongs = {"prompt_tokens": [], "num_samples": 0, "top_logprobs": 21, "key": -1}
     for name, value in wrongs.items():
         with pytest.raises(ValueError, match=name.removesuffix("_tokens")):

@@ -12,7 +12,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.inference.api import Beginning, GenerationRequest, PartialAnswer
+from megatron_rl.inference.api import AnswerPrefix, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import StepPlan
@@ -73,7 +73,7 @@ def partial(scheduler: Scheduler, runner: FakeRunner) -> list[PartialAnswer]:
     return scheduler.partial_answers(runner.answers(scheduler.wanted(scheduler.rows)))
 
 
-def request(key: int, samples: int, limit: int, known: dict[int, Beginning] | None = None) -> GenerationRequest:
+def request(key: int, samples: int, limit: int, known: dict[int, AnswerPrefix] | None = None) -> GenerationRequest:
     return GenerationRequest([9] * (key + 1), samples, Sampling(max_new_tokens=limit), key, known=known or {})
 
 
@@ -121,7 +121,7 @@ def test_every_request_that_is_not_cancelled_is_answered_and_no_row_is_left(
 
 def test_a_known_beginning_waits_by_itself_and_a_known_answer_not_at_all() -> None:
     scheduler, runner = Scheduler(InferenceConfig(max_batch=8), Pages(64, 16), {END}), FakeRunner()
-    known = {0: Beginning([1, END], [-1.0, -1.0], [4, 4]), 2: Beginning([1, 2], [-2.0, -2.0], [3, 4])}
+    known = {0: AnswerPrefix([1, END], [-1.0, -1.0], [4, 4]), 2: AnswerPrefix([1, 2], [-2.0, -2.0], [3, 4])}
     asked = request(1, 3, 4, known)
     scheduler.submit(asked)
     scheduler.publish(5, [])

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from streams import joined
 
-from megatron_rl.inference.api import Beginning, Completion, Delta, GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.inference.api import AnswerPrefix, Completion, Delta, GenerationRequest, PromptTooLong, Unsupported
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import LOGPROB, ScriptedInference
 from megatron_rl.model.tokenizer import CharacterTokenizer
@@ -59,7 +59,7 @@ def test_limits_stop_strings_and_stop_tokens_end_an_answer() -> None:
     assert (stopped.tokens, stopped.finish_reason, stopped.stop) == ([1, 2, 3, 4], "stop", "34")
     (ended,) = answer(engine, ask(stop_tokens=(5,)))
     assert (ended.tokens, ended.finish_reason, ended.stop) == ([1, 2, 3, 4, 5], "stop", None)
-    known = {0: Beginning([1, 2], [-2.0, -3.0], [4, 4])}
+    known = {0: AnswerPrefix([1, 2], [-2.0, -3.0], [4, 4])}
     (resumed,) = answer(engine, replace(ask(stop=("34",)), known=known))
     assert (resumed.tokens, resumed.versions, resumed.logprobs[:3]) == (
         [1, 2, 3, 4],

@@ -60,6 +60,6 @@ def test_it_fails_with_its_engine() -> None:
 
 
 def test_the_limits_leave_room_for_the_questions_in_between() -> None:
-    from megatron_rl.inference.replicas.link import Patience
+    from megatron_rl.inference.replicas.link import LinkTimings
 
-    assert 2 * (Patience().poll_s + Patience().silence_s) < attempt.GONE_S
+    assert 2 * (LinkTimings().poll_s + LinkTimings().silence_s) < attempt.GONE_S

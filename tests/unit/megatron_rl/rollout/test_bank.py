@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.inference.api import Beginning, GenerationRequest, PartialAnswer
+from megatron_rl.inference.api import AnswerPrefix, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.scheduler import RowAnswer, StepPlan
@@ -269,7 +269,7 @@ def test_unfinished_answers_of_newer_weights_are_never_gone_on_with(run: Run, tm
 def test_what_the_first_replica_samples_by_the_next_weights_is_newer(tmp_path: Path) -> None:
     """It swaps before the last one has, and the version counts when all have: both may be on disk by then."""
     request = GenerationRequest([1, 2], 1, Sampling(max_new_tokens=4), key=3, ordinal=0)
-    part = PartialAnswer(request.id, 0, Beginning([5, 6], [-1.0, -1.0], [6, 7]))
+    part = PartialAnswer(request.id, 0, AnswerPrefix([5, 6], [-1.0, -1.0], [6, 7]))
 
     async def generate(_: GenerationRequest) -> None:
         await asyncio.Event().wait()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import LARGEST_REWARD, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.inference.api import Beginning, GenerationRequest
+from megatron_rl.inference.api import AnswerPrefix, GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rollout.bank.file import Record
 from megatron_rl.rollout.bank.records import (
@@ -75,8 +75,8 @@ def test_logprobs_of_the_engine_keep_every_bit() -> None:
 # Answers in parts
 
 
-def whole_answer(length: int, shift: int = 0) -> Beginning:
-    return Beginning([shift + i for i in range(length)], [-float(i) for i in range(length)], [shift] * length)
+def whole_answer(length: int, shift: int = 0) -> AnswerPrefix:
+    return AnswerPrefix([shift + i for i in range(length)], [-float(i) for i in range(length)], [shift] * length)
 
 
 def part(start: int, end: int, attempt: int = 1, shift: int = 0) -> Record:

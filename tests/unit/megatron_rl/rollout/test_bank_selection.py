@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.inference.api import Beginning
+from megatron_rl.inference.api import AnswerPrefix
 from megatron_rl.rollout.bank.file import Entry
 from megatron_rl.rollout.bank.records import answer_key, attempt_record, group_record, part_record
 from megatron_rl.rollout.bank.selection import records_within, reusable_records, unsettled_records, whole_share
@@ -23,7 +23,7 @@ def group_entry(attempt: int, restored: int, newest: int, ordinal: int = 50, rec
 
 
 def part_entry(attempt: int, restored: int, newest: int, ordinal: int = 50, sample: int = 0, size: int = 9) -> Entry:
-    answer = Beginning([1, 2, 3], [-1.0] * 3, [newest] * 3)
+    answer = AnswerPrefix([1, 2, 3], [-1.0] * 3, [newest] * 3)
     return entry(part_record(ordinal, newest, newest, (1, 2, sample), 0, answer, lineage(attempt, restored))[0], size)
 
 

@@ -11,7 +11,7 @@ import uvicorn
 from server_helpers import TOKEN, SayingEngine, running
 from uvicorn.server import ServerState
 
-from megatron_rl.server.connection import BoundedConnection
+from megatron_rl.server.connections import BoundedConnection
 
 TOKEN_HEADER = {"Authorization": f"Bearer {TOKEN}"}
 HEAD = f"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from server_helpers import TOKEN, SayingEngine, ask, client_of, running
 
-from megatron_rl.server.guard import Allowance, Limits
+from megatron_rl.server.guard import Allowance, ServerLimits
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "x", "max_tokens": 3}
@@ -52,7 +52,7 @@ def test_a_body_that_is_too_large_is_not_read() -> None:
             yield b" " * 1000
 
     async def send(**how: Any) -> httpx.Response:
-        limits = Limits(body_bytes=10_000)
+        limits = ServerLimits(body_bytes=10_000)
         async with running(SayingEngine(), limits=limits) as application, client_of(application) as client:
             return await asyncio.wait_for(client.post(COMPLETIONS, **how), 60)
 
@@ -75,7 +75,7 @@ def test_a_token_has_so_many_requests_a_minute() -> None:
     assert [allowance.take() for _ in range(3)] == [0, 0, 30], "what was not used for long is not saved up"
 
     async def many() -> list[httpx.Response]:
-        limits = Limits(requests_per_minute=2)
+        limits = ServerLimits(requests_per_minute=2)
         options: dict[str, Any] = {"limits": limits, "tokens": [TOKEN, "another-of-the-tests"]}
         async with (
             running(SayingEngine(), **options) as application,
@@ -94,7 +94,7 @@ def test_what_would_wait_too_long_is_turned_away_and_comes_in_later() -> None:
     async def crowd() -> None:
         engine = SayingEngine()
         engine.holds_at = 0
-        async with running(engine, limits=Limits(max_waiting=2)) as application, client_of(application) as client:
+        async with running(engine, limits=ServerLimits(max_waiting=2)) as application, client_of(application) as client:
             waiting = [asyncio.create_task(client.post(COMPLETIONS, json=BODY)) for _ in range(2)]
             while application.thread.waiting < 2:
                 await asyncio.sleep(0.001)
@@ -110,7 +110,7 @@ def test_what_would_wait_too_long_is_turned_away_and_comes_in_later() -> None:
 
 
 def test_a_server_with_nothing_to_do_takes_on_whatever_one_request_asks_for() -> None:
-    response = ask(SayingEngine(), COMPLETIONS, BODY | {"n": 5}, limits=Limits(max_waiting=2))
+    response = ask(SayingEngine(), COMPLETIONS, BODY | {"n": 5}, limits=ServerLimits(max_waiting=2))
     assert len(response.json()["choices"]) == 5
 
 

@@ -16,7 +16,7 @@ from megatron_rl.inference.config import Sampling
 from megatron_rl.server import engine_thread
 from megatron_rl.server.app import Application
 from megatron_rl.server.engine_thread import EngineThread, ReaderTooSlow
-from megatron_rl.server.guard import Limits
+from megatron_rl.server.guard import ServerLimits
 
 LONG = "a long answer " * 25
 Message = dict[str, Any]
@@ -97,7 +97,7 @@ def test_a_reader_that_leaves_frees_its_pages(stream: bool) -> None:
 @limited
 async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
     engine = SayingEngine(LONG)
-    async with running(engine, limits=Limits(stall_s=0.05)) as application:
+    async with running(engine, limits=ServerLimits(stall_s=0.05)) as application:
         reader = Reader(application, stream=True)
         reader.takes.clear()
         await reader.read()

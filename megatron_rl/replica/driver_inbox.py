@@ -30,7 +30,7 @@ class _Driver:
         self.news.set()
 
 
-class Desk:
+class DriverInbox:
     """Between HTTP and the engine's thread. All of it is for the HTTP loop."""
 
     def __init__(self, thread: EngineThread) -> None:

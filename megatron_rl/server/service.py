@@ -9,21 +9,21 @@ from typing import Any
 
 from megatron_rl.inference.api import PromptTooLong, Unsupported
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.server.answers import Part, Sample, event, usage
-from megatron_rl.server.asking import Asked
 from megatron_rl.server.engine_thread import EngineGone, EngineThread, ReaderTooSlow, Subscription
 from megatron_rl.server.errors import ApiError, internal_error
 from megatron_rl.server.metrics import ServerMetrics
+from megatron_rl.server.request_parsing import ParsedRequest
+from megatron_rl.server.response_bodies import Part, Sample, event, usage
 
 
-class Service:
+class GenerationService:
     """Has the engine answer."""
 
     def __init__(self, thread: EngineThread, tokenizer: Tokenizer, metrics: ServerMetrics, max_waiting: int) -> None:
         """max_waiting: samples beyond which further requests are turned away."""
         self.thread, self.tokenizer, self.metrics, self.max_waiting = thread, tokenizer, metrics, max_waiting
 
-    async def whole(self, asked: Asked) -> dict[str, Any]:
+    async def whole(self, asked: ParsedRequest) -> dict[str, Any]:
         """The answer, when it is all there. Raises ApiError."""
         answer = _Answer(self, asked, streamed=False)
         wholes: dict[int, Part] = {}
@@ -40,7 +40,7 @@ class Service:
         head = {**asked.form.head(False), **asked.form.of_prompt(wholes[0], asked.prompts[0])}
         return {**head, "choices": choices, "usage": answer.usage()}
 
-    async def events(self, asked: Asked) -> AsyncIterator[bytes]:
+    async def events(self, asked: ParsedRequest) -> AsyncIterator[bytes]:
         """The answer as server-sent events, which begin when the first token is there. Raises ApiError before that."""
         answer = _Answer(self, asked, streamed=True)
         head, form = asked.form.head(True), asked.form
@@ -71,7 +71,7 @@ class Service:
 class _Answer:
     """The requests of one HTTP request at the engine, and their samples, numbered through."""
 
-    def __init__(self, service: Service, asked: Asked, *, streamed: bool) -> None:
+    def __init__(self, service: GenerationService, asked: ParsedRequest, *, streamed: bool) -> None:
         self._service, self._asked, self._streamed = service, asked, streamed
         self._begun = time.monotonic()
         waiting = service.thread.waiting

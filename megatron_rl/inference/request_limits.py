@@ -10,7 +10,7 @@ from megatron_rl.inference.config import AdjustedSampling
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     vocabulary: int
     """Number of tokens."""
     longest: int
@@ -59,7 +59,7 @@ class Limits:
             )
 
 
-def refuse_twice(request: GenerationRequest, under_way: Container[str]) -> None:
+def refuse_duplicate(request: GenerationRequest, under_way: Container[str]) -> None:
     """Raise ValueError where a request of this name is among those `under_way`: nobody could say which answer is
     whose."""
     if request.id in under_way:

@@ -14,7 +14,6 @@ from pydantic_core import from_json
 from megatron_rl.agent.tool_calls import AfterThought, CallReader, opens_thought, reader_for
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.server.answers import ChatFormat, CompletionFormat, Format, Prompt, Reading
 from megatron_rl.server.bodies import (
     MOST_CHOICES,
     ChatBody,
@@ -25,6 +24,7 @@ from megatron_rl.server.bodies import (
 )
 from megatron_rl.server.errors import ApiError, context_exceeded
 from megatron_rl.server.messages import Message, Tool
+from megatron_rl.server.response_bodies import ChatFormat, CompletionFormat, Format, Prompt, Reading
 from megatron_rl.server.token_names import TokenNames
 
 COMPLETION_TOKENS = 16
@@ -40,7 +40,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """What one HTTP request comes to."""
 
     prompts: list[Prompt]
@@ -69,13 +69,13 @@ class ServedModel:
                 code="model_not_found",
             )
 
-    async def completion(self, body: CompletionBody) -> Asked:
+    async def completion(self, body: CompletionBody) -> ParsedRequest:
         """Raises ApiError."""
         prompts = await self._prompts(body)
         reading = replace(_reading(body), goes_on=True, drops_answer=body.echo and body.max_tokens == 0)
         return self._asked(body, prompts, self._form(CompletionFormat, body), reading, COMPLETION_TOKENS, "prompt")
 
-    async def chat(self, body: ChatBody) -> Asked:
+    async def chat(self, body: ChatBody) -> ParsedRequest:
         """Raises ApiError."""
         tools = body.tools if body.tool_choice != "none" else []
         reader = self._reader() if tools else None
@@ -162,7 +162,7 @@ class ServedModel:
         reading: Reading,
         answer_default: int | None,
         param: str,
-    ) -> Asked:
+    ) -> ParsedRequest:
         if not prompts or not all(prompt.tokens for prompt in prompts):
             raise ApiError(400, f"{param}: is empty; there is nothing to answer", param=param, code="invalid_value")
         for prompt in prompts:
@@ -189,7 +189,7 @@ class ServedModel:
                     prompt_logprobs=body.scores,
                 )
             )
-        return Asked(prompts, body, form, reading, requests)
+        return ParsedRequest(prompts, body, form, reading, requests)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raises ApiError where one is outside the vocabulary."""

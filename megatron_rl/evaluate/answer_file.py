@@ -14,14 +14,14 @@ from megatron_rl.contract.files import append_line
 from megatron_rl.contract.records import Unreadable, encode_line, read_lines
 from megatron_rl.errors import ConfigurationError
 
-Place = tuple[str, str, int]
+ProblemKey = tuple[str, str, int]
 """Set, mode and problem."""
 
 
-class Answers:
+class AnswerFile:
     """What has been answered so far."""
 
-    def __init__(self, path: Path, known: Mapping[Place, ProblemAnswers]) -> None:
+    def __init__(self, path: Path, known: Mapping[ProblemKey, ProblemAnswers]) -> None:
         self.path = path
         self.known = dict(known)
         self._size = _size(path)
@@ -47,7 +47,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def kept_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[Answers]:
+def kept_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[AnswerFile]:
     """The answers in a file, which is made where there is none, for this process alone.
 
     Raises:
@@ -58,7 +58,7 @@ def kept_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[Answers]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _lock(descriptor, path)
-        yield Answers(path, _read(path, settings))
+        yield AnswerFile(path, _read(path, settings))
     finally:
         os.close(descriptor)
 
@@ -69,7 +69,7 @@ def _lock(descriptor: int, path: Path) -> None:
     except BlockingIOError as error:
         raise _in_use(path) from error
     except OSError:
-        pass  # a file system without locks: see Answers.add
+        pass  # a file system without locks: see AnswerFile.add
 
 
 def _in_use(path: Path) -> ConfigurationError:
@@ -82,7 +82,7 @@ def _size(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def _read(path: Path, settings: Mapping[str, Any]) -> dict[Place, ProblemAnswers]:
+def _read(path: Path, settings: Mapping[str, Any]) -> dict[ProblemKey, ProblemAnswers]:
     found = read_lines((EvaluationSettings, ProblemAnswers), path)
     if isinstance(found, Unreadable):
         raise ConfigurationError(str(found))

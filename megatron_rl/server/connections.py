@@ -1,11 +1,23 @@
-"""One client's connection, which is held only as long as requests come on it."""
+"""Admission of HTTP clients, for every server of this project: bearer tokens, and how long a connection is held."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+from collections.abc import Sequence
 from typing import Any
 
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MISSING = "the token is missing or wrong: Authorization: Bearer TOKEN"
+
+
+def token_of(scope: Scope, tokens: Sequence[bytes]) -> int | None:
+    """Which of the tokens an HTTP request has, compared in constant time; None: none of them."""
+    scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+    matches = [hmac.compare_digest(given.strip(), token) for token in tokens]
+    return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
 
 class BoundedConnection(H11Protocol):

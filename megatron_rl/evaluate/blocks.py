@@ -1,4 +1,4 @@
-"""Answering an evaluation's problems, as far as they are not answered yet, on the first rank of each replica.
+"""BlockRunner an evaluation's problems, as far as they are not answered yet, on the first rank of each replica.
 
 A block of them at a time: whole blocks are kept, and one that was cut short is answered again. So every answer is made
 beside the same others however often the evaluation is interrupted, and does not depend on whether the device adds up
@@ -21,7 +21,7 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ScoredAnswer
-from megatron_rl.evaluate.answers import Answers
+from megatron_rl.evaluate.answer_file import AnswerFile
 from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.inference.engine import Engine
 from megatron_rl.standalone.policy import OpenedPolicy
@@ -33,7 +33,7 @@ UNEXPLAINED = "the environment does not say why"
 Waits = Callable[[], AbstractContextManager[None]]
 """What to enter while this rank waits for others."""
 
-Run = Callable[[Coroutine[Any, Any, list[EvaluationResponse]], Engine], list[EvaluationResponse] | None]
+RunBlock = Callable[[Coroutine[Any, Any, list[EvaluationResponse]], Engine], list[EvaluationResponse] | None]
 """Drives a block to its end; None where it was given up because the process was asked to leave."""
 
 
@@ -77,7 +77,7 @@ def blocks(sizes: Mapping[str, int], modes: Mapping[str, int], rows: int) -> Ite
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
+class BlockRunner:
     """All blocks that are left, shared out over the replicas, on the first rank of one of them."""
 
     evaluation: Evaluation
@@ -85,11 +85,11 @@ class Answering:
     opened: OpenedPolicy
     sets: Mapping[str, Sequence[Problem]]
     rows: int
-    run: Run
+    run: RunBlock
     report: Callable[[Progress], None]
     waits: Waits
 
-    def lead(self, answers: Answers) -> bool:
+    def lead(self, answers: AnswerFile) -> bool:
         """Have all replicas answer what is not known, and keep it; whether all is answered now."""
         sizes = {name: len(problems) for name, problems in self.sets.items()}
         left = [
@@ -105,7 +105,7 @@ class Answering:
 
     @property
     def _modes(self) -> dict[str, int]:
-        """Answers to each problem."""
+        """AnswerFile to each problem."""
         asked = self.evaluation.evaluate
         return {SAMPLED: asked.k} | ({GREEDY: 1} if asked.greedy else {})
 
