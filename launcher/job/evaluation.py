@@ -17,6 +17,7 @@ from launcher.host.code.git import GitError, dirty, work_tree
 from launcher.plan.memory_terms import WEIGHT_BYTES
 from launcher.plan.parameters import vocabulary, weights
 from launcher.plan.summary import gpu_bytes
+from launcher.recipe.files import RecipeFile, with_base
 from launcher.recipe.load import Recipe, dump_resolved, read_resolved
 from launcher.recipe.located_yaml import YamlProblems, read
 from launcher.recipe.paths import NoPath, with_absolute_paths
@@ -224,8 +225,10 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
         "evaluate": asked.model_dump(),
     }
     published = find_published(values, caches, lambda path: (_option(path), True))
-    config: RunConfig = _validated(RunConfig, published.fill(values) if published else values, _option)
-    return Recipe("mrl evaluate", dump_resolved(config), (), config)
+    if published:
+        values["model"] |= published.missing(values["model"])
+    config: RunConfig = _validated(RunConfig, values, _option)
+    return Recipe("mrl evaluate", config, with_base(RecipeFile("mrl evaluate", dump_resolved(config), None)))
 
 
 def refuse_ranks(config: RunConfig, profile: Profile) -> None:

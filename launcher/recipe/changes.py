@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
 def changes(old: RunConfig, new: RunConfig) -> list[Change]:
     """Every key with another value, in the order of the recipe; a key that only one side has counts as None."""
-    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    before, after = flat(old.model_dump()), flat(new.model_dump())
     keys = [*before, *(key for key in after if key not in before)]
     return [
         Change(key, before.get(key), after.get(key))
@@ -97,11 +97,12 @@ def as_json(changed: Sequence[Change]) -> dict[str, list[Any]]:
     return {one.key: [one.old, one.new] for one in changed}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by full key: {"grpo": {"kl_beta": 0}} -> {"grpo.kl_beta": 0}. Lists and empty mappings stay whole."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
-    return flat
+            found[prefix + key] = value
+    return found

@@ -1,17 +1,17 @@
-"""The shape of a published model, from the config.json of its weights: a recipe need not repeat it.
-
-Only of weights that are on this machine; where they are elsewhere the recipe has to say the shape, and the ranks see
-whether it is right.
+"""Shape of a published model, which a recipe need not repeat: it is read from the config.json of the weights where they
+are on this machine, else from models.yaml. The ranks compare it with the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import BadInput
+from launcher.recipe.located_yaml import read
 from launcher.recipe.problems import Locate, where_named
 from megatron_rl.model.config import ModelConfig, exported_folder, is_hub_name, is_prefetched, package_of
 from megatron_rl.model.hf_config import (
@@ -24,95 +24,111 @@ from megatron_rl.model.hf_config import (
     shape,
 )
 
+MODELS = Path(__file__).with_name("models.yaml")
+
 
 class ShapeUnknown(BadInput):
-    """The recipe leaves out what only a config.json says that is not here."""
+    """The recipe leaves out the shape of a model whose config.json is not here."""
 
     def __init__(self, problem: str, model: str, cluster: str | None) -> None:
         super().__init__(problem)
         self.model = model
-        """Its name on the hub, or package:NAME."""
+        """Name on the hub, or package:NAME."""
         self.cluster = cluster
-        """The recipe's."""
+        """Cluster that the recipe names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """Weights that `model.huggingface` names and that are on this machine."""
+    """Weights that `model.huggingface` names."""
 
-    path: Path
-    """Of their config.json."""
     config: HuggingFaceConfig
+    path: Path | None
+    """Their config.json; None: they are not on this machine, and the configuration is that of models.yaml."""
 
-    def fill(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a recipe with what they leave out of the model's shape."""
-        model = values["model"]
-        missing = {key: value for key, value in shape(self.config).items() if model.get(key) is None}
-        return {**values, "model": {**model, **missing}}
+    @property
+    def source(self) -> str:
+        """Where the configuration comes from, for people."""
+        return MODELS.name if self.path is None else str(self.path)
+
+    def missing(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of the shape that the model section of a recipe leaves out."""
+        return {key: value for key, value in shape(self.config).items() if model.get(key) is None}
 
     def check(self, model: ModelConfig, locate: Locate) -> None:
-        """Raises BadInput where a recipe says otherwise than config.json, with file and line of each key."""
+        """Raises BadInput where a recipe that starts from the weights contradicts their config.json, with the place of
+        each key. models.yaml contradicts nobody: fewer layers are a way to plan or rehearse without the weights."""
+        if self.path is None or model.init != "huggingface":
+            return
         if wrong := contradictions(model, self.config, self.path):
             raise BadInput(f"{where_named(problem, locate)}: {problem}" for problem in wrong)
 
 
 def find_published(values: Mapping[str, Any], caches: Sequence[Path], locate: Locate) -> PublishedModel | None:
-    """The published model that a recipe starts from; None where it does not, or says the shape itself and the weights
-    are not on this machine.
+    """The published model that a recipe names; None where it names none, or gives the shape itself and the weights are
+    not on this machine.
 
     Args:
-        values: of the recipe, not validated yet.
-        caches: of the Hugging Face libraries (HF_HOME).
+        values: values of the recipe, not validated yet.
+        caches: directories of the Hugging Face libraries (HF_HOME).
 
     Raises:
-        ShapeUnknown: the recipe leaves out what the weights would say, and they are not here.
-        BadInput: they are here and cannot be used.
+        ShapeUnknown: the recipe leaves out the shape, and the weights are not here.
+        BadInput: the weights are here and cannot be used.
     """
     model = values.get("model")
-    if not isinstance(model, Mapping) or model.get("init") != "huggingface":
-        return None
-    asked = model.get("huggingface")
-    if not isinstance(asked, str):
-        return None  # as the validation will say
+    asked = model.get("huggingface") if isinstance(model, Mapping) else None
+    if not isinstance(model, Mapping) or not isinstance(asked, str):
+        return None  # the validation complains if need be
+    required = [key for key in KEYS if ModelConfig.model_fields[key].is_required() and model.get(key) is None]
+    if model.get("init") != "huggingface" and not required:
+        return None  # only the shape would be taken from it
     where, _ = locate(("model", "huggingface"))
     folder = _folder(asked, caches)
     if folder is not None:
         try:
-            return PublishedModel(folder / CONFIG_FILE, read_hf_config(folder))
+            return PublishedModel(read_hf_config(folder), folder / CONFIG_FILE)
         except UnusableWeights as error:
             raise BadInput(f"{where}: model.huggingface: {error}") from error
-    required = [key for key in KEYS if ModelConfig.model_fields[key].is_required() and model.get(key) is None]
+    if known := _models().get(asked):
+        return PublishedModel(HuggingFaceConfig.model_validate(known), None)
     if not required:
         return None
     if not is_prefetched(asked):
         raise BadInput(
-            f"{where}: model.huggingface: there is no directory {asked} here, whose {CONFIG_FILE} would say what the "
-            f"model is; check the path, or, where only the nodes see it, give model.{', model.'.join(required)}"
+            f"{where}: model.huggingface: there is no directory {asked} here, whose {CONFIG_FILE} would give the shape "
+            f"of the model; check the path, or, where only the nodes see it, give model.{', model.'.join(required)}"
         )
     looked = f", nor in {' or '.join(map(str, caches))}" if caches else ""
     cluster = values.get("cluster")
     raise ShapeUnknown(
-        f"{where}: model.{', model.'.join(required)}: missing, and the {CONFIG_FILE} of {asked}, which would say, "
-        f"is not here{looked}; `mrl prefetch RECIPE` fetches it, or give them in the recipe",
+        f"{where}: model.{', model.'.join(required)}: missing, and the {CONFIG_FILE} of {asked}, which would "
+        f"give them, is not here{looked}; `mrl prefetch RECIPE` fetches it, or give them in the recipe",
         asked,
         cluster if isinstance(cluster, str) else None,
     )
 
 
+@cache
+def _models() -> dict[str, Any]:
+    found: dict[str, Any] = read(MODELS.read_text(encoding="utf-8")).value
+    return found
+
+
 def _folder(asked: str, caches: Sequence[Path]) -> Path | None:
-    """Where the weights are, as far as this machine can see."""
+    """Directory of the weights; None where this machine does not see them."""
     try:
         if Path(asked).is_dir():
             return Path(asked)
     except (OSError, ValueError):  # a name that no file can have; or one that cannot be looked at
         return None
     if package := package_of(asked):
-        exported = (exported_folder(package, cache) for cache in caches)
+        exported = (exported_folder(package, home) for home in caches)
         return next((folder for folder in exported if (folder / CONFIG_FILE).is_file()), None)
     if not is_hub_name(asked):
         return None
-    for cache in caches:
-        repository = cache / "hub" / f"models--{asked.replace('/', '--')}"
+    for home in caches:
+        repository = home / "hub" / f"models--{asked.replace('/', '--')}"
         try:
             snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text(encoding="utf-8").strip()
             if (snapshot / CONFIG_FILE).is_file():

@@ -40,6 +40,9 @@ from launcher.recipe.load import load_recipe
 
 pytest.importorskip("huggingface_hub", reason="an extra of mrl")
 
+SMALL = "smollm2-135m-chain-sum"
+"""A recipe that gives the shape of its model itself."""
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {  # of Qwen2.5-32B, as far as it matters
     "architectures": ["Qwen2ForCausalLM"],
@@ -273,8 +276,8 @@ def test_a_recipe_needs_each_thing_once(profile):
     other = load_recipe("qwen2.5-32b-dapo", ["tokenizer.path=Qwen/Qwen2.5-7B", "image.reference=/images/a.sqsh"]).config
     assert Need("tokenizer", "Qwen/Qwen2.5-7B") in needs(other, profile)
     assert Need("image", "/images/a.sqsh") in needs(other, profile)
-    local = load_recipe("qwen2.5-32b-dapo", ["tokenizer.path=/models/qwen", "model.huggingface=/models/qwen"]).config
-    assert {need.kind for need in needs(local, None)} == {"dataset"}
+    local = load_recipe(SMALL, ["tokenizer.path=/models/qwen", "model.huggingface=/models/qwen"]).config
+    assert needs(local, None) == []
     assert needs(load_recipe("demo").config, None) == []
 
 
@@ -304,7 +307,7 @@ PACKAGED = ["model.huggingface=package:no-such-weights", "tokenizer.path=package
 
 
 def test_what_a_package_brings_along_is_exported_and_not_fetched(profile, capfd):
-    config = load_recipe("qwen2.5-32b-dapo", PACKAGED).config
+    config = load_recipe(SMALL, PACKAGED).config
     cache, need = Cache.of(profile), Need("model", "package:no-such-weights")
     assert [each for each in needs(config, profile) if each.package] == [need]
     assert "model package:no-such-weights is not in" in missing(config, profile)[1]
@@ -325,7 +328,8 @@ def test_the_command_fetches_and_reports(hub, profile, tmp_path, monkeypatch):
     clusters.write_text(yaml.safe_dump({"clusters": {"lab": lab}}))
     monkeypatch.setenv("MRL_CLUSTERS", str(clusters))
     monkeypatch.delenv("MRL_CLUSTER", raising=False)
-    asked = ["prefetch", "qwen2.5-32b-dapo", "model.huggingface=org/model", "tokenizer.path=org/model"]
+    model = load_recipe("qwen2.5-32b-dapo").config.model.model_dump() | {"huggingface": "org/model"}
+    asked = ["prefetch", "qwen2.5-32b-dapo", f"model={json.dumps(model)}"]
     asked += ["environment.args.train.path=org/data", "environment.args.evaluate.aime_2024.path=org/data"]
     before = CliRunner().invoke(main, [*asked, "--check"])
     assert before.exit_code == 1

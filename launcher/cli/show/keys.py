@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher.recipe.located_yaml import read
+from launcher.recipe.files import shipped_values
 from launcher.recipe.meaning import meanings
 from launcher.recipe.problems import ITEM, expected, generic, known_keys
-from launcher.recipe.shipped import SHIPPED, shipped_recipes
+from launcher.recipe.shipped import shipped_recipes
 from launcher.recipe.suggest import KeyPath
 from megatron_rl.config import RunConfig
 
@@ -61,7 +61,7 @@ def _set_by(path: KeyPath) -> Iterator[str]:
     """The shipped recipes that set a key, by value."""
     by: dict[str, list[str]] = {}
     for recipe in shipped_recipes():
-        value = _value(read((SHIPPED / f"{recipe}.yaml").read_text(encoding="utf-8")).value, path)
+        value = _value(shipped_values(recipe), path)
         if value is not ABSENT:
             by.setdefault(_written(value), []).append(recipe)
     if by:

@@ -13,10 +13,10 @@ from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cli.show.keys import Keys, key_path
 from launcher.errors import show
-from launcher.recipe.changes import _flat
+from launcher.recipe.changes import flat
+from launcher.recipe.files import shipped_values
 from launcher.recipe.load import load_recipe
-from launcher.recipe.located_yaml import read
-from launcher.recipe.shipped import SHIPPED, shipped_recipes
+from launcher.recipe.shipped import shipped_recipes
 
 
 def within(*words: str) -> Result:
@@ -101,8 +101,11 @@ def test_help_says_what_a_key_takes_what_it_means_and_who_sets_it():
 def test_every_shipped_value_is_one_of_a_key_that_help_knows():
     known = Keys().known
     for recipe in shipped_recipes():
-        flat = _flat(read((SHIPPED / f"{recipe}.yaml").read_text()).value)
-        unknown = [key for key in flat if key_path(key) not in known and not key.startswith("environment.args.")]
+        unknown = [
+            key
+            for key in flat(shipped_values(recipe))
+            if key_path(key) not in known and not key.startswith("environment.args.")
+        ]
         assert not unknown, recipe
 
 

@@ -25,7 +25,7 @@ def recipe(*overrides: str) -> list[str]:
         ([VLLM], "inference.engine is native and inference.server is given"),
         (recipe("placement.mode=partitioned", "placement.inference.nodes=1"), "placement.mode is partitioned"),
         (recipe("placement.inference.tp=2"), "placement.inference.tp is given"),
-        (recipe("model.init=from-scratch", "model.huggingface=null"), "model.init is from-scratch"),
+        (recipe("model.init=from-scratch"), "model.init is from-scratch"),
         (recipe("resume.partial=regenerate"), "resume.partial is regenerate"),
         (recipe("sampling.temperature=0.7"), "sampling.temperature 0.7: vLLM's raw log-probs"),
         (recipe("inference.server.processed_logprobs=true", "sampling.top_k=5"), "sampling.top_k: vLLM's processed"),

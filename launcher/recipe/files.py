@@ -1,0 +1,224 @@
+"""Files and overrides that a recipe is written in, laid over one another; each value knows where it comes from.
+
+    extends: qwen2.5-3b-dapo      # a shipped recipe or base, or the path of a file
+    name: mine
+
+Mappings merge key by key. Every other value, lists included, replaces the one below it.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import BadInput
+from launcher.recipe.located_yaml import Located, read_mapping, read_text
+from launcher.recipe.problems import KeyPath
+from launcher.recipe.shipped import BASES, SHIPPED, shipped_bases, shipped_recipes
+
+SECTIONS = "sections such as model: and grpo:, see the recipe demo"
+EXTENDS = "extends"
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeFile:
+    """One file of a recipe."""
+
+    name: str
+    """Name in messages: the path as given, or `demo.yaml` for a shipped recipe."""
+    text: str
+    folder: Path | None
+    """Directory where relative paths of the file begin; None: the current one, as for shipped recipes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """`section.key=value` of the command line."""
+
+    text: str
+    path: KeyPath
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Values of a recipe before defaults, and the place of each."""
+
+    files: tuple[RecipeFile, ...]
+    """The recipe's own file first, then those that it extends."""
+    values: dict[str, Any]
+    places: Mapping[KeyPath, tuple[RecipeFile, int]]
+    """File and line of each key that a file gives, sections included."""
+    overrides: tuple[Override, ...] = ()
+
+    def locate(self, key: KeyPath) -> tuple[str, bool]:
+        """`mine.yaml:7` or `override 'a.b=1'` for a key, and whether it is an override. A key that nobody gives has the
+        place of the nearest section around it."""
+        if override := self._override(key):
+            return f"override {override.text!r}", True
+        place = self._place(key)
+        return (f"{place[0].name}:{place[1]}" if place else self.files[0].name), False
+
+    def folder(self, key: KeyPath) -> Path:
+        """Directory where the relative path of a key begins."""
+        if self._override(key):
+            return Path.cwd()
+        place = self._place(key)
+        return (place[0] if place else self.files[0]).folder or Path.cwd()
+
+    def overridden(self, overrides: Sequence[Override]) -> Written:
+        """The same with overrides laid over the files; later ones win. Raises BadInput for a missing item of a list."""
+        values = copy.deepcopy(self.values)
+        for override in overrides:
+            _apply(values, override)
+        return Written(self.files, values, self.places, tuple(overrides))
+
+    def _override(self, key: KeyPath) -> Override | None:
+        found = (one for one in reversed(self.overrides) if key[: len(one.path)] == one.path)
+        return next(found, None)
+
+    def _place(self, key: KeyPath) -> tuple[RecipeFile, int] | None:
+        ends = range(len(key), 0, -1)
+        return next((self.places[key[:end]] for end in ends if key[:end] in self.places), None)
+
+
+def read_files(asked: str) -> Written:
+    """Read a recipe and what it extends.
+
+    Args:
+        asked: name of a shipped recipe, or path of a YAML file.
+
+    Raises:
+        BadInput: a file cannot be read or is no mapping, or what `extends` names is missing or extends a file itself.
+    """
+    if not asked.strip():
+        raise BadInput("RECIPE is empty; name a shipped one (`mrl recipes`) or a YAML file")
+    path = Path(asked)
+    if _is_shipped(asked):
+        return with_base(_shipped(asked))
+    if not _seen(path.exists) and path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
+        raise BadInput(f"no recipe is called {asked!r} and no file either; {_suggestion(asked, shipped_recipes())}")
+    return with_base(RecipeFile(asked, read_text(path), path.absolute().parent))
+
+
+def shipped_values(name: str) -> dict[str, Any]:
+    """Values of a shipped recipe before defaults, those that it extends included."""
+    return with_base(_shipped(name)).values
+
+
+def _is_shipped(asked: str) -> bool:
+    """Whether a name means a shipped recipe: a file of that name comes first, a folder of that name does not count."""
+    path = Path(asked)
+    return asked in shipped_recipes() and (_seen(path.is_dir) or not _seen(path.exists))
+
+
+def _shipped(name: str) -> RecipeFile:
+    if name in shipped_bases():
+        return RecipeFile(f"{BASES.name}/{name}.yaml", (BASES / f"{name}.yaml").read_text(encoding="utf-8"), None)
+    return RecipeFile(f"{name}.yaml", (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"), None)
+
+
+def with_base(file: RecipeFile) -> Written:
+    """Values of a file, laid over those that it extends. Raises BadInput."""
+    document = read_mapping(file.name, file.text, SECTIONS)
+    line = document.lines.get((EXTENDS,))
+    own = Written(
+        (file,),
+        {key: value for key, value in document.value.items() if key != EXTENDS},
+        {key: (file, number) for key, number in document.lines.items() if key[0] != EXTENDS},
+    )
+    if line is None:
+        return own
+    return _laid_over(_base(file, f"{file.name}:{line}: {EXTENDS}", document), own)
+
+
+def _base(file: RecipeFile, where: str, document: Located) -> Written:
+    """What `extends` of a file names."""
+    name = document.value[EXTENDS]
+    if not isinstance(name, str) or not name.strip():
+        raise BadInput(f"{where}: expected the name of a shipped recipe or the path of a file, got {name!r}")
+    known = [*shipped_recipes(), *shipped_bases()]
+    if name in known:  # of which some extend a base, which is shipped too
+        return with_base(_shipped(name))
+    if "/" not in name and not name.endswith((".yaml", ".yml")):
+        raise BadInput(f"{where}: no shipped recipe is called {name!r}; {_suggestion(name, known)}; or give a path")
+    try:
+        path = Path(file.name).parent / Path(name).expanduser()
+        base = RecipeFile(str(path), read_text(path), path.absolute().parent)
+        its_own = read_mapping(base.name, base.text, SECTIONS).value.get(EXTENDS)
+    except RuntimeError as error:  # ~nobody
+        raise BadInput(f"{where}: {name}: {error}") from error
+    except BadInput as error:
+        raise BadInput(f"{where}: {problem}" for problem in error.problems) from error
+    if its_own is not None:
+        raise BadInput(
+            f"{where}: {name} itself extends {its_own}, and a file that is extended must be whole; extend {its_own} "
+            f"and repeat here what {name} changes"
+        )
+    return with_base(base)
+
+
+def _laid_over(below: Written, above: Written) -> Written:
+    replaced: list[KeyPath] = []
+    values = _merge(below.values, above.values, (), replaced)
+    kept = {key: place for key, place in below.places.items() if not any(key[: len(path)] == path for path in replaced)}
+    return Written((*above.files, *below.files), values, {**kept, **above.places})
+
+
+def _merge(
+    below: Mapping[str, Any], above: Mapping[str, Any], path: KeyPath, replaced: list[KeyPath]
+) -> dict[str, Any]:
+    """Both mappings as one; notes the paths whose value above replaces all below it."""
+    merged = dict(below)
+    for name, value in above.items():
+        here, before = (*path, name), merged.get(name)
+        if isinstance(before, Mapping) and isinstance(value, Mapping) and not _is_another(here, before, value):
+            merged[name] = _merge(before, value, here, replaced)
+        else:
+            merged[name] = value
+            replaced.append(here)
+    return merged
+
+
+def _is_another(path: KeyPath, before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """Whether a section names another environment, to which the arguments of the one below it mean nothing."""
+    return path == ("environment",) and value.get("name", before.get("name")) != before.get("name")
+
+
+def _apply(values: dict[str, Any], override: Override) -> None:
+    section: Any = values
+    for name in override.path[:-1]:
+        key = _key_in(section, name, override)
+        inside = section[key] if isinstance(section, list) else section.get(key)
+        if not isinstance(inside, dict | list):
+            inside = section[key] = {}
+        section = inside
+    section[_key_in(section, override.path[-1], override)] = override.value
+
+
+def _key_in(section: Any, name: str, override: Override) -> Any:
+    """Key of a mapping, or index of a list. Raises BadInput where the list has no such item."""
+    if not isinstance(section, list):
+        return name
+    if not re.fullmatch(r"[0-9]{1,12}", name) or int(name) >= len(section):
+        raise BadInput(f"override {override.text!r}: there is no {name} in a list of {len(section)}, counted from 0")
+    return int(name)
+
+
+def _suggestion(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"shipped recipes: {', '.join(shipped_recipes())}"
+
+
+def _seen(look: Callable[[], bool]) -> bool:
+    """Return what a look at a path finds; False for a name that no file can have, or that cannot be looked at, as the
+    reader of the path reports."""
+    try:
+        return look()
+    except (OSError, ValueError):
+        return False
