@@ -10,7 +10,7 @@ import click
 
 from launcher.errors import BadInput
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import described, with_samples
+from megatron_rl.agent.registry import describe_environments, with_samples
 
 
 @click.group(
@@ -30,7 +30,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
         if as_json:
             raise click.UsageError("--json belongs behind the subcommand", ctx)
         return
-    found = described()
+    found = describe_environments()
     if as_json:
         click.echo(json.dumps({"environments": [one._asdict() for one in found]}, indent=2))
         return

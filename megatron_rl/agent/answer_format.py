@@ -10,15 +10,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_rl.agent.answer_end import is_harmless
-
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundAnswer:
     """The last answer of a response."""
 
     text: str
-    talks_on: bool
+    has_trailing_text: bool
     """Whether more follows than marks, blanks and a unit, see answer_end.py."""
 
 
@@ -26,7 +24,7 @@ class Found:
 class Format:
     instruction: str
     """The sentence of the prompt that asks for it."""
-    find: Callable[[str], Found | None]
+    find: Callable[[str], FoundAnswer | None]
     """The last answer of a response; None where it has none in this format, or an empty one."""
     written: Callable[[str], str]
     """A response that is an answer and no more."""
@@ -49,12 +47,12 @@ _BETWEEN = re.compile(
 )
 
 
-def _found(answer: str, rest: str) -> Found | None:
+def _found(answer: str, rest: str) -> FoundAnswer | None:
     answer = answer.strip()
-    return Found(answer, talks_on=not is_harmless(rest)) if answer else None
+    return FoundAnswer(answer, has_trailing_text=not _adds_nothing(rest)) if answer else None
 
 
-def _boxed(response: str) -> Found | None:
+def _boxed(response: str) -> FoundAnswer | None:
     boxes, cut_off = _boxes(response)
     if not boxes or cut_off:
         return None
@@ -93,7 +91,7 @@ def _in_one_sentence(between: str) -> bool:
     return _BETWEEN.fullmatch(between) is not None or _SENTENCE_END.search(between) is None
 
 
-def _tagged(response: str) -> Found | None:
+def _tagged(response: str) -> FoundAnswer | None:
     end = response.rfind("</answer>")
     start = response.rfind("<answer>", 0, end)
     if end < 0 or start < 0:
@@ -109,9 +107,36 @@ _LINE = re.compile(
 _MARKS = re.compile(r"^[\s*_`]+|[\s*_`]+$")
 
 
-def _line(response: str) -> Found | None:
+def _line(response: str) -> FoundAnswer | None:
     lines = list(_LINE.finditer(response))
     return _found(_MARKS.sub("", lines[-1][1]), response[lines[-1].end() :]) if lines else None
+
+
+# Endings that add nothing to an answer: $ . ** \) a unit, the end of an environment, a Q.E.D. sign. None of them can be
+# an answer: they contain no digits except those of \tag{1} and of the power of a unit.
+_COMMANDS = (
+    r"[,;:!> ]|quad|qquad|enspace|hfill|hspace\*?\{[^{}]*\}|vspace\*?\{[^{}]*\}|smallskip|medskip|bigskip|par|newline"
+    r"|\\(?:\[[^\]]*\])?|right\.?|[\])]|end\{[A-Za-z]+\*?\}|tag\*?\{[^{}]{0,9}\}|label\{[^{}]*\}|nonumber|notag"
+    r"|blacksquare|square|Box|qed|QED|checkmark|%|\$|circ|degree"
+)
+_UNITS = (
+    "percent|dollars?|cents?|euros?|pounds?|degrees?|radians?|units?|square|cubic|sq|cu|meters?|metres?|centimeters?|centimetres?|"
+    "millimeters?|kilometers?|kilometres?|inch(?:es)?|feet|foot|miles?|yards?|grams?|kilograms?|seconds?|minutes?|"
+    "hours?|days?|weeks?|months?|years?|lit(?:er|re)s?|people|students?|children|ways?|points?|items?|pieces?|"
+    "mm|cm|dm|km|kg|mg|ml|ft|hr|min|mph|kmh|km/h|m/s|m|g|s|h|L|N|J|W|V|per"
+)
+_HARMLESS = re.compile(  # possessive, so that no text makes it try the same characters twice
+    rf"(?:\s|[.,;:!?$*_~`'\"”’)\]}}&#-]|。|！|⬛|■|□|∎|✓|✔|✅|🎉|😊|\\(?:{_COMMANDS})"
+    r"|\\(?:text|mathrm|mbox|textbf)\{\s*(?:UNITS)?[\s.]*\}"
+    r"|\^\{?(?:[23]|\\circ)\}?|%|°|²|³|€|£"
+    r"|\b(?:UNITS)\b|\bQ\.?E\.?D\b"
+    r"|</?(?:p|b|i|div|span|strong|em|br|center|think|answer|body|html)\s*/?>|<\|[a-z_]+\|>)*+".replace("UNITS", _UNITS)
+)
+
+
+def _adds_nothing(rest: str) -> bool:
+    """Whether the text after an answer adds nothing to it."""
+    return _HARMLESS.fullmatch(rest) is not None
 
 
 FORMATS = {

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from megatron_rl.agent.contrastive import ContrastivePair, pair_of
-from megatron_rl.agent.scoring import Patience
-from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.trajectories import ContrastivePair, Problem, Trajectory, TrajectoryGroup, contrastive_pair
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.config import Sampling
 from megatron_rl.model.tokenizer import Tokenizer
@@ -31,7 +30,7 @@ class GroupRolloutRequest:
     key: int
     """Key of the group's random numbers, see `GenerationRequest.key`."""
     inference: InferenceInterface
-    patience: Patience
+    limits: RolloutLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class RolloutRequest:
     sampling: Sampling
     key: int
     inference: InferenceInterface
-    patience: Patience
+    limits: RolloutLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class EvaluationRequest:
     samples_per_problem: int
     key: int
     inference: InferenceInterface
-    patience: Patience
+    limits: RolloutLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +199,14 @@ class Environment(GroupedRolloutGenerator, EvaluationAgent, RolloutGenerator, Co
                 samples_per_problem=1,
                 key=request.key,
                 inference=request.inference,
-                patience=request.patience,
+                limits=request.limits,
             )
         )
 
     async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
         """The best and the worst of the group's answers."""
         group = await self.group_rollout(request)
-        return ContrastiveResponse(pair_of(group), group.failures)
+        return ContrastiveResponse(contrastive_pair(group), group.failures)
 
     def tracebacks(self) -> Mapping[str, str]:
         """Tracebacks of the errors that its own code raised and that cost answers, by what their reasons in

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megatron_rl.agent.answer_format import FORMATS
-from megatron_rl.agent.text_rows import SUFFIXES, at, spelling, text_rows
+from megatron_rl.agent.text_rows import SUFFIXES, as_text, text_rows, value_at
 from megatron_rl.extras import install_command
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.section import HubPath, Section
@@ -108,7 +108,7 @@ def _whole_rows(source: Source, removed: Sequence[re.Pattern[str]]) -> Iterator[
     rows = lacking = 0
     for row in _rows(source, _whole):
         rows += 1
-        text = spelling(at(row, source.question.split(".")))
+        text = as_text(value_at(row, source.question.split(".")))
         if text:
             yield Question(_without(removed, text), "", row, source)
         else:
@@ -191,10 +191,10 @@ def _of_text(source: DataSet, files: Sequence[str]) -> Iterator[tuple[str | None
     for file in files:
         for where, row in text_rows(file):
             columns |= dict.fromkeys(row)
-            found = [at(row, path) for path in paths]
+            found = [value_at(row, path) for path in paths]
             if not source.structured and any(isinstance(value, dict | list) for value in found):
                 raise ValueError(f"{where}: {_no_text(source)}")
-            question, answer = map(spelling, found)
+            question, answer = map(as_text, found)
             yield question, answer
     if not columns:
         raise ValueError("there is no row in it")

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from megatron_rl.agent.datasets import DataSet, Question, Source, distinct, normalised, read_questions
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.prompts import Asking, asked, prompt_format, template_fields
+from megatron_rl.agent.prompts import PromptConfig, prompt_format, render_prompt, template_fields
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.model.config import is_hub_name
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 HELD_OUT = "held_out"
 
 
-class HFDatasetConfig(Asking):
+class HFDatasetConfig(PromptConfig):
     """Arguments of every environment whose problems are rows of data sets."""
 
     prompt_fields: ClassVar[Sequence[str]] = ("question",)
@@ -111,7 +111,7 @@ class HFDatasetAgent(RewardOnlyAgent):
         return fitting
 
     def _prompt(self, question: Question) -> str:
-        return asked(self.tokenizer, self.config.prompt.format(**self.fields(question)), self.config)
+        return render_prompt(self.tokenizer, self.config.prompt.format(**self.fields(question)), self.config)
 
 
 def split(questions: Sequence[Question], held_out: float, seed: int) -> tuple[list[Question], list[Question]]:

@@ -25,7 +25,7 @@ from megatron_rl.agent.registry import (
     required_extras,
     used_files,
 )
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import Section
@@ -111,11 +111,11 @@ class WeightedMultiTask(Environment, Demonstrator):
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         id = request.problem.environment
-        return await self._members[id].group_rollout(replace(request, patience=Patience.of(self._config[id])))
+        return await self._members[id].group_rollout(replace(request, limits=RolloutLimits.of(self._config[id])))
 
     async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
         id = request.problem.environment
-        return await self._members[id].contrastive_rollout(replace(request, patience=Patience.of(self._config[id])))
+        return await self._members[id].contrastive_rollout(replace(request, limits=RolloutLimits.of(self._config[id])))
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         import asyncio  # slow, and the launcher imports this module to check a recipe
@@ -129,7 +129,7 @@ class WeightedMultiTask(Environment, Demonstrator):
                     replace(
                         request,
                         problems=[request.problems[place] for place in its],
-                        patience=Patience.of(self._config[id]),
+                        limits=RolloutLimits.of(self._config[id]),
                     )
                 )
                 for id, its in places.items()

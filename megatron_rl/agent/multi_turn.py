@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.agent.keys import turn_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
-from megatron_rl.agent.scoring import Patience, its_own, scored, within
+from megatron_rl.agent.scoring import RolloutLimits, as_task_error, await_score, score_answer
 from megatron_rl.agent.trajectories import Conversation, Problem, Trajectory
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
 
@@ -61,7 +61,7 @@ class MultiTurnAgent(RewardOnlyAgent):
         sample: int,
         completion: Completion,
         inference: InferenceInterface,
-        patience: Patience,
+        limits: RolloutLimits,
     ) -> Trajectory | str:
         """A scored conversation, or why it was lost."""
         conversation = Conversation(request.prompt_tokens)
@@ -74,12 +74,12 @@ class MultiTurnAgent(RewardOnlyAgent):
             try:
                 observation = self.get_observation(responses, problem.golden)
                 if isawaitable(observation):
-                    observation = await within(patience.timeout_s, observation, patience)
+                    observation = await await_score(limits.timeout_s, observation, limits)
                 if observation is None:
                     break
                 conversation.add_observation(self.tokenizer.encode(observation))
             except BaseException as error:  # noqa: BLE001 - a task's own code may raise anything; it ends no run
-                return self._reason("get_observation", its_own(error), problem, responses[-1])
+                return self._reason("get_observation", as_task_error(error), problem, responses[-1])
             key = turn_key(request.key, sample, len(responses))
             asked = GenerationRequest(list(conversation.tokens), 1, request.sampling, key, request.ordinal)
             try:
@@ -88,7 +88,7 @@ class MultiTurnAgent(RewardOnlyAgent):
                 completion = conversation.cut_off()
                 break
         score = partial(self.get_trajectory_reward, responses, problem.golden, completion.finish_reason)
-        found = await scored(score, patience)
+        found = await score_answer(score, limits)
         if isinstance(found, Exception):
             return self._reason("get_trajectory_reward", found, problem, responses[-1])
         said, calls = "\n".join(responses), self.tool_calls(responses)

@@ -12,7 +12,7 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import Section
 
 
-class Asking(Section):
+class PromptConfig(Section):
     """How an environment's questions are put to the model."""
 
     chat: Literal["always", "auto", "never"] = "auto"
@@ -21,7 +21,7 @@ class Asking(Section):
     """The system message before it; default: what the chat template says by itself."""
 
     @model_validator(mode="after")
-    def _is_a_chat(self) -> Asking:
+    def _is_a_chat(self) -> PromptConfig:
         if self.system is not None and self.chat == "never":
             raise ValueError("system: there is no system message with chat: never; put it into the prompt")
         return self
@@ -37,7 +37,7 @@ def template_fields(template: str, known: Sequence[str] | None = None) -> set[st
     return fields
 
 
-def asked(tokenizer: Tokenizer, message: str, asking: Asking) -> str:
+def render_prompt(tokenizer: Tokenizer, message: str, asking: PromptConfig) -> str:
     """The prompt that asks for an answer to `message`.
 
     Raises ValueError where a chat template is needed and there is none, or it knows no system message.
@@ -53,14 +53,14 @@ def asked(tokenizer: Tokenizer, message: str, asking: Asking) -> str:
     return tokenizer.as_prompt(message)
 
 
-def prompt_format(tokenizer: Tokenizer, asking: Asking) -> str:
-    """What `asked` puts around a message, in words for an evaluation's record; "" where it is nothing."""
+def prompt_format(tokenizer: Tokenizer, asking: PromptConfig) -> str:
+    """What `render_prompt` puts around a message, in words for an evaluation's record; "" where it is nothing."""
     if not _in_chat(tokenizer, asking):
         return ""
     return "chat template" if asking.system is None else f"chat template, system message {asking.system!r}"
 
 
-def _in_chat(tokenizer: Tokenizer, asking: Asking) -> bool:
+def _in_chat(tokenizer: Tokenizer, asking: PromptConfig) -> bool:
     return asking.chat != "never" and tokenizer.chat_template is not None
 
 

@@ -33,7 +33,7 @@ def environment_names() -> list[str]:
     return sorted({entry.name for entry in registered()})
 
 
-class Described(NamedTuple):
+class EnvironmentInfo(NamedTuple):
     """An environment that is installed."""
 
     name: str
@@ -43,7 +43,7 @@ class Described(NamedTuple):
     """Package, its version, and the class."""
 
 
-def described() -> list[Described]:
+def describe_environments() -> list[EnvironmentInfo]:
     """All names that `environment.name` may have, variants too, sorted. Imports all of them."""
     found = []
     for entry in registered():
@@ -51,11 +51,11 @@ def described() -> list[Described]:
             cls = environment_class(entry.name)
             of_its = _variants(cls)
         except ValueError as error:
-            found.append(Described(entry.name, f"cannot be used: {error}", _origin(entry)))
+            found.append(EnvironmentInfo(entry.name, f"cannot be used: {error}", _origin(entry)))
             continue
         variants = {f"{entry.name}/{name}": about for name, about in of_its.items()}
         described_as = {entry.name: _first_sentence(cls), **variants}
-        found += [Described(name, about, _origin(entry)) for name, about in described_as.items()]
+        found += [EnvironmentInfo(name, about, _origin(entry)) for name, about in described_as.items()]
     return sorted(found)
 
 

@@ -19,7 +19,7 @@ from megatron_rl.agent.api import (
     GroupRolloutRequest,
 )
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.scoring import OverLimit, Patience, Reward, in_time, scored
+from megatron_rl.agent.scoring import Reward, RolloutLimits, RolloutTimeout, run_within_limit, score_answer
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.errors import own_place, own_trace
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
@@ -66,7 +66,7 @@ class RewardOnlyAgent(Environment):
                 request.ordinal,
             ),
             request.inference,
-            request.patience,
+            request.limits,
         )
         return TrajectoryGroup(request.ordinal, request.problem, trajectories, failures)
 
@@ -80,7 +80,7 @@ class RewardOnlyAgent(Environment):
             prompt, key = self.tokenizer.encode(problem.prompt), stable_key("evaluation", request.key, index)
             asked = GenerationRequest(prompt, request.samples_per_problem, request.sampling, key)
             try:
-                answers, lost = await self._answer(problem, asked, request.inference, request.patience)
+                answers, lost = await self._answer(problem, asked, request.inference, request.limits)
             except PromptTooLong as error:
                 logger.warning("problem %d of an evaluation counts as lost: %s", index, error)
                 answers, lost = [], Counter({"the prompt is too long": request.samples_per_problem})
@@ -91,24 +91,24 @@ class RewardOnlyAgent(Environment):
         return EvaluationResponse(answers, failures)
 
     async def _answer(
-        self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, patience: Patience
+        self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, limits: RolloutLimits
     ) -> tuple[list[Trajectory], Counter[str]]:
         """Scored answers in sample order, and the number of those lost, by reason. The first turns of all samples are
         one request."""
         began = time.monotonic()
         try:
-            completions = await in_time(lambda: inference.generate(request.again()), patience)
-        except OverLimit as error:
+            completions = await run_within_limit(lambda: inference.generate(request.again()), limits)
+        except RolloutTimeout as error:
             return [], Counter({str(error): request.num_samples})
         spent_s = time.monotonic() - began
         rollouts = [
-            partial(self._rollout, problem, request, sample, completion, inference, patience)
+            partial(self._rollout, problem, request, sample, completion, inference, limits)
             for sample, completion in enumerate(completions)
         ]
         if self._waits():
             import asyncio  # as above
 
-            results = await asyncio.gather(*(_or_why_not(rollout, patience, spent_s) for rollout in rollouts))
+            results = await asyncio.gather(*(_or_why_not(rollout, limits, spent_s) for rollout in rollouts))
         else:
             results = [await rollout() for rollout in rollouts]  # nothing to wait for: no task for each
         trajectories = [result for result in results if isinstance(result, Trajectory)]
@@ -125,11 +125,11 @@ class RewardOnlyAgent(Environment):
         sample: int,
         completion: Completion,
         inference: InferenceInterface,
-        patience: Patience,
+        limits: RolloutLimits,
     ) -> Trajectory | str:
         """What becomes of a sample whose first turn is there: a scored answer, or why it is lost."""
         text = self.tokenizer.decode(completion.tokens)
-        score = await scored(partial(self.get_reward, text, problem.golden, completion.finish_reason), patience)
+        score = await score_answer(partial(self.get_reward, text, problem.golden, completion.finish_reason), limits)
         if isinstance(score, Exception):
             return self._reason("get_reward", score, problem, text)
         return Trajectory.single(request.prompt_tokens, completion, text, score.reward, score.components)
@@ -151,9 +151,9 @@ class RewardOnlyAgent(Environment):
 
 
 async def _or_why_not(
-    rollout: Callable[[], Awaitable[Trajectory | str]], patience: Patience, spent_s: float
+    rollout: Callable[[], Awaitable[Trajectory | str]], limits: RolloutLimits, spent_s: float
 ) -> Trajectory | str:
     try:
-        return await in_time(rollout, patience, spent_s)
-    except OverLimit as error:
+        return await run_within_limit(rollout, limits, spent_s)
+    except RolloutTimeout as error:
         return str(error)

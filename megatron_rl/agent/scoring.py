@@ -18,7 +18,7 @@ Waited = TypeVar("Waited")
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RolloutLimits:
     """With what one answer takes beside the model, see `EnvironmentConfig`."""
 
     timeout_s: float
@@ -29,11 +29,11 @@ class Patience:
     """For each try of the whole rollout."""
 
     @classmethod
-    def of(cls, config: EnvironmentConfig) -> Patience:
+    def of(cls, config: EnvironmentConfig) -> RolloutLimits:
         return cls(config.reward_timeout_s, config.reward_retries, config.rollout_limit_s)
 
 
-class OverLimit(Exception):
+class RolloutTimeout(Exception):
     """A rollout has taken longer than it may, in every try."""
 
 
@@ -68,24 +68,24 @@ class Score:
         return cls(reward, {name: value for name, value in components.items() if name != "reward"})
 
 
-async def scored(score: Callable[[], Reward | Awaitable[Reward]], patience: Patience) -> Score | Exception:
+async def score_answer(score: Callable[[], Reward | Awaitable[Reward]], limits: RolloutLimits) -> Score | Exception:
     """The score, or what scoring raised in the last try."""
     began, tries = time.monotonic(), 0
     while True:
         try:
             given = score()
             if isawaitable(given):
-                left_s = patience.timeout_s - (time.monotonic() - began)
-                given = await within(left_s, given, patience)
+                left_s = limits.timeout_s - (time.monotonic() - began)
+                given = await await_score(left_s, given, limits)
             return Score.of(given)
         except BaseException as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
-            failure = its_own(error)
+            failure = as_task_error(error)
             tries += 1
-            if tries > patience.retries or time.monotonic() - began >= patience.timeout_s:
+            if tries > limits.retries or time.monotonic() - began >= limits.timeout_s:
                 return failure
 
 
-def its_own(error: BaseException) -> Exception:
+def as_task_error(error: BaseException) -> Exception:
     """What a task's code has raised, as an error that can be told: libraries call sys.exit, panics of those in Rust are
     no Exception, and of some errors there is no text.
 
@@ -112,7 +112,7 @@ def _cancelled(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-async def within(left_s: float, waited: Awaitable[Waited], patience: Patience) -> Waited:
+async def await_score(left_s: float, waited: Awaitable[Waited], limits: RolloutLimits) -> Waited:
     """What is awaited. Raises TimeoutError where that takes too long."""
     import asyncio  # slow, and the launcher imports this module to check a recipe
 
@@ -122,25 +122,27 @@ async def within(left_s: float, waited: Awaitable[Waited], patience: Patience) -
     except TimeoutError as error:
         if not clock.expired():
             raise
-        raise TimeoutError(f"no score within {patience.timeout_s:g} s (environment.reward_timeout_s)") from error
+        raise TimeoutError(f"no score within {limits.timeout_s:g} s (environment.reward_timeout_s)") from error
 
 
-async def in_time(work: Callable[[], Awaitable[Waited]], patience: Patience, spent_s: float = 0.0) -> Waited:
+async def run_within_limit(
+    work: Callable[[], Awaitable[Waited]], limits: RolloutLimits, spent_s: float = 0.0
+) -> Waited:
     """What `work` makes of a rollout. It is cancelled where it takes too long, and begun anew.
 
     spent_s: of the first try's time, on what later ones need not do again.
 
-    Raises OverLimit where no try is left.
+    Raises RolloutTimeout where no try is left.
     """
-    if patience.rollout_s is None:
+    if limits.rollout_s is None:
         return await work()
     import asyncio  # as above
 
-    for spent in (spent_s, *[0.0] * patience.retries):
+    for spent in (spent_s, *[0.0] * limits.retries):
         try:
-            async with asyncio.timeout(patience.rollout_s - spent) as clock:
+            async with asyncio.timeout(limits.rollout_s - spent) as clock:
                 return await work()
         except TimeoutError:
             if not clock.expired():
                 raise
-    raise OverLimit(f"rollout: not done within {patience.rollout_s:g} s (environment.rollout_limit_s)")
+    raise RolloutTimeout(f"rollout: not done within {limits.rollout_s:g} s (environment.rollout_limit_s)")

@@ -20,10 +20,10 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
-class Spelled(float):
+class SpelledNumber(float):
     """A number of a JSON file together with its text there: 1.50 stays 1.50."""
 
-    def __new__(cls, text: str) -> Spelled:
+    def __new__(cls, text: str) -> SpelledNumber:
         number = super().__new__(cls, text)
         number.text = text
         return number
@@ -33,7 +33,7 @@ class Spelled(float):
 
 def text_rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each row of a file after where it stands (`data.jsonl:7`): objects of JSON, one a line or in one list, or lines
-    of a table under a line of names. Numbers of JSON that are no plain integers are `Spelled`.
+    of a table under a line of names. Numbers of JSON that are no plain integers are `SpelledNumber`.
 
     Raises:
         OSError: the file cannot be read.
@@ -50,7 +50,7 @@ def text_rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from _objects(file, opened)
 
 
-def at(value: Any, path: Sequence[str]) -> Any:
+def value_at(value: Any, path: Sequence[str]) -> Any:
     """Value at a path of keys and indices below a value of JSON; None where it leads nowhere."""
     for part in path:
         if isinstance(value, Mapping):
@@ -62,11 +62,11 @@ def at(value: Any, path: Sequence[str]) -> Any:
     return value
 
 
-def spelling(value: Any) -> str | None:
+def as_text(value: Any) -> str | None:
     """A value of JSON as text: a string as it is, a number as the file has it, a list or an object as JSON."""
     if value is None or isinstance(value, str):
         return value
-    return value.text if isinstance(value, Spelled) else json.dumps(value)
+    return value.text if isinstance(value, SpelledNumber) else json.dumps(value)
 
 
 def _objects(file: str, opened: IO[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -89,14 +89,14 @@ def _values(file: str, opened: IO[str]) -> Iterator[tuple[str, Any]]:
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text, parse_float=Spelled, parse_int=_integer, parse_constant=Spelled)
+        return json.loads(text, parse_float=SpelledNumber, parse_int=_integer, parse_constant=SpelledNumber)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: no JSON: {error}") from error
 
 
-def _integer(text: str) -> int | Spelled:
+def _integer(text: str) -> int | SpelledNumber:
     """Python refuses to read integers of thousands of digits, and drops the sign of -0."""
-    return int(text) if len(text) < 1000 and text != "-0" else Spelled(text)
+    return int(text) if len(text) < 1000 and text != "-0" else SpelledNumber(text)
 
 
 def _table(file: str, opened: IO[str], delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -68,7 +68,7 @@ class ToolAgent(MultiTurnAgent):
                 if self.tokenizer.chat_template is None:
                     return None  # such a model need not have the letters to read it
                 results.append(f"error: {error}")
-        return told(self.tokenizer, results)
+        return render_results(self.tokenizer, results)
 
     def tool_calls(self, responses: Sequence[str]) -> int:
         """See MultiTurnAgent.tool_calls: also those of tools that are not there."""
@@ -86,7 +86,7 @@ class ToolAgent(MultiTurnAgent):
         return (await result if isawaitable(result) else result)[:LONGEST_RESULT]
 
 
-def asked_with_tools(tokenizer: Tokenizer, message: str, tools: Sequence[Tool]) -> str:
+def render_tool_prompt(tokenizer: Tokenizer, message: str, tools: Sequence[Tool]) -> str:
     """The prompt that asks for an answer to `message` and offers the tools.
 
     Raises ValueError where the chat template knows no tools, or none whose calls can be read.
@@ -111,13 +111,13 @@ def calls_in(response: str, tokenizer: Tokenizer, tools: Sequence[Tool]) -> list
         tool = tools[0]
         return [Call(tool.name, json.dumps({next(iter(tool.parameters)): response[begin + 1 : -1]}))]
     reader = reader_for(tokenizer.chat_template)
-    assert reader is not None  # asked_with_tools has seen to it
+    assert reader is not None  # render_tool_prompt has seen to it
     # Where a prompt opens the thought, the response has only its end.
     found = AfterThought(reader, thinks=THOUGHT_END in response and THOUGHT not in response)
     return found.push(response)[1] + found.finish()[1]
 
 
-def told(tokenizer: Tokenizer, results: Sequence[str]) -> str:
+def render_results(tokenizer: Tokenizer, results: Sequence[str]) -> str:
     """The text between a response with calls and the next one."""
     if tokenizer.chat_template is None:
         return "".join(results)

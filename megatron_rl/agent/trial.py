@@ -1,4 +1,4 @@
-"""An environment tried out without a model: its first problems, and the rewards of a right and of a wrong answer.
+"""Test of an environment without a model: its first problems, and the rewards of a right and of a wrong answer.
 
     python -m megatron_rl.agent.trial < TRIAL.json
 
@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import build_environment, with_samples
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.extras import install_command
@@ -64,7 +64,7 @@ def main() -> int:
     asked = json.loads(sys.stdin.read())
     told, sys.stdout = sys.stdout, sys.stderr  # what an environment prints is none of what it was asked
     try:
-        for found in tried(EnvironmentConfig(**asked["environment"]), asked["problems"]):
+        for found in try_environment(EnvironmentConfig(**asked["environment"]), asked["problems"]):
             told.write(json.dumps(found) + "\n")
             told.flush()
     except ValueError as error:
@@ -77,7 +77,7 @@ def main() -> int:
     return EXIT_FINISHED
 
 
-def tried(config: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
+def try_environment(config: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
     """`prompt`, `gold_reward` and `wrong_reward` of the first problems, those to train on if there are any. The reward
     of a lost answer is None, and `failures` says why; `no_gold` says why no right answer is known.
 
@@ -116,7 +116,7 @@ async def _reward(
         sampling=Sampling(max_new_tokens=len(text) + 1),
         key=0,
         inference=ScriptedInference(CodePoints(), [text]),
-        patience=Patience.of(config),
+        limits=RolloutLimits.of(config),
     )
     group = await environment.group_rollout(request)
     return (group.trajectories[0].reward if group.trajectories else None), [*group.failures]

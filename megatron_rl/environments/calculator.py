@@ -12,7 +12,7 @@ from pydantic import model_validator
 
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.tools import BEGIN, END, Tool, ToolAgent, ToolError, asked_with_tools
+from megatron_rl.agent.tools import BEGIN, END, Tool, ToolAgent, ToolError, render_tool_prompt
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.expression import BadExpression, evaluate
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
@@ -112,5 +112,5 @@ def _problems(config: CalculatorConfig, tokenizer: Tokenizer) -> Iterator[Proble
         if tokenizer.chat_template is None:
             prompt = f"{expression}="
         else:
-            prompt = asked_with_tools(tokenizer, ASKED.format(expression=expression), (CALCULATOR,))
+            prompt = render_tool_prompt(tokenizer, ASKED.format(expression=expression), (CALCULATOR,))
         yield Problem(prompt, {"expression": expression, "answer": calculate(expression)})

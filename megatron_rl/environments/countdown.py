@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from megatron_rl.agent.answer_format import FORMATS
 from megatron_rl.agent.datasets import DataSet, read_questions
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.prompts import Asking, asked, prompt_format
+from megatron_rl.agent.prompts import PromptConfig, prompt_format, render_prompt
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.expression import BadExpression, evaluate
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
@@ -47,7 +47,7 @@ class Rows(DataSet):
     """Column of the target."""
 
 
-class CountdownConfig(DrawnProblemsConfig, Asking):
+class CountdownConfig(DrawnProblemsConfig, PromptConfig):
     """Arguments of the environment `countdown`."""
 
     train: Rows | None = None
@@ -83,7 +83,7 @@ class Countdown(DrawnProblems):
 
     def __init__(self, config: CountdownConfig, tokenizer: Tokenizer) -> None:
         found = _of_rows(config.train) if config.train else _drawn(config)
-        problems = (Problem(asked(tokenizer, PROMPT.format(**task), config), task) for task in found)
+        problems = (Problem(render_prompt(tokenizer, PROMPT.format(**task), config), task) for task in found)
         super().__init__(config, tokenizer, problems)
         self.prompt_format = ", ".join(filter(None, ["tags", prompt_format(tokenizer, config)]))
 

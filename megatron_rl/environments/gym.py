@@ -20,14 +20,14 @@ from pydantic import field_validator
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.multi_turn import MultiTurnAgent
-from megatron_rl.agent.prompts import Asking, asked, next_turn, prompt_format
+from megatron_rl.agent.prompts import PromptConfig, next_turn, prompt_format, render_prompt
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import NonNegativeInt, PositiveInt
 
 
-class GymConfig(Asking):
+class GymConfig(PromptConfig):
     """Arguments of the environment `gym`."""
 
     id: str
@@ -133,7 +133,7 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
 
     def _asked(self, seen: str) -> str:
         message = "".join(f"{part}\n" for part in (self.config.instruction, seen) if part)
-        return asked(self.tokenizer, message, self.config)
+        return render_prompt(self.tokenizer, message, self.config)
 
     def _play(self, seed: int, responses: Sequence[str]) -> Played:
         """What becomes of an episode by these responses."""

@@ -29,9 +29,9 @@ from pydantic import AfterValidator, Field
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.datasets import Question, Source
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
-from megatron_rl.agent.prompts import Asking, asked
+from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.agent.scoring import Reward
-from megatron_rl.agent.text_rows import at
+from megatron_rl.agent.text_rows import value_at
 from megatron_rl.errors import own_place
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
@@ -117,15 +117,15 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
     def _prompt(self, question: Question) -> str:
         source, config = question.source, self.config
         assert isinstance(source, Rows)
-        system = at(question.row, source.system.split(".")) if source.system else None
+        system = value_at(question.row, source.system.split(".")) if source.system else None
         asking = config if system is None else config.model_copy(update={"system": str(system)})
-        messages = at(question.row, source.question.split("."))
+        messages = value_at(question.row, source.question.split("."))
         if isinstance(messages, list):
             return _conversation(self.tokenizer, messages, asking)
-        return asked(self.tokenizer, config.prompt.format(**self.fields(question)), asking)
+        return render_prompt(self.tokenizer, config.prompt.format(**self.fields(question)), asking)
 
 
-def _conversation(tokenizer: Tokenizer, messages: Sequence[Any], asking: Asking) -> str:
+def _conversation(tokenizer: Tokenizer, messages: Sequence[Any], asking: PromptConfig) -> str:
     """The prompt of a list of chat messages; without a chat template, what they say. Raises ValueError."""
     if not messages or not all(isinstance(one, Mapping) and {"role", "content"} <= {*one} for one in messages):
         raise ValueError("environment.args: a prompt that is a list holds chat messages, each with role and content")

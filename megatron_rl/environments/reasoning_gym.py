@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from megatron_rl.agent.prompts import Asking, asked, prompt_format, template_fields
-from megatron_rl.agent.sandbox.api import Ending, Limits
+from megatron_rl.agent.prompts import PromptConfig, prompt_format, render_prompt, template_fields
+from megatron_rl.agent.sandbox.api import Ending, ProcessLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.inference.api import FinishReason
@@ -37,7 +37,7 @@ EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")
 """What metadata call a right answer of a task that has many."""
 
 
-class ReasoningGymConfig(DrawnProblemsConfig, Asking):
+class ReasoningGymConfig(DrawnProblemsConfig, PromptConfig):
     """Arguments of the environment `reasoning-gym`."""
 
     dataset: str
@@ -108,7 +108,7 @@ class ReasoningGymEnvironment(DrawnProblems):
         self.compares_answers = config.scoring != "dataset"
         self._told = False  # that there is an answer that cannot be read
         super().__init__(config, tokenizer, _problems(_dataset(config), config, tokenizer))
-        limits = Limits(
+        limits = ProcessLimits(
             wall_s=config.score_timeout_s,
             cpu_s=math.ceil(config.score_timeout_s),
             memory_bytes=int(config.score_memory_gib * 2**30),
@@ -188,7 +188,7 @@ def _problems(
             raise ValueError(
                 f"environment.args.prompt: {config.dataset} has no {error}; there are {', '.join(fields)}"
             ) from error
-        yield Problem(asked(tokenizer, message, config), task)
+        yield Problem(render_prompt(tokenizer, message, config), task)
 
 
 def _datasets() -> Mapping[str, tuple[Any, Any]]:

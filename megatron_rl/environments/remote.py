@@ -26,9 +26,8 @@ from megatron_rl.agent.api import (
     GroupRolloutRequest,
     RolloutRequest,
 )
-from megatron_rl.agent.contrastive import ContrastivePair
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.agent.trajectories import ContrastivePair, Problem, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import LaterPath, PositiveFloat, Section
 
@@ -133,23 +132,23 @@ class RemoteAgent(Environment, Demonstrator):
         ordinal: int | None,
     ) -> EvaluationResponse:
         """The agent's answers to some problems; none where it fails. Raises what the engine does."""
-        from megatron_rl.agent.remote.client import AgentFailed, AgentGone
-        from megatron_rl.agent.remote.wire import Asked, Place
+        from megatron_rl.agent.remote.client import AgentFailed, AgentUnavailable
+        from megatron_rl.agent.remote.wire import AgentRequest, ProblemId
 
-        places = [Place(problem.golden["set"], problem.golden["number"]) for problem in problems]
-        asked = Asked(places, samples, request.sampling, key, ordinal, request.patience)
-        for left in reversed(range(request.patience.retries + 1)):
+        ids = [ProblemId(problem.golden["set"], problem.golden["number"]) for problem in problems]
+        asked = AgentRequest(ids, samples, request.sampling, key, ordinal, request.limits)
+        for left in reversed(range(request.limits.retries + 1)):
             try:
                 return await self._client.run(
                     route, asked, self._served.about.digest, request.inference.generate, self._vocab_size
                 )
-            except (AgentFailed, AgentGone) as error:
+            except (AgentFailed, AgentUnavailable) as error:
                 reason = f"remote {self._served.about.environment}: {error}"[:200]
-                if not left or isinstance(error, AgentGone):
+                if not left or isinstance(error, AgentUnavailable):
                     break
-        lost = samples * len(places)
+        lost = samples * len(ids)
         logger.error("%d answers are lost: %s", lost, reason)
-        return EvaluationResponse([[] for _ in places], {reason: lost})
+        return EvaluationResponse([[] for _ in ids], {reason: lost})
 
 
 def _problems(name: str, prompts: Sequence[str]) -> list[Problem]:

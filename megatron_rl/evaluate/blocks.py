@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment, EvaluationAgent, EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ScoredAnswer
 from megatron_rl.evaluate.answer_file import AnswerFile
@@ -180,7 +180,7 @@ async def _answer(
             samples_per_problem=samples,
             key=stable_key(f"evaluate:{block.set}:{block.mode}", evaluation.evaluate.seed, place),
             inference=engine,
-            patience=Patience.of(evaluation.environment),
+            limits=RolloutLimits.of(evaluation.environment),
         )
         for place, problem in zip(block.problems, problems, strict=True)
     ]

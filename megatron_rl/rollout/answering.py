@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest, TrainingSet
 from megatron_rl.agent.keys import group_key
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.advantages import RewardMoments
 from megatron_rl.algorithms.signal import GroupRewards, group_rewards, has_signal
@@ -46,7 +46,7 @@ class Answering:
             sampling=self.config.sampling,
             key=group_key(self.config.training.seed, ordinal, 0, recording.policy_version(ordinal)),
             inference=recording,
-            patience=Patience.of(self.config.task),
+            limits=RolloutLimits.of(self.config.task),
         )
         try:
             group = await self._agent.group_rollout(request)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.inference.config import Sampling
@@ -45,7 +45,7 @@ def evaluate(
             samples_per_problem=1,
             key=0,
             inference=inference,
-            patience=Patience.of(config.task),
+            limits=RolloutLimits.of(config.task),
         )
         response = loop.run(partial(agent.evaluate, request), sign_of_life=lambda: inference.busy_s)
         if response is not None:

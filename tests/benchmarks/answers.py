@@ -45,15 +45,15 @@ def judged() -> Iterator[tuple[str, str, bool | None, bool]]:
     for name in FORMATS:
         for response, answer, follows in found[name]:
             one = FORMATS[name].find(response)
-            same = (one and (one.text, one.talks_on)) == (answer and (answer, follows == "text"))
+            same = (one and (one.text, one.has_trailing_text)) == (answer and (answer, follows == "text"))
             yield f"where it stands, {name}", repr(response), same, True
-    for kind, talks_on in (("harmless", False), ("harmful", True)):
+    for kind, has_trailing_text in (("harmless", False), ("harmful", True)):
         for ending in found[kind]:
             one = FORMATS["boxed"].find(rf"\boxed{{42}}{ending}")
             yield (
                 f"endings, {kind}",
                 repr(ending),
-                one is not None and (one.text, one.talks_on) == ("42", talks_on),
+                one is not None and (one.text, one.has_trailing_text) == ("42", has_trailing_text),
                 True,
             )
     code = table("environments/tables/code_answers.yaml")

@@ -15,7 +15,7 @@ from commands import Command, run
 from loop_helpers import Attempt, loop_recipe, prepare, reproducible
 
 from megatron_rl.agent.api import Environment, EvaluationRequest, GroupRolloutRequest, RolloutRequest
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.environments.arithmetic import ArithmeticEnvironment
 from megatron_rl.environments.remote import RemoteAgent, RemoteConfig
@@ -110,7 +110,12 @@ def test_every_request_is_answered_as_the_environment_itself_would(agent: Agent)
 
     async def ask(agent: Environment) -> list[Any]:
         problems, engine = agent.training_problems()[:3], ScriptedInference(tokenizer, ["7", "8", "9", "4", "5", "6"])
-        rest: Any = {"sampling": Sampling(max_new_tokens=4), "key": 7, "inference": engine, "patience": Patience(60.0)}
+        rest: Any = {
+            "sampling": Sampling(max_new_tokens=4),
+            "key": 7,
+            "inference": engine,
+            "limits": RolloutLimits(60.0),
+        }
         group = GroupRolloutRequest(ordinal=0, problem=problems[0], group_size=6, **rest)
         made = await agent.group_rollout(group)
         found = await agent.contrastive_rollout(group)

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.agent.sandbox.api import Ending, Limits, Outcome
+from megatron_rl.agent.sandbox.api import Ending, ProcessLimits, ProcessResult
 from megatron_rl.agent.sandbox.pool import ProgramPool, WorkerPool
 
-LIMITS = Limits(wall_s=60.0, cpu_s=20, memory_bytes=2**29, output_bytes=2**20)
-SHORT = Limits(wall_s=0.5, cpu_s=20, memory_bytes=2**29, output_bytes=2**20)
+LIMITS = ProcessLimits(wall_s=60.0, cpu_s=20, memory_bytes=2**29, output_bytes=2**20)
+SHORT = ProcessLimits(wall_s=0.5, cpu_s=20, memory_bytes=2**29, output_bytes=2**20)
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,13 @@ def programs() -> Iterator[ProgramPool]:
     pool.close()
 
 
-def run(programs: ProgramPool, source: str, standard_input: str = "", limits: Limits = LIMITS) -> Outcome:
+def run(programs: ProgramPool, source: str, standard_input: str = "", limits: ProcessLimits = LIMITS) -> ProcessResult:
     return asyncio.run(programs.run(source, standard_input, limits))
 
 
 def test_a_program_reads_its_input_and_what_it_writes_is_the_answer(programs: ProgramPool) -> None:
     source = "import sys\nprint(sum(map(int, input().split())), len(sys.stdin.read()))"
-    assert run(programs, source, "3 4\n" + "x" * 200_000) == Outcome(Ending.OK, "7 200000\n")
+    assert run(programs, source, "3 4\n" + "x" * 200_000) == ProcessResult(Ending.OK, "7 200000\n")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_program_reads_its_input_and_what_it_writes_is_the_answer(programs: Pr
     ],
 )
 def test_a_function_returns_its_answer(programs: ProgramPool, source: str) -> None:
-    assert asyncio.run(programs.call(source, "add", [1, 2], LIMITS)) == Outcome(Ending.OK, [3, [2]])
+    assert asyncio.run(programs.call(source, "add", [1, 2], LIMITS)) == ProcessResult(Ending.OK, [3, [2]])
 
 
 HOSTILE = {
@@ -80,7 +80,7 @@ def test_a_hostile_program_costs_its_answer_and_nothing_else(programs: ProgramPo
     source, ending, detail = HOSTILE[name]
     limits = SHORT if "0.5 s" in detail else LIMITS
     if "processor" in detail:
-        limits = Limits(wall_s=120.0, cpu_s=1, memory_bytes=2**29)
+        limits = ProcessLimits(wall_s=120.0, cpu_s=1, memory_bytes=2**29)
     outcome = run(programs, source, limits=limits)
     assert outcome.ending is ending and detail in outcome.detail, str(outcome)
 
@@ -88,7 +88,9 @@ def test_a_hostile_program_costs_its_answer_and_nothing_else(programs: ProgramPo
 def test_what_a_function_returns_is_never_unpickled(programs: ProgramPool) -> None:
     source = "import os\nclass E:\n    def __reduce__(self): return os.system, ('id',)\ndef f(): return E()"
     outcome = asyncio.run(programs.call(source, "f", [], LIMITS))
-    assert outcome == Outcome(Ending.WRONG_FORMAT, detail="E is no JSON: Object of type E is not JSON serializable")
+    assert outcome == ProcessResult(
+        Ending.WRONG_FORMAT, detail="E is no JSON: Object of type E is not JSON serializable"
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def f():
 
 
 def test_a_program_killed_by_somebody_else_was_not_wrong(programs: ProgramPool) -> None:
-    async def kill() -> Outcome:
+    async def kill() -> ProcessResult:
         running = asyncio.ensure_future(programs.run("import time; time.sleep(1e6)", "", LIMITS))
         while not programs._running:
             await asyncio.sleep(0.01)
@@ -140,15 +142,15 @@ def test_a_program_that_nobody_waits_for_any_more_is_ended(programs: ProgramPool
 
 def test_a_regular_expression_that_never_ends_costs_its_answer() -> None:
     """In the C code of a verifier, which no exception interrupts."""
-    pool = WorkerPool("sandbox_functions:backtracks", 1, Limits(wall_s=1.0, cpu_s=60, memory_bytes=2**29))
+    pool = WorkerPool("sandbox_functions:backtracks", 1, ProcessLimits(wall_s=1.0, cpu_s=60, memory_bytes=2**29))
 
-    async def ask() -> list[Outcome]:
+    async def ask() -> list[ProcessResult]:
         return [await pool.ask("a" * length) for length in (3, 60, 3)]
 
     first, second, third = asyncio.run(ask())
     pool.close()
-    assert first == third == Outcome(Ending.OK, False)
-    assert second == Outcome(Ending.TIME_OUT, detail="no answer within 1 s")
+    assert first == third == ProcessResult(Ending.OK, False)
+    assert second == ProcessResult(Ending.TIME_OUT, detail="no answer within 1 s")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_a_regular_expression_that_never_ends_costs_its_answer() -> None:
 def test_a_worker_that_fails_is_told_by_its_kind_and_the_next_request_is_answered(
     worker: WorkerPool, request_: str, ending: Ending, detail: str
 ) -> None:
-    async def ask() -> tuple[Outcome, Outcome]:
+    async def ask() -> tuple[ProcessResult, ProcessResult]:
         return await worker.ask(request_), await worker.ask("pid")
 
     failed, after = asyncio.run(ask())

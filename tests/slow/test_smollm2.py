@@ -15,7 +15,7 @@ from smollm2 import RECIPE, exported_smollm2
 from torch import Tensor
 
 from launcher.recipe.load import load_recipe
-from megatron_rl.agent.prompts import Asking, asked
+from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.config import RunConfig
 from megatron_rl.environments.reasoning_gym import ReasoningGymEnvironment
@@ -53,7 +53,7 @@ def prompts(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
         ReasoningGymEnvironment.Config(**config.environment.args), tokenizer
     ).training_problems()
     messages = ("Name three colours of the rainbow.", "Why is the sky blue?")
-    prompts = (asked(tokenizer, message, Asking(chat="always")) for message in messages)
+    prompts = (render_prompt(tokenizer, message, PromptConfig(chat="always")) for message in messages)
     return [*(problem.prompt for problem in problems[:4]), *prompts]
 
 

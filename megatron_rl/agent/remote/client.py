@@ -16,16 +16,16 @@ import httpx
 
 from megatron_rl.agent.api import EvaluationResponse
 from megatron_rl.agent.remote.wire import (
-    NEWS_S,
+    POLL_S,
     PROTOCOL,
-    REFUSED,
+    REFUSALS,
     About,
-    Asked,
+    AgentRequest,
     Garbled,
     decode_about,
     decode_refusal,
     decode_response,
-    encode_asked,
+    encode_agent_request,
     encode_completions,
     encode_refusal,
 )
@@ -38,21 +38,21 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 CONNECT_S = 5.0
-SILENCE_S = NEWS_S + 25.0
+SILENCE_S = POLL_S + 25.0
 """Longest wait for one answer of the server."""
 GOODBYE_S = 1.0
 """That it may take to be told that nobody waits any more; it finds out by itself too."""
-BEGINNINGS = 20
+MAX_STARTS = 20
 """How often one request is begun anew where the agent forgets it: no more, or one that it dies of would never end."""
 
 Generate = Callable[[GenerationRequest], Awaitable[list[Completion]]]
 
 
-class AgentGone(RuntimeError):
+class AgentUnavailable(RuntimeError):
     """An agent server does not answer as one should, and may do so later."""
 
 
-class AgentRefuses(AgentGone):
+class AgentRefused(AgentUnavailable):
     """It answers that it is not ours to ask."""
 
 
@@ -61,7 +61,7 @@ class AgentFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedAgent:
     """What an agent serves, as far as the ranks know it."""
 
     about: About
@@ -102,7 +102,7 @@ class AgentClient:
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that the client belongs to
 
-    def fetch(self, patience_s: float) -> Served:
+    def fetch(self, patience_s: float) -> ServedAgent:
         """What is served. Blocks.
 
         Raises ConfigurationError where it is not to be had, or is no agent of ours.
@@ -116,7 +116,7 @@ class AgentClient:
                 why = f"there is no {error} in what it says" if isinstance(error, KeyError) else str(error)
                 raise ConfigurationError(f"what answers at {self._url} is no agent of mrl: {why}") from error
 
-    def _fetch(self, get: Callable[..., Any]) -> Served:
+    def _fetch(self, get: Callable[..., Any]) -> ServedAgent:
         said = get("/about")
         if said["protocol"] != PROTOCOL:  # the rest may be another's
             raise ConfigurationError(
@@ -129,7 +129,7 @@ class AgentClient:
             for name, count in about.sets.items()
         }
         taught = _all(about.demonstrations, lambda first: get("/demonstrations", first=first)["pairs"])
-        return Served(about, prompts, [(str(prompt), str(answer)) for prompt, answer in taught])
+        return ServedAgent(about, prompts, [(str(prompt), str(answer)) for prompt, answer in taught])
 
     def _get(self, client: httpx.Client, give_up: float, path: str, **query: Any) -> Any:
         pause = FIRST_PAUSE_S
@@ -138,9 +138,9 @@ class AgentClient:
             timeout = httpx.Timeout(min(SILENCE_S, left_s), connect=min(CONNECT_S, left_s))
             try:
                 return self._content(client.get(path, params=query, timeout=timeout))
-            except AgentRefuses as error:
+            except AgentRefused as error:
                 raise ConfigurationError(str(error)) from error
-            except (AgentGone, httpx.RequestError) as error:
+            except (AgentUnavailable, httpx.RequestError) as error:
                 if time.monotonic() >= give_up:
                     why = str(error) or type(error).__name__
                     raise ConfigurationError(
@@ -150,43 +150,43 @@ class AgentClient:
             pause = min(LONGEST_PAUSE_S, 2 * pause)
 
     async def run(
-        self, route: str, asked: Asked, digest: str, generate: Generate, vocab_size: int
+        self, route: str, asked: AgentRequest, digest: str, generate: Generate, vocab_size: int
     ) -> EvaluationResponse:
         """What the agent makes of a request. Where the server goes away it is asked again when it is back, and is told
         what has been generated already.
 
-        Raises AgentGone where it stays away, AgentFailed, and what `generate` raises.
+        Raises AgentUnavailable where it stays away, AgentFailed, and what `generate` raises.
         """
         generated = _Generated(generate)
-        body = {"protocol": PROTOCOL, "digest": digest, "request": encode_asked(asked)}
-        beginnings, pause, away_since = 0, FIRST_PAUSE_S, None
+        body = {"protocol": PROTOCOL, "digest": digest, "request": encode_agent_request(asked)}
+        starts, pause, away_since = 0, FIRST_PAUSE_S, None
         while True:
             try:
                 opened = await self._ask("POST", route, body)
-                beginnings, pause, away_since = beginnings + 1, FIRST_PAUSE_S, None
+                starts, pause, away_since = starts + 1, FIRST_PAUSE_S, None
                 result = await self._converse(str(opened["session"]), generated, asked)
                 return _checked(decode_response(result, vocab_size), asked)
             except (Garbled, KeyError, TypeError) as error:
                 raise AgentFailed(f"it answers what it should not: {error}"[:200]) from error
-            except AgentGone as error:
+            except AgentUnavailable as error:
                 away_since = away_since or time.monotonic()
-                if time.monotonic() - away_since > self._patience_s or beginnings >= BEGINNINGS:
+                if time.monotonic() - away_since > self._patience_s or starts >= MAX_STARTS:
                     raise
                 logger.info("asking again: %s", error)
                 await self._sleep(pause)
                 pause = min(LONGEST_PAUSE_S, 2 * pause)
 
-    async def _converse(self, session: str, generated: _Generated, asked: Asked) -> Any:
+    async def _converse(self, session: str, generated: _Generated, asked: AgentRequest) -> Any:
         """From the beginning of a session to its result."""
         answering: dict[str, asyncio.Task[None]] = {}
         given_up: list[asyncio.Task[None]] = []
         news: asyncio.Task[Any] | None = None
-        limit_s = asked.patience.timeout_s + 2 * SILENCE_S  # of what the agent does by itself
+        limit_s = asked.limits.timeout_s + 2 * SILENCE_S  # of what the agent does by itself
         busy = time.monotonic()  # when it last waited for us
         try:
             while True:
                 news = news or asyncio.create_task(
-                    self._ask("POST", f"/sessions/{session}/news", {"known": [*answering]})
+                    self._ask("POST", f"/sessions/{session}/poll", {"known": [*answering]})
                 )
                 at_work = [task for task in answering.values() if not task.done()]
                 if at_work:
@@ -219,26 +219,26 @@ class AgentClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            with suppress(AgentGone, TimeoutError):
+            with suppress(AgentUnavailable, TimeoutError):
                 async with asyncio.timeout(GOODBYE_S):
                     await self._ask("DELETE", f"/sessions/{session}", None)
 
     async def _answer(self, session: str, request: GenerationRequest, generated: _Generated) -> None:
         try:
             said: Any = encode_completions(await generated.of(request))
-        except REFUSED as error:
+        except REFUSALS as error:
             said = encode_refusal(error)
         await self._ask("POST", f"/sessions/{session}/answers", {"answers": {request.id: said}})
 
     async def _ask(self, method: str, path: str, body: Any) -> Any:
-        """Its answer. Raises AgentGone."""
+        """Its answer. Raises AgentUnavailable."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             self._client, self._loop = httpx.AsyncClient(transport=self._transport, **self._options), loop
         try:
             return self._content(await self._client.request(method, path, json=body))
         except httpx.RequestError as error:  # what cannot be decoded is none of transport
-            raise AgentGone(f"{self._url}: {error!r}") from error
+            raise AgentUnavailable(f"{self._url}: {error!r}") from error
 
     async def close(self) -> None:
         """End the connections of this event loop."""
@@ -248,13 +248,13 @@ class AgentClient:
 
     def _content(self, response: httpx.Response) -> Any:
         if response.status_code in (401, 403):
-            raise AgentRefuses(f"the agent at {self._url} refuses the token: give the file that it was started with")
+            raise AgentRefused(f"the agent at {self._url} refuses the token: give the file that it was started with")
         if not response.is_success:
-            raise AgentGone(f"{self._url}: HTTP {response.status_code}: {response.text[:200]}")
+            raise AgentUnavailable(f"{self._url}: HTTP {response.status_code}: {response.text[:200]}")
         try:
             return response.json()
         except (ValueError, RecursionError) as error:
-            raise AgentGone(f"{self._url}: this is no JSON: {response.text[:100]}") from error
+            raise AgentUnavailable(f"{self._url}: this is no JSON: {response.text[:100]}") from error
 
 
 def _all(count: int, page: Callable[[int], list[Any]]) -> list[Any]:
@@ -268,9 +268,9 @@ def _all(count: int, page: Callable[[int], list[Any]]) -> list[Any]:
     return found
 
 
-def _checked(response: EvaluationResponse, asked: Asked) -> EvaluationResponse:
+def _checked(response: EvaluationResponse, asked: AgentRequest) -> EvaluationResponse:
     """Raises Garbled where it has not the size that was asked for."""
-    if len(response.trajectories) != len(asked.places) or max(map(len, response.trajectories)) > asked.samples:
+    if len(response.trajectories) != len(asked.problems) or max(map(len, response.trajectories)) > asked.samples:
         raise Garbled("more or fewer answers than were asked for")
     return response
 

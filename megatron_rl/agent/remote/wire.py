@@ -7,7 +7,7 @@
     POST   /contrastive_rollouts {"request"}  likewise; a better and a worse of its answers are the result
     POST   /rollouts             {"request"}  likewise, several problems, each once
     POST   /evaluation           {"request"}  likewise, several
-    POST   /sessions/ID/news  {"known"}       "asks": what it wants generated beside `known`, which is being generated,
+    POST   /sessions/ID/poll  {"known"}       "asks": what it wants generated beside `known`, which is being generated,
                                               and what of that is "withdrawn"; or "result"; or "error"
     POST   /sessions/ID/answers {"answers"}   what the model answered, by the ids of what was asked
     DELETE /sessions/ID                       nobody waits for it any more
@@ -27,28 +27,28 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import EvaluationResponse
-from megatron_rl.agent.scoring import Patience, Score
+from megatron_rl.agent.scoring import RolloutLimits, Score
 from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.inference.api import Completion, PromptTooLong, Unsupported
 from megatron_rl.inference.config import Sampling
 
-PROTOCOL = 3
+PROTOCOL = 4
 TRAINING = "training"
 """Name of the set that is trained on; the others are evaluation/NAME."""
 EVALUATION = "evaluation/"
 PAGE = 1000
 """Problems that are told at once."""
-NEWS_S = 5.0
+POLL_S = 5.0
 """That news are waited for before it is said that there are none."""
 
 Body = Mapping[str, Any]
 
-_REFUSALS: dict[str, type[Exception]] = {
+_KINDS: dict[str, type[Exception]] = {
     "prompt too long": PromptTooLong,
     "unsupported": Unsupported,
     "value": ValueError,
 }
-REFUSED = tuple(_REFUSALS.values())
+REFUSALS = tuple(_KINDS.values())
 """What the engine says of a request that can never be answered."""
 
 
@@ -73,7 +73,7 @@ class About:
     """See `EvaluationAgent.compares_answers`."""
 
 
-class Place(NamedTuple):
+class ProblemId(NamedTuple):
     """Which problem."""
 
     set: str
@@ -81,10 +81,10 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AgentRequest:
     """A request for rollouts or an evaluation; see `agent.api`."""
 
-    places: list[Place]
+    problems: list[ProblemId]
     """One, for the answers to which are a group or a pair."""
     samples: int
     """Answers to each."""
@@ -92,7 +92,7 @@ class Asked:
     key: int
     ordinal: int | None
     """None where it is no place in the prompt stream."""
-    patience: Patience
+    limits: RolloutLimits
 
 
 def digest_of(sets: Mapping[str, Sequence[Problem]]) -> str:
@@ -111,16 +111,16 @@ def decode_about(body: Body) -> About:
     return about
 
 
-def encode_asked(asked: Asked) -> dict[str, Any]:
+def encode_agent_request(asked: AgentRequest) -> dict[str, Any]:
     return {**asdict(asked), "sampling": asked.sampling.model_dump()}
 
 
-def decode_asked(body: Body) -> Asked:
+def decode_agent_request(body: Body) -> AgentRequest:
     """Raises Garbled."""
     try:
-        places = [Place(str(name), int(number)) for name, number in body["places"]]
-        sampling, patience = Sampling.model_validate(body["sampling"]), Patience(**body["patience"])
-        return Asked(**{**body, "places": places, "sampling": sampling, "patience": patience})
+        problems = [ProblemId(str(name), int(number)) for name, number in body["problems"]]
+        sampling, limits = Sampling.model_validate(body["sampling"]), RolloutLimits(**body["limits"])
+        return AgentRequest(**{**body, "problems": problems, "sampling": sampling, "limits": limits})
     except (KeyError, TypeError, ValueError) as error:
         raise Garbled(f"a request: {error!r}") from error
 
@@ -138,13 +138,13 @@ def decode_completions(body: Any) -> list[Completion]:
 
 
 def encode_refusal(error: Exception) -> dict[str, str]:
-    """error: one of REFUSED."""
-    kind = next(name for name, kind in _REFUSALS.items() if isinstance(error, kind))
+    """error: one of REFUSALS."""
+    kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
     return {"kind": kind, "message": str(error)}
 
 
 def decode_refusal(body: Body) -> Exception:
-    return _REFUSALS.get(body["kind"], ValueError)(body["message"])
+    return _KINDS.get(body["kind"], ValueError)(body["message"])
 
 
 def encode_response(response: EvaluationResponse) -> dict[str, Any]:

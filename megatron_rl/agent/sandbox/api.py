@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 
-class Limits(NamedTuple):
+class ProcessLimits(NamedTuple):
     """Of one child process. None has a network, writes files or starts processes: see confine.py."""
 
     wall_s: float
@@ -31,7 +31,7 @@ class Ending(StrEnum):
     """It raised, crashed or gave up."""
 
 
-class Outcome(NamedTuple):
+class ProcessResult(NamedTuple):
     """Of one answer."""
 
     ending: Ending

@@ -22,13 +22,13 @@ from functools import partial
 from queue import LifoQueue
 from typing import Any
 
-from megatron_rl.agent.sandbox.api import Ending, Limits, Outcome
+from megatron_rl.agent.sandbox.api import Ending, ProcessLimits, ProcessResult
 from megatron_rl.agent.sandbox.child import LENGTH_DIGITS
-from megatron_rl.agent.sandbox.process import ConfinedProcess, TooMuch
+from megatron_rl.agent.sandbox.process import ConfinedProcess, OutputTooLarge
 
 logger = logging.getLogger(__name__)
 
-Reader = Callable[[bytes], Outcome]
+Reader = Callable[[bytes], ProcessResult]
 
 START_S = 120.0
 """Longest start of a worker: imports from a busy network file system."""
@@ -38,7 +38,7 @@ class WorkerPool:
     """Workers that answer requests by a function of ours, which what it is asked may bring to hang, grow or die. They
     start when they are first needed, again after each death, and end with this object."""
 
-    def __init__(self, function: str, workers: int, limits: Limits) -> None:
+    def __init__(self, function: str, workers: int, limits: ProcessLimits) -> None:
         """function: module:name; it is given a request and returns the answer, both as JSON has them."""
         made = [_Worker(function, limits) for _ in range(workers)]
         self._idle: LifoQueue[_Worker] = LifoQueue()  # the worker used last is warm
@@ -48,11 +48,11 @@ class WorkerPool:
         self.close = weakref.finalize(self, _close, self._threads, made)
         """Ends the workers; so does the end of this object or of the interpreter."""
 
-    async def ask(self, request: Any) -> Outcome:
+    async def ask(self, request: Any) -> ProcessResult:
         """The answer of a worker, or why there is none; the event loop goes on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, request)
 
-    def _ask(self, request: Any) -> Outcome:
+    def _ask(self, request: Any) -> ProcessResult:
         worker = self._idle.get()
         try:
             return worker.ask(request)
@@ -63,23 +63,23 @@ class WorkerPool:
 class _Worker:
     """One process, started again after each death. Used by one thread at a time."""
 
-    def __init__(self, function: str, limits: Limits) -> None:
+    def __init__(self, function: str, limits: ProcessLimits) -> None:
         self._function, self._limits = function, limits
         self.process: ConfinedProcess | None = None
 
-    def ask(self, request: Any) -> Outcome:
+    def ask(self, request: Any) -> ProcessResult:
         if self.process is None and (why := self._start()):
-            return Outcome(Ending.KILLED, detail=why)
+            return ProcessResult(Ending.KILLED, detail=why)
         assert self.process is not None
         try:
             line = self.process.ask(json.dumps(request).encode() + b"\n", time.monotonic() + self._limits.wall_s)
             outcome = _read(line)
         except TimeoutError:
-            outcome = Outcome(Ending.TIME_OUT, detail=f"no answer within {self._limits.wall_s:g} s")
-        except TooMuch:
-            outcome = Outcome(Ending.WRONG_FORMAT, detail=f"more than {self._limits.output_bytes} bytes")
+            outcome = ProcessResult(Ending.TIME_OUT, detail=f"no answer within {self._limits.wall_s:g} s")
+        except OutputTooLarge:
+            outcome = ProcessResult(Ending.WRONG_FORMAT, detail=f"more than {self._limits.output_bytes} bytes")
         except EOFError:
-            outcome = Outcome(
+            outcome = ProcessResult(
                 Ending.KILLED, detail=f"it died, most likely of its limit of {self._limits.memory_bytes / 2**30:g} GiB"
             )
         if outcome.ending not in (Ending.OK, Ending.ERROR):
@@ -102,7 +102,7 @@ class _Worker:
         try:
             self.process = ConfinedProcess(self._limits, self._function, sys.path)
             ready = json.loads(self.process.ask(b"", time.monotonic() + START_S))
-        except (OSError, TimeoutError, EOFError, TooMuch, ValueError) as error:
+        except (OSError, TimeoutError, EOFError, OutputTooLarge, ValueError) as error:
             self.end()
             return f"it did not start {limit}{f': {error}' if str(error) else '; the log says more'}"
         _say_once(ready[1])
@@ -119,15 +119,15 @@ class ProgramPool:
         self.close = weakref.finalize(self, _close, self._threads, running)
         """Ends what runs; so does the end of this object or of the interpreter."""
 
-    async def run(self, source: str, standard_input: str, limits: Limits) -> Outcome:
+    async def run(self, source: str, standard_input: str, limits: ProcessLimits) -> ProcessResult:
         """What a program writes to its standard output, as text."""
         return await self._run({"source": source, "name": None}, standard_input, limits, _as_text)
 
-    async def call(self, source: str, name: str, arguments: list[Any], limits: Limits) -> Outcome:
+    async def call(self, source: str, name: str, arguments: list[Any], limits: ProcessLimits) -> ProcessResult:
         """What a function of a program, or a method of its class Solution, returns, as JSON has it."""
         return await self._run({"source": source, "name": name, "arguments": arguments}, "", limits, _read)
 
-    async def _run(self, program: dict[str, Any], content: str, limits: Limits, read: Reader) -> Outcome:
+    async def _run(self, program: dict[str, Any], content: str, limits: ProcessLimits, read: Reader) -> ProcessResult:
         job = json.dumps(program).encode()
         whole = b"".join((str(len(job)).zfill(LENGTH_DIGITS).encode(), job, content.encode(errors="surrogatepass")))
         started: list[ConfinedProcess] = []
@@ -141,51 +141,53 @@ class ProgramPool:
 
 
 def _run_program(
-    whole: bytes, limits: Limits, read: Reader, running: set[ConfinedProcess], started: list[ConfinedProcess]
-) -> Outcome:
+    whole: bytes, limits: ProcessLimits, read: Reader, running: set[ConfinedProcess], started: list[ConfinedProcess]
+) -> ProcessResult:
     """started: is given the process."""
     try:
         process = ConfinedProcess(limits, path=[place for place in sys.path if place.endswith("-packages")])
     except OSError as error:
-        return Outcome(Ending.KILLED, detail=f"it could not be started: {error}")
+        return ProcessResult(Ending.KILLED, detail=f"it could not be started: {error}")
     started.append(process)
     running.add(process)
     try:
         output = process.finish(whole, time.monotonic() + limits.wall_s)
     except TimeoutError:
-        return Outcome(Ending.TIME_OUT, detail=f"more than {limits.wall_s:g} s")
-    except TooMuch:
-        return Outcome(Ending.WRONG_FORMAT, detail=f"more than {limits.output_bytes} bytes")
+        return ProcessResult(Ending.TIME_OUT, detail=f"more than {limits.wall_s:g} s")
+    except OutputTooLarge:
+        return ProcessResult(Ending.WRONG_FORMAT, detail=f"more than {limits.output_bytes} bytes")
     finally:
         code = process.end()
         running.discard(process)
     ready, begun, output = output.partition(b"\n")
     if not begun:
-        return Outcome(Ending.KILLED, detail=f"it could not begin: {_last_line(process.complaint) or _called(code)}")
+        return ProcessResult(
+            Ending.KILLED, detail=f"it could not begin: {_last_line(process.complaint) or _called(code)}"
+        )
     _say_once(json.loads(ready)[1])
     if code == 0:
         return read(output)
     if code == -signal.SIGXCPU or process.cpu_s > limits.cpu_s:
-        return Outcome(Ending.TIME_OUT, detail=f"more than {limits.cpu_s} s of processor time")
+        return ProcessResult(Ending.TIME_OUT, detail=f"more than {limits.cpu_s} s of processor time")
     if code in (None, -signal.SIGKILL):  # no limit of ours: it may have been the kernel's memory
-        return Outcome(Ending.KILLED, detail=_called(code))
-    return Outcome(Ending.ERROR, detail=_last_line(process.complaint) or _called(code))
+        return ProcessResult(Ending.KILLED, detail=_called(code))
+    return ProcessResult(Ending.ERROR, detail=_last_line(process.complaint) or _called(code))
 
 
-def _as_text(output: bytes) -> Outcome:
-    return Outcome(Ending.OK, output.decode(errors="replace"))
+def _as_text(output: bytes) -> ProcessResult:
+    return ProcessResult(Ending.OK, output.decode(errors="replace"))
 
 
-def _read(line: bytes) -> Outcome:
+def _read(line: bytes) -> ProcessResult:
     """What a child replied. Nothing but JSON is taken from it."""
     try:
         ending, content = json.loads(line)
         ending = Ending(ending)
     except (ValueError, TypeError, RecursionError):
-        return Outcome(Ending.WRONG_FORMAT, detail="its answer is none")
+        return ProcessResult(Ending.WRONG_FORMAT, detail="its answer is none")
     if ending not in (Ending.OK, Ending.ERROR, Ending.WRONG_FORMAT):  # a program may write what it likes
-        return Outcome(Ending.WRONG_FORMAT, detail=f"it says {ending} of itself")
-    return Outcome(ending, content) if ending is Ending.OK else Outcome(ending, detail=str(content)[:200])
+        return ProcessResult(Ending.WRONG_FORMAT, detail=f"it says {ending} of itself")
+    return ProcessResult(ending, content) if ending is Ending.OK else ProcessResult(ending, detail=str(content)[:200])
 
 
 def _last_line(text: bytes) -> str:

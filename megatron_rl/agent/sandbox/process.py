@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from megatron_rl.agent.sandbox.api import Limits
+from megatron_rl.agent.sandbox.api import ProcessLimits
 
 ROOT = str(Path(__file__).parents[3])
 MAIN = "import sys; sys.path.append(sys.argv.pop(1)); from megatron_rl.agent.sandbox.child import main; main()"
@@ -29,14 +29,14 @@ REAP_S = 10.0
 """That the kernel has to end a process that was killed; one that hangs in a file system may need longer."""
 
 
-class TooMuch(Exception):
+class OutputTooLarge(Exception):
     """It wrote more than it may."""
 
 
 class ConfinedProcess:
     """Used by one thread at a time. When the thread that made it ends, so does the process."""
 
-    def __init__(self, limits: Limits, function: str | None = None, path: Sequence[str] = ()) -> None:
+    def __init__(self, limits: ProcessLimits, function: str | None = None, path: Sequence[str] = ()) -> None:
         """
         function: module:name of what a worker answers by; None: a program will be sent.
         path: where it finds modules beside the interpreter's own.
@@ -72,14 +72,14 @@ class ConfinedProcess:
             os.set_blocking(pipe.fileno(), False)
 
     def ask(self, request: bytes, deadline: float) -> bytes:
-        """The line that it answers. Raises TimeoutError, TooMuch, and EOFError where it ended."""
+        """The line that it answers. Raises TimeoutError, OutputTooLarge, and EOFError where it ended."""
         line = self._exchange(request, deadline, to_end=False)
         if not line.endswith(b"\n"):
             raise EOFError
         return line
 
     def finish(self, content: bytes, deadline: float) -> bytes:
-        """Everything that it writes until it ends. Raises TimeoutError and TooMuch."""
+        """Everything that it writes until it ends. Raises TimeoutError and OutputTooLarge."""
         output = self._exchange(content, deadline, to_end=True)
         if not self._reap(deadline):  # it closed its output, and goes on
             raise TimeoutError
@@ -130,7 +130,7 @@ class ConfinedProcess:
                 part = os.read(file, CHUNK)
                 size += len(part)
                 if size > self._output_bytes:
-                    raise TooMuch
+                    raise OutputTooLarge
                 if not part:
                     waiting.unregister(file)
                     reading.remove(file)

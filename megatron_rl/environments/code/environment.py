@@ -83,13 +83,13 @@ class CodeEnvironment(HFDatasetAgent):
 
     def __init__(self, config: CodeConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError for data that is not there, is empty, or not as the configuration says."""
-        from megatron_rl.agent.sandbox.api import Limits  # the launcher checks a recipe without it
+        from megatron_rl.agent.sandbox.api import ProcessLimits  # the launcher checks a recipe without it
         from megatron_rl.agent.sandbox.pool import ProgramPool
 
         super().__init__(config, tokenizer)
         self.prompt_format = ", ".join(filter(None, ["code block", self.prompt_format]))
         self._programs = ProgramPool(config.processes)
-        self._limits = Limits(
+        self._limits = ProcessLimits(
             wall_s=WAITING * config.test_timeout_s + START_S,
             cpu_s=config.test_timeout_s,
             memory_bytes=int(config.test_memory_gib * 2**30),

@@ -66,7 +66,7 @@ class MathEnvironment(HFDatasetAgent):
             return float(self.config.negative_reward)
         if finish_reason == "length" or not await self._verifier.equal(golden["answer"], found.text):
             return float(self.config.format_reward)
-        return float(self.config.partial_end_reward) if found.talks_on else 1.0
+        return float(self.config.partial_end_reward) if found.has_trailing_text else 1.0
 
     def final_answer(self, response: str) -> str | None:
         """The answer in its format, without blanks. As text: 1/2 and 0.5 are two, though both may be right."""

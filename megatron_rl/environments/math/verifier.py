@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 
-from megatron_rl.agent.sandbox.api import Ending, Limits
+from megatron_rl.agent.sandbox.api import Ending, ProcessLimits
 from megatron_rl.agent.sandbox.pool import WorkerPool
 from megatron_rl.extras import install_command
 
@@ -25,7 +25,7 @@ class Verifier:
         """Raises ValueError where math-verify is not installed."""
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError(f"environment math needs math-verify: `{install_command('math')}`")
-        limits = Limits(wall_s=timeout_s, cpu_s=math.ceil(timeout_s), memory_bytes=int(memory_gib * 2**30))
+        limits = ProcessLimits(wall_s=timeout_s, cpu_s=math.ceil(timeout_s), memory_bytes=int(memory_gib * 2**30))
         self._pool = WorkerPool("megatron_rl.environments.math.equality:equal", processes, limits)
         self.close = self._pool.close
         """Ends the workers; so does the end of this object or of the interpreter."""

@@ -26,14 +26,14 @@ from megatron_rl.agent.api import (
 )
 from megatron_rl.agent.remote.wire import (
     EVALUATION,
-    NEWS_S,
     PAGE,
+    POLL_S,
     PROTOCOL,
     TRAINING,
     About,
-    Asked,
+    AgentRequest,
     Garbled,
-    decode_asked,
+    decode_agent_request,
     digest_of,
 )
 from megatron_rl.agent.trajectories import Problem
@@ -48,7 +48,7 @@ BODY_BYTES = 2**28
 BODY_S = 60.0
 
 
-Work = Callable[[Asked, InferenceInterface], Awaitable[EvaluationResponse]]
+Work = Callable[[AgentRequest, InferenceInterface], Awaitable[EvaluationResponse]]
 """What is done for one kind of request."""
 
 
@@ -105,8 +105,8 @@ class AgentService:
             raise Conflict(f"protocol {body.get('protocol')}: this agent speaks {PROTOCOL}")
         if body.get("digest") != self.about.digest:
             raise Conflict(f"this agent ({self.about.environment}) serves other problems than when the run began")
-        asked = decode_asked(body["request"])
-        for place in asked.places:
+        asked = decode_agent_request(body["request"])
+        for place in asked.problems:
             self._problem(*place)
 
         async def work(inference: InferenceInterface) -> EvaluationResponse:
@@ -114,30 +114,30 @@ class AgentService:
 
         return self._sessions.begin(work)
 
-    async def group_rollout(self, asked: Asked, inference: InferenceInterface) -> EvaluationResponse:
+    async def group_rollout(self, asked: AgentRequest, inference: InferenceInterface) -> EvaluationResponse:
         group = await self._environment.group_rollout(self._of_a_group(asked, inference))
         return EvaluationResponse([group.trajectories], group.failures)
 
-    async def contrastive_rollout(self, asked: Asked, inference: InferenceInterface) -> EvaluationResponse:
+    async def contrastive_rollout(self, asked: AgentRequest, inference: InferenceInterface) -> EvaluationResponse:
         """Chosen and rejected, where there is a pair."""
         found = await self._environment.contrastive_rollout(self._of_a_group(asked, inference))
         return EvaluationResponse([[found.pair.chosen, found.pair.rejected] if found.pair else []], found.failures)
 
-    async def rollouts(self, asked: Asked, inference: InferenceInterface) -> EvaluationResponse:
-        problems = [self._problem(*place) for place in asked.places]
-        request = RolloutRequest(problems, asked.sampling, asked.key, inference, asked.patience)
+    async def rollouts(self, asked: AgentRequest, inference: InferenceInterface) -> EvaluationResponse:
+        problems = [self._problem(*place) for place in asked.problems]
+        request = RolloutRequest(problems, asked.sampling, asked.key, inference, asked.limits)
         return await self._environment.rollouts(request)
 
-    async def evaluate(self, asked: Asked, inference: InferenceInterface) -> EvaluationResponse:
+    async def evaluate(self, asked: AgentRequest, inference: InferenceInterface) -> EvaluationResponse:
         """With what the answers come to, where the environment compares them."""
-        problems = [self._problem(*place) for place in asked.places]
+        problems = [self._problem(*place) for place in asked.problems]
         request = EvaluationRequest(
             problems=problems,
             sampling=asked.sampling,
             samples_per_problem=asked.samples,
             key=asked.key,
             inference=inference,
-            patience=asked.patience,
+            limits=asked.limits,
         )
         response = await self._environment.evaluate(request)
         if not self._environment.compares_answers:
@@ -158,8 +158,8 @@ class AgentService:
     async def end(self, id: str) -> None:
         await self._sessions.end(id)
 
-    def _of_a_group(self, asked: Asked, inference: InferenceInterface) -> GroupRolloutRequest:
-        (place,) = asked.places
+    def _of_a_group(self, asked: AgentRequest, inference: InferenceInterface) -> GroupRolloutRequest:
+        (place,) = asked.problems
         return GroupRolloutRequest(
             ordinal=asked.ordinal or 0,
             problem=self._problem(*place),
@@ -167,7 +167,7 @@ class AgentService:
             sampling=asked.sampling,
             key=asked.key,
             inference=inference,
-            patience=asked.patience,
+            limits=asked.limits,
         )
 
     def _problem(self, name: str, number: int) -> Problem:
@@ -195,9 +195,9 @@ def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
 
         return _answered(begin)
 
-    async def news(request: Request) -> Mapping[str, Any]:
+    async def poll(request: Request) -> Mapping[str, Any]:
         body = await _body(request)
-        return await service.session(request.path_params["id"]).news(body["known"], NEWS_S)
+        return await service.session(request.path_params["id"]).poll(body["known"], POLL_S)
 
     async def answers(request: Request) -> Mapping[str, Any]:
         body = await _body(request)
@@ -216,7 +216,7 @@ def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
         Route("/grouped_rollouts", begins(service.group_rollout), methods=["POST"]),
         Route("/contrastive_rollouts", begins(service.contrastive_rollout), methods=["POST"]),
         Route("/evaluation", begins(service.evaluate), methods=["POST"]),
-        Route("/sessions/{id}/news", _answered(news), methods=["POST"]),
+        Route("/sessions/{id}/poll", _answered(poll), methods=["POST"]),
         Route("/sessions/{id}/answers", _answered(answers), methods=["POST"]),
         Route("/sessions/{id}", _answered(end), methods=["DELETE"]),
     ]

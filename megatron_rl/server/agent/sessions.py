@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from megatron_rl.agent.api import EvaluationResponse
-from megatron_rl.agent.remote.wire import REFUSED, decode_completions, decode_refusal, encode_refusal, encode_response
+from megatron_rl.agent.remote.wire import REFUSALS, decode_completions, decode_refusal, encode_refusal, encode_response
 from megatron_rl.inference.api import Completion, GenerationRequest, InferenceInterface
 from megatron_rl.inference.replicas.wire import encode_request
 
@@ -52,7 +52,7 @@ class Session:
                 self._withdrawn.add(request.id)
                 self._changed.set()
 
-    async def news(self, known: Collection[str], wait_s: float) -> dict[str, Any]:
+    async def poll(self, known: Collection[str], wait_s: float) -> dict[str, Any]:
         """What is asked beside `known`, what of that is withdrawn since, the result, or what the agent failed of. Waits
         for one of them."""
         with suppress(TimeoutError):
@@ -69,7 +69,7 @@ class Session:
         error = None if self._task.cancelled() else self._task.exception()
         if error is None:
             return {"result": encode_response(self._task.result())}
-        if isinstance(error, REFUSED) and any(error is refusal for refusal in self._refusals):
+        if isinstance(error, REFUSALS) and any(error is refusal for refusal in self._refusals):
             return {"error": encode_refusal(error)}
         return {"error": {"kind": "error", "message": f"{type(error).__name__}: {error}"[:300]}}
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.agent.registry import environment_class
-from megatron_rl.agent.scoring import Patience, scored
+from megatron_rl.agent.scoring import RolloutLimits, score_answer
 from megatron_rl.agent.trajectories import check_reward
 from megatron_rl.errors import PACKAGE, ConfigurationError, TaskFailed, own_place, own_trace
 from megatron_rl.inference.request_limits import refuse_duplicate
@@ -60,7 +60,7 @@ def load(file: Path, text: str) -> ModuleType:
 
 
 def raised(call: Callable[[], Any]) -> Exception:
-    error = asyncio.run(scored(call, Patience(5.0)))
+    error = asyncio.run(score_answer(call, RolloutLimits(5.0)))
     assert isinstance(error, Exception)
     return error
 

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.agent.answer_format import FORMATS, Found
+from megatron_rl.agent.answer_format import FORMATS, FoundAnswer
 
 TABLE: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("answers_found.yaml").read_text("utf-8"))
 
@@ -21,18 +21,18 @@ TABLE: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("answers_f
     [(name, *row) for name in FORMATS for row in TABLE[name]],
 )
 def test_an_answer_is_found_where_the_table_says(name: str, response: str, answer: str | None, follows: str) -> None:
-    expected = None if answer is None else Found(answer, talks_on=follows == "text")
+    expected = None if answer is None else FoundAnswer(answer, has_trailing_text=follows == "text")
     assert FORMATS[name].find(response) == expected
 
 
 @pytest.mark.parametrize("ending", TABLE["harmless"])
 def test_a_harmless_ending_is_no_text(ending: str) -> None:
-    assert FORMATS["boxed"].find(rf"$\boxed{{42}}{ending}") == Found("42", talks_on=False)
+    assert FORMATS["boxed"].find(rf"$\boxed{{42}}{ending}") == FoundAnswer("42", has_trailing_text=False)
 
 
 @pytest.mark.parametrize("ending", TABLE["harmful"])
 def test_another_ending_is_text(ending: str) -> None:
-    assert FORMATS["boxed"].find(rf"\boxed{{42}}{ending}") == Found("42", talks_on=True)
+    assert FORMATS["boxed"].find(rf"\boxed{{42}}{ending}") == FoundAnswer("42", has_trailing_text=True)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ BRACED = st.recursive(
 
 @given(before=st.text(max_size=20), answer=BRACED.filter(str.strip))
 def test_whatever_nests_in_the_last_box_comes_out_whole(before: str, answer: str) -> None:
-    assert FORMATS["boxed"].find(f"{before}\\boxed{{{answer}}}") == Found(answer.strip(), talks_on=False)
+    assert FORMATS["boxed"].find(f"{before}\\boxed{{{answer}}}") == FoundAnswer(answer.strip(), has_trailing_text=False)
 
 
 @given(st.text())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from core_helpers import trajectory
 
-from megatron_rl.agent.contrastive import ContrastivePair, pair_of
-from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.agent.trajectories import ContrastivePair, Problem, TrajectoryGroup, contrastive_pair
 
 PROBLEM = Problem("7=", {})
 
@@ -17,12 +16,12 @@ def group(*rewards: float) -> TrajectoryGroup:
 
 def test_the_best_answer_is_chosen_over_the_worst() -> None:
     made = group(0.5, 1.0, 0.0, 1.0, 0.0)
-    assert pair_of(made) == ContrastivePair(PROBLEM, made.trajectories[1], made.trajectories[2])
+    assert contrastive_pair(made) == ContrastivePair(PROBLEM, made.trajectories[1], made.trajectories[2])
 
 
 @pytest.mark.parametrize("rewards", [(), (1.0,), (0.5, 0.5)])
 def test_answers_worth_the_same_make_no_pair(rewards: tuple[float, ...]) -> None:
-    assert pair_of(group(*rewards)) is None
+    assert contrastive_pair(group(*rewards)) is None
 
 
 def test_a_pair_the_wrong_way_round_is_refused() -> None:

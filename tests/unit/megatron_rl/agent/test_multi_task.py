@@ -13,7 +13,7 @@ from megatron_rl.agent.api import EvaluationRequest
 from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig
 from megatron_rl.agent.multi_task import WeightedMultiTask
 from megatron_rl.agent.registry import build_environment, entry_points_of, required_datasets
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
@@ -61,7 +61,7 @@ def test_an_evaluation_is_answered_by_each_environment_in_the_order_of_the_reque
     right = {problem.prompt: problem.golden["answer"] for problem in mixed}
     tokenizer = build_tokenizer(TokenizerConfig(type="characters", alphabet=ALPHABET))
     engine = ScriptedInference(tokenizer, lambda prompt, sample: right[prompt])
-    request = EvaluationRequest(mixed, Sampling(max_new_tokens=4), 2, 0, engine, Patience(60.0))
+    request = EvaluationRequest(mixed, Sampling(max_new_tokens=4), 2, 0, engine, RolloutLimits(60.0))
     response = asyncio.run(agent.evaluate(request))
     assert [[each.text for each in answers] for answers in response.trajectories] == [
         [right[problem.prompt]] * 2 for problem in mixed

@@ -12,7 +12,7 @@ from words import Words
 from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.multi_turn import MultiTurnAgent
 from megatron_rl.agent.prompts import next_turn
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.inference.config import Sampling
@@ -50,7 +50,7 @@ def converse(agent: Guess, answers: Mapping[str, str], size: int = 1, longest: i
         Words(), lambda prompt, sample: answers.get(f"{prompt}{sample}", answers.get(prompt, "5")), longest
     )
     [problem] = agent.training_problems()
-    request = GroupRolloutRequest(7, problem, size, Sampling(max_new_tokens=4), 3, engine, Patience(30.0))
+    request = GroupRolloutRequest(7, problem, size, Sampling(max_new_tokens=4), 3, engine, RolloutLimits(30.0))
     return asyncio.run(agent.group_rollout(request))
 
 
@@ -88,7 +88,7 @@ def test_what_the_tokenizer_cannot_say_costs_one_conversation() -> None:
     agent = Guess(Section(), build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789?")))
     engine = ScriptedInference(agent.tokenizer, ["2", "5"])
     request = GroupRolloutRequest(
-        7, agent.training_problems()[0], 2, Sampling(max_new_tokens=4), 3, engine, Patience(30.0)
+        7, agent.training_problems()[0], 2, Sampling(max_new_tokens=4), 3, engine, RolloutLimits(30.0)
     )
     group = asyncio.run(agent.group_rollout(request))
     assert [one.reward for one in group.trajectories] == [1.0]
@@ -118,7 +118,7 @@ def test_a_conversation_over_its_limit_is_had_again_from_its_first_turn_and_ends
     agent = Stuck(Section(), Words())
     problem, sampling = agent.training_problems()[0], Sampling(max_new_tokens=4)
     engine = ScriptedInference(Words(), lambda prompt, sample: "5" if "2" in prompt else "25"[sample])
-    request = GroupRolloutRequest(7, problem, 2, sampling, 3, engine, Patience(30.0, 1, rollout_s=0.5))
+    request = GroupRolloutRequest(7, problem, 2, sampling, 3, engine, RolloutLimits(30.0, 1, rollout_s=0.5))
     group = asyncio.run(agent.group_rollout(request))
     assert [one.text for one in group.trajectories] == ["2\n5", "5"] and not group.failures
     assert len(engine.requests) == 2, "the first turn is had once"

@@ -12,7 +12,7 @@ from megatron_rl.agent import registry
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import (
     build_environment,
-    described,
+    describe_environments,
     environment_arguments,
     environment_class,
     environment_names,
@@ -129,7 +129,7 @@ def test_one_that_cannot_tell_its_variants_hides_no_other(site: Path, monkeypatc
     install(site, "plugin_many", "riddles_many", "plugin_many:Riddles", f"{dedent(PLUGIN)}\n{broken}")
     registered = registry.registered
     monkeypatch.setattr(registry, "registered", lambda name=None: registered("riddles_many"))
-    [one] = described()
+    [one] = describe_environments()
     assert one.description == "cannot be used: its variants cannot be told: KeyError: 'cache'"
 
 

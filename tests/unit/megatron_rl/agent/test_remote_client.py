@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from megatron_rl.agent.api import EvaluationRequest, EvaluationResponse, GroupRolloutRequest
-from megatron_rl.agent.remote.client import BEGINNINGS, AgentClient, AgentFailed, AgentGone
-from megatron_rl.agent.remote.wire import Asked, Place, decode_response, encode_response
+from megatron_rl.agent.remote.client import MAX_STARTS, AgentClient, AgentFailed, AgentUnavailable
+from megatron_rl.agent.remote.wire import AgentRequest, ProblemId, decode_response, encode_response
 from megatron_rl.agent.reward_only import RewardOnlyAgent
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
@@ -51,8 +51,8 @@ class Digits(RewardOnlyAgent):
         return float(response)
 
 
-def asked(*places: Place, samples: int = 2) -> Asked:
-    return Asked([*places] or [Place("training", 0)], samples, SAMPLING, 7, 0, Patience(60.0))
+def asked(*problems: ProblemId, samples: int = 2) -> AgentRequest:
+    return AgentRequest([*problems] or [ProblemId("training", 0)], samples, SAMPLING, 7, 0, RolloutLimits(60.0))
 
 
 def service() -> AgentService:
@@ -67,7 +67,9 @@ def client(handler: httpx.AsyncBaseTransport, patience_s: float = 60.0) -> Agent
     return AgentClient("http://agent", TOKEN, patience_s, transport=handler, sleep=no_pause)
 
 
-def run(agent: AgentService, route: str = "/grouped_rollouts", request: Asked | None = None, **options: Any) -> Any:
+def run(
+    agent: AgentService, route: str = "/grouped_rollouts", request: AgentRequest | None = None, **options: Any
+) -> Any:
     """An agent that is asked in this process."""
     app = options.get("app") or application(agent, [TOKEN])
     engine = options.get("engine") or ScriptedInference(TOKENIZER, ["5", "6"])
@@ -81,25 +83,27 @@ def test_rollouts_are_those_that_the_environment_makes_here() -> None:
     engine = ScriptedInference(TOKENIZER, ["5", "6", ""])
     here = Digits(Digits.Config(), TOKENIZER)
     problem = here.training_problems()[0]
-    group = asyncio.run(here.group_rollout(GroupRolloutRequest(0, problem, 3, SAMPLING, 7, engine, Patience(60.0))))
+    group = asyncio.run(
+        here.group_rollout(GroupRolloutRequest(0, problem, 3, SAMPLING, 7, engine, RolloutLimits(60.0)))
+    )
     there = run(service(), request=asked(samples=3), engine=ScriptedInference(TOKENIZER, ["5", "6", ""]))
     assert there == EvaluationResponse([group.trajectories], group.failures)
     assert sum(group.failures.values()) == 1 and len(group.trajectories) == 2
 
 
 def test_an_evaluation_answers_each_problem() -> None:
-    places = [Place("evaluation/held_out", 0), Place("training", 1)]
-    response = run(service(), "/evaluation", asked(*places, samples=1))
+    problems = [ProblemId("evaluation/held_out", 0), ProblemId("training", 1)]
+    response = run(service(), "/evaluation", asked(*problems, samples=1))
     assert response.rewards == [5.0, 5.0]
     request = EvaluationRequest(
-        [Problem("3=", {})], SAMPLING, 1, 7, ScriptedInference(TOKENIZER, ["5"]), Patience(60.0)
+        [Problem("3=", {})], SAMPLING, 1, 7, ScriptedInference(TOKENIZER, ["5"]), RolloutLimits(60.0)
     )
     here = asyncio.run(Digits(Digits.Config(), TOKENIZER).evaluate(request))
     assert response.trajectories[:1] == here.trajectories
 
 
 def test_single_rollouts_answer_each_problem_once() -> None:
-    request = asked(Place("training", 1), Place("training", 0), samples=1)
+    request = asked(ProblemId("training", 1), ProblemId("training", 0), samples=1)
     there = run(service(), "/rollouts", request, engine=ScriptedInference(TOKENIZER, lambda prompt, _: prompt[0]))
     assert there.trajectories and there.rewards == [2.0, 1.0]
 
@@ -164,7 +168,7 @@ def test_what_the_agent_gives_up_is_generated_no_further() -> None:
             return answers
 
     engine = Stuck(TOKENIZER, ["5", "6"])
-    request = replace(asked(), patience=Patience(60.0, 1, rollout_s=0.5))
+    request = replace(asked(), limits=RolloutLimits(60.0, 1, rollout_s=0.5))
     assert run(service(), request=request, engine=engine).rewards == [5.0, 6.0]
     assert cancelled == [engine.requests[0].id] and len(engine.requests) == 2
 
@@ -223,12 +227,12 @@ def test_one_that_is_away_or_another_one_is_asked_until_patience_ends(status: in
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"no"})
 
-    with pytest.raises(AgentGone):
+    with pytest.raises(AgentUnavailable):
         run(service(), app=app, patience_s=0.05)
 
 
 def test_one_that_serves_other_problems_is_refused() -> None:
-    with pytest.raises(AgentGone, match=r"409: this agent \(digits\) serves other problems"):
+    with pytest.raises(AgentUnavailable, match=r"409: this agent \(digits\) serves other problems"):
         run(service(), digest="another", patience_s=0.0)
 
 
@@ -241,9 +245,9 @@ def test_one_that_dies_of_every_request_ends_too() -> None:
             return httpx.Response(200, json={"session": "1"})
         return httpx.Response(404)
 
-    with pytest.raises(AgentGone, match="404"):
+    with pytest.raises(AgentUnavailable, match="404"):
         nonsense(handler)
-    assert len(opened) == BEGINNINGS
+    assert len(opened) == MAX_STARTS
 
 
 TRAJECTORY = [[1, 2], [False, True], [0.0, -1.0], [-1, 0], [[1, 2]], "2", 1.0, "stop", 0]

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
 from megatron_rl.agent.reward_only import RewardOnlyAgent
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
@@ -22,7 +22,7 @@ from megatron_rl.section import Section
 TOKENIZER = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789="))
 SAMPLING = Sampling(max_new_tokens=4)
 PROBLEM = Problem("7=", {"answer": "7"})
-PATIENT = Patience(60.0)
+PATIENT = RolloutLimits(60.0)
 
 
 class Scored(RewardOnlyAgent):
@@ -67,7 +67,7 @@ def completion(text: str, cut: bool) -> Completion:
 
 
 def rollout_group(
-    agent: RewardOnlyAgent, engine: Scripted, size: int, patience: Patience = PATIENT, prompt: str = "7="
+    agent: RewardOnlyAgent, engine: Scripted, size: int, limits: RolloutLimits = PATIENT, prompt: str = "7="
 ) -> TrajectoryGroup:
     request = GroupRolloutRequest(
         ordinal=5,
@@ -76,7 +76,7 @@ def rollout_group(
         sampling=SAMPLING,
         key=11,
         inference=engine,
-        patience=patience,
+        limits=limits,
     )
     return asyncio.run(agent.group_rollout(request))
 
@@ -133,7 +133,7 @@ def test_scoring_that_fails_is_tried_again_before_the_answer_is_lost(failures: i
             raise OSError("no answer")
         return float(text)
 
-    group = rollout_group(Scored(score), Scripted(["5"]), 1, Patience(60.0, 2))
+    group = rollout_group(Scored(score), Scripted(["5"]), 1, RolloutLimits(60.0, 2))
     assert [trajectory.reward for trajectory in group.trajectories] == [5.0][: not lost]
     assert without_places(group) == lost
 
@@ -208,7 +208,7 @@ def test_evaluation_answers_all_problems_at_once_in_order_with_keys_of_their_own
 
     engine = Gathering(["1"])
     problems = [Problem(f"{number}=", {}) for number in (4, 5, 6)]
-    request = EvaluationRequest(problems, SAMPLING, 2, key=1, inference=engine, patience=Patience(60.0))
+    request = EvaluationRequest(problems, SAMPLING, 2, key=1, inference=engine, limits=RolloutLimits(60.0))
     response = asyncio.run(Scored(float).evaluate(request))
     assert [[trajectory.text for trajectory in group] for group in response.trajectories] == [
         ["1", "1"],
@@ -257,7 +257,7 @@ def test_a_reward_that_takes_too_long_costs_its_answer() -> None:
                 raise TimeoutError("the verifier's own limit")
             return await super().get_reward(response, golden, finish_reason)
 
-    group = rollout_group(Endless(float), Scripted(["1", "2", "3", "4"]), 4, Patience(0.2))
+    group = rollout_group(Endless(float), Scripted(["1", "2", "3", "4"]), 4, RolloutLimits(0.2))
     assert [trajectory.text for trajectory in group.trajectories] == ["1", "2"]
     assert without_places(group) == {
         "get_reward: TimeoutError: no score within 0.2 s (environment.reward_timeout_s)": 1,
@@ -282,8 +282,8 @@ class Slow(Scripted):
         return answered
 
 
-def limited(rollout_s: float, retries: int) -> Patience:
-    return Patience(60.0, retries, rollout_s)
+def limited(rollout_s: float, retries: int) -> RolloutLimits:
+    return RolloutLimits(60.0, retries, rollout_s)
 
 
 def test_a_rollout_over_its_limit_is_cancelled_and_begun_anew_by_the_same_random_numbers() -> None:
@@ -321,7 +321,7 @@ def test_a_prompt_too_long_costs_its_problem_in_an_evaluation_and_is_said_to_the
             return await super().generate(request)
 
     problems = [Problem("4=", {}), Problem("44=", {}), PROBLEM]
-    request = EvaluationRequest(problems, SAMPLING, 1, key=1, inference=Short(["1"]), patience=Patience(60.0))
+    request = EvaluationRequest(problems, SAMPLING, 1, key=1, inference=Short(["1"]), limits=RolloutLimits(60.0))
     response = asyncio.run(Scored(float).evaluate(request))
     assert [len(group) for group in response.trajectories] == [1, 0, 1]
     with pytest.raises(PromptTooLong):

@@ -11,8 +11,8 @@ from server_helpers import END, byte_tokenizer
 from words import Words
 
 from megatron_rl.agent.api import GroupRolloutRequest
-from megatron_rl.agent.scoring import Patience
-from megatron_rl.agent.tools import asked_with_tools
+from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.tools import render_tool_prompt
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.environments.calculator import CALCULATOR, Calculator, CalculatorConfig
 from megatron_rl.inference.config import Sampling
@@ -56,7 +56,13 @@ def converse(tokenizer: Tokenizer, answers: Mapping[str, str], stop: tuple[str, 
         return next(said for end, said in answers.items() if prompt.endswith(end)).format(**problem.golden)
 
     request = GroupRolloutRequest(
-        0, problem, 1, Sampling(max_new_tokens=600, stop=stop), 3, ScriptedInference(tokenizer, answer), Patience(30.0)
+        0,
+        problem,
+        1,
+        Sampling(max_new_tokens=600, stop=stop),
+        3,
+        ScriptedInference(tokenizer, answer),
+        RolloutLimits(30.0),
     )
     return asyncio.run(agent.group_rollout(request))
 
@@ -129,4 +135,4 @@ def test_there_a_call_that_fails_ends_the_conversation() -> None:
 
 def test_a_template_whose_calls_cannot_be_read_is_refused() -> None:
     with pytest.raises(ValueError, match="offers no tools in a format that is known here"):
-        asked_with_tools(byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"), "?", [CALCULATOR])
+        render_tool_prompt(byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"), "?", [CALCULATOR])

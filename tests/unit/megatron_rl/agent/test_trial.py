@@ -1,4 +1,4 @@
-"""An environment tried without a model: the rewards of a right and of a wrong answer, or why there are none."""
+"""`mrl environments try`: the rewards of a right and of a wrong answer without a model, or why there are none."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from megatron_rl.agent import trial
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import described
+from megatron_rl.agent.registry import describe_environments
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.agent.trial import tried
+from megatron_rl.agent.trial import try_environment
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.section import Section
 
@@ -42,7 +42,7 @@ class Riddles(RewardOnlyAgent):
 def try_it(monkeypatch: pytest.MonkeyPatch, cls: type[Environment], **arguments: Any) -> list[dict[str, Any]]:
     monkeypatch.setattr(trial, "with_samples", lambda config: config)
     monkeypatch.setattr(trial, "build_environment", lambda config, tokenizer: cls(cls.Config(**config.args), tokenizer))
-    return [*tried(EnvironmentConfig(name="riddles", args=arguments), 2)]
+    return [*try_environment(EnvironmentConfig(name="riddles", args=arguments), 2)]
 
 
 def test_the_first_problems_with_the_rewards_of_a_right_and_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_one_without_problems_or_right_answers_says_so(monkeypatch: pytest.Monke
 
 def test_countdown_and_arithmetic_can_be_tried_as_they_are() -> None:
     for name in ("countdown", "arithmetic"):
-        for one in tried(EnvironmentConfig(name=name, args={"draws": 9}), 2):
+        for one in try_environment(EnvironmentConfig(name=name, args={"draws": 9}), 2):
             assert (one["gold_reward"], one["wrong_reward"]) == (1.0, 0.0)
 
 
@@ -101,7 +101,7 @@ def test_what_an_environment_prints_is_no_problem(
 
 
 def test_all_that_is_installed_is_described() -> None:
-    found = {one.name: one for one in described()}
+    found = {one.name: one for one in describe_environments()}
     assert {"aime-2024", "big-math", "countdown", "dapo-math-17k", "gsm8k", "math", "open-math-instruct-2"} <= {*found}
     assert "reasoning-gym/chain_sum" in found and len([name for name in found if "reasoning-gym/" in name]) > 90
     assert all(one.description and one.source.startswith("mrl ") for one in found.values())

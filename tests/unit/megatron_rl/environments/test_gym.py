@@ -11,7 +11,7 @@ from optional import needs
 from words import Words
 
 from megatron_rl.agent.api import GroupRolloutRequest
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.environments.gym import GymConfig, GymEnvironment
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
@@ -37,7 +37,7 @@ def play(environment: GymEnvironment, *moves: str) -> Any:
     said = iter(moves)
     problem = environment.training_problems()[0]
     engine = ScriptedInference(Lines(), lambda prompt, sample: next(said))
-    request = GroupRolloutRequest(0, problem, 1, Sampling(max_new_tokens=40), 0, engine, Patience(30.0))
+    request = GroupRolloutRequest(0, problem, 1, Sampling(max_new_tokens=40), 0, engine, RolloutLimits(30.0))
     [one] = asyncio.run(environment.group_rollout(request)).trajectories
     return one
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from words import Words
 
 from megatron_rl.agent.api import GroupRolloutRequest
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.environments.math.environment import MathConfig, MathEnvironment
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest
@@ -137,7 +137,7 @@ class Scripted:
 def answered(environment: MathEnvironment, texts: list[str]) -> TrajectoryGroup:
     problem = environment.training_problems()[-1]
     request = GroupRolloutRequest(
-        0, problem, len(texts), Sampling(max_new_tokens=99), 0, Scripted(texts), Patience(60.0)
+        0, problem, len(texts), Sampling(max_new_tokens=99), 0, Scripted(texts), RolloutLimits(60.0)
     )
     return asyncio.run(environment.group_rollout(request))
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from words import Words
 
 from megatron_rl.agent.api import GroupRolloutRequest
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.environments.python import PythonConfig, PythonEnvironment
 from megatron_rl.inference.config import Sampling
@@ -44,7 +44,7 @@ def answered(environment: PythonEnvironment, *texts: str, problem: int = 0) -> T
         sampling=Sampling(max_new_tokens=99),
         key=0,
         inference=ScriptedInference(Words(), [*texts]),
-        patience=Patience(60.0),
+        limits=RolloutLimits(60.0),
     )
     return asyncio.run(environment.group_rollout(request))
 

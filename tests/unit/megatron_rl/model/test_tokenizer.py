@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.agent.prompts import Asking, asked
+from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 
@@ -78,8 +78,8 @@ def test_a_prompt_begins_as_the_tokenizer_begins_any_text(hugging_face_folder: P
 def test_a_problem_without_a_chat_template_begins_as_the_tokenizer_begins_any_text(hugging_face_folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(path=str(hugging_face_folder)))
     for text in ("one and two", "[BOS] one and two"):
-        assert tokenizer.encode(asked(tokenizer, text, Asking(chat="never"))) == [0, 3, 4, 5]
-    assert asked(characters(), "1+2", Asking()) == "1+2"
+        assert tokenizer.encode(render_prompt(tokenizer, text, PromptConfig(chat="never"))) == [0, 3, 4, 5]
+    assert render_prompt(characters(), "1+2", PromptConfig()) == "1+2"
 
 
 @pytest.fixture(scope="module")
