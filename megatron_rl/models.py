@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.hf.origin import contradictions
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, verify
 from megatron_rl.checkpoint.publish import CheckpointError
-from megatron_rl.checkpoint.replicas import sharded_weights
+from megatron_rl.checkpoint.saving_ranks import sharded_weights
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig, Recompute

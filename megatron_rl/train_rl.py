@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.metrics.names import StepReport
 from megatron_rl.metrics.report import step_lines
-from megatron_rl.rank import garbage
+from megatron_rl.rank.entry import gc_between_steps
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed
 from megatron_rl.rollout.view import GroupsView
 from megatron_rl.run import Run
@@ -34,7 +34,7 @@ def train(run: Run) -> str:
         )
         return FINISHED
     schedule = SaveSchedule(run.checkpointer, run.step, last)
-    with garbage.collected_between_steps(), suppress(LeaveAgreed):
+    with gc_between_steps() as collect_garbage, suppress(LeaveAgreed):
         while True:
             if run.evaluated < run.step and evaluation_due(run.step, run.config.evaluation.every, last):
                 evaluate(run)
@@ -43,7 +43,7 @@ def train(run: Run) -> str:
             if run.step == last:
                 return FINISHED
             train_step(run)
-            garbage.collect(run.step)
+            collect_garbage(run.step)
     return DRAINED
 
 

@@ -7,14 +7,15 @@ needs them, dropped, and made again in the backward pass; and no rank ever sees 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.model.output import OutputPart
+if TYPE_CHECKING:
+    from megatron_rl.model.policy import OutputPart
 
 CHUNK_BYTES = 2**28
 """Of a chunk's logits in fp32; about three such tensors exist at once. Smaller ones would not keep a GPU busy."""

@@ -115,7 +115,7 @@ class Fork(NamedTuple):
 
 @record()
 class WandbRun(NamedTuple):
-    """wandb.json: the W&B run that shows this one. Written and read by metrics.wandb.tell of one attempt after the
+    """wandb.json: the W&B run that shows this one. Written and read by metrics.wandb.upload of one attempt after the
     other. Not in a checkpoint: a fork begins as one and has its own."""
 
     id: str

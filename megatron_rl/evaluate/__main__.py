@@ -3,7 +3,7 @@
     python -m megatron_rl.evaluate < EVALUATION.json
 
 Says how far it is and at last what was found on stdout, a JSON object a line, and what is wrong on stderr, in one line.
-Where there are several ranks it starts the others, with their places as an argument (see standalone/siblings.py).
+Where there are several ranks it starts the others, with their ranks as an argument (see standalone/siblings.py).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from megatron_rl.contract.shapes import to_json
 from megatron_rl.rank.world import die_with_parent
 
 
-def main(place: str | None = None) -> int:
-    """The exit code. place: of a rank that another one has started."""
+def main(world: str | None = None) -> int:
+    """The exit code. world: of a rank that another one has started."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it prints its configuration and deprecations
     try:
-        _evaluate(sys.stdin.read(), place)
+        _evaluate(sys.stdin.read(), world)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except _refusals() as error:
@@ -54,7 +54,7 @@ def _refusals() -> tuple[type[Exception], ...]:
     return CheckpointError, ConfigurationError
 
 
-def _evaluate(text: str, place: str | None) -> None:
+def _evaluate(text: str, world: str | None) -> None:
     """Imports take seconds; by then there are handlers."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.agent.api import EvaluationResponse
@@ -62,7 +62,7 @@ def _evaluate(text: str, place: str | None) -> None:
     from megatron_rl.evaluate.config import Evaluation
     from megatron_rl.evaluate.evaluator import evaluate
     from megatron_rl.inference.engine import Engine
-    from megatron_rl.standalone.siblings import end_process, place_of, siblings
+    from megatron_rl.standalone.siblings import end_process, siblings, world_of
     from megatron_rl.standalone.source import find_source
 
     def report(progress: Progress) -> None:
@@ -75,8 +75,8 @@ def _evaluate(text: str, place: str | None) -> None:
 
         evaluation = Evaluation.model_validate_json(text)
         asked = evaluation.evaluate
-        if place is not None:
-            evaluate(evaluation, run, report, place_of(place))
+        if world is not None:
+            evaluate(evaluation, run, report, world_of(world))
             return
         if asked.ranks > 1:  # all evaluate what is the newest checkpoint now
             pinned = str(find_source(asked.checkpoint, asked.dtype).folder)

@@ -24,7 +24,7 @@ from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.rendezvous import meet
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.rank.small_world import Place
+from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.rank.world import World
 
 
@@ -37,7 +37,7 @@ def run_evaluation(
     assert config.evaluate is not None
     timeout = timedelta(seconds=config.job.collective_timeout_s)
     store = meet(attempt.address("train"), world.rank, world.size, timeout)
-    place = Place(world.rank, world.size, world.local_rank, store)
+    evaluation_world = StandaloneWorld(world.rank, world.size, world.local_rank, store)
     out = config.evaluate.out or str(run_dir.evaluation)
     evaluation = Evaluation(
         evaluate=config.evaluate.model_copy(update={"out": out}),
@@ -65,7 +65,7 @@ def run_evaluation(
         def run(work: Coroutine[Any, Any, list[EvaluationResponse]], engine: Engine) -> list[EvaluationResponse] | None:
             return loop.run(safe_points.run_until_asked(work, sign_of_life=lambda: engine.busy_s))
 
-        done = evaluate(evaluation, run, report, place, activity.waits, conclude)
+        done = evaluate(evaluation, run, report, evaluation_world, activity.waits, conclude)
     if world.rank:  # rank 0 has said what has become of it
         return DRAINED if drain.asked else FINISHED
     return FINISHED if done else DRAINED

@@ -17,7 +17,7 @@ from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.evaluate.result import result
 from megatron_rl.evaluate.settings import default_out, settings_of
 from megatron_rl.inference.config import InferenceConfig, Sampling
-from megatron_rl.rank.small_world import Place
+from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.standalone.policy import ROWS, open_policy
 from megatron_rl.standalone.source import Source, find_source
 
@@ -26,7 +26,7 @@ def evaluate(
     evaluation: Evaluation,
     run: RunBlock,
     report: Callable[[Progress], None],
-    place: Place | None = None,
+    world: StandaloneWorld | None = None,
     waits: Waits = nullcontext,
     conclude: Callable[[bool], None] | None = None,
 ) -> tuple[EvaluationResult, Path] | None:
@@ -34,7 +34,7 @@ def evaluate(
     been answered is kept, and on all ranks but the first. Collective.
 
     Args:
-        place: of this rank; default: there is no other.
+        world: of this rank; default: there is no other.
         conclude: called on rank 0 before any rank leaves, with whether all is answered.
 
     Raises:
@@ -42,10 +42,10 @@ def evaluate(
         CheckpointError: the checkpoint is damaged or cannot be read.
         OSError: the files cannot be written.
     """
-    asked, place = evaluation.evaluate, place or Place.alone()
-    if place.size != asked.ranks:
+    asked, world = evaluation.evaluate, world or StandaloneWorld.single()
+    if world.size != asked.ranks:
         raise ConfigurationError(
-            f"evaluate: {asked.replicas} replicas of {asked.tp} ranks are {asked.ranks}, and there are {place.size}"
+            f"evaluate: {asked.replicas} replicas of {asked.tp} ranks are {asked.ranks}, and there are {world.size}"
         )
     source = find_source(asked.checkpoint, asked.dtype, asked.date)
     try:
@@ -63,13 +63,13 @@ def evaluate(
         max_length=_longest(sets, source, evaluation.sampling),
         inference=inference,
         tp=asked.tp,
-        place=place,
+        world=world,
     ) as opened:
         if not opened.ranks.drives:
             opened.engine.follow(waits)
             return None
         answering = BlockRunner(evaluation, environment, opened, sets, inference.max_batch, run, report, waits)
-        if place.rank:
+        if world.rank:
             answering.help()
             answering.part()
             return None

@@ -48,7 +48,7 @@ FORK = multiprocessing.get_context("fork")  # torch is imported already, and thi
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FabricTimeouts:
     """Seconds."""
 
     meet: float = 120.0
@@ -68,13 +68,21 @@ class Stage:
 
 
 def run(
-    attempt: Attempt, job: JobConfig, rank: int, size: int, local_rank: int, slower_than: float | None, limits: Limits
+    attempt: Attempt,
+    job: JobConfig,
+    rank: int,
+    size: int,
+    local_rank: int,
+    slower_than: float | None,
+    timeouts: FabricTimeouts,
 ) -> None:
     """Take part as one rank. Rank 0 writes the findings. Raises dist.DistError when rank 0 has gone."""
     address = attempt.address("fabric")
-    store = meet(address, rank, size, timedelta(seconds=limits.meet))
+    store = meet(address, rank, size, timedelta(seconds=timeouts.meet))
     board = Board(store, rank, size)
-    hosts = board.exchange("host", os.environ.get("SLURMD_NODENAME") or socket.gethostname(), range(size), limits.meet)
+    hosts = board.exchange(
+        "host", os.environ.get("SLURMD_NODENAME") or socket.gethostname(), range(size), timeouts.meet
+    )
     nodes = whole_nodes(hosts)
     members = tuple(member for ranks in nodes.values() for member in ranks)
     if rank not in members and rank != 0:  # whose board the others need
@@ -85,9 +93,9 @@ def run(
     def reduce(stages: Sequence[Stage]) -> dict[str, AllReduce]:
         """What stages found that share no rank, the same on every rank."""
         mine = next((stage for stage in stages if rank in stage.members), None)
-        found = mine and in_child(lambda: measure(address, job, mine, rank, local_rank), limits.stage)
+        found = mine and in_child(lambda: measure(address, job, mine, rank, local_rank), timeouts.stage)
         key = "+".join(stage.name for stage in stages)
-        told = board.exchange(key, found and to_json(found), members, limits.stage + limits.slack)
+        told = board.exchange(key, found and to_json(found), members, timeouts.stage + timeouts.slack)
         answers = [None if one is None else from_json(AllReduce, one) for one in told]
         slow.update(stragglers(hosts, answers))
         return {stage.name: worst([answers[one] for one in stage.members]) for stage in stages}
@@ -107,7 +115,7 @@ def run(
         write(attempt.fabric, report)
         for line in summary(report):
             logger.info(line)
-    board.leave(members, limits.slack)
+    board.leave(members, timeouts.slack)
 
 
 class Board:
@@ -186,7 +194,7 @@ def measure(address: Path, job: JobConfig, stage: Stage, rank: int, local_rank: 
     if isinstance(rendezvous, Absent | Unreadable):
         raise OSError(f"the address of rank 0: {rendezvous}")
     platform = select(job, local_rank)
-    limit = timedelta(seconds=Limits().stage)
+    limit = timedelta(seconds=FabricTimeouts().stage)
     store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, limit, wait_for_workers=False)
     size = len(stage.members)
     dist.init_process_group(
@@ -241,14 +249,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--slower-than", type=float, help="GB/s of bus bandwidth below which a group of nodes is slow")
-    parser.add_argument("--meet-s", type=float, default=Limits().meet, help="seconds for all to come")
+    parser.add_argument("--meet-s", type=float, default=FabricTimeouts().meet, help="seconds for all to come")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     run_dir = RunDir(options.run_dir)
     config = RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
     rank, size, local_rank = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
-    limits = Limits(meet=options.meet_s)
-    run(run_dir.attempt(options.attempt), config.job, rank, size, local_rank, options.slower_than, limits)
+    timeouts = FabricTimeouts(meet=options.meet_s)
+    run(run_dir.attempt(options.attempt), config.job, rank, size, local_rank, options.slower_than, timeouts)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from megatron_rl.inference.request_limits import RequestLimits, refuse_duplicate
 from megatron_rl.inference.text import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
 from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.megatron_gpt import megatron_gpt
 from megatron_rl.model.policy import Policy
-from megatron_rl.model.twin import megatron_twin
 from megatron_rl.rank.engine_ranks import EngineRanks
 
 
@@ -98,7 +98,7 @@ class MegatronEngine:
         self._sizes = EngineSizes(
             config.max_batch, config.prefill_tokens, longest, pages, page_tokens, config.share_prefixes
         )
-        self._twin = megatron_twin(policy, model)
+        self._twin = megatron_gpt(policy, model)
         self._end_ids = frozenset(end_ids)
         self._decode = decode
         self._plans = None if ranks is None or ranks.alone else PlanBroadcast[Turn](ranks.control)

@@ -87,7 +87,7 @@ def sampling_params(sampling: Sampling, tokens_left: int, end: int, vocabulary: 
 def build_dynamic_engine(twin: GPTModel, vocabulary: int, sizes: EngineSizes, seed: int) -> DynamicInferenceEngine:
     """An engine with an empty cache of its own.
 
-    twin: see `megatron_twin`. vocabulary: number of tokens, without those that only pad the embedding. seed: of the
+    twin: see `megatron_gpt`. vocabulary: number of tokens, without those that only pad the embedding. seed: of the
     random numbers of all that it draws, the same on all ranks of a replica.
     """
     twin.config.inference_sampling_seed = seed

@@ -74,7 +74,7 @@ class ModelRunner:
         self.cache: KeyValueCache | None = None
         """Made when it is first needed."""
         self._frozen: FrozenPolicy | None = None  # made so too
-        self._tokens_until_look = policy.tokens_between_looks
+        self._tokens_until_look = policy.tokens_between_syncs
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[int] | None:
@@ -97,7 +97,7 @@ class ModelRunner:
         self._tokens_until_look -= 1
         if self._tokens_until_look:
             return None
-        self._tokens_until_look = self.policy.tokens_between_looks
+        self._tokens_until_look = self.policy.tokens_between_syncs
         return self._rows.ended(rows.stop)
 
     def answers(self, known: Mapping[int, int]) -> list[RowAnswer]:

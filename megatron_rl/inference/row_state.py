@@ -1,7 +1,7 @@
 """All per-token state of the rows, in tensors that stay where they are for as long as the engine lives.
 
 Python sees a row twice, when it is filled and when it has ended. To see it the host waits for the device, so it looks
-only every `Platform.tokens_between_looks` tokens; meanwhile a row that has ended is computed with the others, and keeps
+only every `Platform.tokens_between_syncs` tokens; meanwhile a row that has ended is computed with the others, and keeps
 nothing of it. What the host must know of every token (how long sequences are at most, which sampling parameters occur)
 it counts by itself.
 """
@@ -76,7 +76,7 @@ class RowState:
         # Rows of one number have the same parameters, as most have: then there is nothing to copy.
         self._numbers = np.zeros(rows, dtype=np.int64)
         self._newest: tuple[int, Sampling | None] = (0, None)
-        self._top = TopLogprobsRows(rows, policy.tokens_between_looks, policy.vocabulary, self._device)
+        self._top = TopLogprobsRows(rows, policy.tokens_between_syncs, policy.vocabulary, self._device)
         self._adjusted = AdjustedRows(rows, max_length, policy.vocabulary, self._device)
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros(rows, max_length, **integers)

@@ -24,13 +24,13 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl.model.config import Recompute
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout
-from megatron_rl.platform.mended import mend_router
+from megatron_rl.platform.megatron_patches import patch_router
 
 
 def packed_block_spec(config: TransformerConfig, recompute: Recompute, platform: Platform, stage: int) -> Any:
     """What GPTModel builds the layers of a pipeline stage and the norm behind the last one from."""
     if config.num_moe_experts is not None:
-        mend_router()
+        patch_router()
     spec: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
     )

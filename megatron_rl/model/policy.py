@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig, Recompute, RopeScaling
 from megatron_rl.model.frozen import FrozenPolicy, freezes
 from megatron_rl.model.layers import Rotation, packed_block_spec
-from megatron_rl.model.output import OutputPart
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
@@ -28,6 +28,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 FP8_ROWS = 16
 """Sizes of a product in FP8 are multiples of this, its number of tokens too."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPart:
+    """One tensor-parallel rank's rows of the output layer. Each row makes the logit of one token."""
+
+    weight: Tensor
+    """[rows, hidden]"""
+    tokens: range
+    """Tokens of the first rows; further rows pad the vocabulary."""
+    group: dist.ProcessGroup | None
+    """Ranks that hold the other rows; None where this rank holds all."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[predictors, hidden] -> [predictors, len(tokens)]"""
+        return linear(hidden, self.weight)[:, : len(self.tokens)]
 
 
 class Policy(GPTModel):
@@ -143,9 +159,9 @@ class Policy(GPTModel):
         return self._platform.device
 
     @property
-    def tokens_between_looks(self) -> int:
-        """See `Platform.tokens_between_looks`."""
-        return self._platform.tokens_between_looks
+    def tokens_between_syncs(self) -> int:
+        """See `Platform.tokens_between_syncs`."""
+        return self._platform.tokens_between_syncs
 
     def layout(self, packed: PackedSequences, part: Tensor | None = None) -> Layout:
         """The attention layout of whole sequences on the policy's device: see `Platform.attention_layout`."""

@@ -70,7 +70,7 @@ class Platform(Protocol):
     """torch.distributed backend."""
     transformer_overrides: dict[str, Any]
     """Fields of TransformerConfig that this device dictates."""
-    tokens_between_looks: int
+    tokens_between_syncs: int
     """Tokens that the engine decodes until the host looks which answers have ended: to look is to wait until the device
     has done all it was told."""
     rows_multiple: int

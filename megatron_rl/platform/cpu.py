@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
-from megatron_rl.platform.gloo import UnevenCollectives
 from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
 from megatron_rl.platform.part_attention import part_layout
 from megatron_rl.platform.sparse_attention import sparse_attention
@@ -46,7 +46,7 @@ _MODULES_NAMING_CUDA = {
 class CpuPlatform:
     backend = "gloo"
     attention_kernels = "torch's scaled_dot_product_attention, in buckets of one length"
-    tokens_between_looks = 1
+    tokens_between_syncs = 1
     # MKL (2024.2) adds up products of few rows in another order than those of many: of up to 3 rows a thread with AVX2,
     # of more than 4 with AVX-512 and in its compatible mode. Seen in fp32; in bf16 there is no difference.
     rows_multiple = 16
@@ -149,6 +149,29 @@ def _replace(module_name: str, attribute: str, value: object) -> None:
             "install a supported version (see megatron_rl/platform/select.py)"
         )
     setattr(module, attribute, value)
+
+
+class UnevenCollectives:
+    """torch.distributed whose all_gather and reduce_scatter accept parts of different sizes, which gloo refuses: one
+    broadcast or reduction for each part. Experts under tensor parallelism need them, as each rank has its own number of
+    tokens."""
+
+    def all_gather(self, parts: Sequence[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+        parts[group.rank()].copy_(mine)
+        for rank, part in enumerate(parts):
+            if part.numel():
+                dist.broadcast(part, group=group, group_src=rank)
+
+    def reduce_scatter(self, mine: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        for rank, part in enumerate(parts):
+            if part.numel():
+                total = part.contiguous().clone()
+                dist.reduce(total, group=group, group_dst=rank)
+                if rank == group.rank():
+                    mine.copy_(total)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
 
 
 class _TorchOn:

@@ -30,7 +30,7 @@ class CudaPlatform:
     backend = "nccl"
     # A look reads twice, which rows ended and what they sampled: at most one wait per 8 tokens. The last row of a batch
     # is computed up to 15 times in vain, which is nothing beside answers of thousands of tokens.
-    tokens_between_looks = 16
+    tokens_between_syncs = 16
     rows_multiple = 1  # cuBLAS chooses another kernel every few rows
     transfers_beside_collectives = False
     computes_on_host = False
@@ -99,9 +99,9 @@ class CudaPlatform:
         return whole_linears(config)
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
-        from megatron_rl.platform.mended import mend_multi_tensor
+        from megatron_rl.platform.megatron_patches import patch_multi_tensor
 
-        mend_multi_tensor()
+        patch_multi_tensor()
         return make().to(device=self.device, dtype=dtype)
 
     def host_memory(self, size: int) -> torch.Tensor:

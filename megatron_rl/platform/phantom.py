@@ -36,7 +36,7 @@ from megatron_rl.platform.cpu import CpuPlatform, patched_for
 from megatron_rl.platform.cuda import CudaPlatform
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.implementation import UNASKED
-from megatron_rl.platform.mended import mend_multi_tensor
+from megatron_rl.platform.megatron_patches import patch_multi_tensor
 from megatron_rl.platform.paged_kernels import PagedKernel
 from megatron_rl.platform.varlen_attention import VarlenKernel
 
@@ -83,7 +83,7 @@ class PhantomDevice(TorchDispatchMode):
         self._guards[_KINDS[self.device.type]] = self._guard or self._guards[_META]
         for patch in (
             patched_for(self.device),
-            # As it was, at the end: `mend_multi_tensor` replaces it.
+            # As it was, at the end: `patch_multi_tensor` replaces it.
             mock.patch.object(clip_grads, "l2_norm_impl", clip_grads.l2_norm_impl),
             mock.patch.object(clip_grads, "multi_tensor_scale_impl", clip_grads.multi_tensor_scale_impl),
             # megatron-core sets `data` of a tensor that is no view, which a fake one does not survive.
@@ -322,7 +322,7 @@ class PhantomPlatform(CudaPlatform):
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
         """Made on the meta device, where nothing is drawn, and then given to the phantom."""
-        mend_multi_tensor()
+        patch_multi_tensor()
         with torch.device("meta"):
             module = make().to(dtype=dtype)
         with self._phantom.memory.held_by("weights"):

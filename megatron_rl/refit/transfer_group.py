@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from megatron_rl.platform.apart import BACKENDS, Apart, Message
+from megatron_rl.platform.transport import TRANSPORTS, Message, Transport
 from megatron_rl.rank.rendezvous import open_store
 from megatron_rl.refit.epoch import Epoch, ReplicaStart, TransferFailed
 from megatron_rl.refit.lifeline import Lifeline, Listener
@@ -23,11 +23,11 @@ class TransferGroup:
     comes after raises TransferFailed. What it has open closes with it, the store included, which asks nobody who they
     are."""
 
-    def __init__(self, epoch: Epoch, rank: int, lifeline: Lifeline, apart: Apart) -> None:
+    def __init__(self, epoch: Epoch, rank: int, lifeline: Lifeline, transport: Transport) -> None:
         self.epoch = epoch
         self.rank = rank
         self._lifeline = lifeline
-        self._apart = apart
+        self._transport = transport
         self._broken: str | None = None
 
     @classmethod
@@ -58,16 +58,16 @@ class TransferGroup:
             except RuntimeError as error:
                 lifeline.close()
                 raise TransferFailed(f"epoch {epoch.number}: its first member is gone: {error}") from error
-        group = cls(epoch, rank, lifeline, BACKENDS[backend](store, rank, epoch.size, timeout))
+        group = cls(epoch, rank, lifeline, TRANSPORTS[backend](store, rank, epoch.size, timeout))
         lifeline.watch(group._give_up)
         with group._working():
-            group._apart.connect()
+            group._transport.connect()
         return group
 
     @property
     def device(self) -> torch.device:
         """Where messages are."""
-        return self._apart.device
+        return self._transport.device
 
     @property
     def intact(self) -> bool:
@@ -80,19 +80,19 @@ class TransferGroup:
         return self.epoch.replicas_of(self._lifeline.lost)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """See `Apart.exchange`. Raises TransferFailed."""
+        """See `Transport.exchange`. Raises TransferFailed."""
         with self._working():
-            self._apart.exchange(sends, receives)
+            self._transport.exchange(sends, receives)
 
     def gather(self, content: Any) -> list[Any]:
         """What each member gives, which JSON can hold: nothing of another process is unpickled. Collective. Raises
         TransferFailed."""
         mine = torch.frombuffer(bytearray(zlib.compress(json.dumps(content).encode())), dtype=torch.uint8)
         with self._working():
-            sizes = [int(size) for size in self._apart.gather(torch.tensor([len(mine)]))]
+            sizes = [int(size) for size in self._transport.gather(torch.tensor([len(mine)]))]
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: len(mine)] = mine
-            parts = self._apart.gather(padded)
+            parts = self._transport.gather(padded)
         return [
             json.loads(zlib.decompress(part[:size].numpy().tobytes())) for part, size in zip(parts, sizes, strict=True)
         ]
@@ -106,12 +106,12 @@ class TransferGroup:
         """End it; nothing of it is under way. The other members know of it as of a death: it is over for them too."""
         self._broken = self._broken or "it was closed"
         self._lifeline.close()
-        self._apart.close()
+        self._transport.close()
 
     def _give_up(self) -> None:
         if self._broken is None:
             self._broken = "another member is gone"
-        self._apart.abort()
+        self._transport.abort()
 
     @contextmanager
     def _working(self) -> Iterator[None]:

@@ -16,11 +16,11 @@ from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import InferenceConfig
-from megatron_rl.rank.small_world import Place
+from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.section import PositiveInt, Section
 from megatron_rl.standalone.policy import OpenedPolicy, open_policy
-from megatron_rl.standalone.siblings import place_of, siblings
+from megatron_rl.standalone.siblings import siblings, world_of
 from megatron_rl.standalone.source import Precision, Source, find_source
 
 MODULE = "megatron_rl.standalone.followers"
@@ -37,7 +37,7 @@ class Followed(Section):
     inference: InferenceConfig | None
     tp: PositiveInt
 
-    def opened(self, source: Source, place: Place) -> AbstractContextManager[OpenedPolicy]:
+    def opened(self, source: Source, world: StandaloneWorld) -> AbstractContextManager[OpenedPolicy]:
         """See `open_policy`. source: of `path`."""
         return open_policy(
             source,
@@ -46,7 +46,7 @@ class Followed(Section):
             max_length=self.max_length,
             inference=self.inference,
             tp=self.tp,
-            place=place,
+            world=world,
         )
 
 
@@ -71,7 +71,7 @@ def open_with_followers(
         inference=inference,
         tp=tp,
     )
-    with siblings(MODULE, followed.model_dump_json(), tp, lost) as place, followed.opened(source, place) as opened:
+    with siblings(MODULE, followed.model_dump_json(), tp, lost) as world, followed.opened(source, world) as opened:
         yield opened
 
 
@@ -82,7 +82,7 @@ def main() -> int:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     asked = Followed.model_validate_json(sys.stdin.read())
     try:
-        with asked.opened(find_source(asked.path, asked.dtype), place_of(sys.argv[1])) as opened:
+        with asked.opened(find_source(asked.path, asked.dtype), world_of(sys.argv[1])) as opened:
             opened.engine.follow(nullcontext)
     except (ConfigurationError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.load import read, verify
-from megatron_rl.checkpoint.replicas import sharded_weights
+from megatron_rl.checkpoint.saving_ranks import sharded_weights
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.engine import Engine
@@ -30,7 +30,7 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.small_world import Place, connected
+from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 from megatron_rl.standalone.source import Source
 
 MOST_POSITIONS = 4096
@@ -73,7 +73,7 @@ def open_policy(
     max_length: int | None = None,
     inference: InferenceConfig | None = None,
     tp: int = 1,
-    place: Place | None = None,
+    world: StandaloneWorld | None = None,
 ) -> Iterator[OpenedPolicy]:
     """Load a policy into this process, which must have no process groups yet, and the others of its world. Collective.
     Where the body ends well, the ranks that follow this one are let go.
@@ -84,13 +84,13 @@ def open_policy(
             model up to MOST_POSITIONS.
         inference: default: the recipe's, or ROWS answers at once.
         tp: ranks that hold the model together.
-        place: of this rank; default: there is no other.
+        world: of this rank; default: there is no other.
 
     Raises:
         ConfigurationError: it cannot be used here, or not so.
         CheckpointError: the checkpoint is damaged or cannot be read.
     """
-    place = place or Place.alone()
+    world = world or StandaloneWorld.single()
     recipe, positions = source.recipe, source.model.max_position_embeddings
     max_length = max_length or (recipe.sequence_length if recipe else min(positions, MOST_POSITIONS))
     if max_length > positions:
@@ -100,11 +100,11 @@ def open_policy(
     if undivided := next(source.model.undivided(tp), None):
         raise ConfigurationError(f"{source.name}: {undivided}")
     inference = inference or (recipe.inference if recipe else InferenceConfig(max_batch=ROWS))
-    threads = threads or max(1, len(os.sched_getaffinity(0)) // place.size)
-    with connected(place, device, threads, tp) as (platform, groups):
+    threads = threads or max(1, len(os.sched_getaffinity(0)) // world.size)
+    with connected(world, device, threads, tp) as (platform, groups):
         policy, digest, version = load_policy(source, platform, groups)
-        ranks, tokenizer = _engine_ranks(place, groups, tp), source.tokenizer
-        leaders = dist.new_group([*range(0, place.size, tp)], timeout=IDLE, backend="gloo", group_desc="leaders")
+        ranks, tokenizer = _engine_ranks(world, groups, tp), source.tokenizer
+        leaders = dist.new_group([*range(0, world.size, tp)], timeout=IDLE, backend="gloo", group_desc="leaders")
         engine = Engine(policy, source.model, inference, tokenizer.end_ids, max_length, ranks, decode=tokenizer.decode)
         engine.policy_version = version
         yield OpenedPolicy(engine, ranks, leaders, source, digest)
@@ -112,9 +112,9 @@ def open_policy(
             engine.let_go()
 
 
-def _engine_ranks(place: Place, groups: Groups, tp: int) -> EngineRanks:
+def _engine_ranks(world: StandaloneWorld, groups: Groups, tp: int) -> EngineRanks:
     control, _ = dist.new_subgroups(tp, timeout=IDLE, backend="gloo", group_desc="engine control")
-    return EngineRanks(place.rank // tp, place.size // tp, groups.tensor, control)
+    return EngineRanks(world.rank // tp, world.size // tp, groups.tensor, control)
 
 
 def load_policy(source: Source, platform: Platform, groups: Groups) -> tuple[Policy, str, int]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_USAGE, PARENT_VARIABLE, STEP_VARIABLE
 from megatron_rl.contract.modules import module_command
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.rank.small_world import Place
+from megatron_rl.rank.standalone_world import StandaloneWorld
 
 MET_S = 5.0
 """That this process has to meet the loss of a rank by itself, as it does at once where they compute together."""
@@ -33,11 +33,11 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @contextmanager
-def siblings(module: str, asked: str, size: int, lost: Callable[[str], NoReturn]) -> Iterator[Place]:
-    """The place of this process, rank 0 of `size`, while the others are there.
+def siblings(module: str, asked: str, size: int, lost: Callable[[str], NoReturn]) -> Iterator[StandaloneWorld]:
+    """The world of this process, rank 0 of `size`, while the others are there.
 
     Args:
-        module: run by each of them as `python -m module PLACE`; see `place_of`.
+        module: run by each of them as `python -m module WORLD`; see `world_of`.
         asked: what they read on stdin.
         lost: told why, where a rank has ended before its time. Ends this process, which may be waiting for that rank,
             and is called in whatever thread.
@@ -45,14 +45,14 @@ def siblings(module: str, asked: str, size: int, lost: Callable[[str], NoReturn]
     Raises ConfigurationError where a rank has said that what was asked for cannot be used.
     """
     if size == 1:
-        yield Place.alone()
+        yield StandaloneWorld.single()
         return
     for name, value in LOOPBACK.items():
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory(prefix="mrl-ranks-") as folder:
         others = _Siblings(module, asked, size, Path(folder), lost)
         try:
-            yield Place(0, size, 0, dist.FileStore(str(others.store), size))
+            yield StandaloneWorld(0, size, 0, dist.FileStore(str(others.store), size))
         except RuntimeError as error:
             if (loss := others.loss(MET_S)) is None:
                 raise
@@ -70,10 +70,10 @@ def end_process(why: str) -> NoReturn:
     os._exit(EXIT_CRASHED)
 
 
-def place_of(text: str) -> Place:
-    """The place that a sibling was started with."""
+def world_of(text: str) -> StandaloneWorld:
+    """The world that a sibling was started with."""
     rank, size, store = json.loads(text)
-    return Place(rank, size, rank, dist.FileStore(store, size))
+    return StandaloneWorld(rank, size, rank, dist.FileStore(store, size))
 
 
 @dataclass(frozen=True, slots=True)

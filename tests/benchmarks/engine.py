@@ -50,7 +50,7 @@ from megatron_rl.model.hf_config import read_hf_config, shape
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.rank.small_world import Place, connected
+from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 
 ROWS = 64
 GROUPS, SHARED = 8, 400
@@ -92,7 +92,7 @@ def main() -> None:
     torch.set_num_threads(CORES)
     with (
         tempfile.TemporaryDirectory(prefix="engine-") as scratch,
-        connected(Place.alone(), threads=CORES) as (platform, _),
+        connected(StandaloneWorld.single(), threads=CORES) as (platform, _),
     ):
         folder = weights(options.size, Path(scratch))
         theirs = load_theirs(folder, getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[options.dtype]))

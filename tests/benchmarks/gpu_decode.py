@@ -26,7 +26,7 @@ from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.rank.small_world import Place, connected
+from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 
 PROMPT, WARM_UP, TOKENS, REPEATS = 512, 8, 48, 3
 ROWS = {"tiny": (1, 3), "0.5b": (1, 8, 32, 128), "7b": (1, 8, 32, 128)}
@@ -43,7 +43,7 @@ def main() -> None:
         print("no GPU here: skipped")
         return
     model = shape(asked.size)
-    with connected(Place.alone(), asked.device, threads=4) as (platform, _):
+    with connected(StandaloneWorld.single(), asked.device, threads=4) as (platform, _):
         platform.seed(0)
         policy = build_policy(model, model.vocab_size or 0, platform).requires_grad_(False).eval()
         rate = bytes_per_s(policy.device, 2**32 if asked.device == "cuda" else 2**26)

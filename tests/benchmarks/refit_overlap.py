@@ -47,16 +47,16 @@ def recipe(layers: int, steps: int, max_lag: int) -> dict[str, Any]:
 
 
 def over_a_network(gbit: float, rank: int) -> None:
-    from megatron_rl.platform.apart import GlooApart, Message
+    from megatron_rl.platform.transport import GlooTransport, Message
 
-    exchange = GlooApart.exchange
+    exchange = GlooTransport.exchange
 
-    def and_take_time(apart: GlooApart, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def and_take_time(transport: GlooTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         due = time.perf_counter() + sum(tensor.nbytes for _, tensor in sends) * 8 / gbit / 1e9
-        exchange(apart, sends, receives)
+        exchange(transport, sends, receives)
         time.sleep(max(0.0, due - time.perf_counter()))
 
-    GlooApart.exchange = and_take_time  # type: ignore[method-assign]
+    GlooTransport.exchange = and_take_time  # type: ignore[method-assign]
 
 
 def and_wait_for_each_version(gbit: float, rank: int) -> None:

@@ -21,7 +21,7 @@ from core_helpers import stir, tiny_model
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from megatron_rl.checkpoint.replicas import sharded_weights
+from megatron_rl.checkpoint.saving_ranks import sharded_weights
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy

@@ -15,15 +15,15 @@ from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAl
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.fabric import check
-from megatron_rl.fabric.check import Limits
+from megatron_rl.fabric.check import FabricTimeouts
 from megatron_rl.fabric.findings import findings, summary, whole_nodes
 from megatron_rl.rank.config import JobConfig
 
 JOB = JobConfig(device="cpu", gpus_per_node=1)
-LIMITS = Limits(meet=20.0, stage=15.0, slack=10.0)
+LIMITS = FabricTimeouts(meet=20.0, stage=15.0, slack=10.0)
 
 
-def rank_main(root: str, rank: int, size: int, node: str, trouble: str | None, limits: Limits) -> None:
+def rank_main(root: str, rank: int, size: int, node: str, trouble: str | None, limits: FabricTimeouts) -> None:
     """One rank; `trouble` is what is wrong with its node."""
     os.environ["SLURMD_NODENAME"] = node
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -41,7 +41,7 @@ def rank_main(root: str, rank: int, size: int, node: str, trouble: str | None, l
 
 
 def fabric(
-    root: Path, troubles: list[str | None], absent: tuple[int, ...] = (), limits: Limits = LIMITS
+    root: Path, troubles: list[str | None], absent: tuple[int, ...] = (), limits: FabricTimeouts = LIMITS
 ) -> FabricReport:
     """What rank 0 reported, with one rank for each node n0, n1, ..."""
     context = multiprocessing.get_context("forkserver")
@@ -79,7 +79,10 @@ def test_sound_nodes_are_measured_together_and_that_is_all(tmp_path):
     [
         ("slow", "is slow: 1 GB/s, expected 50", LIMITS),
         pytest.param(
-            "hangs", "failed: no end within 8 s", Limits(meet=20.0, stage=8.0, slack=10.0), marks=pytest.mark.slow
+            "hangs",
+            "failed: no end within 8 s",
+            FabricTimeouts(meet=20.0, stage=8.0, slack=10.0),
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -92,7 +95,7 @@ def test_the_node_that_spoils_every_group_is_named(tmp_path, trouble, words, lim
 
 
 def test_a_node_that_does_not_come_is_left_out_and_the_others_are_tried(tmp_path):
-    found = fabric(tmp_path, [None] * 3, absent=(2,), limits=Limits(meet=3.0, stage=15.0, slack=10.0))
+    found = fabric(tmp_path, [None] * 3, absent=(2,), limits=FabricTimeouts(meet=3.0, stage=15.0, slack=10.0))
     assert found.hosts == ["n0", "n1"]
     assert found.bad == {}
 

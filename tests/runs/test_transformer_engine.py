@@ -59,7 +59,7 @@ USED = (
     + ALONE
     + """
 from megatron_rl.model.parallel import _boxes
-from megatron_rl.model.twin import megatron_twin
+from megatron_rl.model.megatron_gpt import megatron_gpt
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
 from megatron_rl.platform.te_linears import NormedColumnLinear, RowLinear, te_linears
 
@@ -109,7 +109,7 @@ for name in ("none", "selective", "full"):
         mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
         assert mine.keys() == theirs.keys() and len(mine) > 10
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-    twin = dict(megatron_twin(fused, model).named_parameters())  # of linears and norms apart
+    twin = dict(megatron_gpt(fused, model).named_parameters())  # of linears and norms apart
     assert twin.keys() == theirs.keys() | mine.keys()
     assert all(twin[key] is weight for key, weight in fused.named_parameters())
     (ours, keys, adam), (theirs, same, _) = trained(local), trained(fused)

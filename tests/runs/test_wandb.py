@@ -32,7 +32,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.config import LoggingConfig, WandbConfig
 from megatron_rl.metrics.wandb import mirror
 from megatron_rl.metrics.wandb.mirror import check_installed
-from megatron_rl.metrics.wandb.rows import RecordReader, RecordRow
+from megatron_rl.metrics.wandb.upload import RecordReader, RecordRow
 from megatron_rl.metrics.writer import MetricsWriter
 
 KEY = "5ec2e7" * 7
@@ -270,7 +270,7 @@ def test_a_job_that_will_have_no_key_is_noted(tmp_path: Path, secrets: list[str]
 
 def test_the_rank_itself_never_imports_wandb() -> None:
     program = (
-        "import sys, megatron_rl.metrics.wandb.mirror, megatron_rl.metrics.wandb.tell; print('wandb' in sys.modules)"
+        "import sys, megatron_rl.metrics.wandb.mirror, megatron_rl.metrics.wandb.upload; print('wandb' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout == "False\n"

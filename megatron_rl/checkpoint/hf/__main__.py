@@ -76,7 +76,7 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
     from megatron_rl.errors import ConfigurationError
     from megatron_rl.model.hf_config import CONFIG_FILE
     from megatron_rl.model.hub import local_folder
-    from megatron_rl.rank.small_world import Place, connected
+    from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     if options.direction == "hf-to-megatron":
@@ -84,7 +84,7 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
             source = local_folder(options.source, "SRC", CONFIG_FILE)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        with connected(Place.alone()) as (platform, _):
+        with connected(StandaloneWorld.single()) as (platform, _):
             done = to_megatron(
                 source,
                 options.target,
@@ -98,7 +98,7 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
         run = RunDir(options.source)
         if run.resolved.is_file():
             options.source = str(run.checkpoint(newest_step(run)))
-        with connected(Place.alone()) as (platform, _):
+        with connected(StandaloneWorld.single()) as (platform, _):
             done = to_hugging_face(
                 Path(options.source),
                 options.target,

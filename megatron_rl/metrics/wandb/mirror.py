@@ -1,6 +1,6 @@
 """Weights & Biases, if the recipe asks for it: a process beside rank 0 that tells W&B what the record says.
 
-    rank 0 -> metrics.jsonl, evaluations.jsonl -> megatron_rl.metrics.wandb.tell -> wandb -> its service
+    rank 0 -> metrics.jsonl, evaluations.jsonl -> megatron_rl.metrics.wandb.upload -> wandb -> its service
 
 wandb's network, threads, helper process and exit hooks can wait for minutes. So they live where nothing waits for
 them: the child reads the record from the disk, and a run is neither slower nor shorter for what becomes of it.
@@ -47,7 +47,7 @@ class Mirror:
     """Owner of the child. Whatever goes wrong is said once and tried again: every start tells the whole record."""
 
     def __init__(self, run_dir: RunDir, attempt: Attempt) -> None:
-        program = module_command("megatron_rl.metrics.wandb.tell")
+        program = module_command("megatron_rl.metrics.wandb.upload")
         self._command = [*program, "--limit", str(FINISH_S), str(run_dir.root)]
         self._log = attempt.log(0, role="wandb")
         self._process: subprocess.Popen[bytes] | None = None

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_rl.algorithms import logprobs as module
 from megatron_rl.algorithms.logprobs import predicted_logprobs
-from megatron_rl.model.output import OutputPart
+from megatron_rl.model.policy import OutputPart
 
 TOKENS, HIDDEN, ROWS, VOCABULARY = 23, 12, 40, 37  # three rows pad the vocabulary
 

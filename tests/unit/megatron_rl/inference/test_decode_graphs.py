@@ -31,7 +31,7 @@ LONG = {"max_new_tokens": 21, "min_new_tokens": 21}
 class RecordingPlatform(CpuPlatform):
     """A CPU that records decode steps, and attends in them as a GPU's kernel does: for all lengths alike."""
 
-    tokens_between_looks = 3
+    tokens_between_syncs = 3
     computes_on_host = False
 
     def __init__(self) -> None:

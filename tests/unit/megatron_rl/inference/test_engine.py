@@ -170,7 +170,7 @@ def test_answers_do_not_depend_on_how_often_the_host_looks_which_have_ended(
         for key, prompt in enumerate(PROMPTS)
     ]
     expected = [tokens_of(completions) for completions in answer(engine_of(policy, max_batch=5), *requests)]
-    monkeypatch.setattr(type(policy), "tokens_between_looks", tokens)
+    monkeypatch.setattr(type(policy), "tokens_between_syncs", tokens)
     found = answer(engine_of(policy, max_batch=5), *requests)
     assert [tokens_of(completions) for completions in found] == expected
     whole = {

@@ -41,7 +41,7 @@ def policy(platform: Any, groups: Any) -> Policy:
 @pytest.fixture(params=LOOKS, ids="looks every {}".format)
 def engine(policy: Policy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """One whose host looks what has ended as often as on a CPU, and as seldom as on a GPU."""
-    monkeypatch.setattr(type(policy), "tokens_between_looks", request.param)
+    monkeypatch.setattr(type(policy), "tokens_between_syncs", request.param)
     return engine_of(policy)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 
-from megatron_rl.checkpoint.replicas import share_out_replicas
+from megatron_rl.checkpoint.saving_ranks import assign_saving_ranks
 
 
 def state_of(rank: int, sizes: list[int], tensor_rank: int = 0) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def state_of(rank: int, sizes: list[int], tensor_rank: int = 0) -> dict[str, Any
 def saved_by(rank: int, copies: int, sizes: list[int], tensor_rank: int = 0) -> dict[str, int]:
     """Bytes by name of what a rank saves."""
     state = state_of(rank, sizes, tensor_rank)
-    share_out_replicas(state, copies, expert_copies=1)
+    assign_saving_ranks(state, copies, expert_copies=1)
     return {name: tensor.data.nbytes for name, tensor in state.items() if is_main_replica(tensor.replica_id)}
 
 
@@ -54,6 +54,6 @@ def test_experts_are_shared_out_over_the_ranks_that_hold_the_same() -> None:
             str(number): ShardedTensor.from_rank_offsets(key, weight, (0, rank % 2, 2), replica_id=(0, 0, rank // 2))
             for number, weight in enumerate(weights)
         }
-        share_out_replicas(state, copies=4, expert_copies=2)
+        assign_saving_ranks(state, copies=4, expert_copies=2)
         saved.append([number for number, tensor in state.items() if is_main_replica(tensor.replica_id)])
     assert saved == [["0"], ["0"], ["1"], ["1"]]

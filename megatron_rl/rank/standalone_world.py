@@ -20,7 +20,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StandaloneWorld:
     """Of a rank in such a world."""
 
     rank: int
@@ -30,14 +30,14 @@ class Place:
     """By which they meet."""
 
     @classmethod
-    def alone(cls) -> Place:
+    def single(cls) -> StandaloneWorld:
         """Of the only rank."""
         return cls(0, 1, 0, dist.HashStore())
 
 
 @contextmanager
 def connected(
-    place: Place, device: Literal["cpu", "cuda"] = "cpu", threads: int = 1, tp: int = 1
+    world: StandaloneWorld, device: Literal["cpu", "cuda"] = "cpu", threads: int = 1, tp: int = 1
 ) -> Iterator[tuple[Platform, Groups]]:
     """The platform, while there are torch's and megatron-core's groups of ranks of which `tp` hold a model together.
     Collective.
@@ -46,16 +46,16 @@ def connected(
 
     Raises UnsupportedPlatform, as where there is no such device.
     """
-    platform = select(JobConfig(device=device, threads_per_rank=threads), place.local_rank)
+    platform = select(JobConfig(device=device, threads_per_rank=threads), world.local_rank)
     layout = TrainingLayout(tp=tp)
-    check_divides(place.size, layout)
+    check_divides(world.size, layout)
     dist.init_process_group(
-        platform.backend, store=place.store, rank=place.rank, world_size=place.size, timeout=COLLECTIVE_TIMEOUT
+        platform.backend, store=world.store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT
     )
     try:
         yield platform, cut(layout, COLLECTIVE_TIMEOUT)
     except BaseException:
-        if place.size == 1:  # else the end of NCCL's groups would wait for ranks that do something else
+        if world.size == 1:  # else the end of NCCL's groups would wait for ranks that do something else
             disconnect()
         raise
     disconnect()

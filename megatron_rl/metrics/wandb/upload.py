@@ -1,6 +1,6 @@
 """The record of a run, told to Weights & Biases:
 
-    python -P -m megatron_rl.metrics.wandb.tell RUN_DIR </dev/null
+    python -P -m megatron_rl.metrics.wandb.upload RUN_DIR </dev/null
 
 Started by mirror.py beside the run; by hand it tells what W&B missed of one that has ended. The end of standard input
 says that the record is complete, and so does the death of the process that started this one.
@@ -27,18 +27,20 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import yaml
 
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.attempt_records import Outcome
+from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineLine
 from megatron_rl.contract.codes import DRAINED, EXIT_CRASHED, FINISHED
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import Unreadable, if_readable, read, write
+from megatron_rl.contract.records import Unreadable, decode_lines, if_readable, read, read_lines, write
 from megatron_rl.contract.run_records import Fork, WandbRun
-from megatron_rl.metrics.wandb.rows import RecordReader
+
+Line = TypeVar("Line", MetricsLine, TimelineLine)
 
 LOOK_EVERY_S = 5.0
 PATIENCE_S = 30.0
@@ -59,7 +61,73 @@ each of its settings, and those that are about one run would bend this one: WAND
 every attempt another id, WANDB_RESUME_FROM begins it elsewhere, WANDB_DISABLED drops it."""
 
 
-def tell(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
+class RecordRow(NamedTuple):
+    step: int
+    at: float | None
+    """Unix time of the step, where it is known."""
+    values: dict[str, float]
+
+
+class Tail(Generic[Line]):
+    """The lines of a JSON-lines file that grows, each once; without those that a full disk tore, which are written
+    again."""
+
+    def __init__(self, kind: type[Line], path: Path) -> None:
+        self._kind: type[Line] = kind
+        self._path = path
+        self._read = 0
+
+    def new(self) -> list[Line]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return decode_lines(self._kind, whole).records
+
+
+class RecordReader:
+    """Rows of the record, one a step, each once and in order."""
+
+    def __init__(self, run: RunDir, attempt: Attempt) -> None:
+        self._steps = Tail(MetricsLine, run.metrics)
+        self._evaluations = Tail(MetricsLine, run.evaluations)
+        self._timeline = Tail(TimelineLine, attempt.timeline)
+        self._at: dict[int, float] = {}
+        for number in range(1, attempt.number):
+            lines = read_lines(TimelineLine, run.attempt(number).timeline)
+            if not isinstance(lines, Unreadable):  # its steps are shown without their time
+                self._at |= times(lines.records)
+        self._rows: dict[int, dict[str, float]] = {}
+        self._newest = -1
+
+    def rows(self, *, complete: bool) -> list[RecordRow]:
+        """What is new. Unless the record is complete the last step is held back: its evaluation may be to come, in
+        the next attempt perhaps."""
+        # In this order: the evaluation of a step is written before the step that follows.
+        steps, evaluations = self._steps.new(), self._evaluations.new()
+        for line in [*steps, *evaluations]:
+            self._rows.setdefault(line.step, {}).update(numbers(line.values))
+        self._newest = max([self._newest, *(line.step for line in steps)])
+        self._at |= times(self._timeline.new())
+        ready = sorted(step for step in self._rows if complete or step < self._newest)
+        return [RecordRow(step, self._at.get(step), self._rows.pop(step)) for step in ready]
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """What of a line can be drawn, under the names of metrics/names.py."""
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def times(lines: Iterable[TimelineLine]) -> dict[int, float]:
+    """{step: when it was done}; the line after a load is about the step that was gone on from."""
+    return {line.step: line.at for line in lines if line.resumed is None}
+
+
+def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
     """Tell W&B the record until `over` says that it is complete. Where W&B refuses, this process ends."""
     import wandb  # a second to import, and a process that is not asked for must not need it
 
@@ -137,7 +205,9 @@ def leave(why: str) -> NoReturn:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.metrics.wandb.tell", description="Tell W&B of a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.metrics.wandb.upload", description="Tell W&B of a run."
+    )
     parser.add_argument("run_dir", type=Path, help="whose resolved.yaml has logging.wandb")
     parser.add_argument(
         "--limit", type=float, default=600.0, help="seconds for what is left when the record is complete"
@@ -151,7 +221,7 @@ def main() -> None:
     run = RunDir(options.run_dir)
     over = threading.Event()
     threading.Thread(target=end_in_time, args=(os.getppid(), options.limit, over), daemon=True).start()
-    tell(run, run.attempt(run.last_attempt()), over)
+    upload(run, run.attempt(run.last_attempt()), over)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ def sharded_weights(model: MegatronModule, data: dist.ProcessGroup, expert_data:
     """A model in megatron-core's sharded form, its saving and loading shared out over the ranks with the same part of
     it, and over those with the same experts."""
     weights: dict[str, Any] = model.sharded_state_dict()
-    share_out_replicas(weights, data.size(), expert_data.size())
+    assign_saving_ranks(weights, data.size(), expert_data.size())
     return weights
 
 
-def share_out_replicas(model_state: dict[str, Any], copies: int, expert_copies: int | None = None) -> None:
+def assign_saving_ranks(model_state: dict[str, Any], copies: int, expert_copies: int | None = None) -> None:
     """Have each data-parallel rank save, and read back, about as many bytes of the model's tensors as the others,
     instead of the first rank all of them: whole tensors, the largest first, each to the rank with the least so far.
 
@@ -54,7 +54,7 @@ def _share_out(parts: Sequence[Any], copies: int) -> None:
 
 
 class LoadOnce(TorchDistLoadShardedStrategy):
-    """Has a tensor that several data-parallel ranks hold read by the one that would save it (`share_out_replicas`),
+    """Has a tensor that several data-parallel ranks hold read by the one that would save it (`assign_saving_ranks`),
     which sends it to the others: a model is read once from the file system, not once by every rank.
 
     megatron-core's own (FullyParallelLoadStrategyWrapper, 0.16.1) sends through CUDA tensors alone.

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 Message = tuple[int, Tensor]
-"""The other rank and what is sent to it, or where to put what it sends: contiguous, on `Apart.device`."""
+"""The other rank and what is sent to it, or where to put what it sends: contiguous, on `Transport.device`."""
 LOOK_EVERY_S = 0.0001
 ABORTS = 1
 """Tag of what nobody sends."""
 
 
-class Apart(Protocol):
+class Transport(Protocol):
     """One rank's end of a backend. What fails raises RuntimeError; after that it is of no use but to be closed."""
 
     device: torch.device
@@ -49,7 +49,7 @@ class Apart(Protocol):
         """Let go of its connections and threads. Nothing is waited for."""
 
 
-class GlooApart:
+class GlooTransport:
     """On the CPU. Whoever waits for a process that is gone or has closed its end gets an error at once, and one that is
     merely silent is waited for as long as `timeout` says, or until this is given up."""
 
@@ -79,7 +79,7 @@ class GlooApart:
         return parts
 
     def abort(self) -> None:
-        """See `Apart.abort`: a wait that has lasted too long ends all others, with gloo, so one is made to."""
+        """See `Transport.abort`: a wait that has lasted too long ends all others, with gloo, so one is made to."""
         if (backend := self._backend) is not None:
             with suppress(RuntimeError):
                 backend.recv([torch.empty(1, dtype=torch.uint8)], self._neighbour, ABORTS).wait(
@@ -90,7 +90,7 @@ class GlooApart:
         self._backend, self._begins = None, ()
 
 
-class NcclApart:
+class NcclTransport:
     """On this process's GPU, by a communicator that is made without blocking: only such a one can be given up while it
     connects.
 
@@ -163,7 +163,7 @@ class NcclApart:
             raise RuntimeError("the transfer was given up: another rank is gone")
 
 
-BACKENDS: dict[str, type[GlooApart] | type[NcclApart]] = {"gloo": GlooApart, "nccl": NcclApart}
+TRANSPORTS: dict[str, type[GlooTransport] | type[NcclTransport]] = {"gloo": GlooTransport, "nccl": NcclTransport}
 
 
 @contextmanager

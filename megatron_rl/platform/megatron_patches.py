@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 
-def mend_router() -> None:
+def patch_router() -> None:
     """Define what the router's product asks for before it goes without: 0.16.1 knows the name only where Transformer
     Engine is.
 
@@ -23,7 +23,7 @@ def mend_router() -> None:
         TopKRouter._apply_expert_bias = count
 
 
-def mend_multi_tensor() -> None:
+def patch_multi_tensor() -> None:
     """Replace what megatron-core (0.16.1 and 0.19.2) computes over all gradients at once, where it has chosen its own
     stand-ins: they look at the norm of every tensor on the host, hundreds of waits an update, and scale one after the
     other."""

@@ -10,7 +10,7 @@ from megatron_rl.model.layers import plain_block_spec
 from megatron_rl.model.policy import Policy, transformer_config
 
 
-def megatron_twin(policy: Policy, model: ModelConfig) -> GPTModel:
+def megatron_gpt(policy: Policy, model: ModelConfig) -> GPTModel:
     """megatron-core's GPTModel, for inference, whose every weight is the policy's own parameter: what training does to
     the one, the other has done. It takes no memory of its own.
 
