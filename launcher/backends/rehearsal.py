@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.plan.kinds import RankKind
+from launcher.plan.placement import RankKind
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.modules import module_command
 

@@ -24,8 +24,8 @@ from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Profile
 from launcher.doctor.examine import ClusterFacts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
-from launcher.doctor.places import on_nodes
-from launcher.doctor.preflight import look
+from launcher.doctor.node_files import on_nodes
+from launcher.doctor.preflight import collect_local
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import absent, known_caches
 from launcher.plan.gpu_memory import checkpoint_bytes
@@ -85,7 +85,7 @@ def on_this_machine(recipe: Recipe | None) -> list[Finding]:
     """Findings about a run without Slurm."""
     config = recipe.config if recipe else None
     run_root = disk.inspect(Path.cwd() / "runs")
-    return examine_local(look(recipe), run_root, checkpoint_size(config), config)
+    return examine_local(collect_local(recipe), run_root, checkpoint_size(config), config)
 
 
 def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Finding]:

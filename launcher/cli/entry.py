@@ -24,8 +24,8 @@ def mrl_submit() -> None:
 def _run(module: str) -> None:
     """Run the click command `main` of a module; click's own way to end would call Ctrl-C a failure."""
     try:
-        _take_any_character()
-        _look_for_the_current_directory()
+        _replace_unencodable()
+        _require_current_directory()
         gc.set_threshold(200_000)  # loading makes many objects and drops few: to look takes a twentieth of it
         from importlib import import_module
 
@@ -51,14 +51,14 @@ def _run(module: str) -> None:
         gc.freeze()  # or the interpreter looks twice more at all that was loaded before it leaves
 
 
-def _take_any_character() -> None:
+def _replace_unencodable() -> None:
     """Have a terminal that lacks a character show a question mark, instead of an error in the middle of the work."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a stream that was closed is None
             stream.reconfigure(errors="replace")
 
 
-def _look_for_the_current_directory() -> None:
+def _require_current_directory() -> None:
     try:
         os.getcwd()  # noqa: PTH109 - pathlib takes a while to load
     except FileNotFoundError:

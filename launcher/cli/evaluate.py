@@ -141,7 +141,7 @@ def _make_folder_of(out: Path) -> None:
 
 def _on_this_machine(evaluation: Evaluation, as_json: bool) -> int:
     from launcher.backends.evaluation import Interrupted, evaluate  # what a job needs not
-    from launcher.cli.show.evaluation import ProgressLine, lines
+    from launcher.cli.show.scores import ProgressLine, lines
 
     progress = ProgressLine()
     try:

@@ -22,8 +22,8 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     \b
     Exit codes: 0 listed  2 bad usage
     """
-    from launcher.cli.show.evaluation import brief, result_of, scores_json
     from launcher.cli.show.history import newest_line
+    from launcher.cli.show.scores import brief, result_of, scores_json
     from launcher.runs.find import at_once, newest_first
     from launcher.runs.state import read_statuses
     from megatron_rl.contract.learning import number

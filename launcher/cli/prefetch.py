@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.show.terminal import tell
+from launcher.cli.show.terminal import echo
 from launcher.cluster.choice import Clusters, load_clusters
 from launcher.fetch.prefetch import Cache, Need, fetch, known_caches, needs
 from launcher.recipe.load import load_recipe
@@ -48,7 +48,7 @@ def command(
     cache, wanted = Cache.of(profile), needs(config, profile)
     if not check:
         for need in wanted:
-            tell(f"fetching {need}", err=True)
+            echo(f"fetching {need}", err=True)
             fetch(need, cache)
     found = {need: cache.find(need) for need in wanted}
     if as_json:
@@ -68,7 +68,7 @@ def _with_its_model(
     need = Need("model", unknown.model)
     if check:
         raise unknown
-    tell(f"fetching {need}", err=True)
+    echo(f"fetching {need}", err=True)
     fetch(need, cache)
     return load_recipe(recipe, overrides, [cache.huggingface]).config
 

@@ -13,9 +13,9 @@ from launcher.cluster.choice import load_clusters
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
 from launcher.plan.gpu_memory import as_rehearsed, rank_memory
-from launcher.plan.kinds import rank_kinds
 from launcher.plan.memory_terms import CONTEXT_BYTES
 from launcher.plan.parameters import tokens_known
+from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.codes import EXIT_CRASHED

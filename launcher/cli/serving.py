@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from launcher.cli.show.terminal import tell
+from launcher.cli.show.terminal import echo
 from launcher.errors import BadInput, Failed
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, HASH_SEED, PARENT_VARIABLE
 
@@ -98,7 +98,7 @@ def _watch(child: subprocess.Popen[str], tokens: Path, how_to_ask: Callable[[dic
         why = said.get("error", why)
         if "address" in said:
             said |= {"token_file": str(tokens.absolute())}
-            tell(how_to_ask(said) if how_to_ask else json.dumps(said))
+            echo(how_to_ask(said) if how_to_ask else json.dumps(said))
     code = child.wait()
     if code == EXIT_FINISHED:
         return

@@ -28,7 +28,7 @@ def command(context: click.Context, run: str | None, every: bool, as_json: bool)
     Goodput is the share of the GPU time held (not of the queue) that went into generation, rewards, log-probs,
     training, refit and evaluation of steps that stayed. What had to be repeated, and what nobody can tell, is lost.
     \b
-    Exit codes: 0 told  2 there is no such run  3 unknown, or a part cannot be read: what else can be found out is shown
+    Exit codes: 0 data  2 there is no such run  3 unknown, or a part cannot be read: what else can be found out is shown
     """
     from launcher.cli.show.status import status_json, status_lines  # not needed to complete a command line
     from launcher.errors import BadInput
@@ -46,10 +46,10 @@ def command(context: click.Context, run: str | None, every: bool, as_json: bool)
         statuses = [one for one in read_statuses(runs) if one.alive]
     else:
         statuses = read_statuses([find(run)])
-    told: list[dict[str, Any]] = [status_json(one) for one in statuses]
+    data: list[dict[str, Any]] = [status_json(one) for one in statuses]
     if as_json:
-        click.echo(json.dumps({"runs": told} if every else told[0]))
+        click.echo(json.dumps({"runs": data} if every else data[0]))
     else:
-        click.echo("\n\n".join("\n".join(status_lines(one)) for one in told) or "no run is queued or running")
-    unsure = any(one.state in UNSURE for one in statuses) or any(one["unread"] for one in told)
+        click.echo("\n\n".join("\n".join(status_lines(one)) for one in data) or "no run is queued or running")
+    unsure = any(one.state in UNSURE for one in statuses) or any(one["unread"] for one in data)
     context.exit(EXIT_UNKNOWN if unsure else EXIT_FINISHED)

@@ -15,7 +15,7 @@ from launcher.doctor import limits, nodes, preemption, preflight, software, stor
 from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
 from launcher.doctor.demand import Demand, demand_of
 from launcher.doctor.finding import Finding, error, note, ok, warning
-from launcher.doctor.preflight import Here
+from launcher.doctor.preflight import LocalFacts
 from launcher.fetch.prefetch import Need
 from launcher.host.image.reference import is_path
 from megatron_rl.config import RunConfig
@@ -73,7 +73,9 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
     return list(dict.fromkeys(found))  # several partitions have much in common
 
 
-def examine_local(here: Here, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None) -> list[Finding]:
+def examine_local(
+    here: LocalFacts, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None
+) -> list[Finding]:
     """Every finding of a run on this machine, without Slurm."""
     profile = Profile(gpus_per_node=max(here.machine.gpus, 1), run_root=str(run_root.path))
     return [

@@ -14,7 +14,7 @@ from launcher.backends.local import Machine, inspect
 from launcher.doctor.finding import Finding, count, error, note, ok, size, warning
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, needs
-from launcher.plan.host_memory import least_bytes
+from launcher.plan.gpu_memory import least_host_bytes
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import named_paths
@@ -38,7 +38,7 @@ class Packages:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class LocalFacts:
     """This machine beside the needs of a recipe."""
 
     machine: Machine
@@ -54,18 +54,18 @@ class Here:
 # Looking
 
 
-def look(recipe: Recipe | None) -> Here:
+def collect_local(recipe: Recipe | None) -> LocalFacts:
     """Look at this machine for a recipe, or for any run. Imports none of the packages, asks nothing over a network."""
     if recipe is None:
-        return Here(inspect(), _missing([OF_RANKS]), (), (), 0)
+        return LocalFacts(inspect(), _missing([OF_RANKS]), (), (), 0)
     refusals: tuple[str, ...] = ()
     bytes_needed = 0
     try:
         plan = make_plan(recipe, None)
-        bytes_needed = least_bytes(recipe.config, plan.sizes)
+        bytes_needed = least_host_bytes(recipe.config, plan.sizes)
     except BadInput as refused:
         refusals = tuple(refused.problems)
-    return Here(inspect(), missing_packages(recipe.config), refusals, tuple(absent_files(recipe)), bytes_needed)
+    return LocalFacts(inspect(), missing_packages(recipe.config), refusals, tuple(absent_files(recipe)), bytes_needed)
 
 
 def extras_of(config: RunConfig) -> list[str]:
@@ -121,7 +121,7 @@ def unreadable(path: Path) -> str | None:
 # Judging
 
 
-def findings(here: Here, config: RunConfig | None) -> Iterator[Finding]:
+def findings(here: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
     """Whether a run can start on this machine, and what it will meet there.
 
     Args:

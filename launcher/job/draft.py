@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher import __file__ as launcher_file
 from launcher.cluster.profile import Profile
-from launcher.doctor.places import on_nodes, run_directory, to_mount
+from launcher.doctor.node_files import on_nodes, run_directory, to_mount
 from launcher.doctor.preflight import problems
 from launcher.errors import BadInput
 from launcher.fetch import prefetch

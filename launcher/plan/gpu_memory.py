@@ -11,13 +11,17 @@ from dataclasses import dataclass
 
 from launcher.plan import memory_terms
 from launcher.plan.memory_terms import CONTEXT, FP32_BYTES, WEIGHT_BYTES, Term, in_words
-from launcher.plan.parameters import weights, whole_model
+from launcher.plan.parameters import vocabulary, weights, whole_model
 from launcher.plan.sizes import Sizes
 from megatron_rl.config import RunConfig
 from megatron_rl.rank.config import Offload
 
 CHECKPOINT_ADAM_BYTES = 12
 """As on the GPU, with the fp32 weights in any case."""
+PROCESS_BYTES = 400 * 10**6
+"""Memory of a rank's interpreter with torch and megatron-core, before the first weight."""
+LASTING = ("weights", "gradients", "optimizer")
+"""Terms that do not depend on the lengths of answers."""
 PHASES = ("build", "generate", "train", "update")
 """Of a rank, in their order; to score holds less than to train."""
 
@@ -104,6 +108,20 @@ def sent_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     if not sizes.partitioned or config.placement.inference.transfer == "whole":
         return 0
     return sizes.replicas * WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab).all
+
+
+def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """Memory that all ranks of a CPU run need at least; 0 on GPUs. Activations and caches are left out: they depend on
+    the lengths, and stay far below the estimate where prompts are shared and answers short."""
+    if config.job.device != "cpu":
+        return 0
+    rows = vocabulary(config) or 0
+    held = [
+        PROCESS_BYTES + max(sum(term.bytes for term in phase.terms if term.name in LASTING) for phase in one.phases)
+        for one in rank_memories(config, sizes, rows)
+    ]
+    counts = [sizes.training_world, sizes.generating] if sizes.partitioned else [sizes.training_world]
+    return sum(number * each for number, each in zip(counts, held, strict=True))
 
 
 def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory:

@@ -196,3 +196,26 @@ def _infer(rank: int, sizes: Sizes) -> Infer:
 def rank_rows(plan: Plan) -> list[dict[str, Any]]:
     """One JSON object a GPU."""
     return [asdict(rank) for rank in plan.ranks]
+
+
+@dataclass(frozen=True, slots=True)
+class RankKind:
+    """Ranks that hold tensors of the same shapes and do the same work."""
+
+    role: Role
+    stage: int | None
+    """Pipeline stage; None for inference ranks."""
+    rank: int
+    """First rank of this kind within its world: the training world, or a replica."""
+    world: int
+    """Ranks of that world."""
+
+
+def rank_kinds(sizes: Sizes) -> list[RankKind]:
+    """Return one rank of each kind. All stages between the first and the last are alike, and so are the
+    tensor-parallel parts of a stage, the data-parallel replicas, and the inference replicas."""
+    world = sizes.training_world
+    role: Role = "training" if sizes.partitioned else "colocated"
+    stages = sorted({0, min(1, sizes.pp - 1), sizes.pp - 1})
+    kinds = [RankKind(role, stage, stage * (world // sizes.pp), world) for stage in stages]
+    return [*kinds, RankKind("inference", None, 0, sizes.inference_tp)] if sizes.partitioned else kinds

@@ -14,9 +14,9 @@ from launcher.backends.rehearsal import COMMAND, Rehearsal, answer, request
 from launcher.cli.rehearse import command
 from launcher.cluster.choice import load_clusters
 from launcher.plan.gpu_memory import Memory, as_rehearsed, rank_memory
-from launcher.plan.kinds import rank_kinds
 from launcher.plan.memory_terms import CONTEXT_BYTES
 from launcher.plan.parameters import tokens_known, whole_model
+from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import gpu_bytes, make_plan
 from launcher.recipe.load import load_recipe, shipped_recipes
 

@@ -6,10 +6,10 @@ import math
 import shlex
 import time
 
-from launcher.cli.show.evaluation import lines as evaluation_lines
-from launcher.cli.show.evaluation import result_of
 from launcher.cli.show.history import RECENT, History, clock, mean
 from launcher.cli.show.log_lines import last_lines
+from launcher.cli.show.scores import lines as evaluation_lines
+from launcher.cli.show.scores import result_of
 from launcher.host.judge.policy import found_disk_full
 from launcher.host.judge.sentence import describe_end
 from launcher.runs.state import result_file

@@ -76,7 +76,7 @@ class HistoryReader:
     def poll(self) -> History:
         """The history as it is now; of what cannot be read, as it was."""
         problems = [self._metrics.poll(), self._evaluations.poll()]
-        self._look_for_signs()
+        self._update_warnings()
         progress = read(Progress, self.attempt.progress)
         if isinstance(progress, Progress):
             self.history.phase = progress.phase
@@ -85,7 +85,7 @@ class HistoryReader:
         self.history.unread = [problem for problem in problems if problem]
         return self.history
 
-    def _look_for_signs(self) -> None:
+    def _update_warnings(self) -> None:
         """Bring the warnings up to date with the lines."""
         if self._metrics.replaced != self._replaced:  # a resume took some of the lines back
             self._watch, self._watched, self._replaced = Watch(), 0, self._metrics.replaced

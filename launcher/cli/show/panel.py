@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.cli.show.history import RECENT, History, clock, evaluation_values, mean, sparkline
-from launcher.cli.show.terminal import tell
+from launcher.cli.show.terminal import echo
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import number
 
@@ -78,7 +78,7 @@ class PlainView(View):
                 self.announce(f"warning: {warning}")
 
     def announce(self, text: str) -> None:
-        tell(text)
+        echo(text)
 
     def close(self) -> None:
         pass
@@ -144,7 +144,7 @@ class Display(View):
             yield
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of rich, which exits where nobody reads any more
             self._view = PlainView() if isinstance(self._view, LiveView) else None
-            tell(f"note: the display failed, the run goes on: {type(error).__name__}: {error}", err=True)
+            echo(f"note: the display failed, the run goes on: {type(error).__name__}: {error}", err=True)
 
     def draw(self, history: History) -> None:
         with self._guarded():

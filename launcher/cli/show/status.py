@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from launcher.cli.show.evaluation import brief, result_of, scores_json
 from launcher.cli.show.history import RECENT, HistoryReader, clock, mean
-from launcher.cli.show.replicas import replica_lines, replicas_json
+from launcher.cli.show.scores import brief, result_of, scores_json
 from launcher.errors import BadInput
 from launcher.host.attempt.avoid import excluded_since
 from launcher.host.record.accounting import USEFUL
+from launcher.host.record.evidence import read_replicas
 from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import read_ledger
 from launcher.host.record.reading import UnreadableRecord
@@ -20,8 +21,11 @@ from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.find import pasteable_command
 from launcher.runs.state import RunStatus, resolved_values
 from launcher.simulate.idle import Idle, better_split, idle_shares
+from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
+from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING
 from megatron_rl.contract.learning import LearningWarning
-from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import if_readable, read
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def _goodput(status: RunStatus, unread: list[str]) -> dict[str, Any] | None:
     """Where the GPU-seconds went; None before there is a timeline.
 
     Args:
-        unread: gets the reason where it cannot be told.
+        unread: gets the reason where it cannot be data.
     """
     run = status.run
     running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
@@ -95,7 +99,7 @@ def _idle(run: RunDir, idle: Idle, unread: list[str]) -> dict[str, Any]:
     """Who waits in a partitioned run, and the split that should take less time; null where there is none.
 
     Args:
-        unread: gets the reason where it cannot be told.
+        unread: gets the reason where it cannot be data.
     """
     better = None
     try:
@@ -125,7 +129,7 @@ def _details(run: RunDir, job_id: str, unread: list[str]) -> dict[str, Any]:
     preempted.
 
     Args:
-        unread: gets the reason where it cannot be told.
+        unread: gets the reason where it cannot be data.
     """
     try:
         record = show_job(job_id)
@@ -140,45 +144,45 @@ def _details(run: RunDir, job_id: str, unread: list[str]) -> dict[str, Any]:
     }
 
 
-def status_lines(told: dict[str, Any]) -> list[str]:
+def status_lines(data: dict[str, Any]) -> list[str]:
     """The same for people.
 
     Args:
-        told: what `status_json` returned.
+        data: what `status_json` returned.
     """
-    rows = [("reason", told["reason"]), ("waits for", told["waits_for"]), ("job", _job(told))]
-    rows.append(("avoids", _avoids(told)))
-    rows.append(("phase", told["phase"]))
-    rows += [("replica", line) for line in replica_lines(told["replicas"], time.time())]
-    if told["step"]:
-        share = f" of {told['steps']} ({told['step'] / told['steps']:.0%})" if told["steps"] else ""
-        rows.append(("step", f"{told['step']}{share}"))
-    if told["mean_reward"] is not None:
-        rows.append(("reward", f"{told['mean_reward']:.3f}, mean of the last {min(RECENT, told['step'])} steps"))
-    rows += [("warning", str(LearningWarning(**warning))) for warning in told["warnings"]]
-    rows += [("result", f"{name}: {brief(scores)}") for name, scores in (told["evaluation"] or {}).items()]
-    if told["eta_s"]:
-        rows.append(("left", f"about {clock(told['eta_s'])} of running"))
-    if told["goodput"] and told["goodput"]["shares"]:
-        rows.append(("goodput", _shares(told["goodput"])))
-    if told["idle"]:
-        rows.append(("idle", _waiting(told)))
-    rows += [("not read", problem) for problem in told["unread"]]
-    rows += [("directory", told["run_dir"]), ("logs", told["logs"]), ("next", _next(told))]
-    return [f"{told['run']}: {told['state']}", *(f"  {name:<10} {value}" for name, value in rows if value)]
+    rows = [("reason", data["reason"]), ("waits for", data["waits_for"]), ("job", _job(data))]
+    rows.append(("avoids", _avoids(data)))
+    rows.append(("phase", data["phase"]))
+    rows += [("replica", line) for line in replica_lines(data["replicas"], time.time())]
+    if data["step"]:
+        share = f" of {data['steps']} ({data['step'] / data['steps']:.0%})" if data["steps"] else ""
+        rows.append(("step", f"{data['step']}{share}"))
+    if data["mean_reward"] is not None:
+        rows.append(("reward", f"{data['mean_reward']:.3f}, mean of the last {min(RECENT, data['step'])} steps"))
+    rows += [("warning", str(LearningWarning(**warning))) for warning in data["warnings"]]
+    rows += [("result", f"{name}: {brief(scores)}") for name, scores in (data["evaluation"] or {}).items()]
+    if data["eta_s"]:
+        rows.append(("left", f"about {clock(data['eta_s'])} of running"))
+    if data["goodput"] and data["goodput"]["shares"]:
+        rows.append(("goodput", _shares(data["goodput"])))
+    if data["idle"]:
+        rows.append(("idle", _waiting(data)))
+    rows += [("not read", problem) for problem in data["unread"]]
+    rows += [("directory", data["run_dir"]), ("logs", data["logs"]), ("next", _next(data))]
+    return [f"{data['run']}: {data['state']}", *(f"  {name:<10} {value}" for name, value in rows if value)]
 
 
-def _job(told: dict[str, Any]) -> str | None:
-    job = told["job"]
+def _job(data: dict[str, Any]) -> str | None:
+    job = data["job"]
     if job is None:
         return None
-    parts = [f"{job['id']} on {told['cluster'] or 'an unknown cluster'}, {job['state']}"]
+    parts = [f"{job['id']} on {data['cluster'] or 'an unknown cluster'}, {job['state']}"]
     if job["reason"]:
         parts[0] += f" ({job['reason']})"
     if job["nodes"]:
         parts.append(job["nodes"])
-    if told["attempt"]:
-        parts.append(f"attempt {told['attempt']}")
+    if data["attempt"]:
+        parts.append(f"attempt {data['attempt']}")
     if job["restarts"]:
         parts.append("requeued once" if job["restarts"] == 1 else f"requeued {job['restarts']} times")
     if job.get("preempted_at"):
@@ -186,9 +190,9 @@ def _job(told: dict[str, Any]) -> str | None:
     return ", ".join(parts)
 
 
-def _avoids(told: dict[str, Any]) -> str | None:
+def _avoids(data: dict[str, Any]) -> str | None:
     """`node02 since 21 November 14:03, 7 nodes as submitted`"""
-    avoids = (told["job"] or {}).get("avoids") or {}
+    avoids = (data["job"] or {}).get("avoids") or {}
     ours = {host: since for host, since in avoids.items() if since is not None}
     parts = [f"{host} since {time.strftime('%d %B %H:%M', time.localtime(since))}" for host, since in ours.items()]
     theirs = len(avoids) - len(ours)
@@ -214,22 +218,66 @@ def _shares(table: dict[str, Any]) -> str:
     return f"{table['goodput']:.0%} of {amount(table['held_gpu_seconds'])}: {parts}{waited}"
 
 
-def _waiting(told: dict[str, Any]) -> str:
+def _waiting(data: dict[str, Any]) -> str:
     """`training ranks 62%, replicas 31% of the last 20 steps; 3 + 5 nodes might take 12% less: ...`"""
-    idle = told["idle"]
+    idle = data["idle"]
     text = f"training ranks {idle['training']:.0%}, replicas {idle['inference']:.0%} of the last {idle['steps']} steps"
     if (better := idle["better"]) is None:
         return text
-    resolved = shlex.quote(f"{told['run_dir']}/resolved.yaml")
-    command = f"mrl plan {resolved} --measured {shlex.quote(told['run_dir'])}"
+    resolved = shlex.quote(f"{data['run_dir']}/resolved.yaml")
+    command = f"mrl plan {resolved} --measured {shlex.quote(data['run_dir'])}"
     split = f"{better['training_nodes']} + {better['inference_nodes']} nodes"
     return f"{text}; {split} might take {better['saves']:.0%} less: {command}"
 
 
-def _next(told: dict[str, Any]) -> str | None:
+def _next(data: dict[str, Any]) -> str | None:
     """The command that one would type now."""
-    if told["state"] in ("stopped", "failed", "cancelled", "lost", "new"):
-        return pasteable_command("resume", told["run"])
-    if told["state"] == "finished" and told["evaluation"] is None:
-        return f"{pasteable_command('resume', told['run'], 'training.steps=N')} goes on"
+    if data["state"] in ("stopped", "failed", "cancelled", "lost", "new"):
+        return pasteable_command("resume", data["run"])
+    if data["state"] == "finished" and data["evaluation"] is None:
+        return f"{pasteable_command('resume', data['run'], 'training.steps=N')} goes on"
     return None
+
+
+def replicas_json(attempt: Attempt) -> list[dict[str, Any]]:
+    """What is known of each: `state` is answers, starts, waiting or given up, `at` since when (unix time), `why` how it
+    ended last, as far as it has."""
+    return [_replica_json(state, attempt) for state in read_replicas(attempt)]
+
+
+def _replica_json(state: ReplicaState, attempt: Attempt) -> dict[str, Any]:
+    address = None
+    if state.state == REPLICA_RUNNING:
+        address = if_readable(read(ReplicaAddress, attempt.replica(state.replica).listener))
+    there = address is not None and address.start + 1 >= state.starts
+    return {
+        "name": attempt.replica(state.replica).role,
+        "state": ("answers" if there else "starts") if state.state == REPLICA_RUNNING else state.state,
+        "at": address.at if address is not None and there else state.at or None,
+        "address": f"{address.host}:{address.port}" if address is not None and there else None,
+        "hosts": list(state.hosts),
+        "starts": state.starts,
+        "why": state.why,
+    }
+
+
+def replica_lines(data: Sequence[dict[str, Any]], now: float) -> list[str]:
+    """`infer-0: answers at 10.0.0.5:40211 for 3:10`; `infer-1: given up after 6 starts, infer-1 rank 0 on node05: ...`.
+
+    Args:
+        data: what `replicas_json` returned.
+    """
+    return [f"{one['name']}: {_replica_line(one, now)}" for one in data]
+
+
+def _replica_line(one: dict[str, Any], now: float) -> str:
+    where = f" at {one['address']}" if one["address"] else f" on {', '.join(one['hosts'])}" if one["hosts"] else ""
+    span = f" for {clock(max(0.0, now - one['at']))}" if one["at"] else ""
+    if one["state"] == REPLICA_GIVEN_UP:
+        return f"given up after {_starts(one)}; {one['why']}"
+    again = f", {_starts(one)}; {one['why']}" if one["why"] else ""
+    return f"{one['state']}{where}{span}{again}"
+
+
+def _starts(one: dict[str, Any]) -> str:
+    return "1 start" if one["starts"] == 1 else f"{one['starts']} starts"

@@ -38,7 +38,7 @@ def at_terminal() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def tell(text: str, err: bool = False, nl: bool = True) -> None:
+def echo(text: str, err: bool = False, nl: bool = True) -> None:
     """Print beside work that no error of the output may end: `mrl-submit demo | head -1` does not end the run."""
     try:
         click.echo(text, err=err, nl=nl)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.show.terminal import Interruptions, tell
+from launcher.cli.show.terminal import Interruptions, echo
 from launcher.errors import BadInput
 from launcher.host.record import submissions
 from launcher.job.directories import run_directory
@@ -58,7 +58,7 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
                 return EXIT_FINISHED
             write_files(run, job, update_code=False)
     submissions.note(run, job.cluster, job_id)
-    tell(f"running {run.root} in job {job_id}; Ctrl-C saves and leaves")
+    echo(f"running {run.root} in job {job_id}; Ctrl-C saves and leaves")
     interruptions = Interruptions()
     with interruptions.caught():
         # In a session of its own: a Ctrl-C at the terminal must reach the script as a request to save.
@@ -68,10 +68,10 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
             while answered < len(interruptions.names):
                 answered += 1
                 if answered == 1:
-                    tell("saving, then leaving; once more: end it now")
+                    echo("saving, then leaving; once more: end it now")
                     script.send_signal(signal.SIGUSR1)  # its trap asks the ranks to save
                 else:
-                    tell("ending it")
+                    echo("ending it")
                     os.killpg(script.pid, signal.SIGHUP)  # srun ends its step at that
             time.sleep(TICK)
     return EXIT_INTERRUPTED if script.returncode == EXIT_DRAINED or answered else script.returncode

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.show.terminal import Interruptions, tell
+from launcher.cli.show.terminal import Interruptions, echo
 from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.choice import LOCAL
-from launcher.doctor.preflight import findings, look, problems
+from launcher.doctor.preflight import collect_local, findings, problems
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import export_packages
 from launcher.job.admission import check
@@ -50,7 +50,7 @@ def refuse_slurm_only(request: Request, count: int) -> None:
 def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     """Do with this run what was asked for; the exit code. Raises BadInput."""
     recipe = planned.recipe
-    here = look(recipe)
+    here = collect_local(recipe)
     refused = list(problems(findings(here, recipe.config)))
     if recipe.config.harvest is not None:
         told = refusal(recipe, ["harvest.partition is one of Slurm's, and this run is local: leave harvest out"])
@@ -70,7 +70,7 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     with run_directory(planned.given, planned.name, Path(RUNS)) as root:
         prepared = prepare(recipe, root, request.change)
     if prepared.attempt is None:
-        return _tell_finished(recipe.config, prepared.run)
+        return _report_finished(recipe.config, prepared.run)
     return _start(recipe, sizes, prepared, prepared.attempt, request)
 
 
@@ -103,7 +103,7 @@ def _in_brief(config: RunConfig, sizes: Sizes) -> str:
     )
 
 
-def _tell_finished(config: RunConfig, run: RunDir) -> int:
+def _report_finished(config: RunConfig, run: RunDir) -> int:
     from launcher.cli.show.ending import result_lines
     from launcher.cli.show.history import HistoryReader
 
@@ -133,13 +133,13 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, r
     run, config = prepared.run, recipe.config
     resume = _resume_command(recipe, run)
     if prepared.corrected:
-        tell(f"nothing was trained in {run.root} yet: it begins with the recipe as it is now", err=request.as_json)
+        echo(f"nothing was trained in {run.root} yet: it begins with the recipe as it is now", err=request.as_json)
     for one in prepared.changes:
-        tell(f"changed: {one}", err=request.as_json)
+        echo(f"changed: {one}", err=request.as_json)
     number = "" if attempt.number == 1 else f", attempt {attempt.number}"
-    tell(f"starting {_in_brief(config, sizes)} in {run.root}{number}", err=request.as_json)
+    echo(f"starting {_in_brief(config, sizes)} in {run.root}{number}", err=request.as_json)
     if complaint := submissions.note(run, LOCAL, None):
-        tell(f"note: {complaint}", err=True)
+        echo(f"note: {complaint}", err=True)
     drain_limit_s = config.save.timeout_s + DRAIN_MARGIN_S
     owner = None if request.detach else os.getpid()
     interruptions = Interruptions()
@@ -149,20 +149,20 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, r
         try:
             started = follower.wait_for_start()
             if request.detach:
-                _tell_detached(run, attempt, started, resume, request.as_json)
+                _report_detached(run, attempt, started, resume, request.as_json)
                 return EXIT_FINISHED
             return _follow(config, run, attempt, follower, interruptions, resume)
         except NoSupervisor as error:
-            tell(f"failed: {error}\nlogs: {attempt.logs}\nresume:      {resume}", err=True)
+            echo(f"failed: {error}\nlogs: {attempt.logs}\nresume:      {resume}", err=True)
             return EXIT_CRASHED
 
 
-def _tell_detached(run: RunDir, attempt: Attempt, started: AttemptStart, resume: str, as_json: bool) -> None:
+def _report_detached(run: RunDir, attempt: Attempt, started: AttemptStart, resume: str, as_json: bool) -> None:
     if as_json:
         where = {"cluster": LOCAL, "run_dir": str(run.root.absolute()), "job_id": None}
         click.echo(json.dumps({**where, "attempt": attempt.number, "pid": started.pid}))
         return
-    tell(f"running. Stop and save with: kill {started.pid}\nlogs: {attempt.latest_logs}\nresume:      {resume}")
+    echo(f"running. Stop and save with: kill {started.pid}\nlogs: {attempt.latest_logs}\nresume:      {resume}")
 
 
 def _follow(
@@ -181,5 +181,5 @@ def _follow(
     finally:
         view.close()
     for line in ending_lines(run, attempt, end, reader.history, resume):
-        tell(line, err=end.outcome in (CRASHED, MISCONFIGURED))
+        echo(line, err=end.outcome in (CRASHED, MISCONFIGURED))
     return EXIT_CODES.get(end.outcome, EXIT_CRASHED)

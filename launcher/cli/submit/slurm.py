@@ -17,7 +17,7 @@ from launcher.cli.show.submission import (
     submitted_json,
     submitted_lines,
 )
-from launcher.cli.show.terminal import tell
+from launcher.cli.show.terminal import echo
 from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
@@ -51,7 +51,7 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
         return run_in_allocation(drafts[0], planned[0].given, request.change)
     after = list(dict.fromkeys(_job_to_wait_for(text) for text in request.after))
     if request.test_only:
-        _tell_estimates(drafts, after, request)
+        _report_estimates(drafts, after, request)
         return EXIT_FINISHED
     submitted = _submit_all(planned, drafts, after, request)
     if request.as_json:
@@ -137,13 +137,13 @@ def _submit_all(
         done.append(submitted)
         if not request.as_json:
             for note in submitted.notes:
-                tell(f"note: {note}", err=True)
+                echo(f"note: {note}", err=True)
             for line in submitted_lines(submitted, drafted, waits, brief=len(planned) > 1):
-                tell(line)
+                echo(line)
     return done
 
 
-def _tell_estimates(drafts: Sequence[Draft], after: Sequence[str], request: Request) -> None:
+def _report_estimates(drafts: Sequence[Draft], after: Sequence[str], request: Request) -> None:
     from launcher.job.submit import estimate
 
     estimates = []

@@ -8,7 +8,7 @@ from launcher.backends.slurm.jobs import JobState
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import HistoryReader
 from launcher.cli.show.panel import Display, View
-from launcher.cli.show.terminal import Interruptions, discard_output, tell
+from launcher.cli.show.terminal import Interruptions, discard_output, echo
 from launcher.errors import BadInput
 from launcher.runs.find import pasteable_command
 from launcher.runs.owner import job_id_of, read_job
@@ -41,9 +41,9 @@ def watch(run: RunDir) -> int:
             discard_output()
         name = run.root.name
         offer = f"{pasteable_command('status', name)}, {pasteable_command('cancel --drain', name)}"
-        tell(f"stopped watching; job {job_id} goes on. {offer}")
+        echo(f"stopped watching; job {job_id} goes on. {offer}")
         return EXIT_INTERRUPTED
-    return _tell_end(status, reader)
+    return _report_end(status, reader)
 
 
 def _until_the_end(
@@ -109,7 +109,7 @@ def _news(status: RunStatus) -> str:
     return ""
 
 
-def _tell_end(status: RunStatus, reader: HistoryReader) -> int:
+def _report_end(status: RunStatus, reader: HistoryReader) -> int:
     run = status.run
     resume = pasteable_command("resume", run.root.name)
     last = last_line(run)
@@ -122,5 +122,5 @@ def _tell_end(status: RunStatus, reader: HistoryReader) -> int:
     else:
         lines = ending_lines(run, run.attempt(end.attempt), end, reader.history, resume)
     for line in lines:
-        tell(line, err=code in (EXIT_CRASHED, EXIT_USAGE))
+        echo(line, err=code in (EXIT_CRASHED, EXIT_USAGE))
     return code

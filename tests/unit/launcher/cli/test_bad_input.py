@@ -122,7 +122,7 @@ def test_a_run_directory_that_cannot_be_one(cluster, dry):
         "dangling/x": "dangling is a link that leads nowhere",
         "x" * 300: "File name too long",
         "\udcff": "not UTF-8",
-        "": "'--run-dir': is empty",
+        "": "'--run-dir': the path is empty",
     }.items():
         assert said in refusal("demo", "--run-dir", place, "--cluster", cluster, dry=dry), place
     assert sorted(path.name for path in Path().iterdir()) == ["clusters.yaml", "d.yaml", "dangling", "loop"]

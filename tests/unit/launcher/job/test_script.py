@@ -18,7 +18,7 @@ import pytest
 
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Container, Mail, Profile
-from launcher.doctor.places import to_mount
+from launcher.doctor.node_files import to_mount
 from launcher.errors import BadInput
 from launcher.job.script import PlannedJob, header, render
 from launcher.plan.placement import place, rank_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.plan.kinds import rank_kinds
+from launcher.plan.placement import rank_kinds
 from launcher.plan.sizes import Sizes
 from megatron_rl.rank.config import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
 

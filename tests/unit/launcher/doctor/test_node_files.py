@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launcher.cluster.profile import Profile
-from launcher.doctor import places
-from launcher.doctor.places import on_nodes, run_directory, to_mount
+from launcher.doctor import node_files
+from launcher.doctor.node_files import on_nodes, run_directory, to_mount
 from launcher.doctor.preflight import Packages
 from launcher.recipe.load import Recipe, load_recipe
 
@@ -25,7 +25,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that all nodes see, with a run root in it. What every machine has for itself is below `own`."""
     for name in ("root", "data", "own", "shared/code"):
         (tmp_path / name).mkdir(parents=True)
-    monkeypatch.setattr(places, "OF_ONE_MACHINE", (str(tmp_path / "own"),))
+    monkeypatch.setattr(node_files, "OF_ONE_MACHINE", (str(tmp_path / "own"),))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -66,7 +66,7 @@ def test_a_run_directory_that_only_this_machine_has(shared):
 def test_a_local_disk_counts_where_the_run_root_is_on_the_network(shared, monkeypatch):
     (shared / "data" / "train.jsonl").touch()
     kinds = {"data": "ext4", "root": "lustre"}
-    monkeypatch.setattr(places, "file_system", lambda path: kinds[path.relative_to(shared).parts[0]])
+    monkeypatch.setattr(node_files, "file_system", lambda path: kinds[path.relative_to(shared).parts[0]])
     (said,) = refused(recipe(shared / "data" / "train.jsonl"), profile(shared))
     assert "its file system (ext4) is this machine's own" in said
     kinds["root"] = "ext4"  # a login node that serves its disk to the nodes
@@ -131,7 +131,7 @@ def test_a_path_that_pyxis_would_take_for_two(shared):
 
 def test_ranks_without_a_container_lack_what_this_python_lacks(shared, monkeypatch):
     asked = load_recipe("smollm2-135m-chain-sum")
-    monkeypatch.setattr(places, "missing_packages", lambda config: Packages(("gguf",), "pip install it"))
+    monkeypatch.setattr(node_files, "missing_packages", lambda config: Packages(("gguf",), "pip install it"))
     (said,) = refused(asked, profile(shared, image=None))
     assert said.startswith("not installed here: gguf; the ranks run by this Python")
     assert not refused(asked, profile(shared))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launcher.cli.show.terminal import tell
+from launcher.cli.show.terminal import echo
 from launcher.runs.state import result_file
 from megatron_rl.contract.evaluation_records import EvaluationResult, Score, SetResult
 from megatron_rl.contract.paths import RunDir
@@ -26,11 +26,11 @@ class ProgressLine:
     def report(self, progress: Mapping[str, Any]) -> None:
         if self._shown:
             what = " ".join(filter(None, (progress["set"], progress["mode"])))
-            tell(f"\r\033[K{progress['done']} of {progress['of']} problems answered  {what}", err=True, nl=False)
+            echo(f"\r\033[K{progress['done']} of {progress['of']} problems answered  {what}", err=True, nl=False)
 
     def end(self) -> None:
         if self._shown:
-            tell("\r\033[K", err=True, nl=False)
+            echo("\r\033[K", err=True, nl=False)
 
 
 def result_of(run: RunDir) -> EvaluationResult | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.cli.show.replicas import replica_lines, replicas_json
+from launcher.cli.show.status import replica_lines, replicas_json
 from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING, REPLICA_WAITING
 from megatron_rl.contract.paths import Attempt, RunDir
