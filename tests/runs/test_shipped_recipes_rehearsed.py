@@ -18,7 +18,8 @@ from launcher.plan.memory_terms import CONTEXT_BYTES
 from launcher.plan.parameters import tokens_known, whole_model
 from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import gpu_bytes, make_plan
-from launcher.recipe.load import load_recipe, shipped_recipes
+from launcher.recipe.load import load_recipe
+from launcher.recipe.shipped import shipped_recipes
 
 Rehearse = Callable[..., list[tuple[Rehearsal, Memory]]]
 

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.plan.memory_terms import WEIGHT_BYTES, kept_bytes
 from launcher.plan.sizes import Sizes
-from launcher.recipe.load import load_recipe, shipped_recipes
+from launcher.recipe.load import load_recipe
+from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.model.flops import rows_per_token, training_flops
 from megatron_rl.platform.attention import whole_sequences
 
