@@ -161,7 +161,8 @@ def test_the_json_has_one_row_a_gpu():
 
 def test_the_vocabulary_is_assumed_only_where_nobody_says():
     assert not json.loads(mrl_plan(RECIPE, "--json").output)["model"]["assumed"]
-    result = mrl_plan(RECIPE, "model.vocab_size=null")
+    model = load_recipe(RECIPE).config.model.model_dump() | {"vocab_size": None, "huggingface": "org/elsewhere"}
+    result = mrl_plan(RECIPE, f"model={json.dumps(model)}")
     assert "a vocabulary of 152,064 assumed" in " ".join(result.output.split())
 
 

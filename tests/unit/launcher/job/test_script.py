@@ -22,6 +22,7 @@ from launcher.doctor.node_files import to_mount
 from launcher.errors import BadInput
 from launcher.job.script import PlannedJob, header, render
 from launcher.plan.placement import place, rank_rows
+from launcher.recipe.files import RecipeFile, Written
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.contract.attempt_records import AttemptStart
@@ -128,7 +129,8 @@ def test_the_embedded_documents_come_out_as_they_went_in(tmp_path):
 
 def test_a_recipe_cannot_end_its_own_document():
     job = a_job()
-    broken = replace(job, recipe=replace(job.recipe, text="a: |\nrecipe_yaml_ends_here\nrm -rf /\n"))
+    file = RecipeFile("broken.yaml", "a: |\nrecipe_yaml_ends_here\nrm -rf /\n", None)
+    broken = replace(job, recipe=replace(job.recipe, written=Written((file,), {}, {})))
     with pytest.raises(BadInput, match="recipe_yaml_ends_here"):
         render(broken)
 
