@@ -27,8 +27,8 @@ from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.refit.external import ExternalPolicy, ExternalRefit, ServedFolder
-from megatron_rl.refit.reload import ServerAway
+from megatron_rl.refit.external import ExternalRefit, ServerReload
+from megatron_rl.refit.served_folder import ServedFolder, ServerAway
 from megatron_rl.rollout.apart import AgentThread, TrainingDriver
 from megatron_rl.rollout.generation import AgentLoop, DriverPlace, complete
 
@@ -146,8 +146,8 @@ def generate_by_server(
     endpoint = endpoint_of(server, limit_s)
     served, folder = ServedPolicy(endpoint, tokenizer), ServedFolder(Path(server.folder).expanduser(), published)
     patience = Patience(safe_points, groups, start_of(server, folder), limit_s)
-    external = ExternalPolicy(served, endpoint, server.kind, folder)
-    refit = ServerRefit(ExternalRefit(policy, model, external, folder, groups.control, patience.wait), served)
+    reload = ServerReload(served, endpoint, server.kind, folder)
+    refit = ServerRefit(ExternalRefit(policy, model, reload, folder, groups.control, patience.wait), served)
     place, runner = TrainingDriver.of(groups), asyncio.Runner()
     loop = ServerLoop(place, groups, safe_points, runner)
     return Generation(served, refit, place, loop, partial(AgentThread, place, refit), loop.close)

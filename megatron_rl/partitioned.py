@@ -119,7 +119,7 @@ def generate_elsewhere(
         PoolControl(pool, timeout) if dist.get_rank() == 0 else None,
         safe_points.poll,
         min(timeout, TRANSFER_TIMEOUT),
-        patience=timedelta(seconds=config.job.silence_limit_s),
+        no_replica_timeout=timedelta(seconds=config.job.silence_limit_s),
     )
     refit = OverlappedRefit(transfer, pool, platform, safe_points)
     place = TrainingDriver.of(groups)

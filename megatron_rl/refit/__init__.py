@@ -1,2 +1,1 @@
-"""From the trainer's weights to those of an engine, in its ranks or in a server: a run's engine learns of a policy
-version here and nowhere else."""
+"""Refit: gives the trainer's weights to the engine, in the same ranks, in replicas or in a server."""

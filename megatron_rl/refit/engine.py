@@ -1,4 +1,4 @@
-"""The engine of a rank and the way to it from the trainer's weights, by how each of the two cuts the model."""
+"""Choice of a rank's engine and of the refit that gives it the trainer's weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
-from megatron_rl.refit.publish import Refit, SharedWeights
-from megatron_rl.refit.reshard import ReshardedWeights
+from megatron_rl.refit.publish import Refit, ReshardedWeights, SharedWeights
 
 
 def build_engine(
@@ -28,17 +27,17 @@ def build_engine(
     ranks: EngineRanks,
     decode: Decode | None = None,
 ) -> tuple[RankEngine, Refit]:
-    """The engine that `inference.engine` chooses. Where both cut the model alike it samples by the trainer's own
-    weights, else by a model of its own. Collective.
+    """Build the engine that `inference.engine` names. It shares the trainer's model if both have the same layout, and
+    has its own model otherwise. Collective.
 
-    vocab_size, end_ids, decode: the tokenizer's; without `decode` there are no stop strings. ranks: of the engine.
+    vocab_size, end_ids, decode: the tokenizer's; without `decode` there are no stop strings. ranks: the engine's.
     """
     shared = shares_weights(config, ranks.tensor.size())
-    policy = trained if shared else build_apart(config, vocab_size, platform, ranks)
+    policy = trained if shared else build_inference_policy(config, vocab_size, platform, ranks)
     longest = config.training.sequence_length
     engine: RankEngine
     if config.inference.engine == "megatron":
-        from megatron_rl.inference.megatron_engine import MegatronEngine  # megatron-core's own takes long to import
+        from megatron_rl.inference.megatron_engine import MegatronEngine  # slow to import
 
         engine = MegatronEngine(policy, config.model, config.inference, end_ids, longest, ranks, decode)
     else:
@@ -47,9 +46,9 @@ def build_engine(
     return engine, SharedWeights(engine) if shared else ReshardedWeights(trained, engine, groups)
 
 
-def build_apart(config: RunConfig, vocab_size: int, platform: Platform, ranks: EngineRanks) -> Policy:
-    """A model that only generates, cut over the ranks of an engine, whose weights are still to come. Collective over
-    all ranks. Raises ConfigurationError where it cannot be cut so."""
+def build_inference_policy(config: RunConfig, vocab_size: int, platform: Platform, ranks: EngineRanks) -> Policy:
+    """Build an uninitialized model that only generates, in the layout of an engine. Collective over all ranks. Raises
+    ConfigurationError if the model cannot have this layout."""
     training_tp = config.placement.training.tp
     if undivided := next(config.model.undivided(ranks.tensor.size(), training_tp=training_tp), None):
         raise ConfigurationError(f"placement.inference.{undivided}")
@@ -62,7 +61,6 @@ def build_apart(config: RunConfig, vocab_size: int, platform: Platform, ranks: E
 
 
 def shares_weights(config: RunConfig, engine_tp: int) -> bool:
-    """Whether the trainer's model can generate as it is: every rank has its part of every layer, and all of its experts
-    and tokens."""
+    """Whether the trainer's layout can generate: each rank has its part of every layer, and all experts and tokens."""
     layout = config.placement.training
     return layout.tp == engine_tp and layout.pp == layout.ep == 1 and not layout.sequence_parallel

@@ -1,7 +1,7 @@
-"""Who takes part in a transfer of weights between worlds: a membership epoch. Pure, no torch.
+"""Membership epochs: which ranks take part in transfers of weights between worlds. Pure, no torch.
 
-The members of an epoch are the ranks of training and those of the replicas that are alive when it begins. A death ends
-it; the next one is without the dead.
+The members of an epoch are the training ranks and the ranks of all replicas that are alive when it begins. When one
+dies the epoch ends, and the next one excludes it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 ReplicaStart = tuple[int, int]
-"""Number of a replica, and how often it was started before: one that is started again is another member."""
+"""Number of a replica and of its earlier starts: a restarted replica is a new member."""
 
 
 class Member(NamedTuple):
@@ -28,14 +28,14 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """Its ranks are numbered training first, then replica after replica."""
+    """Ranks are numbered training first, then replica after replica."""
 
     number: int
     host: str
     port: int
-    """Where its first rank, the first one of training, waits for the others."""
+    """Port at which the first training rank waits for the other members."""
     secret: str = field(repr=False)
-    """What shows that who comes there was told of the epoch."""
+    """Shown by each peer that connects, to prove that it was invited."""
     training_ranks: int
     replicas: tuple[Member, ...]
 
@@ -48,14 +48,14 @@ class Epoch:
         return frozenset(member.started for member in self.replicas)
 
     def member_rank(self, replica: int, start: int, rank: int) -> int:
-        """Of a replica's rank `rank`. Raises ValueError where it is none of the epoch."""
+        """Rank in the epoch of a replica's rank. Raises ValueError if the replica is no member."""
         for member, first in self._placed():
             if member.started == (replica, start) and 0 <= rank < member.ranks:
                 return first + rank
         raise ValueError(f"rank {rank} of replica {replica}, start {start}, is not of membership epoch {self.number}")
 
     def replicas_of(self, ranks: Collection[int]) -> frozenset[ReplicaStart]:
-        """The replicas that these ranks are of; nothing for those of training."""
+        """Replicas to which these ranks belong; training ranks belong to none."""
         return frozenset(
             member.started
             for member, first in self._placed()
@@ -63,19 +63,19 @@ class Epoch:
         )
 
     def name_of(self, rank: int) -> str:
-        """For messages."""
+        """Name for messages."""
         for member, first in self._placed():
             if first <= rank < first + member.ranks:
                 return f"rank {rank - first} of replica {member.replica}"
         return f"rank {rank} of training"
 
     def to_json(self) -> dict[str, Any]:
-        """With its secret: for those alone who may come."""
+        """JSON that includes the secret, for members only."""
         return asdict(self) | {"replicas": [[*member] for member in self.replicas]}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Epoch:
-        """Raises KeyError, TypeError or ValueError where it is none."""
+        """Raises KeyError, TypeError or ValueError if the content is no epoch."""
         replicas = tuple(Member(*map(int, member)) for member in content["replicas"])
         return cls(
             number=int(content["number"]),
@@ -87,7 +87,7 @@ class Epoch:
         )
 
     def _placed(self) -> Iterator[tuple[Member, int]]:
-        """Each replica and the number of its first rank."""
+        """Each replica with the number of its first rank."""
         first = self.training_ranks
         for member in self.replicas:
             yield member, first
@@ -95,12 +95,11 @@ class Epoch:
 
 
 class TransferFailed(RuntimeError):
-    """A transfer was not carried out: a member is gone or did not do its part in time. The weights are what they were,
-    and the group that it failed in is of no more use."""
+    """A member of a transfer is gone or too slow. The weights are unchanged, and the group is unusable."""
 
 
 class ReplicaLost(TransferFailed):
-    """Replicas do not answer, or refuse what they are asked."""
+    """Replicas do not answer, or refuse a request."""
 
     def __init__(self, who: Collection[ReplicaStart], why: str = "no answer") -> None:
         self.who = frozenset(who)
@@ -109,4 +108,4 @@ class ReplicaLost(TransferFailed):
 
 
 class NoReplicaLeft(RuntimeError):
-    """No replica has taken the weights within the time that there is for it."""
+    """No replica has taken the weights in time."""

@@ -1,148 +1,52 @@
-"""An inference server of another project as the policy: it reads what the trainer writes.
+"""Refit of an inference server outside the run: every rank writes tensors to a folder, and rank 0 has the server read
+it.
 
-    FOLDER/version-000012/    safetensors by Hugging Face names, configuration and tokenizer: as models are published
-    FOLDER/current            -> version-000012; the server is started on it: vllm serve FOLDER/current
+The server keeps its previous version until it has read the next one. If it refuses, `current` points back to the
+previous version; if it is away, it reads the newest when it starts. Servers reload by
 
-FOLDER is on shared memory (/dev/shm/...) where server and trainer share a node, else on the shared file system. A
-version is there whole or not at all, and the one before stays until the server has taken the next one. Where it does
-not, `current` goes back to it; where there is no server to be asked, one that is started reads the newest.
+    vllm  POST /collective_rpc {"method": "reload_weights"}: every worker reads the folder on which it was started. Then
+          POST /reset_prefix_cache, because the cache belongs to the old weights. vLLM has both if it was started with
+          VLLM_SERVER_DEV_MODE=1. They need no token, so only the trainer may reach the server.
+    mrl   POST /update_weights {"version": ...}: it knows the folder.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import re
-import shutil
-import stat
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import torch.distributed as dist
-from torch import Tensor
 
-from megatron_rl.checkpoint.hf.folder import INDEX, POLICY_VERSION
-from megatron_rl.checkpoint.hf.staging import carry, staged
+from megatron_rl.checkpoint.hf.staging import staged
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.openai import CONNECT_S, OpenAIInference, authorization
 from megatron_rl.inference.openai_bodies import Endpoint
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
-from megatron_rl.refit.reload import ReloadFailed, ServerAway, ServerKind, reload
-from megatron_rl.refit.whole import buckets, published_weights, whole_tensors
+from megatron_rl.refit.served_folder import ReloadFailed, ServedFolder, ServerAway, published_weights, whole_tensors
 
-SHARD_BYTES = 1 << 30
-_VERSION = re.compile(r"version-\d{6}")
-
-
-def version_folder(folder: Path, version: int) -> Path:
-    """Where in the folder of a server a version is."""
-    return folder / f"version-{version:06d}"
+STARTING = {502, 503, 504}
+"""HTTP statuses of a server that starts or stops, or of a proxy in front of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedFolder:
-    """Where a server reads its weights."""
-
-    folder: Path
-    published: Path
-    """A published model, or a directory like one, whose configuration and tokenizer go along."""
-    shard_bytes: int = SHARD_BYTES
-
-    @property
-    def current(self) -> Path:
-        """What the server is started on."""
-        return self.folder / "current"
-
-    def version(self, version: int) -> Path:
-        return version_folder(self.folder, version)
-
-    def own(self) -> None:
-        """Make the folder, or see that nobody else put it there: in /dev/shm everybody may, and who has it chooses what
-        the server reads. Raises ConfigurationError and OSError."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = self.folder.lstat()
-        if stat.S_ISLNK(found.st_mode):
-            raise ConfigurationError(f"{self.folder} is a link: name the folder that it leads to")
-        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ConfigurationError(
-                f"{self.folder} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: weights are "
-                "written only to a folder of one's own that nobody else can write to; name another one, or chmod 700"
-            )
-
-    def write(self, into: Path, writer: int, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-        """Write the tensors of one writer to files of its own. Returns the file of each. Raises OSError."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file  # an extra of mrl
-
-        files: dict[str, str] = {}
-        for number, bucket in enumerate(buckets(tensors, self.shard_bytes)):
-            file = f"model-{writer:05d}-{number:05d}.safetensors"
-            try:
-                save_file(bucket, into / file, metadata={"format": "pt"})
-            except SafetensorError as error:
-                raise OSError(f"{into / file} cannot be written: {error}") from error
-            files |= dict.fromkeys(bucket, file)
-        return files
-
-    def describe(self, into: Path, files: dict[str, str], version: int) -> None:
-        """Put beside the weights what a server wants to know of them."""
-        carry(self.published, into)
-        size = sum((into / file).stat().st_size for file in set(files.values()))
-        metadata = {"total_size": size, POLICY_VERSION: version}
-        index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
-        (into / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    @contextmanager
-    def pointing(self, version: int) -> Iterator[None]:
-        """Have `current` name this version; where the server does not take it then, what it named before. So a server
-        that is started again has the weights that the trainer takes it to have."""
-        before = self.current.readlink() if self.current.is_symlink() else None
-        self._point(Path(self.version(version).name))
-        try:
-            yield
-        except ServerAway:
-            raise
-        except BaseException:
-            self._point(before)
-            raise
-
-    def _point(self, target: Path | None) -> None:
-        """From one moment to the next. target: None for no link at all."""
-        if target is None:
-            self.current.unlink(missing_ok=True)
-            return
-        link = self.folder / ".current.tmp"
-        link.unlink(missing_ok=True)
-        link.symlink_to(target)
-        link.replace(self.current)
-
-    def forget_others(self, version: int) -> None:
-        """Delete the versions that are not this one."""
-        for path in self.folder.iterdir():
-            if _VERSION.fullmatch(path.name) and path != self.version(version):
-                shutil.rmtree(path, ignore_errors=True)
-
-
-class ExternalPolicy:
-    """Implements `UpdatableInference`: the weights of a server, from whole tensors of one process."""
+class ServerReload:
+    """Has a server read versions that are already written."""
 
     def __init__(
         self,
         inference: OpenAIInference,
         server: Endpoint,
-        kind: ServerKind,
+        kind: Literal["vllm", "mrl"],
         served: ServedFolder,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """
-        inference: what asks the server for answers; it learns of the version.
+        inference: client of the server; its `policy_version` is updated.
         server: its address; `timeout_s` bounds a reload.
         transport: for tests.
         """
@@ -152,21 +56,13 @@ class ExternalPolicy:
         self._served = served
         self._transport = transport
 
-    async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See `UpdatableInference.update_weights`. Raises ReloadFailed; OSError and ConfigurationError where the files
-        cannot be written. The server has then the weights it had; see `reload`."""
-        self._served.own()
-        with staged(self._served.version(version), 0, replace=True) as folder:
-            self._served.describe(folder, self._served.write(folder, 0, tensors), version)
-        await self.reload(version)
-
     async def reload(self, version: int) -> None:
-        """Have the server take a version that is written.
+        """Have the server read a version.
 
         Raises:
-            ReloadFailed: it has not. Then `current` names the version before, which the server has, unless what it had
-                cached could not be cleared.
-            ServerAway: there is no answer. Then `current` names this version; ask again.
+            ReloadFailed: the server refused. Then `current` names the previous version, which the server still has,
+                unless only its cache could not be cleared.
+            ServerAway: the server does not answer. Then `current` names this version; try again.
         """
         base = self._server.url.rstrip("/").removesuffix("/v1")
         async with httpx.AsyncClient(
@@ -177,49 +73,70 @@ class ExternalPolicy:
             transport=self._transport,
         ) as client:
             with self._served.pointing(version):
-                await reload(client, self._kind, self._served.current.resolve(), version)
+                if self._kind == "mrl":
+                    await self._post(client, "/update_weights", {"version": version})
+                else:
+                    await self._post(client, "/collective_rpc", {"method": "reload_weights"})
+                    await self._post(client, "/reset_prefix_cache", None)
         self._inference.policy_version = version
-        self._served.forget_others(version)
+        self._served.delete_others(version)
+
+    async def _post(self, client: httpx.AsyncClient, path: str, content: dict[str, Any] | None) -> None:
+        where = f"{client.base_url.join(path)}"
+        try:
+            response = await client.post(path, json=content)
+        except httpx.TransportError as error:
+            raise ServerAway(f"{where}: {error!r}") from error
+        status = f"{where}: HTTP {response.status_code}: {response.text[:500]}"
+        if response.status_code in STARTING:
+            raise ServerAway(status)
+        if self._kind == "vllm" and response.status_code == 404:
+            raise ReloadFailed(f"{where} does not exist: start vLLM with VLLM_SERVER_DEV_MODE=1")
+        if not response.is_success:
+            raise ReloadFailed(status)
 
 
 class ExternalRefit:
-    """Implements `Refit`: each rank writes what it is the first to hold, and rank 0 has the server read it."""
+    """Implements `Refit` for a server outside the run."""
 
     def __init__(
         self,
         trained: Policy,
         model: ModelConfig,
-        external: ExternalPolicy,
+        server: ServerReload,
         served: ServedFolder,
         control: dist.ProcessGroup,
         wait: Callable[[ServerAway], None] | None = None,
     ) -> None:
         """
         control: all ranks, over gloo.
-        wait: called on all ranks before a server that is away is asked again; to raise where that has been long enough.
-            None: that is not waited for.
+        wait: called on all ranks before a server that is away is tried again; raises if that took too long. None: an
+            absent server is an error.
         """
         self._trained = trained
         self._model = model
-        self._external = external
+        self._server = server
         self._served = served
         self._control = control
         self._wait = wait
         own = sum(held.tensor.nbytes for held in published_weights(trained, model))
-        self.moved_bytes: int = sum(self._agree(lambda: own))
-        """That are written with a publication."""
+        self.moved_bytes: int = sum(self._on_all_ranks(lambda: own))
+        """Bytes that all ranks together write for a version."""
 
     def publish(self, policy_version: int) -> None:
-        """See `Refit.publish`. Raises ReloadFailed on all ranks where one of them failed."""
+        """Write the weights and have the server read them. Collective.
+
+        Raises ReloadFailed on all ranks if one of them failed; ServerAway, see `wait`.
+        """
         leads = dist.get_rank(self._control) == 0
         with ExitStack() as stack:
-            (folder, *_) = self._agree(partial(self._begin, stack, policy_version) if leads else _nothing)
-            of_ranks = self._agree(partial(self._write, Path(folder)))
+            (folder, *_) = self._on_all_ranks(partial(self._begin, stack, policy_version) if leads else _nothing)
+            of_ranks = self._on_all_ranks(partial(self._write, Path(folder)))
             files = {name: file for each in of_ranks for name, file in each.items()}
-            self._agree(partial(self._finish, stack, Path(folder), files, policy_version) if leads else _nothing)
+            self._on_all_ranks(partial(self._finish, stack, Path(folder), files, policy_version) if leads else _nothing)
         while True:
             try:
-                self._agree((lambda: asyncio.run(self._external.reload(policy_version))) if leads else _nothing)
+                self._on_all_ranks((lambda: asyncio.run(self._server.reload(policy_version))) if leads else _nothing)
             except ServerAway as away:
                 if self._wait is None:
                     raise
@@ -228,7 +145,7 @@ class ExternalRefit:
                 return
 
     def finish(self) -> None:
-        """See `Refit.finish`: it is."""
+        """Nothing runs in the background."""
 
     def _begin(self, stack: ExitStack, policy_version: int) -> str:
         self._served.own()
@@ -240,15 +157,16 @@ class ExternalRefit:
         try:
             return self._served.write(folder, dist.get_rank(self._control), tensors)
         finally:
-            for _ in tensors:  # the other ranks of a tensor wait for this one
+            for _ in tensors:  # a failed write must not leave the other tensor-parallel ranks in a collective
                 pass
 
     def _finish(self, stack: ExitStack, folder: Path, files: dict[str, str], version: int) -> None:
         self._served.describe(folder, files, version)
         stack.close()
 
-    def _agree(self, work: Callable[[], Any]) -> list[Any]:
-        """What the work of each rank comes to. Raises ReloadFailed on all where it failed on one."""
+    def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
+        """Do each rank's work and return all results. Raises ReloadFailed on all ranks if one failed, ServerAway if the
+        only failure is an absent server."""
         result, failure, kind = None, None, ReloadFailed
         try:
             result = work()
@@ -263,4 +181,4 @@ class ExternalRefit:
 
 
 def _nothing() -> None:
-    """What ranks do that only wait for another."""
+    """Work of ranks that only wait for another."""

@@ -1,16 +1,15 @@
-"""A policy version on its way to replicas while the ranks that train go on.
+"""Sends a policy version to replicas in a thread, while the training ranks continue.
 
-    publish(7)     begins the transfer, in a thread
-    ...            the next batch is waited for, scored, differentiated; checkpoints are written: all read the weights
-    finish()       before an update changes them
+    publish(7)     starts the transfer
+    ...            the next batch is awaited, scored and differentiated; checkpoints are written: all only read weights
+    finish()       before an update changes the weights
 
-The thread uses process groups that nothing else does: a control group over gloo, and the transfer group of an epoch.
-Collectives of one group must come in one order on all ranks; those of gloo groups know nothing of each other: each has
-its connections and buffers, and waits on the host. Operations of NCCL occupy a device instead, and what waits for the
-device (an allocation that frees memory) waits for those of all groups: so two groups can wait for one another where
-ranks reach them in different orders. Where the platform says so (`Platform.transfers_beside_collectives`) all ranks
-therefore come to them in one order: those that train end a transfer before they use the device together, and those of a
-replica, if they are several, sample nothing from the moment they join it until they swap (`replica/leader.py`).
+The thread has process groups of its own: a control group over gloo, and the transfer group of an epoch. Gloo groups are
+independent: each has its own connections and buffers and waits on the host. NCCL operations occupy the device instead,
+and whatever waits for the device (for example an allocation that frees memory) waits for all groups. Two groups can
+thus deadlock if ranks reach them in different orders. Where `Platform.transfers_beside_collectives` is false, all ranks
+reach them in one order: training ranks finish a transfer before their next collective, and a replica of several ranks
+samples nothing between joining an epoch and swapping (`replica/leader.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.transfer_refit import TransferRefit
 
 STOP_S = 10.0
-"""That a transfer that is given up has to end."""
+"""Seconds that an aborted transfer has to end."""
 
 
 class OverlappedRefit:
-    """Implements `Refit`: whoever asks the pool is answered by the published version, once replicas have it."""
+    """Implements `Refit`: requests to the pool are answered with the published version once replicas have it."""
 
     def __init__(self, transfer: TransferRefit, pool: ReplicaPool, platform: Platform, safe_points: SafePoints) -> None:
         self._transfer, self._pool, self._platform, self._safe_points = transfer, pool, platform, safe_points
@@ -39,33 +38,31 @@ class OverlappedRefit:
 
     @property
     def moved_bytes(self) -> int:
-        """See `Refit.moved_bytes`: of the newest version that replicas have."""
+        """Bytes that all ranks together sent with the newest version that replicas have."""
         return self._transfer.moved_bytes
 
     @property
     def starved(self) -> bool:
-        """Whether requests wait for weights that no replica has, and that are not on their way. Also where they were in
-        vain: then `renew` raises why."""
+        """Whether requests wait for weights that no replica has and that no transfer brings. Also true after a failed
+        transfer; `renew` then raises its error."""
         publication = self._publication
         if publication is None:
             return self._pool.starved
         return publication.done() and (publication.exception() is not None or self._pool.starved)
 
     def publish(self, policy_version: int) -> None:
-        """See `Refit.publish`. What is begun from now on is answered by this version."""
+        """Start a transfer. Requests from now on are answered with this version. Collective."""
         self.finish()
         self._pool.announce()
-        self._platform.synchronize()  # the thread reads what the device was told to write
+        self._platform.synchronize()  # the thread reads what queued kernels still write
         self._publication = publication = Future[None]()
-        # A thread for each: one that waits for members that are gone must not keep the process from ending.
+        # A daemon thread each, so that one that waits for lost members does not keep the process alive.
         arguments = (policy_version, publication)
         threading.Thread(target=self._carry_out, args=arguments, name="refit", daemon=True).start()
 
     def finish(self) -> None:
-        """See `Refit.finish`. Where the ranks are asked to leave while no replica is there, they do so at the next safe
-        point: the step that led to these weights is done, and is recorded first.
-
-        Raises NoReplicaLeft.
+        """Wait for the transfer. If the ranks were asked to leave while there was no replica, they leave at the next
+        safe point, after the step that led to these weights is recorded. Collective. Raises NoReplicaLeft.
         """
         if self._publication is None:
             return
@@ -74,17 +71,17 @@ class OverlappedRefit:
         self._publication = None
 
     def renew(self) -> None:
-        """Give the newest version to replicas that have come since. Raises NoReplicaLeft."""
+        """Give the newest version to replicas that have come since. Collective. Raises NoReplicaLeft."""
         self.finish()
         self.publish(self._pool.policy_version)
         self.finish()
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest version that was published."""
+        """Metrics of the newest published version."""
         return {} if self._seconds is None else {"time/publish_s": self._seconds}
 
     def close(self) -> None:
-        """End the epoch, and with it what is under way, on all ranks."""
+        """Abort a running transfer and end the epoch. Call it on all ranks."""
         self._closed = True
         if self._publication is not None:
             self._transfer.abort()
@@ -96,7 +93,7 @@ class OverlappedRefit:
         try:
             with self._platform.beside():
                 taken = self._transfer.publish(policy_version)
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        except Exception as error:  # noqa: BLE001 - `finish` raises it
             done.set_exception(error)
             return
         if taken:

@@ -1,7 +1,7 @@
-"""Which rank sends which part of which tensor to whom, when trainer and engine cut the model differently. Pure.
+"""Plan of which rank sends which part of a tensor to which rank, when trainer and engine have different layouts. Pure.
 
-A rank's part of the model is boxes of its tensors, as megatron-core's sharded state describes them for a checkpoint:
-whatever the layout, the boxes of all ranks together are the same tensors.
+A rank holds boxes of the model's tensors, as megatron-core's sharded state describes them for checkpoints. In every
+layout, the boxes of all ranks together cover the same tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Box:
     """A part of one of the model's tensors."""
 
     key: str
-    """Of the whole tensor."""
+    """Name of the whole tensor."""
     dtype: torch.dtype
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -34,36 +34,36 @@ class Box:
         return self.elements * self.dtype.itemsize
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Its place in a box that it is part of."""
+        """Index of this box within one that contains it."""
         starts = (mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What one rank sends to another one, or copies for itself."""
+    """Box that one rank sends to another one, or copies within itself."""
 
     source: int
     target: int
     box: Box
     held: Box
-    """Of the source, in which it lies ..."""
+    """Box of the source that contains it."""
     needed: Box
-    """... and of the target, to which it goes."""
+    """Box of the target that contains it."""
 
 
 def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]]) -> list[Move]:
-    """The moves after which every rank has what it needs, each element of it once.
+    """Moves that give every rank each element that it needs exactly once.
 
-    A rank that holds what it needs takes its own. Of ranks that hold the same, such as data-parallel copies, the one
-    sends it that has sent the least so far; of several the nearest, which is likeliest on the same node.
+    A rank that holds what it needs copies it. Among ranks that hold the same box, such as data-parallel copies, the one
+    that has sent least so far sends it; on a tie the nearest, which is likely on the same node.
 
     Args:
-        held: boxes of each rank. Those of one tensor are equal or disjoint.
+        held: boxes of each rank. Boxes of one tensor are equal or disjoint.
         needed: boxes of each rank.
 
     Raises:
-        ValueError: something that is needed is nowhere, in boxes that overlap, or of another dtype.
+        ValueError: no rank holds a needed element, held boxes overlap, or dtypes differ.
     """
     holders = Holders(held)
     sent: Counter[int] = Counter()
@@ -83,27 +83,28 @@ def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]]) -
                 moves.append(Move(source, target, shared, source_box, box))
             if found != box.elements:
                 raise ValueError(
-                    f"{box.key} {[*box.shape]} at {[*box.offset]}, by which rank {target} generates: the ranks that "
-                    f"train hold {found} of its {box.elements} elements"
+                    f"{box.key} {[*box.shape]} at {[*box.offset]}, which rank {target} needs to generate: the training "
+                    f"ranks hold {found} of its {box.elements} elements"
                 )
     return moves
 
 
 class Holders:
-    """Which ranks hold a box, for every distinct one of a tensor."""
+    """Index of the ranks that hold each distinct box."""
 
     def __init__(self, held: Sequence[Iterable[Box]]) -> None:
         ranks_of: dict[str, dict[Box, list[int]]] = defaultdict(dict)
         for rank, boxes in enumerate(held):
             for box in boxes:
                 ranks_of[box.key].setdefault(box, []).append(rank)
-        # By where they begin along the first axis, which of a layer's tensors is the layer: there are many layers.
+        # Sorted by offset, so that bisection finds candidates: the first axis of most tensors is the layer, e.g. 64 of
+        # them.
         self._boxes = {key: sorted(found.items(), key=lambda item: item[0].offset) for key, found in ranks_of.items()}
         self._starts = {key: [box.offset[0] for box, _ in found] for key, found in self._boxes.items()}
         self._longest = {key: max(box.shape[0] for box, _ in found) for key, found in self._boxes.items()}
 
     def candidates(self, box: Box) -> list[tuple[Box, list[int]]]:
-        """Boxes that may have something in common with `box`, and the ranks that hold them."""
+        """Boxes that may overlap `box`, and the ranks that hold them."""
         if box.key not in self._boxes:
             return []
         starts = self._starts[box.key]
@@ -112,8 +113,8 @@ class Holders:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor have in common; None where that is nothing. Raises ValueError where they are of
-    different dtypes: a refit converts nothing."""
+    """Overlap of two boxes of one tensor, or None. Raises ValueError if their dtypes differ, since a refit does not
+    convert."""
     if one.dtype != other.dtype:
         raise ValueError(f"{one.key} is {other.dtype} in training and {one.dtype} in generation")
     starts = tuple(map(max, one.offset, other.offset))
@@ -126,10 +127,11 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def rounds_of(moves: Iterable[Move], limit: int) -> list[list[Move]]:
-    """The moves between different ranks, cut and put into rounds in which no rank sends or receives more than `limit`
-    bytes, at least those of one element. What belongs to a round is sent at once, so this bounds the buffers.
+    """Moves between different ranks, split into rounds in which no rank sends or receives more than `limit` bytes, or
+    one element. A round is sent at once, so `limit` bounds the buffers.
 
-    Each goes into the first round in which both ends have room for it: nearly as few as the busiest rank needs.
+    First fit: each move goes into the first round with room at both ends, which gives few more rounds than the busiest
+    rank needs.
     """
     rounds: list[list[Move]] = []
     ends: dict[tuple[str, int], Occupancy] = defaultdict(lambda: Occupancy(limit))
@@ -140,7 +142,7 @@ def rounds_of(moves: Iterable[Move], limit: int) -> list[list[Move]]:
         for box in cut(move.box, limit // move.box.dtype.itemsize):
             level = sends.level(box.bytes)
             taken = sends.taken[level] | receives.taken[level]
-            place = (~taken & (taken + 1)).bit_length() - 1
+            place = (~taken & (taken + 1)).bit_length() - 1  # lowest bit that is 0, e.g. 0b0111 -> 3
             if place == len(rounds):
                 rounds.append([])
             rounds[place].append(replace(move, box=box))
@@ -150,19 +152,19 @@ def rounds_of(moves: Iterable[Move], limit: int) -> list[list[Move]]:
 
 
 class Occupancy:
-    """How full the rounds are for one end, to be asked at once about all of them: a bit each."""
+    """Room of one end in each round, as bits, so that one operation finds the first round with room."""
 
     LEVELS = 12
-    """Of room: the limit, half of it, a quarter and so on."""
+    """Levels of room: the limit, half of it, a quarter and so on."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._busy: Counter[int] = Counter()
         self.taken = [0] * self.LEVELS
-        """By level: bits of the rounds that have less room than that."""
+        """Each level's bits of the rounds that have less room than that."""
 
     def level(self, size: int) -> int:
-        """The least room that is enough for so many bytes."""
+        """Smallest level whose room holds `size` bytes."""
         return min(self.LEVELS, max(1, (self._limit // size).bit_length())) - 1
 
     def add(self, place: int, size: int) -> None:
@@ -173,7 +175,7 @@ class Occupancy:
 
 
 def cut(box: Box, limit: int) -> Iterator[Box]:
-    """The box in parts of at most `limit` elements, at least one, along its first axes."""
+    """Split a box along its first axes into parts of at most `limit` elements, or of one."""
     if box.elements <= limit:
         yield box
         return

@@ -1,33 +1,39 @@
-"""Publishing a policy version: the engine samples by the weights that have it."""
+"""Publishing a policy version to the engine of the same ranks: with the trainer's own tensors, or resharded."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
 
 from megatron_rl.inference.api import RankEngine
+from megatron_rl.model.policy import Policy
+from megatron_rl.rank.groups import Groups
+from megatron_rl.refit.packages import ROUND_BYTES, Package, model_tensors, packages, parts_by_box
+from megatron_rl.refit.plan import plan_moves, rounds_of
 
 
 class Refit(Protocol):
-    """The way from the trainer's weights to the engine's."""
+    """Gives the trainer's weights to the engine."""
 
     @property
     def moved_bytes(self) -> int:
-        """Of all ranks together, that cross from one to another with every publication."""
+        """Bytes that all ranks together send with a version."""
         ...
 
     def publish(self, policy_version: int) -> None:
-        """Have the engine sample by the trainer's weights, of which `policy_version` counts the optimizer steps.
-        Collective. It may go on in the background, until `finish`."""
+        """Have the engine sample with the trainer's weights; `policy_version` is the number of optimizer steps in them.
+        Collective. May continue in the background until `finish`."""
         ...
 
     def finish(self) -> None:
-        """Return when the version is published, and the weights may change. Collective. Raises what prevented it."""
+        """Wait until the version is published and the weights may change. Collective. Raises what prevented it."""
         ...
 
 
 class SharedWeights:
-    """Trainer and engine of one process in one layout: the engine reads the training weights where they are, and all
-    that it takes is to know their version."""
+    """Trainer and engine have the same layout and share one model, so only the version changes."""
 
     moved_bytes = 0
 
@@ -35,8 +41,67 @@ class SharedWeights:
         self._engine = engine
 
     def publish(self, policy_version: int) -> None:
-        """See `Refit.publish`."""
         self._engine.policy_version = policy_version
 
     def finish(self) -> None:
-        """See `Refit.finish`: it is."""
+        """Nothing runs in the background."""
+
+
+class ReshardedWeights:
+    """Trainer and engine have different layouts and a model each. A weight of which this rank has the same part in both
+    is one tensor; the others are sent with every version, in rounds of bounded size, straight from a rank that holds a
+    part to the ranks that need it."""
+
+    def __init__(self, trained: Policy, engine: RankEngine, groups: Groups, round_bytes: int = ROUND_BYTES) -> None:
+        """Collective.
+
+        trained: the trainer's model, whose weights must keep their place in memory.
+        """
+        self._engine = engine
+        self._world = groups.world
+        own, needs = model_tensors(trained), model_tensors(engine.policy)
+        for boxes in own.keys() & needs.keys():
+            needs.pop(boxes).whole.data = own[boxes].whole.data
+        held, needed = parts_by_box(own.values()), parts_by_box(needs.values())
+        # NCCL connects a group in its first collective, which all ranks must join; a round may involve only two.
+        dist.all_reduce(torch.zeros(1, device=trained.device), group=groups.world)
+        of_ranks: list[Any] = [None] * dist.get_world_size(groups.control)
+        dist.all_gather_object(of_ranks, ([*held], [*needed]), group=groups.control)
+        moves = plan_moves([boxes for boxes, _ in of_ranks], [boxes for _, boxes in of_ranks])
+        rounds = rounds_of(moves, round_bytes)
+        rank = dist.get_rank()
+        self._copies = [
+            (needed[move.needed][move.box.within(move.needed)], held[move.held][move.box.within(move.held)])
+            for move in moves
+            if move.source == move.target == rank
+        ]
+        self._rounds = [
+            (packages(moves, rank, held, sends=True), packages(moves, rank, needed, sends=False)) for moves in rounds
+        ]
+        self.moved_bytes = sum(move.box.bytes for moves in rounds for move in moves)
+
+    @torch.no_grad()
+    def publish(self, policy_version: int) -> None:
+        for target, source in self._copies:
+            target.copy_(source)
+        for sends, receives in self._rounds:
+            self._exchange(sends, receives)
+        self._engine.policy_version = policy_version
+
+    def finish(self) -> None:
+        """Nothing runs in the background."""
+
+    def _exchange(self, sends: list[Package], receives: list[Package]) -> None:
+        """Collective over the ranks of a round."""
+        incoming = [torch.empty(each.bytes, dtype=torch.uint8, device=each.parts[0].device) for each in receives]
+        transfers = [
+            *(dist.P2POp(dist.isend, each.packed(), group=self._world, group_peer=each.peer) for each in sends),
+            *(
+                dist.P2POp(dist.irecv, buffer, group=self._world, group_peer=each.peer)
+                for each, buffer in zip(receives, incoming, strict=True)
+            ),
+        ]
+        for work in dist.batch_isend_irecv(transfers) if transfers else []:
+            work.wait()
+        for each, buffer in zip(receives, incoming, strict=True):
+            each.unpack(buffer)

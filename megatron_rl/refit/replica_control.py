@@ -1,56 +1,78 @@
-"""What the first rank of training asks of the replicas about their weights, over HTTP."""
+"""Requests about weights from the first training rank to the replicas, over HTTP, and which replicas to leave alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_rl.inference.replicas.link import ReplicaGone
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart
 
+logger = logging.getLogger("megatron_rl")
+
 TRANSFER_TIMEOUT = timedelta(minutes=2)
-"""Bounds every wait for a rank within a transfer of weights, on both sides. NCCL that meets for the first time takes
-the longest."""
+"""Bounds every wait for a rank within a transfer, on both sides. Connecting NCCL for the first time takes longest."""
+MAX_SKIPPED = 63
+"""Versions after which a failing replica gets another chance."""
+
+
+class ReplicaControl(Protocol):
+    """Replicas as the first training rank sees them."""
+
+    def live(self) -> Sequence[tuple[int, int, int]]:
+        """(number, start, ranks) of each replica that answered recently; may be empty. Returns at once."""
+        ...
+
+    def begin_epoch(self, epoch: Epoch) -> None:
+        """Have all replicas of an epoch join it. Returns when all have accepted; joining continues. Raises
+        ReplicaLost."""
+        ...
+
+    def receive(self, version: int) -> None:
+        """Have all replicas of the epoch receive a version. Returns when all have begun. Raises ReplicaLost."""
+        ...
+
+    def swap(self, version: int) -> Collection[ReplicaStart]:
+        """Have all replicas of the epoch generate with the received version. Returns those that do."""
+        ...
 
 
 class PoolControl:
-    """Implements `ReplicaControl` over the replicas that a pool is in touch with."""
+    """Implements `ReplicaControl` over the replicas of a pool."""
 
     def __init__(self, pool: ReplicaPool, timeout: timedelta) -> None:
-        """timeout: of a collective of the ranks that train: they wait for what is asked here."""
+        """timeout: of a collective of the training ranks, which wait for these requests."""
         self._pool, self._timeout_s = pool, min(timeout, TRANSFER_TIMEOUT).total_seconds()
         self._members: frozenset[ReplicaStart] = frozenset()
 
     def live(self) -> list[tuple[int, int, int]]:
-        """See ReplicaControl.live. Raises NoReplicaLeft where there will be none any more."""
+        """Raises NoReplicaLeft if no replica will ever come back."""
         if self._pool.given_up is not None and not self._pool.starts():
             raise NoReplicaLeft(f"all inference replicas are given up: {self._pool.given_up}")
         return [Member(replica, start, ranks) for (replica, start), ranks in self._pool.starts().items()]
 
     def begin_epoch(self, epoch: Epoch) -> None:
-        """See ReplicaControl.begin_epoch."""
         self._members = epoch.started
-        self._ask_all("epoch", {"epoch": epoch.to_json()})
+        self._require("epoch", {"epoch": epoch.to_json()})
 
     def receive(self, version: int) -> None:
-        """See ReplicaControl.receive."""
-        self._ask_all("receive", {"version": version})
+        self._require("receive", {"version": version})
 
     def swap(self, version: int) -> frozenset[ReplicaStart]:
-        """See ReplicaControl.swap."""
-        return self._members - self._ask("swap", {"version": version}, self._timeout_s).keys()
+        return self._members - self._call("swap", {"version": version}, self._timeout_s).keys()
 
-    def _ask_all(self, path: str, body: dict[str, Any]) -> None:
-        if failed := self._ask(path, body):
-            raise ReplicaLost(failed.keys(), _joined(failed.values()))
+    def _require(self, path: str, body: dict[str, Any]) -> None:
+        if failed := self._call(path, body):
+            raise ReplicaLost(failed.keys(), "; ".join(map(str, failed.values())))
 
-    def _ask(self, path: str, body: dict[str, Any], timeout_s: float = 0.0) -> dict[ReplicaStart, ReplicaGone]:
-        """Those of the epoch that do not do as they are asked, and why."""
-        asked = {started: self._pool.call(started, path, body, timeout_s) for started in sorted(self._members)}
+    def _call(self, path: str, body: dict[str, Any], timeout_s: float = 0.0) -> dict[ReplicaStart, ReplicaGone]:
+        """Replicas of the epoch that fail a request, and why."""
+        answers = {started: self._pool.call(started, path, body, timeout_s) for started in sorted(self._members)}
         failed = {}
-        for started, answer in asked.items():
+        for started, answer in answers.items():
             try:
                 answer.result()
             except ReplicaGone as error:
@@ -58,5 +80,32 @@ class PoolControl:
         return failed
 
 
-def _joined(errors: Iterable[ReplicaGone]) -> str:
-    return "; ".join(map(str, errors))
+class BackOff:
+    """Replicas that are not offered a version because they failed to take several in a row.
+
+    A replica that answers requests but cannot be reached for a transfer (a firewall, a broken link) delays every
+    version until a timeout. After its second failure in a row it skips one version, after its third three, and so on.
+    """
+
+    def __init__(self) -> None:
+        self._failures: dict[ReplicaStart, int] = {}  # in a row
+        self._skips: dict[ReplicaStart, int] = {}  # versions to come
+
+    @property
+    def skipped(self) -> Collection[ReplicaStart]:
+        """Replicas that skip the next version."""
+        return self._skips.keys()
+
+    def note(self, took: Collection[ReplicaStart], failed: Collection[ReplicaStart]) -> None:
+        """Count a version that the replicas in `took`, at least one, have taken. A version that all replicas failed to
+        take is not counted, since the fault is then likely elsewhere."""
+        self._skips = {who: versions - 1 for who, versions in self._skips.items() if versions > 1}
+        self._failures = {who: count for who, count in self._failures.items() if who not in took}
+        for who in failed:
+            self._failures[who] = count = self._failures.get(who, 0) + 1
+            if skips := min(2 ** (count - 1) - 1, MAX_SKIPPED):
+                self._skips[who] = skips
+                logger.warning(
+                    "replica %d has failed to take %d versions in a row: it is not offered the next %d",
+                    *(who[0], count, skips),
+                )

@@ -1,4 +1,4 @@
-"""The process group of a membership epoch: ranks of training and of replicas, each of which has a world of its own."""
+"""Process group of a membership epoch, over the ranks of several worlds: training and replicas."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ import torch.distributed as dist
 from megatron_rl.platform.transport import TRANSPORTS, Message, Transport
 from megatron_rl.rank.rendezvous import open_store
 from megatron_rl.refit.epoch import Epoch, ReplicaStart, TransferFailed
-from megatron_rl.refit.lifeline import Lifeline, Listener
+from megatron_rl.refit.liveness import Listener, Liveness
 
 
 class TransferGroup:
-    """One member's end of it. As soon as another one is gone it is of no more use: what is under way and all that
-    comes after raises TransferFailed. What it has open closes with it, the store included, which asks nobody who they
-    are."""
+    """One member's end. Once a member is lost, running and later calls raise TransferFailed. `close` also closes the
+    store, which does not authenticate its clients."""
 
-    def __init__(self, epoch: Epoch, rank: int, lifeline: Lifeline, transport: Transport) -> None:
+    def __init__(self, epoch: Epoch, rank: int, liveness: Liveness, transport: Transport) -> None:
         self.epoch = epoch
         self.rank = rank
-        self._lifeline = lifeline
+        self._liveness = liveness
         self._transport = transport
         self._broken: str | None = None
 
@@ -35,57 +34,57 @@ class TransferGroup:
         """Collective over all members.
 
         Args:
-            rank: of the epoch; see Epoch.member_rank.
-            backend: of torch.distributed: gloo or nccl.
-            timeout: bounds the wait for all members to come, and later every wait for one that is silent.
-            listener: of rank 0, whose address the epoch tells. It is closed with this.
+            rank: in the epoch; see Epoch.member_rank.
+            backend: gloo or nccl.
+            timeout: bounds the wait for all members to join, and later each wait for a silent one.
+            listener: on rank 0, with the address in the epoch. This method closes it.
 
         Raises:
-            TransferFailed: a member did not come, or is gone.
+            TransferFailed: a member did not join, or is gone.
         """
         seconds = timeout.total_seconds()
         if rank == 0:
-            assert listener is not None, "the first member of an epoch is the one that others come to"
+            assert listener is not None, "rank 0 needs a listener for the others"
             store = open_store(timeout)
             try:
-                lifeline = Lifeline.lead(listener, epoch, store.port, seconds)
+                liveness = Liveness.lead(listener, epoch, store.port, seconds)
             finally:
                 listener.close()
         else:
-            lifeline, port = Lifeline.follow(epoch, rank, seconds)
+            liveness, port = Liveness.follow(epoch, rank, seconds)
             try:
                 store = dist.TCPStore(epoch.host, port, None, False, timeout, wait_for_workers=False)
             except RuntimeError as error:
-                lifeline.close()
+                liveness.close()
                 raise TransferFailed(f"epoch {epoch.number}: its first member is gone: {error}") from error
-        group = cls(epoch, rank, lifeline, TRANSPORTS[backend](store, rank, epoch.size, timeout))
-        lifeline.watch(group._give_up)
+        group = cls(epoch, rank, liveness, TRANSPORTS[backend](store, rank, epoch.size, timeout))
+        liveness.watch(group._give_up)
         with group._working():
             group._transport.connect()
         return group
 
     @property
     def device(self) -> torch.device:
-        """Where messages are."""
+        """Device on which messages must be."""
         return self._transport.device
 
     @property
     def intact(self) -> bool:
-        """Whether all members are there, as far as is known."""
-        return self._broken is None and not self._lifeline.lost
+        """Whether no member is known to be lost."""
+        return self._broken is None and not self._liveness.lost
 
     @property
     def lost(self) -> frozenset[ReplicaStart]:
-        """Replicas of which a rank is gone, as far as the first member knows; the others know nothing of it."""
-        return self.epoch.replicas_of(self._lifeline.lost)
+        """Replicas with a lost rank. Only the first member knows them."""
+        return self.epoch.replicas_of(self._liveness.lost)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """See `Transport.exchange`. Raises TransferFailed."""
+        """Send and receive messages; see `Transport.exchange`. Raises TransferFailed."""
         with self._working():
             self._transport.exchange(sends, receives)
 
     def gather(self, content: Any) -> list[Any]:
-        """What each member gives, which JSON can hold: nothing of another process is unpickled. Collective. Raises
+        """Contents of all members, as JSON, because unpickling would run another process's code. Collective. Raises
         TransferFailed."""
         mine = torch.frombuffer(bytearray(zlib.compress(json.dumps(content).encode())), dtype=torch.uint8)
         with self._working():
@@ -98,14 +97,14 @@ class TransferGroup:
         ]
 
     def abort(self) -> None:
-        """End it for all members, from any thread: what waits here is made to end."""
+        """End the group for all members and interrupt a waiting call. May be called from any thread."""
         self._give_up()
-        self._lifeline.close()
+        self._liveness.close()
 
     def close(self) -> None:
-        """End it; nothing of it is under way. The other members know of it as of a death: it is over for them too."""
+        """End the group for all members. No call may be running."""
         self._broken = self._broken or "it was closed"
-        self._lifeline.close()
+        self._liveness.close()
         self._transport.close()
 
     def _give_up(self) -> None:
@@ -115,7 +114,7 @@ class TransferGroup:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Where it fails, here or because of another member, all members are to know at once."""
+        """Turn an error of the backend into TransferFailed, and close the group so that all members notice at once."""
         if self._broken is not None:
             raise TransferFailed(f"epoch {self.epoch.number} is over: {self._broken}")
         try:

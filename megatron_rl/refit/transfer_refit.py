@@ -1,55 +1,31 @@
-"""Giving a policy version to replicas that have worlds of their own, whoever of them comes and goes."""
+"""Sends a policy version to replicas that have worlds of their own, while replicas come and go."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_rl.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart, TransferFailed
-from megatron_rl.refit.lifeline import Listener
-from megatron_rl.refit.refusals import Refusals
+from megatron_rl.refit.liveness import Listener
+from megatron_rl.refit.replica_control import BackOff, ReplicaControl
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_group import TransferGroup
 
 logger = logging.getLogger("megatron_rl")
 
 WAIT_S = 1.0
-"""Between two looks whether a replica has come."""
-
-
-class ReplicaControl(Protocol):
-    """What rank 0 of training asks of the replicas, and learns of them."""
-
-    def live(self) -> Sequence[tuple[int, int, int]]:
-        """(number, start, ranks) of those that answered lately. Waits for nobody; there may be none."""
-        ...
-
-    def begin_epoch(self, epoch: Epoch) -> None:
-        """Have all replicas of an epoch join it. Returns when all have accepted: they join meanwhile.
-
-        Raises ReplicaLost.
-        """
-        ...
-
-    def receive(self, version: int) -> None:
-        """Have all replicas of the epoch receive a version. Returns when all have begun. Raises ReplicaLost."""
-        ...
-
-    def swap(self, version: int) -> Collection[ReplicaStart]:
-        """Have all replicas of the epoch generate by what they received. Returns those that do: others are lost."""
-        ...
+"""Seconds between two checks whether a replica has come."""
 
 
 class TransferRefit:
-    """This rank's end of the way from the ranks that train. All of it but `abort` is for one thread at a time."""
+    """One training rank's end. Only `abort` may be called from another thread."""
 
     def __init__(
         self,
@@ -59,16 +35,16 @@ class TransferRefit:
         replicas: ReplicaControl | None,
         leaves: Callable[[], bool],
         timeout: timedelta,
-        patience: timedelta,
+        no_replica_timeout: timedelta,
     ) -> None:
         """
-        sender: of this rank.
-        control: all ranks of training, over gloo. Nobody else may use it meanwhile.
+        sender: this rank's.
+        control: all training ranks, over gloo; used by nothing else.
         backend: of torch.distributed, for the transfers.
-        replicas: of rank 0; None elsewhere.
-        leaves: asked on all ranks about once a second while no replica is there: whether this one was asked to leave.
+        replicas: on rank 0; None on other ranks.
+        leaves: whether this rank was asked to leave; called about once a second while there is no replica.
         timeout: bounds every wait within a transfer.
-        patience: time for any replica to take a version.
+        no_replica_timeout: time within which at least one replica must take a version.
         """
         assert (replicas is not None) == (dist.get_rank(control) == 0)
         self._sender = sender
@@ -77,82 +53,83 @@ class TransferRefit:
         self._replicas = replicas
         self._leaves = leaves
         self._timeout = timeout
-        self._patience = patience
+        self._no_replica_timeout = no_replica_timeout
         self._number = 0
-        self._moved_bytes = 0
+        self.moved_bytes = 0
+        """Bytes sent to all replicas together with the newest version that they have."""
         self._group: TransferGroup | None = None
-        self._left_out: set[ReplicaStart] = set()  # of this publication
-        self._refusals = Refusals()  # of those before, of rank 0
-        self._listener: Listener | None = None  # of rank 0, between the beginning of an epoch and its own joining
-        self._given_up = threading.Event()
-
-    @property
-    def moved_bytes(self) -> int:
-        """See `Refit.moved_bytes`: to all replicas together, with the newest version that they have."""
-        return self._moved_bytes
+        self._left_out: set[ReplicaStart] = set()  # in this publication
+        self._back_off = BackOff()  # over all publications, on rank 0
+        self._listener: Listener | None = None  # on rank 0, from the beginning of an epoch until rank 0 joins it
+        self._aborted = threading.Event()
 
     def publish(self, policy_version: int) -> bool:
-        """Have the replicas generate by the weights as they are now. A replica that is gone, or that does not take
-        them, is left out; one that has come since is taken in. Publishing a version again gives it to those that came
-        too late for it. Collective.
+        """Have the replicas generate with the current weights. A replica that is gone or fails is left out; one that
+        has come since the last version is included. Publishing a version again gives it to replicas that came too late.
+        Collective.
 
-        Returns whether any replica has it, on all ranks: none does where one of these was asked to leave before one
-        came, or has given up.
+        Returns whether any replica has the version: false if a rank was asked to leave, or aborted, before one came.
 
         Raises:
-            NoReplicaLeft: on all ranks where no replica has taken it within `patience`.
-            ValueError: the replicas' model is another one.
+            NoReplicaLeft: on all ranks, if no replica has taken it within `no_replica_timeout`.
+            ValueError: the replicas have another model.
         """
-        give_up = time.monotonic() + self._patience.total_seconds()
+        give_up = time.monotonic() + self._no_replica_timeout.total_seconds()
         while not self._publish_to_some(policy_version):
-            if self._anywhere(self._leaves() or self._given_up.is_set()):
+            if any(self._gather(self._leaves() or self._aborted.is_set())):
                 return False
             if self._decide(lambda: time.monotonic() > give_up):
                 raise NoReplicaLeft(
-                    f"no inference replica has taken policy version {policy_version} within {self._patience}: "
-                    "see the logs of the replicas, infer-*.log"
+                    f"no inference replica has taken policy version {policy_version} within "
+                    f"{self._no_replica_timeout}: see the logs of the replicas, infer-*.log"
                 )
-            self._given_up.wait(WAIT_S)
+            self._aborted.wait(WAIT_S)
         return True
 
     def abort(self) -> None:
-        """From another thread, on all ranks: what is under way ends soon, and nothing further is begun."""
-        self._given_up.set()
+        """End a transfer soon and begin no other one. Call it on all ranks, from another thread."""
+        self._aborted.set()
         if (group := self._group) is not None:
             group.abort()
 
     def close(self) -> None:
-        """End the epoch. Not collective."""
-        self._leave()
+        """End the epoch for all its members. Not collective."""
+        if self._group is not None:
+            self._left_out |= self._group.lost
+            self._group.close()
+            self._group = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _publish_to_some(self, version: int) -> bool:
-        """Whether a replica has the version now, after one epoch or several, each without those that failed in the one
-        before. The same on all ranks."""
+        """Whether a replica has taken the version. Every failed epoch is followed by one without the replicas that
+        failed. Equal on all ranks."""
         self._left_out.clear()
         while (epoch := self._decide(self._membership)) is not None:
             try:
                 if self._group is None or self._group.epoch != epoch:
-                    self._agreed(partial(self._join, epoch))
-                if self._decide(lambda: self._ask_to_receive(version)):
-                    self._agreed(lambda: self._sender.publish(version))
-                    self._moved_bytes = self._total(self._sender.sent_bytes)
+                    self._on_all_ranks(partial(self._join, epoch))
+                if self._decide(lambda: self._begin_receive(version)):
+                    self._on_all_ranks(lambda: self._sender.publish(version))
+                    self.moved_bytes = sum(self._gather(self._sender.sent_bytes))
                     return bool(self._decide(lambda: self._swap(version)))
             except TransferFailed as error:
                 logger.warning("policy version %d: %s", version, error)
-            self._leave()
+            self.close()
             if not self._decide(lambda: self._left_out):
-                break  # nobody knows who it was: the same again would fail again
+                break  # no replica is known to have failed, so the same epoch would fail again
         return False
 
     def _membership(self) -> Epoch | None:
-        """Of rank 0: the epoch to go on with, that there is or a new one that has begun; None where nobody is there."""
+        """Current epoch if its members are unchanged, else a new one; None without replicas. On rank 0."""
         assert self._replicas is not None
-        if self._given_up.is_set():
+        if self._aborted.is_set():
             return None
-        while live := self._live():
+        while live := self._candidates():
             if self._group is not None and self._group.intact and self._group.epoch.replicas == (*live,):
                 return self._group.epoch
-            self._leave()
+            self.close()
             self._number += 1
             self._listener = Listener()
             host, port = self._listener.address
@@ -166,16 +143,16 @@ class TransferRefit:
             return epoch
         return None
 
-    def _live(self) -> list[Member]:
-        """Who may still take this version; those that it is not offered to where there is nobody else."""
+    def _candidates(self) -> list[Member]:
+        """Live replicas that may still take this version; those that should skip it only if there are no others."""
         assert self._replicas is not None
         live = sorted(Member(*each) for each in self._replicas.live() if each[:2] not in self._left_out)
-        return [member for member in live if member.started not in self._refusals.skipped] or live
+        return [member for member in live if member.started not in self._back_off.skipped] or live
 
     def _join(self, epoch: Epoch) -> None:
         listener, self._listener = self._listener, None
-        if listener is None:  # not on rank 0
-            self._leave()
+        if listener is None:  # not rank 0
+            self.close()
         rank = dist.get_rank(self._control)
         try:
             self._group = TransferGroup.join(epoch, rank, self._backend, self._timeout, listener)
@@ -188,7 +165,7 @@ class TransferRefit:
             moved = self._sender.moved_bytes
             logger.info("epoch %d: replicas %s get %d bytes with a version", epoch.number, names, moved)
 
-    def _ask_to_receive(self, version: int) -> bool:
+    def _begin_receive(self, version: int) -> bool:
         assert self._replicas is not None
         try:
             self._replicas.receive(version)
@@ -198,56 +175,38 @@ class TransferRefit:
         return True
 
     def _swap(self, version: int) -> bool:
-        """Whether there is a replica that has done so."""
+        """Whether a replica generates with the version now."""
         assert self._replicas is not None and self._group is not None
         swapped = frozenset(self._replicas.swap(version))
         if lost := self._group.epoch.started - swapped:
             self._leave_out(lost, ReplicaLost(lost, f"did not take version {version}"))
         if swapped:
-            self._refusals.note(swapped, self._left_out)
+            self._back_off.note(swapped, self._left_out)
         return bool(swapped)
 
     def _leave_out(self, who: Collection[ReplicaStart], why: ReplicaLost) -> None:
         self._left_out |= {*who}
         logger.warning("left out of the next epoch: %s", why)
-        self._leave()
-
-    def _leave(self) -> None:
-        """End the epoch for all its members."""
-        if self._group is not None:
-            self._left_out |= self._group.lost
-            self._group.close()
-            self._group = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self.close()
 
     def _decide(self, decision: Callable[[], Any]) -> Any:
-        """What rank 0 decides, on all ranks."""
-        told = [decision() if self._replicas is not None else None]
-        dist.broadcast_object_list(told, group_src=0, group=self._control)
-        return told[0]
+        """Decision of rank 0, on all ranks."""
+        decided = [decision() if self._replicas is not None else None]
+        dist.broadcast_object_list(decided, group_src=0, group=self._control)
+        return decided[0]
 
-    def _anywhere(self, what: bool) -> bool:
-        """Whether it is so on any rank. Collective."""
-        flag = torch.tensor([what], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._control)
-        return bool(flag.item())
+    def _gather(self, value: Any) -> list[Any]:
+        """Values of all ranks. Collective."""
+        found: list[Any] = [None] * dist.get_world_size(self._control)
+        dist.all_gather_object(found, value, group=self._control)
+        return found
 
-    def _total(self, count: int) -> int:
-        """Over all ranks. Collective."""
-        total = torch.tensor([count])
-        dist.all_reduce(total, group=self._control)
-        return int(total.item())
-
-    def _agreed(self, work: Callable[[], None]) -> None:
-        """Do something on all ranks. Raises TransferFailed on all where it failed on one."""
+    def _on_all_ranks(self, work: Callable[[], None]) -> None:
+        """Do the work on each rank. Raises TransferFailed on all ranks if it failed on one."""
         failure = None
         try:
             work()
         except TransferFailed as error:
             failure = str(error)
-        found: list[Any] = [None] * dist.get_world_size(self._control)
-        dist.all_gather_object(found, failure, group=self._control)
-        if failures := [reason for reason in found if reason is not None]:
+        if failures := [reason for reason in self._gather(failure) if reason is not None]:
             raise TransferFailed(failures[0])

@@ -1,2 +1,2 @@
-"""A run at its true size without a node: one rank of every kind, on tensors that have a shape, a type and a device and
-no numbers."""
+"""Rehearsal of a run at its true size on one machine: a rank of each kind, on tensors with shape, dtype and device but
+without values."""

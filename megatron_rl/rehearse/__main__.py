@@ -1,4 +1,4 @@
-"""Rehearse ranks: one a line as JSON on stdin, and what came of it on a line of stdout."""
+"""Rehearse one rank for each line of JSON on stdin, and write the result as a line of JSON to stdout."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_rl.rehearse.run import rehearse
 
 def main() -> None:
     for line in sys.stdin:
-        asked = json.loads(line)
-        config = RunConfig.model_validate(asked.pop("config"))
-        sys.stdout.write(json.dumps(rehearse(config, **asked)) + "\n")
+        request = json.loads(line)
+        config = RunConfig.model_validate(request.pop("config"))
+        sys.stdout.write(json.dumps(rehearse(config, **request)) + "\n")
         sys.stdout.flush()
 
 

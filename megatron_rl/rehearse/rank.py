@@ -1,4 +1,4 @@
-"""One rank's share of a step at its true size, with the code of a run, on tensors that hold no numbers."""
+"""One rank's share of a step at its true size, with the code of a run, on tensors without values."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from megatron_rl.training.schedule import ModelInput
 from megatron_rl.training.trainer import Trainer
 
 END = 1
-"""The end token: what the host sees of a token is a one."""
+"""End token; every value that the host reads of such a tensor is 1."""
 A_MINUTE = timedelta(minutes=1)
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong."""
+    """An error in a phase of the step."""
 
     phase: str
     error: str
-    """Its class and what it says."""
+    """Class and message."""
     where: str
-    """The last line of ours that was at it."""
+    """Innermost line of this project in the traceback."""
 
     @classmethod
     def of(cls, phase: str, error: Exception) -> Failure:
@@ -58,7 +58,7 @@ class Failure:
 
 
 class PhaseFailed(Exception):
-    """A phase of a step has failed, as it would in a run."""
+    """A phase of the step failed, as it would in a run."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.phase}: {failure.error}")
@@ -67,46 +67,46 @@ class PhaseFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What a rank has done."""
+    """Result of rehearsing a rank."""
 
     parameters: int = 0
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Bytes at the peak of each, in the order in which they began, by what held them."""
+    """Bytes at the peak of each phase, by holder such as "weights"; phases are in the order of their start."""
     failure: Failure | None = None
 
 
 class Phases:
-    """The phases of a step: what held memory at the peak of each."""
+    """Memory at the peak of each phase of a step."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.peaks: dict[str, dict[str, int]] = {}
-        """As `Rehearsal.phases`."""
+        """Same as `Rehearsal.phases`."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase that lasts as long as the `with` block; others may be within it.
+        """Measure a phase, the `with` block; phases may be nested.
 
-        Raises PhaseFailed where the block raises anything else: of the innermost phase that did.
+        Raises PhaseFailed for any other exception of the block, naming the innermost phase.
         """
         try:
             with self._memory.watched() as peak:
                 yield
         except PhaseFailed:
             raise
-        except Exception as error:  # whatever a step of a run may raise is what a rehearsal is to tell
+        except Exception as error:  # any error that a run's step would raise is a result of the rehearsal
             raise PhaseFailed(Failure.of(name, error)) from error
         if peak.bytes > sum(self.peaks.get(name, {}).values()):
             self.peaks[name] = {holder: size for holder, size in peak.held_by.items() if size}
 
 
 def rehearse_rank(config: RunConfig, vocab: int, role: str, groups: Groups, device: PhantomDevice) -> Rehearsal:
-    """Build a rank, generate and train where its role is to.
+    """Build a rank, and generate and train as far as its role does.
 
     Args:
         vocab: tokens of the tokenizer.
         role: colocated, training or inference.
-        device: that has been entered.
+        device: entered by the caller.
 
     Raises PhaseFailed. Any other exception is a fault of the rehearsal itself.
     """
@@ -126,7 +126,7 @@ def rehearse_rank(config: RunConfig, vocab: int, role: str, groups: Groups, devi
 
 
 class _Rank:
-    """Makes what a rank consists of, each part of its memory under its name."""
+    """Builds the parts of a rank and attributes memory to each."""
 
     def __init__(self, config: RunConfig, vocab: int, groups: Groups, device: PhantomDevice, phases: Phases) -> None:
         self.parameters = 0
@@ -152,9 +152,9 @@ class _Rank:
             return None, trainer
         trainer.optimizer.offload()
         engine, _refit = build_engine(policy, config, self._vocab, {END}, self._platform, self._groups, ranks)
-        assert isinstance(engine, Engine), "the other one reads the device's numbers"
+        assert isinstance(engine, Engine), "megatron-core's engine reads values on the device"
         self._memory.assign("inference weights", _tensors(engine.policy))
-        self._memory.assign("weights", _tensors(policy))  # some of which are the engine's as well
+        self._memory.assign("weights", _tensors(policy))  # some are shared with the engine
         return engine, trainer
 
     def _trainer(self, policy: Policy) -> Trainer:
@@ -165,7 +165,7 @@ class _Rank:
         with self._memory.held_by("optimizer"):
             optimizer = _Optimizer(policy, config, self._phases)
         self._memory.assign("gradients", [buffer.grad_data for buffer in optimizer.buffers])
-        self._memory.assign("weights", policy.parameters())  # which are in buffers of the optimizer's now
+        self._memory.assign("weights", policy.parameters())  # the optimizer has moved them into its buffers
         safe_points = _SafePoints(self._phases)
         return Trainer(policy, optimizer, reference, config, self._platform, self._groups, safe_points)
 
@@ -188,7 +188,7 @@ def generate(engine: Engine, config: RunConfig, memory: Memory) -> None:
     length, answer = config.sequence_length, config.sampling.max_new_tokens
     fresh = Sampling(temperature=config.sampling.temperature, max_new_tokens=answer)
     requests = [engine.submit(GenerationRequest([0] * (length - 1), 1, Sampling(max_new_tokens=1), key=0))]
-    for key in range(1, config.inference.max_batch):  # no two of which begin alike
+    for key in range(1, config.inference.max_batch):  # all prompts differ
         prompt = [key % engine.policy.vocabulary] * max(1, length - answer)
         requests.append(engine.submit(GenerationRequest(prompt, 1, fresh, key)))
     engine.step()
@@ -210,11 +210,12 @@ def score(trainer: Trainer) -> None:
 
 
 def rollouts(config: RunConfig, microbatches: int, replicas: int) -> RolloutBatch:
-    """What fills so many micro-batches, two at least: sequences of full length, the rest of the micro-batch as one
-    more, no two of which begin alike. Half of them are right. No more than one of the data-parallel replicas has.
+    """A batch that fills `microbatches` micro-batches, and at least two: sequences of full length, and a shorter one
+    for the rest of a micro-batch. Prompts differ and half of the answers are right. The batch is no larger than the
+    share of one of the data-parallel replicas.
 
-    Answers that share their prompt need no more: what attention gathers for each counts by its memory (see
-    `flops.rows_per_token`). Nor do shorter ones, but for what rounds them up to common lengths.
+    Answers that share a prompt need no more memory (see `flops.rows_per_token`), nor do shorter answers, apart from
+    padding to common lengths.
     """
     length = config.sequence_length
     limit = max(length, config.placement.training.cp * config.training.tokens_per_microbatch)
@@ -231,7 +232,7 @@ def rollouts(config: RunConfig, microbatches: int, replicas: int) -> RolloutBatc
 
 
 class _Optimizer(PolicyOptimizer):
-    """Its update is a phase of its own."""
+    """Optimizer whose update is a phase."""
 
     def __init__(self, policy: Policy, config: RunConfig, phases: Phases) -> None:
         super().__init__(policy, config.model, config.optimizer, total_updates=1, offload=config.offload)
@@ -244,7 +245,7 @@ class _Optimizer(PolicyOptimizer):
 
 
 class _SafePoints(SafePoints):
-    """The phases of a step are those of the rehearsal; nobody asks this rank to leave."""
+    """Safe points whose phases are the rehearsal's, and at which nobody asks the rank to leave."""
 
     def __init__(self, phases: Phases) -> None:
         attempt = RunDir(tempfile.gettempdir()).attempt(1)
@@ -258,7 +259,7 @@ class _SafePoints(SafePoints):
 
 
 def _tensors(policy: Policy) -> Iterator[Tensor]:
-    """Its weights, and the tables that are none."""
+    """Weights, and tables that are not parameters."""
     yield from chain(policy.parameters(), (value for value in vars(policy).values() if isinstance(value, Tensor)))
 
 

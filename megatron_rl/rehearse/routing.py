@@ -1,6 +1,6 @@
-"""Which expert gets which token, where the router has no numbers to choose by: all of them equally many.
+"""Balanced routing of tokens to experts, for a router that has no values to choose by.
 
-That is what a trained router is near to, and no bound: the ranks whose experts are chosen more often hold more.
+A trained router is close to it, but it is no upper bound: ranks with popular experts hold more tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _preprocess = MoEAlltoAllTokenDispatcher.preprocess
 
 @contextmanager
 def balanced_routing() -> Iterator[None]:
-    """Meanwhile every rank sends each expert as many tokens. megatron-core's dispatcher reads on the host how many
-    there are, and what masks them."""
+    """Have every rank send each expert the same number of tokens, inside a `with` block. Patches megatron-core's
+    dispatcher, which reads the counts and the mask on the host."""
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", _count))
         patches.enter_context(mock.patch.object(token_dispatcher, "permute", _permute))
@@ -29,13 +29,13 @@ def balanced_routing() -> Iterator[None]:
 
 
 def equal_shares(tokens: int, experts: int, chosen: int) -> Tensor:
-    """[tokens, experts] bool: each token with `chosen` experts, and these with equally many tokens, or one more."""
+    """[tokens, experts] bool routing map: `chosen` experts for each token; loads of experts differ by at most one."""
     places = torch.arange(tokens * chosen).view(tokens, chosen) % experts
     return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, places, True)
 
 
 def _count(dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> Tensor:
-    """`preprocess` of equal shares, which are numbers, and the same on all ranks."""
+    """`preprocess` of equal shares, which have values and are the same on all ranks."""
 
     def all_gather(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
         return counts.repeat(group.size())
@@ -49,6 +49,6 @@ def _count(dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> Tenso
 def _permute(
     tokens: Tensor, routing_map: Tensor, *, probs: Tensor, num_out_tokens: int, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`permute`, which asks the mask how many tokens it leaves: they are known."""
+    """`permute` with the known number of tokens, which the original reads from the mask."""
     rows = torch.zeros(num_out_tokens, dtype=torch.long, device=tokens.device)
     return tokens.index_select(0, rows), probs.T.contiguous().view(-1).index_select(0, rows), rows

@@ -1,7 +1,7 @@
-"""A rank of a recipe, at a few layers and experts, and what follows from them for all: they are alike.
+"""Rehearse a rank with few layers and experts, and extrapolate to all of them.
 
-What a phase holds at its peak is a constant, so much for every layer, and so much for every expert in it: two depths,
-and two numbers of experts, tell all three.
+Peak memory of a phase is linear: a constant, plus an amount for each layer, plus an amount for each expert of each
+layer. Two depths and two numbers of experts determine all three.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megatron_rl.rehearse.rank import PhaseFailed, Rehearsal, rehearse_rank
 from megatron_rl.rehearse.world import alone_in
 
 DEPTHS = (2, 4)
-"""Layers of a pipeline stage: enough that the peak of a phase is where it is with all of them."""
+"""Layers of a pipeline stage in the two rehearsals: enough that a phase peaks at the same point as with all layers."""
 
 
 def rehearse(
     config: RunConfig, world: int, rank: int, role: str, vocab: int, depths: tuple[int, int] = DEPTHS
 ) -> dict[str, Any]:
-    """Rehearse one rank of a world of this size. Returns the fields of `Rehearsal`, of all layers and experts.
+    """Rehearse one rank of a world of `world` ranks. Returns the fields of `Rehearsal` for all layers and experts.
 
     Args:
-        rank: in its own world: that of training, or that of an inference replica.
+        rank: in the training world, or in that of an inference replica.
         role: colocated, training or inference.
         vocab: tokens of the tokenizer.
-        depths: layers of a stage that are built; all, where it has no more.
+        depths: layers of a stage to build; a stage with no more layers is built whole.
     """
     if role == "inference":
         layout = TrainingLayout(tp=config.placement.inference.tp or config.placement.training.tp)
@@ -46,7 +46,7 @@ def rehearse(
         base, rises = built(depth, width), []
         if depth < layers:
             rises.append((built(depths[1], width), Fraction(layers - depth, depths[1] - depth)))
-        if width and experts and width < experts:  # a layer's experts are in every layer
+        if width and experts and width < experts:  # each layer has them
             rises.append((built(depth, 2 * width), Fraction((experts - width) * layers, width * depth)))
     except PhaseFailed as failed:
         return asdict(Rehearsal(failure=failed.failure))
@@ -55,8 +55,8 @@ def rehearse(
 
 
 def few_experts(config: RunConfig) -> int | None:
-    """Experts of a layer that are built, and as many again: enough for every token and every rank. All, where they are
-    no more than that; None where a layer has none."""
+    """Experts of a layer in the first rehearsal; the second has twice that number. Enough for every token and every
+    rank; all experts if there are no more; None for a dense model."""
     model, ep = config.model, config.placement.training.ep
     if not model.num_experts or not model.experts_per_token:
         return None
@@ -75,7 +75,7 @@ def _of_size(
 
 
 def _extrapolated(base: Any, rises: Sequence[tuple[Any, Fraction]]) -> Any:
-    """The numbers of `base`, and so many times as each of the others differs from them."""
+    """Add to each number of `base` its rises: `steps` times the difference between another rehearsal and `base`."""
     if isinstance(base, dict):
         names = {**base, **{name: None for more, _ in rises for name in more}}
         return {

@@ -32,7 +32,7 @@ from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import connect, disconnect
 from megatron_rl.rank.rendezvous import BACKLOG
 from megatron_rl.rank.world import World
-from megatron_rl.refit.engine import build_apart
+from megatron_rl.refit.engine import build_inference_policy
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.app import ReplicaService, application
 from megatron_rl.replica.commands import commands_over, follow
@@ -77,7 +77,7 @@ def run_replica(
         tokenizer = build_tokenizer(config.tokenizer)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    policy = build_apart(config, tokenizer.vocab_size, platform, ranks)
+    policy = build_inference_policy(config, tokenizer.vocab_size, platform, ranks)
     engine = Engine(
         policy,
         config.model,

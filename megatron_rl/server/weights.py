@@ -12,7 +12,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import UpdatableInference
 from megatron_rl.inference.weights import WrongWeights
 from megatron_rl.model.hf_config import UnusableWeights
-from megatron_rl.refit.external import version_folder
+from megatron_rl.refit.served_folder import version_folder
 
 
 class WrittenWeights:

@@ -26,7 +26,7 @@ from refit import LIMIT, VOCABULARY, Case, recipe
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.refit.epoch import Epoch, Member
-from megatron_rl.refit.lifeline import Listener
+from megatron_rl.refit.liveness import Listener
 from megatron_rl.refit.transfer import Receiver, Sender
 from megatron_rl.refit.transfer_group import TransferGroup
 

@@ -1,4 +1,4 @@
-"""Replicas of one rank in threads: a transfer group cannot tell them from processes."""
+"""Replicas of one rank each, in threads, which a transfer group treats as processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megatron_rl.model.policy import Policy
 from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart
-from megatron_rl.refit.lifeline import Listener
+from megatron_rl.refit.liveness import Listener
 from megatron_rl.refit.transfer import Receiver
 from megatron_rl.refit.transfer_group import TransferGroup
 
 LIMIT = timedelta(seconds=60)
 ROUND_BYTES = 5000
-"""Less than the tiny models have, so that they take several rounds."""
+"""Bytes; less than a tiny model, so that it takes several rounds."""
 
 
 def host_memory(size: int) -> Tensor:
@@ -25,21 +25,21 @@ def host_memory(size: int) -> Tensor:
 
 
 def begin(training_ranks: int, *replicas: tuple[int, int, int], number: int = 1) -> tuple[Epoch, Listener]:
-    """An epoch of (number, start, ranks), and where its first member waits for the others."""
+    """An epoch of replicas (number, start, ranks), and the listener of its first member."""
     listener = Listener()
     members = tuple(Member(*each) for each in replicas)
     return Epoch(number, *listener.address, listener.secret, training_ranks, members), listener
 
 
 class ThreadedReplica:
-    """What a replica's rank does with a transfer group, in a thread."""
+    """A replica's rank and its transfer group, in a thread."""
 
     def __init__(self, policy: Policy, number: int, start: int = 0, *, changed: bool = False) -> None:
         self.policy = policy
         self.version: int | None = None
         self.fails_at: str | None = None
-        """The next request, of "begin", "receive" and "swap", that it refuses; "transfer": it begins to receive and is
-        gone; "wrong": it receives another version."""
+        """Next request that it refuses: "begin", "receive" or "swap"; "transfer": it leaves while receiving; "wrong":
+        it receives another version."""
         self.started = (number, start)
         self._receiver = Receiver(policy, host_memory, ROUND_BYTES, changed=changed)
         self._thread = ThreadPoolExecutor(1)
@@ -58,7 +58,7 @@ class ThreadedReplica:
             self.fails_at = None
 
     def swap(self) -> bool:
-        """Whether it has done so."""
+        """Whether it has swapped."""
         assert self._doing is not None
         if self._doing.exception(LIMIT.total_seconds()) is not None:
             return False
@@ -88,7 +88,7 @@ class ThreadedReplicas:
     def __init__(self, *replicas: ThreadedReplica) -> None:
         self.replicas = {replica.started: replica for replica in replicas}
         self.epochs: list[list[int]] = []
-        """Replicas of each that was begun."""
+        """Replicas of each epoch so far."""
 
     def live(self) -> list[Member]:
         return [Member(*started, 1) for started in self.replicas]

@@ -1,4 +1,4 @@
-"""A server that reads its weights as vLLM and SGLang do when they are told to, and keeps what it read."""
+"""Stand-in for a server that reloads its weights as vLLM does, and keeps what it read."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class WeightsServer:
             return httpx.Response(200)
         if request.url.path == "/reset_prefix_cache":
             return httpx.Response(200)
-        if request.url.path == "/update_weights_from_disk":
-            self.read = self.load(Path(content["model_path"]))
-            return httpx.Response(200, json={"success": True, "message": "ok", "num_paused_requests": 0})
+        if request.url.path == "/update_weights":
+            self.read = self.load(self.folder)
+            return httpx.Response(200)
         return httpx.Response(404, json={"detail": "Not Found"})
 
     @staticmethod

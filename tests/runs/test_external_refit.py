@@ -30,8 +30,8 @@ from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
-from megatron_rl.refit.external import ExternalPolicy, ExternalRefit, ServedFolder
-from megatron_rl.refit.reload import ReloadFailed
+from megatron_rl.refit.external import ExternalRefit, ServerReload
+from megatron_rl.refit.served_folder import ReloadFailed, ServedFolder
 
 LIMIT = timedelta(seconds=30)
 MODEL = tiny_model()
@@ -60,8 +60,8 @@ def publish(rank: int, world: int, folder: Path, whole: dict[str, Tensor]) -> li
         served = ServedFolder(folder / name, folder / "published", shard_bytes=5000)
         server = WeightsServer(served.current)
         endpoint = Endpoint("http://node:8000/v1", "tiny", "vllm")
-        external = ExternalPolicy(OpenAIInference(endpoint), endpoint, "vllm", served, httpx.MockTransport(server))
-        refit = ExternalRefit(trained, MODEL, external, served, groups.control)
+        server_reload = ServerReload(OpenAIInference(endpoint), endpoint, "vllm", served, httpx.MockTransport(server))
+        refit = ExternalRefit(trained, MODEL, server_reload, served, groups.control)
         refit.publish(4)
         found.append(server.has(whole) if rank == 0 else not server.calls)
         if rank == world - 1:

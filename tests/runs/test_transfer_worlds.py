@@ -24,7 +24,7 @@ from transfer_helpers import ROUND_BYTES, host_memory
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
-from megatron_rl.refit import lifeline
+from megatron_rl.refit import liveness
 from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart, TransferFailed
 from megatron_rl.refit.transfer import Receiver, Sender
 from megatron_rl.refit.transfer_group import TransferGroup
@@ -327,7 +327,7 @@ def test_a_death_ends_a_transfer_for_all_at_once_and_the_next_epoch_is_without_t
 
 def publish_to_one_that_stops(_rank: int, replicas: ConnectedReplicas | None) -> list[Any]:
     assert replicas is not None, "one rank trains"
-    lifeline.SILENCE_S = 5.0
+    liveness.SILENCE_S = 5.0
     policy, refit = refit_of(Layout(), replicas)
     seen = []
     for version in (1, 2, 3):

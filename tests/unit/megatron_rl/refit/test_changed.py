@@ -1,4 +1,4 @@
-"""Sending what has changed comes to the same as sending all of it."""
+"""Sending differences gives the same weights as sending all of them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from megatron_rl.refit.transfer_refit import TransferRefit
 
 
 @given(st.data(), st.sampled_from([1, 2, 4, 8]), st.integers(1, 30))
-def test_a_difference_is_smaller_than_the_whole_and_makes_one_of_the_other(
-    data: st.DataObject, element: int, units: int
-) -> None:
+def test_a_difference_is_smaller_than_the_whole_and_restores_it(data: st.DataObject, element: int, units: int) -> None:
     size = 16 * units
     before = torch.frombuffer(bytearray(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
     now = before.clone()
@@ -36,7 +34,7 @@ def test_a_difference_is_smaller_than_the_whole_and_makes_one_of_the_other(
         assert torch.equal(before, now)
 
 
-def test_who_has_the_version_before_is_sent_what_has_changed_and_who_comes_or_came_to_harm_all_of_it(
+def test_replicas_with_the_last_version_get_differences_and_new_or_failed_ones_everything(
     platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_refit, "WAIT_S", 0.0)
@@ -47,7 +45,7 @@ def test_who_has_the_version_before_is_sent_what_has_changed_and_who_comes_or_ca
     refit = TransferRefit(sender, groups.control, "gloo", replicas, lambda: False, LIMIT, LIMIT)
 
     def sent(version: int, *, every: int, to: Sequence[ThreadedReplica]) -> float:
-        """How much, in bytes of all weights, when one value in `every` has changed."""
+        """Bytes sent, in units of all weights, when one value in `every` has changed."""
         for weight in trained.parameters():
             weight.data.view(-1)[version % every :: every] += 1
         refit.publish(version)
@@ -56,7 +54,7 @@ def test_who_has_the_version_before_is_sent_what_has_changed_and_who_comes_or_ca
             assert all(map(torch.equal, each.policy.parameters(), trained.parameters()))
         return refit.moved_bytes / sum(weight.nbytes for weight in trained.parameters())
 
-    assert sent(1, every=20, to=[one]) == pytest.approx(1, rel=0.1), "there is nothing that it could differ from"
+    assert sent(1, every=20, to=[one]) == pytest.approx(1, rel=0.1), "no version came before it"
     assert sent(2, every=20, to=[one]) == pytest.approx(2 / 20, rel=0.5)
     assert sent(3, every=1, to=[one]) == pytest.approx(1, rel=0.1)
     refit.publish(3)

@@ -1,4 +1,4 @@
-"""The model of an engine is cut as its ranks can be, or not built."""
+"""A layout that an engine's ranks cannot have is refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from core_helpers import VOCAB, tiny_run
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.refit.engine import build_apart
+from megatron_rl.refit.engine import build_inference_policy
 
 
 def test_ranks_that_cannot_share_heads_refuse_by_key_and_value(platform: Any) -> None:
     four: Any = SimpleNamespace(tensor=SimpleNamespace(size=lambda: 4))
     with pytest.raises(ConfigurationError, match=r"^placement\.inference\.tp 4 is more than model\.num_query_groups 2"):
-        build_apart(tiny_run(), VOCAB, platform, four)
+        build_inference_policy(tiny_run(), VOCAB, platform, four)

@@ -1,4 +1,4 @@
-"""A version goes to the replicas while its rank does something else, and before the weights change it has come."""
+"""A version is sent in the background, and has arrived before the weights change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_rl.refit.transfer_refit import TransferRefit
 
 
 class HeldReplicas(ThreadedReplicas):
-    """Take the weights, and swap them in when they are let to."""
+    """Replicas that receive weights, and swap when the test allows it."""
 
     def __init__(self, *replicas: ThreadedReplica) -> None:
         super().__init__(*replicas)
@@ -34,7 +34,7 @@ class HeldReplicas(ThreadedReplicas):
 
 
 class Overlap:
-    """A rank that trains, and one replica."""
+    """A training rank and one replica."""
 
     def __init__(self, platform: Any, groups: Any) -> None:
         self.trained, self.policy = (tiny_policy(platform) for _ in range(2))
@@ -68,12 +68,12 @@ def overlap(platform: Any, groups: Any) -> Iterator[Overlap]:
     assert "refit" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_rank_goes_on_while_a_version_is_on_its_way(overlap: Overlap) -> None:
+def test_a_rank_continues_during_a_transfer(overlap: Overlap) -> None:
     overlap.refit.publish(1)
     assert overlap.replicas.received.wait(LIMIT.total_seconds())
     assert (overlap.pool.announced, overlap.pool.policy_version) == (1, -1)
     overlap.pool.starved = True
-    assert not overlap.refit.starved, "what it waits for is on its way"
+    assert not overlap.refit.starved, "its weights are being sent"
     overlap.replicas.let.set()
     overlap.refit.finish()
     assert (overlap.same, overlap.pool.policy_version) == (True, 1)
@@ -85,18 +85,18 @@ def test_a_rank_goes_on_while_a_version_is_on_its_way(overlap: Overlap) -> None:
     assert overlap.replicas.epochs == [[0]]
 
 
-def test_what_prevents_it_is_raised_before_the_weights_change(overlap: Overlap) -> None:
+def test_an_error_is_raised_before_the_weights_change(overlap: Overlap) -> None:
     def gone() -> Any:
         raise NoReplicaLeft("all inference replicas are given up")
 
     overlap.replicas.live = gone  # type: ignore[method-assign]
     overlap.refit.publish(1)
-    until(lambda: overlap.refit.starved, "whoever waits for it learns that it is in vain")
+    until(lambda: overlap.refit.starved, "a failed transfer counts as starved")
     with pytest.raises(NoReplicaLeft, match="all inference replicas are given up"):
         overlap.refit.finish()
 
 
-def test_a_rank_that_is_asked_to_leave_while_no_replica_is_there_leaves(overlap: Overlap) -> None:
+def test_a_rank_may_leave_while_there_is_no_replica(overlap: Overlap) -> None:
     overlap.replicas.replicas.clear()
     overlap.leaves = True
     overlap.refit.publish(1)
@@ -105,7 +105,7 @@ def test_a_rank_that_is_asked_to_leave_while_no_replica_is_there_leaves(overlap:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_the_end_of_a_run_ends_what_is_on_its_way(overlap: Overlap, there: bool) -> None:
+def test_the_end_of_a_run_aborts_a_transfer(overlap: Overlap, there: bool) -> None:
     if not there:
         overlap.replicas.replicas.clear()
     overlap.refit.publish(1)
@@ -114,4 +114,4 @@ def test_the_end_of_a_run_ends_what_is_on_its_way(overlap: Overlap, there: bool)
         threading.Timer(0.05, overlap.replicas.let.set).start()
     overlap.refit.close()
     assert "refit" not in {thread.name for thread in threading.enumerate()}
-    assert not overlap.safe_points.drain.asked, "a run that has finished need not leave"
+    assert not overlap.safe_points.drain.asked, "a finished run is not asked to leave"

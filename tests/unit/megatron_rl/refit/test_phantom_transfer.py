@@ -1,4 +1,4 @@
-"""A transfer from and to GPUs that are not there: what is exchanged lies on them, and nothing else waits for them."""
+"""A transfer between simulated GPUs: messages are on the device, and the host does not wait for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 0)
 
 
 class GroupOfTwo:
-    """Stands in for the transfer group of a training rank and a replica that have the same part of the model."""
+    """Stand-in for the transfer group of a training rank and a replica that hold the same part of the model."""
 
     device = GPU
 
@@ -40,7 +40,7 @@ class GroupOfTwo:
             assert isinstance(tensor, FakeTensor) and tensor.device == GPU and tensor.is_contiguous()
 
 
-def test_the_host_waits_for_nothing_between_two_rounds(platform: Any, groups: Any) -> None:
+def test_the_host_does_not_wait_between_two_rounds(platform: Any, groups: Any) -> None:
     with PhantomDevice(GPU, reads_ones=True) as gpu:
         phantom = PhantomPlatform(gpu)
         policy = build_policy(tiny_model(dtype="bf16"), VOCAB, phantom)
@@ -54,4 +54,4 @@ def test_the_host_waits_for_nothing_between_two_rounds(platform: Any, groups: An
                 end.receive(1)
                 assert end.swap() == 1
             assert group.exchanges > 10
-            assert group.waits <= before + 1, "to begin the one checksum of its peer"
+            assert group.waits <= before + 1, "once, to create the checksum of its peer"

@@ -1,4 +1,4 @@
-"""Servers inside the cluster are asked directly, whatever proxy the environment names."""
+"""Servers inside the cluster are reached without the environment's proxy."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from megatron_rl.agent.judge import Judge, JudgeConfig, NoVerdict, is_inside
 from megatron_rl.inference.api import GenerationRequest, Unsupported
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.openai import OpenAIInference
 from megatron_rl.inference.openai_bodies import Endpoint
-from megatron_rl.refit.external import ExternalPolicy, ServedFolder
-from megatron_rl.refit.reload import ReloadFailed
+from megatron_rl.refit.external import ServerReload
+from megatron_rl.refit.served_folder import ReloadFailed, ServedFolder
 
 NOBODY = "http://127.0.0.1:9"
 
 
 class Refusing(ThreadingHTTPServer):
-    """Keeps the paths that it was asked for, and refuses every request."""
+    """Records the path of each request and refuses it."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -64,7 +63,7 @@ def refused(work: Coroutine[Any, Any, Any]) -> None:
         asyncio.run(work)
 
 
-def test_a_judge_on_a_node_is_asked_directly(server: Refusing) -> None:
+def test_a_judge_on_a_node_is_reached_directly(server: Refusing) -> None:
     config = JudgeConfig(url=f"http://localhost:{server.server_port}/v1", model="wise", attempts=1)
     refused(Judge(config).score("1+1?", "2", "2"))
     assert server.asked == ["/v1/chat/completions"]
@@ -78,17 +77,15 @@ def test_a_judge_elsewhere_may_need_the_proxy(host: str, inside: bool) -> None:
     assert is_inside(host) is inside
 
 
-def test_a_server_that_generates_is_asked_directly(server: Refusing) -> None:
+def test_a_server_that_generates_is_reached_directly(server: Refusing) -> None:
     inference = OpenAIInference(Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "tiny", "vllm"))
     refused(inference.generate(GenerationRequest([1], 1, Sampling(max_new_tokens=1), 0)))
     assert server.asked == ["/v1/completions"]
 
 
-def test_a_server_is_given_its_weights_directly(server: Refusing, tmp_path: Path) -> None:
-    (tmp_path / "published").mkdir()
-    (tmp_path / "published" / "config.json").write_text("{}")
+def test_a_server_reloads_its_weights_without_the_proxy(server: Refusing, tmp_path: Path) -> None:
     endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "tiny", "vllm")
     served = ServedFolder(tmp_path / "weights", tmp_path / "published")
-    policy = ExternalPolicy(OpenAIInference(endpoint), endpoint, "vllm", served)
-    refused(policy.update_weights(1, [("model.norm.weight", torch.ones(8))]))
+    served.version(1).mkdir(parents=True)
+    refused(ServerReload(OpenAIInference(endpoint), endpoint, "vllm", served).reload(1))
     assert server.asked

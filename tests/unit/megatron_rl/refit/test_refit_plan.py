@@ -1,4 +1,4 @@
-"""Whatever the two layouts, every element of what is needed comes once, from a rank that holds it."""
+"""Every needed element arrives once, from a rank that holds it, whatever the two layouts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def box(key: str, offset: tuple[int, ...], shape: tuple[int, ...], dtype: torch.
 
 
 def layout(stages: int, tensor: int, copies: int) -> list[list[Box]]:
-    """Boxes of each rank, as megatron-core orders them: neighbours have the parts of a layer, stages are far apart.
+    """Boxes of each rank in megatron-core's order: neighbours share a layer, stages are far apart.
 
-    As in its sharded states a layer's tensor is a box of its own, a norm is on every tensor-parallel rank, and an
-    embedding that is tied is on the first and the last stage.
+    As in its sharded states, each layer's tensor is a box, each tensor-parallel rank has the norm, and the first and
+    last stage have the tied embedding.
     """
     ranks = []
     for stage, _copy, part in product(range(stages), range(copies), range(tensor)):
@@ -66,8 +66,8 @@ def part_of(tensor: Tensor, one: Box) -> Tensor:
     return tensor[one.within(box(one.key, (0,) * tensor.dim(), tuple(tensor.shape)))]
 
 
-def carried_out(moves: list[Move], held: list[list[Box]], needed: list[list[Box]]) -> list[dict[Box, Tensor]]:
-    """What every rank needs, filled by the moves; what none filled is NaN, what two filled is caught."""
+def carry_out(moves: list[Move], held: list[list[Box]], needed: list[list[Box]]) -> list[dict[Box, Tensor]]:
+    """Carry out the moves. Elements that none filled are NaN; filling one twice fails."""
     tensors = whole()
     have = [{one: part_of(tensors[one.key], one) for one in boxes} for boxes in held]
     want = [{one: torch.full(one.shape, torch.nan) for one in boxes} for boxes in needed]
@@ -83,14 +83,14 @@ def carried_out(moves: list[Move], held: list[list[Box]], needed: list[list[Box]
 def test_every_rank_gets_every_element_that_it_needs_once(pair: Any) -> None:
     held, needed = (layout(*sizes) for sizes in pair)
     tensors = whole()
-    for boxes in carried_out(plan_moves(held, needed), held, needed):
+    for boxes in carry_out(plan_moves(held, needed), held, needed):
         for one, content in boxes.items():
             assert torch.equal(content, part_of(tensors[one.key], one))
 
 
 @examples(15)
 @given(PAIRS, st.integers(4, 400))
-def test_in_rounds_too_and_no_rank_sends_or_receives_more_than_the_limit_in_one(pair: Any, limit: int) -> None:
+def test_rounds_deliver_the_same_and_keep_the_limit(pair: Any, limit: int) -> None:
     held, needed = (layout(*sizes) for sizes in pair)
     moves = plan_moves(held, needed)
     rounds = rounds_of(moves, limit)
@@ -100,14 +100,14 @@ def test_in_rounds_too_and_no_rank_sends_or_receives_more_than_the_limit_in_one(
             assert sum(move.box.bytes for move in round_ if move.target == rank) <= limit
     own = [move for move in moves if move.source == move.target]
     tensors = whole()
-    for boxes in carried_out(own + [move for round_ in rounds for move in round_], held, needed):
+    for boxes in carry_out(own + [move for round_ in rounds for move in round_], held, needed):
         for one, content in boxes.items():
             assert torch.equal(content, part_of(tensors[one.key], one))
 
 
 @examples(15)
 @given(PAIRS)
-def test_a_rank_that_holds_what_it_needs_is_sent_nothing_of_it(pair: Any) -> None:
+def test_a_rank_is_not_sent_what_it_holds(pair: Any) -> None:
     held, needed = (layout(*sizes) for sizes in pair)
     for move in plan_moves(held, needed):
         if move.held in held[move.target]:
@@ -115,7 +115,7 @@ def test_a_rank_that_holds_what_it_needs_is_sent_nothing_of_it(pair: Any) -> Non
 
 
 def test_copies_of_the_trainer_share_the_sending() -> None:
-    """Two stages, four copies, to replicas that need both: each copy of a stage sends as much as the others."""
+    """Two stages with four copies each, to replicas that need both: the copies of a stage send equal shares."""
     held, needed = layout(2, 1, 4), layout(1, 1, 8)
     sent = [0] * 8
     for move in plan_moves(held, needed):
@@ -124,7 +124,7 @@ def test_copies_of_the_trainer_share_the_sending() -> None:
     assert max(sent) < 1.5 * sum(sent) / 8
 
 
-def test_a_transfer_larger_than_the_limit_is_cut_along_its_first_axes() -> None:
+def test_a_box_larger_than_the_limit_is_split_along_its_first_axes() -> None:
     whole_box = box("w", (2, 4, 0), (1, 3, 8))
     parts = list(cut(whole_box, 5))
     assert sum(part.elements for part in parts) == whole_box.elements
@@ -132,8 +132,8 @@ def test_a_transfer_larger_than_the_limit_is_cut_along_its_first_axes() -> None:
     assert parts[0] == box("w", (2, 4, 0), (1, 1, 5))
 
 
-def test_what_nobody_holds_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"layers.linear \[1, 6, 5\] at \[3, 0, 0\], by which rank 0 .* 0 of its 30"):
+def test_a_box_that_no_rank_holds_is_named() -> None:
+    with pytest.raises(ValueError, match=r"layers.linear \[1, 6, 5\] at \[3, 0, 0\], which rank 0 .* 0 of its 30"):
         plan_moves([[box("layers.linear", (2, 0, 0), (1, 6, 5))]], [[box("layers.linear", (3, 0, 0), (1, 6, 5))]])
     with pytest.raises(ValueError, match="unknown"):
         plan_moves([[]], [[box("unknown", (0,), (1,))]])

@@ -1,4 +1,4 @@
-"""Who is of an epoch is in its group, and nobody else; as soon as one is gone it is over for all."""
+"""Only members of an epoch join its group, and the loss of one ends it for all."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transfer_helpers import LIMIT, begin
 
-from megatron_rl.refit import lifeline as lifeline_module
+from megatron_rl.refit import liveness as liveness_module
 from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, TransferFailed
-from megatron_rl.refit.lifeline import Lifeline, Listener
+from megatron_rl.refit.liveness import Listener, Liveness
 from megatron_rl.refit.transfer import Checksums, checksum
 from megatron_rl.refit.transfer_group import TransferGroup
 
@@ -34,7 +34,7 @@ EPOCHS = st.builds(
 
 
 @given(EPOCHS)
-def test_every_rank_of_an_epoch_has_a_number_of_its_own_and_the_epoch_goes_through_json(epoch: Epoch) -> None:
+def test_ranks_of_an_epoch_are_distinct_and_an_epoch_survives_json(epoch: Epoch) -> None:
     ranks = [epoch.member_rank(each.replica, each.start, rank) for each in epoch.replicas for rank in range(each.ranks)]
     assert ranks == [*range(epoch.training_ranks, epoch.size)]
     assert epoch.replicas_of(range(epoch.training_ranks)) == frozenset()
@@ -46,25 +46,25 @@ def test_every_rank_of_an_epoch_has_a_number_of_its_own_and_the_epoch_goes_throu
 
 
 def all_join(epoch: Epoch, listener: Listener, limit: timedelta = LIMIT) -> list[Callable[[], TransferGroup]]:
-    """What gives each member's group, or what came in its way."""
+    """Results of joining, one for each member: its group, or the error raised."""
     with ThreadPoolExecutor(epoch.size) as pool:
         join = partial(TransferGroup.join, epoch, backend="gloo", timeout=limit)
         listeners = [listener] + [None] * (epoch.size - 1)
         return [pool.submit(join, rank, listener=each).result for rank, each in enumerate(listeners)]
 
 
-def test_members_tell_one_another_what_json_can_hold() -> None:
+def test_members_exchange_json() -> None:
     epoch, listener = begin(2, (0, 0, 1))
     groups = [join() for join in all_join(epoch, listener)]
-    said: list[Any] = [{"size": 10**6, "text": "x" * 5000}, ["two"], None]
+    contents: list[Any] = [{"size": 10**6, "text": "x" * 5000}, ["two"], None]
     with ThreadPoolExecutor(3) as pool:
-        heard = [*pool.map(lambda group, each: group.gather(each), groups, said)]
-    assert heard == [said] * 3
+        gathered = [*pool.map(lambda group, each: group.gather(each), groups, contents)]
+    assert gathered == [contents] * 3
     for group in groups:
         group.close()
 
 
-def test_the_end_of_one_member_is_the_end_for_those_that_wait_and_known_to_those_that_do_not() -> None:
+def test_the_loss_of_a_member_interrupts_waiting_members_and_is_known_to_the_others() -> None:
     epoch, listener = begin(1, (0, 0, 1), (1, 2, 1))
     leader, waits, goes = (join() for join in all_join(epoch, listener))
     with ThreadPoolExecutor(1) as pool:
@@ -81,7 +81,7 @@ def test_the_end_of_one_member_is_the_end_for_those_that_wait_and_known_to_those
         group.close()
 
 
-def test_one_who_was_not_told_of_the_epoch_is_turned_away() -> None:
+def test_a_peer_without_the_secret_is_rejected() -> None:
     epoch, listener = begin(1, (0, 0, 1))
     strangers = [
         b"",
@@ -99,13 +99,13 @@ def test_one_who_was_not_told_of_the_epoch_is_turned_away() -> None:
         group.close()
 
 
-def test_one_who_takes_for_ever_to_say_who_it_is_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline_module, "HELLO_S", 0.5)
+def test_a_peer_that_never_identifies_itself_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness_module, "HELLO_S", 0.5)
     epoch, listener = begin(1, (0, 0, 1))
     over = threading.Event()
 
     def say_slowly(stranger: socket.socket) -> None:
-        with suppress(OSError):  # it has been hung up on
+        with suppress(OSError):  # the listener has closed the connection
             while not over.wait(0.05):
                 stranger.send(b"x")
 
@@ -119,14 +119,14 @@ def test_one_who_takes_for_ever_to_say_who_it_is_holds_nobody_up(monkeypatch: py
         group.close()
 
 
-def test_who_gives_no_sign_of_life_is_taken_for_gone_and_who_does_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline_module, "BEAT_S", 0.02)
-    monkeypatch.setattr(lifeline_module, "SILENCE_S", 2.0)
+def test_a_silent_member_counts_as_lost_and_one_with_heartbeats_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness_module, "BEAT_S", 0.02)
+    monkeypatch.setattr(liveness_module, "SILENCE_S", 2.0)
     epoch, listener = begin(1, (0, 0, 1), (1, 2, 1))
     with ThreadPoolExecutor(1) as pool, socket.create_connection(listener.address) as stopped:
-        leading = pool.submit(Lifeline.lead, listener, epoch, 7, LIMIT.total_seconds())
+        leading = pool.submit(Liveness.lead, listener, epoch, 7, LIMIT.total_seconds())
         stopped.sendall(json.dumps({"epoch": 1, "rank": 2, "secret": epoch.secret}).encode() + b"\n")
-        follower, port = Lifeline.follow(epoch, 1, LIMIT.total_seconds())
+        follower, port = Liveness.follow(epoch, 1, LIMIT.total_seconds())
         leader = leading.result()
         known = threading.Event()
         follower.watch(lambda: None)
@@ -138,10 +138,10 @@ def test_who_gives_no_sign_of_life_is_taken_for_gone_and_who_does_is_not(monkeyp
     listener.close()
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_a_member_that_does_not_connect_is_named() -> None:
     epoch, listener = begin(1, (4, 1, 1))
     with pytest.raises(
-        ReplicaLost, match=r"replica 4: epoch 1: rank 0 of replica 4 did not come within 0.05 s"
+        ReplicaLost, match=r"replica 4: epoch 1: rank 0 of replica 4 did not connect within 0.05 s"
     ) as lost:
         TransferGroup.join(epoch, 0, "gloo", timedelta(seconds=0.05), listener)
     assert lost.value.who == {(4, 1)}
@@ -150,7 +150,7 @@ def test_who_does_not_come_is_named() -> None:
 
 
 @given(st.integers(1, 400), st.data())
-def test_a_checksum_tells_of_a_wrong_bit_and_of_pieces_in_each_others_place(words: int, data: st.DataObject) -> None:
+def test_a_checksum_detects_a_flipped_bit_and_swapped_pieces(words: int, data: st.DataObject) -> None:
     packed = torch.randint(0, 256, (16 * words,), dtype=torch.uint8, generator=torch.Generator().manual_seed(words))
     other = packed.clone()
     place = data.draw(st.integers(0, len(packed) - 1))
@@ -162,13 +162,13 @@ def test_a_checksum_tells_of_a_wrong_bit_and_of_pieces_in_each_others_place(word
         assert torch.equal(swapped, packed) or checksum(packed) != checksum(swapped)
 
 
-def test_of_several_packages_it_tells_in_which_order_they_came_and_of_which_version_they_are() -> None:
+def test_checksums_of_several_packages_depend_on_their_order_and_version() -> None:
     def of(version: int, *packages: torch.Tensor) -> list[int]:
         sums = Checksums(version, torch.device("cpu"))
         for package in packages:
             sums.add(1, package)
-        told: list[int] = sums.of_peers[1].tolist()
-        return told
+        found: list[int] = sums.of_peers[1].tolist()
+        return found
 
     one, other = (torch.full((16,), value, dtype=torch.uint8) for value in (1, 2))
     assert of(3, one, other) == of(3, one, other)

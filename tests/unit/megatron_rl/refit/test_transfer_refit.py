@@ -1,4 +1,4 @@
-"""A version comes to every replica that is there, bit for bit, whoever of them goes and comes meanwhile."""
+"""Every live replica receives a version bit for bit, while others come and go."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def policies(platform: Any, groups: Any) -> list[Policy]:
-    """One that is trained and those of three replicas."""
+    """Policies of a trainer and of three replicas."""
     return [tiny_policy(platform) for _ in range(4)]
 
 
@@ -39,7 +39,7 @@ def trained(policies: list[Policy]) -> Policy:
 
 @pytest.fixture
 def replicas(policies: list[Policy]) -> Iterator[ThreadedReplicas]:
-    """Two of them."""
+    """Two replicas."""
     for seed, policy in enumerate(policies):
         stir(policy, 0.3, seed)
     control = ThreadedReplicas(*(ThreadedReplica(policy, number) for number, policy in enumerate(policies[1:3])))
@@ -51,9 +51,9 @@ def replicas(policies: list[Policy]) -> Iterator[ThreadedReplicas]:
 def refit(trained: Policy, replicas: ThreadedReplicas, groups: Any) -> Iterator[Callable[..., TransferRefit]]:
     made = []
 
-    def make(leaves: Callable[[], bool] = lambda: False, patience: timedelta = LIMIT) -> TransferRefit:
+    def make(leaves: Callable[[], bool] = lambda: False, no_replica_timeout: timedelta = LIMIT) -> TransferRefit:
         sender = Sender(trained, ROUND_BYTES)
-        made.append(TransferRefit(sender, groups.control, "gloo", replicas, leaves, LIMIT, patience))
+        made.append(TransferRefit(sender, groups.control, "gloo", replicas, leaves, LIMIT, no_replica_timeout))
         return made[-1]
 
     yield make
@@ -66,7 +66,7 @@ def same(one: Policy, other: Policy) -> bool:
 
 
 def have(replicas: ThreadedReplicas, trained: Policy, version: int) -> list[int]:
-    """Numbers of the replicas that generate by the trained weights and say so."""
+    """Numbers of the replicas that have the trained weights and report the version."""
     return [
         number
         for (number, _), each in replicas.replicas.items()
@@ -96,13 +96,13 @@ def test_a_replica_that_fails_is_left_out_and_the_others_get_the_version(
     assert have(replicas, trained, 1) == [1]
     assert replicas.epochs == [[0, 1], [1]]
     publish.publish(2)
-    assert have(replicas, trained, 2) == [0, 1], "it was not given another chance"
+    assert have(replicas, trained, 2) == [0, 1], "it did not get another chance"
 
 
-def test_one_that_fails_again_and_again_is_asked_less_and_less_often(
+def test_a_replica_that_fails_again_and_again_is_offered_fewer_versions(
     refit: Any, replicas: ThreadedReplicas, trained: Policy
 ) -> None:
-    """Each time costs the others what a transfer may wait."""
+    """Each failure delays the others by a timeout."""
     publish = refit()
     asked = []
     for version in range(1, 10):
@@ -115,16 +115,16 @@ def test_one_that_fails_again_and_again_is_asked_less_and_less_often(
     replicas.replicas[0, 0].fails_at = None
     replicas.replicas.pop((1, 0)).leave()
     publish.publish(10)
-    assert have(replicas, trained, 10) == [0], "there is nobody else"
+    assert have(replicas, trained, 10) == [0], "no other replica is left"
 
 
-def test_what_did_not_come_as_it_was_sent_is_used_by_nobody(
+def test_no_replica_uses_a_version_whose_checksum_is_wrong(
     refit: Any, replicas: ThreadedReplicas, trained: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times, real = itertools.count(), transfer.checksum
     monkeypatch.setattr(transfer, "checksum", lambda packed: real(packed) + next(times))
     with pytest.raises(NoReplicaLeft):
-        refit(patience=timedelta(seconds=0.1)).publish(1)
+        refit(no_replica_timeout=timedelta(seconds=0.1)).publish(1)
     assert have(replicas, trained, 1) == []
 
 
@@ -137,7 +137,7 @@ def test_a_failure_between_two_publications_is_noticed(refit: Any, replicas: Thr
 
 
 @pytest.mark.parametrize("fails_at", ["wrong", "swap"])
-def test_one_that_has_not_got_what_was_sent_or_does_not_swap_holds_nobody_up(
+def test_a_replica_that_received_another_version_or_does_not_swap_does_not_delay_the_others(
     fails_at: str, refit: Any, replicas: ThreadedReplicas, trained: Policy
 ) -> None:
     publish = refit()
@@ -148,18 +148,18 @@ def test_one_that_has_not_got_what_was_sent_or_does_not_swap_holds_nobody_up(
     assert have(replicas, trained, 2) == [0, 1]
 
 
-def test_a_replica_that_is_started_again_is_taken_in(
+def test_a_restarted_replica_is_included(
     refit: Any, replicas: ThreadedReplicas, trained: Policy, policies: list[Policy]
 ) -> None:
     publish = refit()
     publish.publish(1)
     replicas.replicas.pop((1, 0)).leave()
     replicas.replicas[1, 1] = ThreadedReplica(policies[3], 1, start=1)
-    publish.publish(1)  # the same version once more, to who came too late for it
+    publish.publish(1)  # the same version again, for the late replica
     assert have(replicas, trained, 1) == [0, 1]
 
 
-def test_where_no_replica_is_there_one_is_awaited_and_the_ranks_may_leave_meanwhile(
+def test_without_a_replica_the_ranks_wait_and_may_leave(
     refit: Any, replicas: ThreadedReplicas, trained: Policy
 ) -> None:
     later = [replicas.replicas.popitem() for _ in range(2)]
@@ -174,10 +174,10 @@ def test_where_no_replica_is_there_one_is_awaited_and_the_ranks_may_leave_meanwh
     replicas.replicas.clear()
     assert not refit(lambda: True).publish(2)
     with pytest.raises(NoReplicaLeft, match="no inference replica has taken policy version 2 within 0:00:00"):
-        refit(patience=timedelta(0)).publish(2)
+        refit(no_replica_timeout=timedelta(0)).publish(2)
 
 
-def test_nothing_stays_open_of_epochs_that_are_over(refit: Any, replicas: ThreadedReplicas, trained: Policy) -> None:
+def test_ended_epochs_leave_no_file_or_thread(refit: Any, replicas: ThreadedReplicas, trained: Policy) -> None:
     publish = refit()
     fail = ["begin", None, "transfer", None, "wrong", None]  # never twice in a row
 

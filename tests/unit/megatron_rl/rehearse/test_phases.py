@@ -1,4 +1,4 @@
-"""What a phase of a rehearsed step raises is what a rehearsal tells; all else is a fault of the rehearsal."""
+"""A rehearsal reports what a phase of the step raises; any other exception is a fault of the rehearsal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_rl.rehearse.rank import PhaseFailed, Phases
 from megatron_rl.training.pipeline import Pipeline
 
 
-def test_the_innermost_phase_has_failed() -> None:
+def test_the_innermost_phase_is_reported() -> None:
     phases = Phases(Memory())
     with pytest.raises(PhaseFailed) as failed, phases.phase("train"), phases.phase("update"):
         Pipeline().not_there  # noqa: B018
@@ -19,7 +19,7 @@ def test_the_innermost_phase_has_failed() -> None:
     assert phases.peaks == {}
 
 
-def test_a_fault_between_the_phases_is_no_failure_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_outside_the_phases_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(*given: object) -> None:
         raise ValueError("of ours")
 

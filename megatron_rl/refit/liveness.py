@@ -1,12 +1,13 @@
-"""Connections between the members of an epoch that carry signs of life: one that ends tells that a member is gone.
+"""Connections between the members of an epoch that carry heartbeats, so that every member learns within seconds that
+one is gone.
 
-Each member has one to the first. When one ends, the first ends all others, so every member knows within moments,
-whatever it does meanwhile: a kernel of NCCL would wait for ever. A process that was stopped, or a node without power,
-ends no connection: it is taken for gone when it has given no sign for a while. One that is merely slow gives them from
-a thread of its own.
+Each member is connected to the first one. When a connection ends, the first member closes all others, so every member
+notices, whatever it does: a NCCL kernel alone would wait for ever. A stopped process or a node without power closes no
+connection, so a member that sends no heartbeat for a while counts as gone too. Heartbeats come from a thread, so a slow
+member still sends them.
 
     member -> first   {"epoch": 3, "rank": 5, "secret": "..."}
-    first -> member   {"port": 40123}, once all are there
+    first -> member   {"port": 40123}, once all members are connected
     member -> first   a byte every second
 """
 
@@ -27,30 +28,31 @@ from megatron_rl.rank.addresses import own_address
 from megatron_rl.refit.epoch import Epoch, ReplicaLost, TransferFailed
 
 HELLO_S = 2.0
-"""That one who connects has to say who it is: while the first member listens to it others wait."""
+"""Seconds a peer has to identify itself. The first member serves one peer at a time, so the others wait."""
 LONGEST_LINE = 4096
+"""Bytes."""
 ARRIVE_S = 30.0
-"""That ranks of replicas may come later than the last other one, when those of training are there: they were asked, and
-have accepted."""
+"""Seconds between two ranks of replicas that connect, once all training ranks have: the replicas have already accepted
+the epoch."""
 BEAT_S = 1.0
-"""Between two signs of life."""
+"""Seconds between two heartbeats."""
 SILENCE_S = 15.0
-"""Without any a member is taken for gone."""
+"""Seconds without a heartbeat after which a member counts as gone."""
 JOIN_S = 10.0
-"""For `on_loss` to come to its end."""
+"""Seconds that `close` waits for `on_loss` to return."""
 _KEEP_ALIVE = {
-    "TCP_KEEPIDLE": 4,  # s without traffic until the first probe
+    "TCP_KEEPIDLE": 4,  # seconds without traffic before the first probe
     "TCP_KEEPINTVL": 2,
     "TCP_KEEPCNT": 3,
-    "TCP_USER_TIMEOUT": 10_000,  # ms that what was sent may stay unacknowledged
+    "TCP_USER_TIMEOUT": 10_000,  # milliseconds that sent data may stay unacknowledged
 }
 
 
 class Listener:
-    """Where the first member of an epoch awaits the others: a port of this node on the job's interface."""
+    """Port at which the first member of an epoch waits for the others, on this node's job interface."""
 
     def __init__(self) -> None:
-        """Raises ConfigurationError where the node has no address that others reach, OSError where none can be had."""
+        """Raises ConfigurationError if other nodes cannot reach this one, OSError if no port is free."""
         self.socket = socket.create_server((own_address(), 0), backlog=1024)
         self.secret = secrets.token_urlsafe(32)
 
@@ -63,24 +65,25 @@ class Listener:
         self.socket.close()
 
 
-class Lifeline:
-    """One member's end of it: of the first, connections to all others; of another, one to the first."""
+class Liveness:
+    """One member's connections: the first member has one to each other member, which has one to the first."""
 
     def __init__(self, peers: Mapping[int, socket.socket]) -> None:
-        """peers: by rank of the epoch; they are closed with this."""
+        """peers: by rank in the epoch; `close` closes them."""
         self._peers = dict(peers)
         self._leads = 0 not in peers
         self._wake, self._woken = socket.socketpair()
         self._watcher: threading.Thread | None = None
         self.lost: frozenset[int] = frozenset()
-        """Ranks whose connection has ended: of the first member those that are gone; of another the first, which may
-        only say so of a third."""
+        """Ranks whose connection has ended. On the first member these are the lost ones. On the others it is always the
+        first, which also closes its connections when a third member is lost."""
 
     @classmethod
     def lead(cls, listener: Listener, epoch: Epoch, port: int, timeout: float) -> Self:
-        """Wait for all others, and tell each of a port. Collective with `follow`.
+        """Wait for all other members and send each of them `port`. Collective with `follow`.
 
-        timeout: seconds. Raises ReplicaLost, of nobody where it is a rank of training, when one does not come in time.
+        timeout: seconds. Raises ReplicaLost when a member does not connect in time; it names no replica when that
+            member is a training rank.
         """
         peers: dict[int, socket.socket] = {}
         last = give_up = time.monotonic() + timeout
@@ -94,9 +97,9 @@ class Lifeline:
                 except TimeoutError:
                     names = ", ".join(map(epoch.name_of, sorted(missing)[:8]))
                     limit = f"{timeout:g} s" if give_up == last else f"{ARRIVE_S:g} s after the others"
-                    why = f"epoch {epoch.number}: {names} did not come within {limit}"
+                    why = f"epoch {epoch.number}: {names} did not connect within {limit}"
                     raise ReplicaLost(epoch.replicas_of(missing), why) from None
-                rank = _who(connection, epoch)
+                rank = _identify(connection, epoch)
                 if rank in missing:
                     peers[rank] = connection
                     give_up = last
@@ -116,9 +119,9 @@ class Lifeline:
 
     @classmethod
     def follow(cls, epoch: Epoch, rank: int, timeout: float) -> tuple[Self, int]:
-        """Come to the first member. Returns once all are there, with the port that it tells of.
+        """Connect to the first member. Returns its port once all members are connected.
 
-        timeout: seconds. Raises TransferFailed where the first is gone, does not want this one, or is too slow.
+        timeout: seconds. Raises TransferFailed if the first member is gone, rejects this one or is too slow.
         """
         connection = None
         try:
@@ -134,18 +137,18 @@ class Lifeline:
         return cls({0: connection}), port
 
     def watch(self, on_loss: Callable[[], object]) -> None:
-        """Begin to watch, and to give signs of life. on_loss: called once, in a thread, when a member is gone."""
+        """Start watching, and sending heartbeats. on_loss: called once, in a thread, when a member is lost."""
         for connection in self._peers.values():
             connection.setblocking(False)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEP_ALIVE.items():
                 if hasattr(socket, name):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._watcher = threading.Thread(target=self._watch, args=(on_loss,), name="lifeline", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, args=(on_loss,), name="liveness", daemon=True)
         self._watcher.start()
 
     def close(self) -> None:
-        """End it, and with it everybody's. `on_loss` is not called any more."""
+        """Close the connections, which ends the epoch for all members. `on_loss` is not called afterwards."""
         self._woken.close()
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join(JOIN_S)
@@ -163,17 +166,18 @@ class Lifeline:
             on_loss()
 
     def _until_loss(self, selector: selectors.BaseSelector) -> frozenset[int]:
-        """The ranks that are gone, as soon as there are any; none when this was closed."""
+        """Wait until ranks are lost and return them; empty when this end was closed."""
         silent_s = dict.fromkeys(self._peers if self._leads else (), 0.0)
         before = time.monotonic()
         while True:
             ready = [key.data for key, _ in selector.select(BEAT_S)]
             if None in ready:
                 return frozenset()
-            if gone := frozenset(rank for rank in ready if not _hears(self._peers[rank])):
+            if gone := frozenset(rank for rank in ready if not _alive(self._peers[rank])):
                 return gone
             now = time.monotonic()
-            # What passed while this process itself did not run says nothing of others.
+            # Time in which this process itself was stopped is no evidence of silence: after SIGSTOP and SIGCONT, `now`
+            # may have moved on by minutes while heartbeats wait unread.
             passed, before = min(now - before, 2 * BEAT_S), now
             for rank in silent_s:
                 silent_s[rank] = 0.0 if rank in ready else silent_s[rank] + passed
@@ -187,8 +191,8 @@ class Lifeline:
             connection.close()
 
 
-def _hears(connection: socket.socket) -> bool:
-    """Take in the signs of life of another member. Returns whether it is there."""
+def _alive(connection: socket.socket) -> bool:
+    """Read the heartbeats of another member. Returns whether its connection is open."""
     try:
         return bool(connection.recv(4096))
     except BlockingIOError:
@@ -198,12 +202,12 @@ def _hears(connection: socket.socket) -> bool:
 
 
 def _beat(connection: socket.socket) -> None:
-    with suppress(OSError):  # of one that is gone: that is heard
+    with suppress(OSError):  # a closed connection shows when it is read
         connection.send(b".")
 
 
-def _who(connection: socket.socket, epoch: Epoch) -> int | None:
-    """The rank of who connects; None of one who does not belong here."""
+def _identify(connection: socket.socket, epoch: Epoch) -> int | None:
+    """Rank of the peer that has connected; None if it is no member of the epoch."""
     try:
         hello = _receive(connection, HELLO_S)
         known = hmac.compare_digest(str(hello["secret"]).encode(), epoch.secret.encode())
@@ -217,9 +221,9 @@ def _send(connection: socket.socket, content: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket, timeout: float) -> dict[str, Any]:
-    """One line, byte by byte: nothing is read that comes after it. Raises OSError and ValueError.
+    """Read one line of JSON, byte by byte so that later bytes stay in the socket. Raises OSError and ValueError.
 
-    timeout: seconds for all of it.
+    timeout: seconds for the whole line.
     """
     line = b""
     give_up = time.monotonic() + timeout
@@ -227,9 +231,9 @@ def _receive(connection: socket.socket, timeout: float) -> dict[str, Any]:
         connection.settimeout(max(0.001, give_up - time.monotonic()))
         byte = connection.recv(1)
         if not byte or len(line) >= LONGEST_LINE:
-            raise ConnectionError("the connection ended before it said anything")
+            raise ConnectionError("the connection ended before a whole line came")
         line += byte
     content = json.loads(line)
     if not isinstance(content, dict):
-        raise ValueError("not what was expected")
+        raise ValueError("the line is no JSON object")
     return content

@@ -1,4 +1,4 @@
-"""A server of another project takes the trainer's weights, every tensor bit for bit, or keeps those it had."""
+"""A server outside the run reads the trainer's weights bit for bit, or keeps its previous version."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from weights_server import WeightsServer
 
+from megatron_rl.checkpoint.hf.staging import staged
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.openai import OpenAIInference
 from megatron_rl.inference.openai_bodies import Endpoint
-from megatron_rl.refit.external import ExternalPolicy, ServedFolder
-from megatron_rl.refit.reload import Call, ReloadFailed, ServerAway, ServerKind, reload_calls
+from megatron_rl.refit.external import ServerReload
+from megatron_rl.refit.served_folder import ReloadFailed, ServedFolder, ServerAway
 
 
 def tensors(version: int) -> dict[str, Tensor]:
@@ -27,7 +28,7 @@ def tensors(version: int) -> dict[str, Tensor]:
 
 
 class Setting:
-    def __init__(self, root: Path, kind: ServerKind) -> None:
+    def __init__(self, root: Path, kind: Any) -> None:
         published = root / "published"
         published.mkdir()
         (published / "config.json").write_text("{}")
@@ -39,26 +40,29 @@ class Setting:
         endpoint = Endpoint("http://node:8000/v1", "tiny", "vllm", token_file=root / "token")
         self.inference = OpenAIInference(endpoint)
         transport = httpx.MockTransport(self.reply)
-        self.policy = ExternalPolicy(self.inference, endpoint, kind, self.served, transport)
+        self.reload = ServerReload(self.inference, endpoint, kind, self.served, transport).reload
 
     def reply(self, request: httpx.Request) -> httpx.Response:
         self.tokens.add(request.headers.get("Authorization"))
         return self.server(request)
 
     def update(self, version: int) -> None:
-        asyncio.run(self.policy.update_weights(version, tensors(version).items()))
+        self.served.own()
+        with staged(self.served.version(version), 0, replace=True) as folder:
+            self.served.describe(folder, self.served.write(folder, 0, tensors(version).items()), version)
+        asyncio.run(self.reload(version))
 
     @property
     def versions(self) -> list[str]:
         return sorted(path.name for path in self.served.folder.iterdir())
 
 
-@pytest.fixture(params=["vllm", "sglang"])
+@pytest.fixture(params=["vllm", "mrl"])
 def setting(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
     return Setting(tmp_path, request.param)
 
 
-def test_the_server_reads_every_tensor_and_the_next_ones_after_it(setting: Setting) -> None:
+def test_the_server_reads_every_tensor_of_each_version(setting: Setting) -> None:
     for version in (1, 2):
         setting.update(version)
         assert setting.server.has(tensors(version))
@@ -68,31 +72,20 @@ def test_the_server_reads_every_tensor_and_the_next_ones_after_it(setting: Setti
     assert setting.tokens == {"Bearer s3cret"}
 
 
-def test_vllm_forgets_what_it_cached_and_sglang_is_told_the_version(tmp_path: Path) -> None:
-    for kind in ("vllm", "sglang"):
+def test_vllm_clears_its_cache_and_mrl_learns_the_version(tmp_path: Path) -> None:
+    expected = {
+        "vllm": [("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", None)],
+        "mrl": [("/update_weights", {"version": 3})],
+    }
+    for kind, calls in expected.items():
         (tmp_path / kind).mkdir()
         setting = Setting(tmp_path / kind, kind)
         setting.update(3)
-        if kind == "vllm":
-            assert setting.server.calls == [
-                ("/collective_rpc", {"method": "reload_weights"}),
-                ("/reset_prefix_cache", None),
-            ]
-        else:
-            path = str(setting.served.version(3))
-            content = {"model_path": path, "flush_cache": True, "weight_version": "3"}
-            assert setting.server.calls == [("/update_weights_from_disk", content)]
+        assert setting.server.calls == calls
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        (httpx.Response(500, text="CUDA error"), "HTTP 500: CUDA error"),
-        (httpx.Response(200, json={"success": False, "message": "no such file"}), "no such file"),
-    ],
-)
-def test_a_server_that_refuses_keeps_its_version(setting: Setting, reply: httpx.Response, message: str) -> None:
-    """Also when it is started again."""
+def test_a_server_that_refuses_keeps_its_version_even_after_a_restart(setting: Setting) -> None:
+    reply, message = httpx.Response(500, text="CUDA error"), "HTTP 500: CUDA error"
     setting.server.refuses = reply
     with pytest.raises(ReloadFailed, match=message):
         setting.update(1)
@@ -119,24 +112,20 @@ def test_a_server_that_is_away_reads_the_newest_version_when_it_comes(setting: S
     with pytest.raises(ServerAway, match="connection refused"):
         setting.update(1)
     assert setting.served.current.resolve() == setting.served.version(1)
-    assert setting.inference.policy_version == 0, "nobody has taken it"
+    assert setting.inference.policy_version == 0, "no server has read it"
     setting.server = replies
-    asyncio.run(setting.policy.reload(1))
+    asyncio.run(setting.reload(1))
     assert setting.server.has(tensors(1)) and setting.inference.policy_version == 1
 
 
-def test_the_server_of_mrl_is_told_the_version_and_knows_the_folder(tmp_path: Path) -> None:
-    assert reload_calls("mrl", tmp_path, 12) == (Call("/update_weights", {"version": 12}),)
-
-
-def test_a_vllm_that_cannot_be_told_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_vllm_without_development_mode_is_one_clear_error(tmp_path: Path) -> None:
     setting = Setting(tmp_path, "vllm")
     setting.server.refuses = httpx.Response(404)
     with pytest.raises(ReloadFailed, match="VLLM_SERVER_DEV_MODE=1"):
         setting.update(1)
 
 
-def test_a_full_disk_leaves_the_version_before(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_previous_version(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.update(1)
 
     def fails(*_: Any, **__: Any) -> None:
@@ -151,7 +140,7 @@ def test_a_full_disk_leaves_the_version_before(setting: Setting, monkeypatch: py
 
 
 @pytest.mark.parametrize("whose", ["of another user", "open to all", "behind a link"])
-def test_weights_are_written_to_no_folder_that_others_can_change(
+def test_weights_are_not_written_to_a_folder_that_others_can_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     setting = Setting(tmp_path, "vllm")
@@ -163,12 +152,12 @@ def test_weights_are_written_to_no_folder_that_others_can_change(
         setting.served.folder.mkdir()
         setting.served.folder.chmod(0o777 if whose == "open to all" else 0o755)
     if whose == "of another user":
-        monkeypatch.setattr("megatron_rl.refit.external.os.geteuid", lambda: 12345)
+        monkeypatch.setattr("megatron_rl.refit.served_folder.os.geteuid", lambda: 12345)
     with pytest.raises(ConfigurationError, match=str(setting.served.folder)):
         setting.update(1)
     assert not [*setting.served.folder.iterdir()]
 
 
-def test_a_folder_that_was_not_there_is_for_its_owner_alone(setting: Setting) -> None:
+def test_a_new_folder_is_private(setting: Setting) -> None:
     setting.update(1)
     assert setting.served.folder.stat().st_mode & 0o777 == 0o700
