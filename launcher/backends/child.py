@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from launcher.errors import BadInput, Failed
+from megatron_rl.contract.children import module_command
 from megatron_rl.contract.codes import EXIT_USAGE, HASH_SEED, PARENT_VARIABLE
-from megatron_rl.contract.modules import module_command
 
 
 class Child:

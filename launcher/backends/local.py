@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.errors import Failed
 from launcher.host.process.processes import start_time
 from launcher.plan.sizes import Sizes
-from megatron_rl.contract.modules import module_command
+from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.rank.config import JobConfig
 

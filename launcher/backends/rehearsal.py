@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.plan.placement import RankKind
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.modules import module_command
+from megatron_rl.contract.children import module_command
 
 COMMAND = tuple(module_command("megatron_rl.rehearse"))
 LIMIT_S = 600.0

@@ -13,8 +13,8 @@ import click
 from launcher.cli.completion import complete_run
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput, Failed
+from megatron_rl.contract.children import module_command
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, PARENT_VARIABLE
-from megatron_rl.contract.modules import module_command
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 CONVERTER = module_command("megatron_rl.checkpoint.hf")

@@ -14,7 +14,7 @@ from launcher.cli.completion import complete_run
 from launcher.cli.serving import default_token_file, make_token_file, serve
 from launcher.doctor.preflight import refuse_unready
 from launcher.runs.policy import prepare_policy
-from megatron_rl.contract.modules import module_command
+from megatron_rl.contract.children import module_command
 
 SERVER = module_command("megatron_rl.server")
 

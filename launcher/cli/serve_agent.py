@@ -14,7 +14,7 @@ from launcher.job.evaluation import checked_environment, parse_args
 from launcher.recipe.load import load_recipe, read_resolved
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import required_extras
-from megatron_rl.contract.modules import module_command
+from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import TokenizerConfig
 

@@ -27,7 +27,7 @@ from launcher.host.image import cache
 from launcher.host.image.reference import is_path
 from megatron_rl.agent.registry import required_datasets
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.modules import module_command
+from megatron_rl.contract.children import module_command
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CachedRepository
 from megatron_rl.model.config import exported_folder, is_prefetched, package_of

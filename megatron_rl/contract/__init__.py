@@ -8,7 +8,7 @@
     attempt_records  the types in attempts/NNN/
     run_records      the types in the run directory, the user's index and the caches
     exactly_once     whether every prompt of a run ended exactly once
-    modules          the command by which one of our processes starts another
+    children         how one of our processes starts another, and ends with it
     learning         whether anything is learned in a run, or something is lost: warnings by name
 
 Something belongs here when two processes would disagree if each said it by itself. Policy does not: what an unreadable

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 from dataclasses import dataclass
 
+from megatron_rl.contract.children import death_with_parent
 from megatron_rl.contract.codes import PARENT_VARIABLE, STEP_VARIABLE
-
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +34,5 @@ class World:
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when the one that started it (PARENT_VARIABLE) ends, however it ends."""
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent is None:
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it ended before the call above
-        raise SystemExit("the process that started this rank is gone")
+    if PARENT_VARIABLE in os.environ:
+        death_with_parent(int(os.environ[PARENT_VARIABLE]))()

@@ -19,8 +19,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from megatron_rl.contract.children import module_command
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_USAGE, PARENT_VARIABLE, STEP_VARIABLE
-from megatron_rl.contract.modules import module_command
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.standalone_world import StandaloneWorld
 

@@ -6,7 +6,6 @@ SCRIPT is one word for all ranks (`train`) or one for each, comma-separated (`tr
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox
+from megatron_rl.rank.world import die_with_parent
 
 parser = argparse.ArgumentParser()
 parser.add_argument("script")
@@ -34,9 +34,7 @@ word = words[rank % len(words)]
 run = RunDir(options.run_dir)
 attempt = run.attempt(options.attempt)
 
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() != int(os.environ["MRL_PARENT_PID"]):
-    sys.exit(1)
+die_with_parent()
 
 drained = []
 print(f"rank {rank} is here")

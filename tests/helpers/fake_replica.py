@@ -8,7 +8,6 @@ SCRIPT has a word for each start, comma-separated; the last one is for all that 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from json_files import write_json
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox
+from megatron_rl.rank.world import die_with_parent
 
 parser = argparse.ArgumentParser()
 parser.add_argument("script")
@@ -26,9 +26,7 @@ parser.add_argument("--run-dir")
 parser.add_argument("--attempt", type=int)
 parser.add_argument("--replica", type=int)
 options = parser.parse_args()
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() != int(os.environ["MRL_PARENT_PID"]):
-    sys.exit(1)
+die_with_parent()
 
 run = RunDir(options.run_dir)
 attempt = run.attempt(options.attempt)

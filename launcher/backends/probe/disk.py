@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.backends.probe.command import Fact, ask
-from megatron_rl.contract.modules import module_command
+from megatron_rl.contract.children import module_command
 
 LIMIT_S = 20.0
 BLOCK = 1 << 20

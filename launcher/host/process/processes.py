@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Sequence
 from typing import Callable
 
-KILLED_S = 60.0  # that a killed process has to be gone; to give back hundreds of gigabytes takes a while
+from megatron_rl.contract.children import death_with_parent
 
-_PR_SET_PDEATHSIG = 1
+KILLED_S = 60.0  # that a killed process has to be gone; to give back hundreds of gigabytes takes a while
 
 
 def start_time(pid: int) -> int | None:
@@ -74,7 +74,7 @@ class Child:
                 stderr=files[-1] if errors else subprocess.STDOUT if output else None,
                 start_new_session=True,
                 pass_fds=inherited,
-                preexec_fn=None if ends_with_us is None else _when_parent_dies(ends_with_us),
+                preexec_fn=None if ends_with_us is None else death_with_parent(os.getpid(), ends_with_us),
             )
         finally:
             for descriptor in descriptors:
@@ -119,7 +119,7 @@ class Fork:
             work: its result is text. What it raises is text too. SIGTERM ends it through every `finally`.
         """
         reader, writer = os.pipe()
-        die_too = _when_parent_dies(signal.SIGTERM)
+        die_too = death_with_parent(os.getpid(), signal.SIGTERM)
         self.pid = os.fork()
         if self.pid == 0:
             _do(work, writer, die_too)
@@ -200,18 +200,3 @@ def _do(work: Callable[[], str], writer: int, die_too: Callable[[], None]) -> No
 
 def _raise_exit(signum: int, frame: object) -> None:
     raise SystemExit(128 + signum)
-
-
-def _when_parent_dies(signum: int) -> Callable[[], None]:
-    """What a child calls between fork and exec to get a signal when this process has ended."""
-    import ctypes  # slow, and who only asks for a start time has no child
-
-    parent, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
-
-    def ask() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signum)
-            if os.getppid() != parent:
-                os._exit(1)
-
-    return ask

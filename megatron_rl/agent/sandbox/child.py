@@ -20,7 +20,8 @@ from types import CodeType
 from typing import Any
 
 from megatron_rl.agent.sandbox.api import Ending
-from megatron_rl.agent.sandbox.confine import die_with, limit_memory, limit_processor, raise_stack_limit, shut_in
+from megatron_rl.agent.sandbox.confine import limit_memory, limit_processor, raise_stack_limit, shut_in
+from megatron_rl.contract.children import death_with_parent
 
 LENGTH_DIGITS = 12
 """Of a program's length."""
@@ -50,7 +51,7 @@ def main() -> None:
     job = json.loads(sys.argv.pop())
     for number in OUTSIDE_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    die_with(job["parent"])
+    death_with_parent(job["parent"])()
     limit_memory(job["memory_bytes"])
     del sys.path[-1]  # ours, by which process.py had this module found
     sys.path.extend(place for place in job["path"] if place not in sys.path)

@@ -3,7 +3,6 @@
     memory, processor time, core dumps                      limits of the process (setrlimit)
     network, writing, processes, signals, other processes   a filter of system calls (seccomp), which needs no right and
                                                             cannot be taken off again
-    life                                                    ends with its parent (PR_SET_PDEATHSIG)
 
 Where the kernel or the processor has no such filter, a name space without network is tried (unshare), files that it
 writes stay empty, and processes are limited by number.
@@ -17,12 +16,12 @@ import ctypes
 import errno
 import os
 import resource
-import signal
 import struct
 
 from megatron_rl.agent.sandbox.system_calls import MACHINES, Machine, refused
+from megatron_rl.contract.children import PR_SET_PDEATHSIG
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38  # prctl(2)
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38  # prctl(2)
 _SECCOMP_MODE_FILTER = 2
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000  # seccomp(2)
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # opcodes of BPF: ld abs, jeq, jset, ret
@@ -35,16 +34,6 @@ STACK_BYTES = 100 * 2**20
 """Limit of the stack; Linux keeps 128 MiB free for it to grow."""
 FEW_PROCESSES = 64
 """Beside those that its user has, where system calls cannot be filtered."""
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, however it ends.
-
-    parent: id of that thread's process. Raises SystemExit where it is gone already.
-    """
-    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise SystemExit("the process that started this one is gone")
 
 
 def limit_memory(memory_bytes: int) -> None:
@@ -121,7 +110,7 @@ def _program(machine: Machine) -> bytes:
     for call, argument, test in (
         (machine.clone, 0, (_ANY_BIT, 1, 0, _CLONE_THREAD)),  # a thread, and no process
         (machine.prlimit, 0, (_EQUAL, 1, 0, 0)),  # its own limits
-        (machine.prctl, 0, (_EQUAL, 0, 1, _PR_SET_PDEATHSIG)),  # it ends with its parent
+        (machine.prctl, 0, (_EQUAL, 0, 1, PR_SET_PDEATHSIG)),  # it ends with its parent
         (machine.socketpair, 1, (_ANY_BIT, 0, 1, _DATAGRAMS)),
         (machine.openat, 2, (_ANY_BIT, 0, 1, _WRITES)),
         (machine.open, 1, (_ANY_BIT, 0, 1, _WRITES)),

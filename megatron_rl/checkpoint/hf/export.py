@@ -20,8 +20,8 @@ from typing import BinaryIO
 
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.publish import waiting_for_export
+from megatron_rl.contract.children import module_command
 from megatron_rl.contract.codes import PARENT_VARIABLE
-from megatron_rl.contract.modules import module_command
 from megatron_rl.contract.paths import RunDir
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import subprocess
 import time
 from contextlib import suppress
 
-from megatron_rl.contract.modules import module_command
+from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.extras import install_command
