@@ -105,7 +105,7 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
             rank = one_rank.probe(profile, config.image.reference if config else None, directory, gpus)
     facts = ClusterFacts(
         slurm=slurm,
-        software=software.inspect(profile.host_python, Path(plugstack) if plugstack else None),
+        software=software.inspect(profile.host_pythons()[0], Path(plugstack) if plugstack else None),
         run_root=run_root,
         node=node,
         rank=rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -116,8 +117,9 @@ class Profile(Section):
     """Further flags of sbatch, such as --switches=1."""
     python: Line | None = None
     """Python of the ranks; default: python3 in a container, else the one that runs mrl-submit."""
-    host_python: Line = "python3"
-    """Python 3.9 or later of the batch host, for what runs beside the ranks."""
+    host_python: Line | None = None
+    """Python 3.9 or later of the batch host, for what runs beside the ranks; default: the one that runs mrl-submit, or
+    python3 where the host does not have it."""
     signal_s: PositiveInt = 120
     """Seconds before the time limit at which the run is told to save; a save has to fit in."""
     fs_bandwidth: PositiveFloat | None = None
@@ -126,6 +128,10 @@ class Profile(Section):
     """Try every node before the ranks start on it."""
     all_reduce_gbps: PositiveFloat | None = None
     """GB/s of an all-reduce between nodes below which one counts as slow; default: nothing does."""
+
+    def host_pythons(self) -> tuple[str, ...]:
+        """Interpreters of the host side, in the order in which a job tries them."""
+        return (self.host_python,) if self.host_python else (sys.executable, "python3")
 
     def gpus(self, count: int) -> dict[str, str]:
         """The option of sbatch and srun that asks for so many GPUs of each node, by name; none where Slurm knows of

@@ -77,14 +77,13 @@ def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterato
 def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[Finding]:
     """The python that looks after the run beside the ranks."""
     fix = "set host_python: in the profile to a Python 3.9 or later, or load one in prolog:"
-    name = profile.host_python
+    name = profile.host_pythons()[0]
     if node is not None and node.failure is None:
         if node.python is None or _release(node.python) < OLDEST_PYTHON:
-            yield error("python", f"{name} on {node.host}: {node.python or 'not found'}; the host side needs 3.9", fix)
+            tried = node.interpreter or " or ".join(profile.host_pythons())
+            yield error("python", f"{tried} on {node.host}: {node.python or 'not found'}; the host side needs 3.9", fix)
         else:
-            yield ok(
-                "python", f"{name} is {node.python} on {node.host}, for what runs beside the ranks (3.9 is enough)"
-            )
+            yield ok("python", f"{node.interpreter} is {node.python} on {node.host}, for what runs beside the ranks")
         return
     later = "on the compute nodes it may differ: --deep looks"
     if not software.host_python.known:

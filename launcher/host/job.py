@@ -20,7 +20,6 @@ from launcher.host.process.signals import Signals
 
 REQUESTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEARD_VARIABLE = "MRL_HEARD"  # signals that the script got before this process
-OLDEST_PYTHON = (3, 9)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,8 +31,6 @@ def main(arguments: list[str] | None = None) -> int:
     _use_zone_of_host()
     with contextlib.redirect_stdout(QuietStream(sys.stdout)), contextlib.redirect_stderr(QuietStream(sys.stderr)):
         try:
-            if sys.version_info < OLDEST_PYTHON:
-                raise ImportError(f"Python {sys.version.split()[0]} is too old")
             return _run(options, environ, signals)
         except (ImportError, SyntaxError) as error:  # half of the code is there, or this Python is no good
             return _leave_to_script(options.script, f"{sys.executable}: {error}")

@@ -69,6 +69,7 @@ def render(job: PlannedJob) -> str:
     _refuse_unwritable(job, documents)
     config, profile = job.recipe.config, job.profile
     image = profile.container
+    host_python, *fallback = profile.host_pythons()
     return (
         templates()
         .get_template("job.sbatch.j2")
@@ -77,7 +78,8 @@ def render(job: PlannedJob) -> str:
             title=Shell(f"mrl {job.version}: {config.name} on {job.cluster}"),
             run_dir=str(job.run_dir),
             cluster=job.cluster,
-            host_python=profile.host_python,
+            host_python=host_python,
+            host_fallback=next(iter(fallback), None),
             environment=[(Shell(name), value) for name, value in variables(config, profile).items()],
             prolog=[Shell(command) for command in profile.prolog],
             source=str(job.installed),

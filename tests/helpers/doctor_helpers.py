@@ -39,7 +39,8 @@ def text(cluster: str, name: str) -> str:
 
 
 def profile(**values: Any) -> Profile:
-    return Profile.model_validate({"gpus_per_node": 8, "run_root": "/shared/mrl", "container": None, **values})
+    usual = {"gpus_per_node": 8, "run_root": "/shared/mrl", "container": None, "host_python": "python3"}
+    return Profile.model_validate(usual | values)
 
 
 @cache

@@ -154,7 +154,7 @@ def test_a_run_is_made_trained_and_finished_by_one_process(job):
     for made in (job.run.recipe, job.run.resolved, job.run.plan, job.run.script, job.run.code_record):
         assert made.exists(), made
     assert [line.split(" ")[1].rpartition("=")[2] for line in job.told("srun")] == ["health", "train"]
-    assert [line.split(" ")[2] for line in job.told("python")] == ["launcher.host.job", "launcher.host.health"]
+    assert [line.split(" ")[2] for line in job.told("python -m")] == ["launcher.host.job", "launcher.host.health"]
 
 
 def test_a_signal_drains_and_the_job_is_requeued(job):

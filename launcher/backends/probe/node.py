@@ -13,11 +13,17 @@ from launcher.cluster.profile import Profile
 WAIT_S = 60  # for a free node
 RUN_S = 60  # for the step itself
 
-# $1: python, $2: its program, $3: the canary. What the prolog prints beside these lines does no harm.
+# $1: the canary, $2: a program, $3 and further: interpreters for it. Lines of the prolog in between do no harm.
 SCRIPT = """
 echo "mrl.host=$(hostname)"
-if found=$("$1" -c "$2" 2>&1); then echo "mrl.python=$found"; else echo "mrl.no_python=$found"; fi
-if [ -r "$3" ]; then echo mrl.shared=yes; fi
+for python in "${@:3}"; do
+    if found=$("$python" -c "$2" 2>/dev/null); then
+        echo "mrl.python=$found"
+        echo "mrl.interpreter=$python"
+        break
+    fi
+done
+if [ -r "$1" ]; then echo mrl.shared=yes; fi
 if command -v enroot >/dev/null; then echo "mrl.enroot=$(enroot version 2>/dev/null)"; fi
 if command -v nvidia-smi >/dev/null; then
     echo "mrl.driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)"
@@ -33,7 +39,9 @@ class NodeFacts:
     """Why it said nothing."""
     host: str = ""
     python: str | None = None
-    """Version of the profile's host_python there; None: not found or too broken to say."""
+    """Version of the interpreter for the host side there; None: not found or too broken to say."""
+    interpreter: str = ""
+    """The first of the profile's `host_pythons` that works there."""
     shared: bool = False
     """Whether it sees a file that this machine wrote into the run root."""
     enroot: str | None = None
@@ -76,7 +84,7 @@ def _command(profile: Profile, canary: Path, gpus: bool) -> list[str]:
     flags = placed(profile, gpus)
     step = ["srun", "--job-name=mrl-doctor", "--nodes=1", "--ntasks=1", "--time=2", f"--immediate={WAIT_S}", "--quiet"]
     script = "\n".join([*profile.prolog, SCRIPT])
-    return [*step, *flags, "bash", "-c", script, "bash", profile.host_python, PYTHON_PROBE, str(canary)]
+    return [*step, *flags, "bash", "-c", script, "bash", str(canary), PYTHON_PROBE, *profile.host_pythons()]
 
 
 def _read(text: str) -> NodeFacts:
@@ -84,6 +92,7 @@ def _read(text: str) -> NodeFacts:
     return NodeFacts(
         host=found.get("host", ""),
         python=found.get("python"),
+        interpreter=found.get("interpreter", ""),
         shared=found.get("shared") == "yes",
         enroot=found.get("enroot"),
         driver=found.get("driver") or None,

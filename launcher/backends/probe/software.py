@@ -19,7 +19,7 @@ class Software:
     """The software of this machine that a run there would meet."""
 
     host_python: Fact
-    """Version of the profile's `host_python`, such as 3.9.21."""
+    """Version of the first of the profile's `host_pythons`, such as 3.9.21."""
     pyxis: str | None
     """Its version, read from the plug-in that this machine's srun loads; None: not found."""
     registries: frozenset[str] | None

@@ -15,7 +15,7 @@ from launcher.doctor.examine import examine
 from launcher.fetch.prefetch import Need
 
 BOX = {"container": {"image": "nvcr.io#nvidia/pytorch:25.06-py3"}}
-NODE = NodeFacts(host="node03", python="3.9.21", shared=True, enroot="3.5.0", driver="570.86")
+NODE = NodeFacts(host="node03", python="3.9.21", interpreter="python3", shared=True, enroot="3.5.0", driver="570.86")
 
 
 def told(topic: str, cluster="25.05", values=None, **changes) -> str:
@@ -154,7 +154,8 @@ def test_the_python_of_the_host_side_here():
 
 def test_the_python_of_the_host_side_on_a_node_counts_more():
     assert told("python", node=NODE).startswith("ok: python3 is 3.9.21 on node03")
-    assert told("python", node=replace(NODE, python=None)).startswith("error: python3 on node03: not found")
+    missing = replace(NODE, python=None, interpreter="")
+    assert told("python", node=missing).startswith("error: python3 on node03: not found")
     assert told("python", node=replace(NODE, python="3.5.3")).startswith("error: python3 on node03: 3.5.3")
 
 

@@ -69,7 +69,8 @@ SHAPES = {"qwen2.5-32b-dapo": "h100", "qwen2.5-32b-dapo-partitioned": "h100", "d
 
 
 @pytest.mark.parametrize(("recipe", "cluster"), SHAPES.items(), ids=SHAPES)
-def test_the_script_is_the_golden_one(recipe, cluster):
+def test_the_script_is_the_golden_one(recipe, cluster, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/opt/mrl/bin/python")
     text = render(a_job(recipe, on=profile(cluster), run_dir=f"/shared/runs/{recipe}-20261121-080000"))
     golden = GOLDEN / f"{recipe}.{cluster}.sbatch"
     if "UPDATE_GOLDEN" in os.environ:
@@ -305,6 +306,14 @@ esac
         assert told[1] == "requeue 7"
         assert told[2:] == ["update JobId=7 ExcNodeList=node[04-05],node02"] * 2, "again, until it is pending"
 
+    def test_an_older_python_is_like_none(self, start, tmp_path):
+        old = tmp_path / "python"
+        old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 8); $4"\n')
+        old.chmod(0o755)
+        run, told = start(0, python=str(old))
+        assert f"{old} is not a Python 3.9 or later; nothing is lost" in run.stderr
+        assert told[1] == "requeue 7"
+
     def test_but_not_for_ever(self, start):
         run, told = start(4)
         assert (run.returncode, told) == (1, [])
@@ -317,10 +326,14 @@ esac
         assert start(7)[0].returncode == 75
         assert start(8)[0].returncode == 1
 
-    def test_outside_a_job_it_says_so(self, tmp_path):
+    @pytest.mark.parametrize("seen", [True, False])
+    def test_outside_a_job_it_says_so(self, tmp_path, monkeypatch, seen):
+        """By the Python that submitted it, or where the host does not have that one by its own python3."""
+        if not seen:
+            monkeypatch.setattr(sys, "executable", "/no/such/python")
         script = tmp_path / "job.sbatch"
         installed = Path(__file__).parents[4]
-        job = a_job("demo", on=profile("plain", host_python=sys.executable), run_dir=str(tmp_path / "run"))
+        job = a_job("demo", on=profile("plain"), run_dir=str(tmp_path / "run"))
         script.write_text(render(replace(job, installed=installed)))
         environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         run = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=30, check=False)
