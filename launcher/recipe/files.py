@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.errors import BadInput
 from launcher.recipe.located_yaml import Located, read_mapping, read_text
@@ -45,6 +45,17 @@ class Override:
     value: Any
 
 
+class Origin(NamedTuple):
+    """Where a value comes from."""
+
+    source: str
+    """Name of a file, or `override`."""
+    line: int | None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """Values of a recipe before defaults, and the place of each."""
@@ -61,8 +72,14 @@ class Written:
         place of the nearest section around it."""
         if override := self._override(key):
             return f"override {override.text!r}", True
+        return str(self.origin(key)), False
+
+    def origin(self, key: KeyPath) -> Origin:
+        """Where the value of a key comes from, or that of the nearest section around it."""
+        if self._override(key):
+            return Origin("override", None)
         place = self._place(key)
-        return (f"{place[0].name}:{place[1]}" if place else self.files[0].name), False
+        return Origin(place[0].name, place[1]) if place else Origin(self.files[0].name, None)
 
     def folder(self, key: KeyPath) -> Path:
         """Directory where the relative path of a key begins."""

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from launcher.errors import BadInput
 from launcher.recipe.changes import flat
-from launcher.recipe.files import SECTIONS, Override, Written, read_files
+from launcher.recipe.files import SECTIONS, Origin, Override, Written, read_files
 from launcher.recipe.located_yaml import YamlProblems, dump, locator, read, read_mapping, read_text
 from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import ITEM, KeyPath, Locate, generic, known_keys, validation_problems, where_named
@@ -122,11 +122,10 @@ def asked_text(recipe: Recipe) -> str:
     return text
 
 
-def origins(recipe: Recipe) -> dict[str, str]:
-    """Where each value of a recipe comes from that is no default: `training.steps` -> `mine.yaml:7`."""
-    written = recipe.written
-    given = {key: written.locate(tuple(key.split(".")))[0] for key in flat(written.values)}
-    return {**recipe.filled, **given}
+def origins(recipe: Recipe) -> dict[str, Origin]:
+    """Origin of each value of a recipe that is no default, by its full key."""
+    filled = {key: Origin(source, None) for key, source in recipe.filled.items()}
+    return filled | {key: recipe.written.origin(tuple(key.split("."))) for key in flat(recipe.written.values)}
 
 
 def dump_resolved(config: RunConfig) -> str:

@@ -84,7 +84,7 @@ def test_a_dry_run_keeps_stdout_for_the_script(cluster):
     assert done.stdout.startswith("#!/bin/bash\n")
     assert "would submit to lab: demo on 1 node x 2 CPU processes, colocated" in done.stderr
     whole = json.loads(submit("--dry-run", "--json").stdout)
-    assert set(whole) == {"cluster", "run_dir", "plan", "resolved", "script", "notes", "obstacles"}
+    assert set(whole) == {"cluster", "run_dir", "plan", "resolved", "origins", "script", "notes", "obstacles"}
     assert whole["resolved"]["cluster"] == "lab"
 
 

@@ -6,11 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from launcher.cli.show.origins import origin_lines
 from launcher.host.slurm.formats import time_of
 from launcher.job.draft import Draft
 from launcher.job.script import PlannedJob
 from launcher.plan.placement import Plan
 from launcher.recipe.changes import as_json
+from launcher.recipe.load import origins
 
 if TYPE_CHECKING:  # what a dry run does not need is imported where it is used: people wait for it
     from launcher.job.submit import SubmittedJob
@@ -33,6 +35,7 @@ def dry_run_lines(draft: Draft) -> list[str]:
         f"would submit to {draft.job.cluster}: {job_in_brief(draft.job)}",
         f"  directory  {draft.job.run_dir}",
         *(f"  {line}" for line in _step_lines(draft.job.plan)),
+        *origin_lines(draft.job.recipe, draft.job.cluster, draft.job.profile),
     ]
 
 
@@ -44,6 +47,7 @@ def dry_run_json(draft: Draft) -> dict[str, Any]:
         "run_dir": str(job.run_dir),
         "plan": job.plan_json,
         "resolved": job.recipe.config.model_dump(mode="json"),
+        "origins": {key: str(origin) for key, origin in origins(job.recipe).items()},
         "script": draft.script,
         "notes": list(draft.notes),
         "obstacles": list(draft.obstacles),

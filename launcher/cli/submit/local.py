@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from launcher.cli.show.origins import origin_lines
 from launcher.cli.show.terminal import Interruptions, echo
 from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.choice import LOCAL
@@ -22,7 +23,7 @@ from launcher.job.run_directory import Prepared, prepare
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan
 from launcher.recipe.changes import as_json
-from launcher.recipe.load import Recipe, dump_resolved, refusal
+from launcher.recipe.load import Recipe, dump_resolved, origins, refusal
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CRASHED, EXIT_CRASHED, EXIT_FINISHED, MISCONFIGURED
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -81,11 +82,14 @@ def _show(recipe: Recipe, sizes: Sizes, root: Path | None, request: Request) -> 
     place = root or Path(RUNS) / f"{config.name}-DATE-TIME"
     if request.as_json:
         values = {"cluster": LOCAL, "run_dir": str(place), "resolved": config.model_dump(mode="json")}
-        click.echo(json.dumps({**values, "changes": as_json(changed)}))
+        found = {key: str(origin) for key, origin in origins(recipe).items()}
+        click.echo(json.dumps({**values, "origins": found, "changes": as_json(changed)}))
         return
     for one in changed:
         click.echo(f"change: {one}", err=True)
-    click.echo(f"would start {_in_brief(config, sizes)} in {place}; its resolved recipe:", err=True)
+    click.echo(f"would start {_in_brief(config, sizes)} in {place}", err=True)
+    for line in origin_lines(recipe, LOCAL, None):
+        click.echo(line, err=True)
     click.echo(dump_resolved(config).encode(), nl=False)  # a file in UTF-8, whatever the terminal shows
 
 

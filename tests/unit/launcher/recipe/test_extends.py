@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from launcher.cli.show.origins import origin_lines
+from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.recipe.files import shipped_values
 from launcher.recipe.load import asked_text, dump_resolved, load_recipe, origins, place_of
@@ -123,8 +126,8 @@ def test_what_cannot_be_extended_is_refused_with_its_line(folder, extends, said)
 
 def test_the_origin_of_each_value_is_known(folder):
     recipe = load_recipe("../recipes/mine.yaml", ["training.seed=3"])
-    found = origins(recipe)
-    assert found["training.seed"] == "override 'training.seed=3'"
+    found = {key: str(origin) for key, origin in origins(recipe).items()}
+    assert found["training.seed"] == "override"
     assert found["grpo.prompts_per_step"] == "../recipes/mine.yaml:3"
     assert found["model.huggingface"].startswith("qwen2.5-3b-dapo.yaml:")
     assert found["optimizer.beta2"].startswith("bases/dapo.yaml:")
@@ -147,3 +150,16 @@ def test_a_base_is_extended_and_not_run():
     extending = [name for name in shipped_recipes() if name.endswith(("-dapo", "-partitioned"))]
     assert len(extending) == 10
     assert {shipped_values(name)["optimizer"]["epsilon"] for name in extending} == {1e-8}
+
+
+def test_a_dry_run_has_a_line_for_each_source(folder):
+    profile = load_clusters(environ={"HOME": str(folder)}).profile("h100")
+    lines = origin_lines(load_recipe("../recipes/mine.yaml", ["training.seed=3"]), "h100", profile)
+    rows = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines[1:] if line[2] != " ")
+    assert rows["override"] == "training.seed"
+    assert rows["../recipes/mine.yaml"] == "environment.args.train.path, grpo.{prompts_per_step, global_batch}, name"
+    assert rows["qwen2.5-3b-dapo.yaml"].startswith("job.nodes, placement.training.tp, model.huggingface")
+    assert rows["models.yaml"] == "the shape of the model"
+    assert rows["cluster h100"] == "job.time_limit, image"
+    assert rows["bases/dapo.yaml"].startswith("all other keys of job, placement, ")
+    assert list(rows)[-1] == "default"
