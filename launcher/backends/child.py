@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from launcher.errors import BadInput, Failed
+from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.contract.children import module_command
-from megatron_rl.contract.codes import EXIT_USAGE, HASH_SEED, PARENT_VARIABLE
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, HASH_SEED, PARENT_VARIABLE
+from megatron_rl.contract.evaluation_records import EvaluationResult
+from megatron_rl.contract.shapes import from_json
+from megatron_rl.evaluate.config import Evaluation
 
 
 class Child:
@@ -101,3 +108,80 @@ class Child:
         if code == EXIT_USAGE:
             return BadInput(last)
         return Failed(f"{self._module} ended with exit code {code}{': ' if last else ''}{last}")
+
+
+MODULE = "megatron_rl.agent.trial"
+
+
+def tried(environment: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
+    """Each of its first problems, as they are tried: see `megatron_rl.agent.trial.tried`.
+
+    Raises BadInput where it cannot be built, Failed where the process did not end well.
+    """
+    with Child(MODULE) as child:
+        child.send(json.dumps({"environment": environment.model_dump(), "problems": problems}))
+        child.end_input()
+        yield from child.said()
+        code = child.wait()
+        if code != EXIT_FINISHED:
+            raise child.failure(code)
+
+
+MODULE = "megatron_rl.evaluate"
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """The evaluation was asked to stop, and has; what had been answered is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished evaluation."""
+
+    result: EvaluationResult
+    out: str
+    """Its file."""
+
+
+def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]) -> Done:
+    """Evaluate on this machine; Ctrl-C, SIGTERM and SIGHUP are passed on, and the second of them kills.
+
+    Args:
+        report: told how far it is, as megatron_rl.evaluate.blocks.Progress.
+
+    Raises:
+        Interrupted: by one of those.
+        BadInput: the evaluation cannot be made as it is asked for.
+        Failed: something else went wrong.
+    """
+    heard: list[int] = []
+    child: Child | None = None
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if child is not None:
+            child.signal(signal.SIGTERM if len(heard) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, forward) for number in STOPPING}
+    try:
+        with Child(MODULE) as child:
+            if heard:  # before there was a child to tell
+                child.signal(signal.SIGTERM)
+            child.send(evaluation.model_dump_json())
+            child.end_input()
+            done = None
+            for said in child.said():
+                if "progress" in said:
+                    report(said["progress"])
+                elif "result" in said:
+                    done = Done(from_json(EvaluationResult, said["result"]), said["out"])
+            code = child.wait()
+            if code == EXIT_FINISHED and done:
+                return done
+            if code == EXIT_INTERRUPTED or heard:
+                raise Interrupted
+            raise child.failure(code)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

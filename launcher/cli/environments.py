@@ -58,8 +58,8 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool) -> 
     way that answers take in a run. A right answer that cannot be scored, or that is worth no more than a wrong one, is
     reported, with exit code 1.
     """
-    from launcher.backends.trial import tried  # what the list needs not
-    from launcher.job.evaluation import checked_environment, parse_args
+    from launcher.backends.child import tried  # what the list needs not
+    from launcher.job.evaluation_request import checked_environment, parse_args
 
     try:
         asked = checked_environment(with_samples(EnvironmentConfig(name=name, args=parse_args(env_args))), name)

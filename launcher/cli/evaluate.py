@@ -16,7 +16,7 @@ from launcher.cli.completion import complete_run
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
-from launcher.job.evaluation import Origin, job_recipe, origin_of, refuse_ranks, requested
+from launcher.job.evaluation_request import Origin, job_recipe, origin_of, refuse_ranks, requested
 from launcher.runs.policy import prepare_policy
 from megatron_rl.agent.registry import required_extras
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
@@ -140,7 +140,7 @@ def _make_folder_of(out: Path) -> None:
 
 
 def _on_this_machine(evaluation: Evaluation, as_json: bool) -> int:
-    from launcher.backends.evaluation import Interrupted, evaluate  # what a job needs not
+    from launcher.backends.child import Interrupted, evaluate  # what a job needs not
     from launcher.cli.show.scores import ProgressLine, lines
 
     progress = ProgressLine()
@@ -173,7 +173,7 @@ def _as_job(evaluation: Evaluation, origin: Origin | None, cluster: str, options
     from launcher.cli.submit.slurm import run_on_slurm
     from launcher.fetch.prefetch import known_caches
     from launcher.job.directories import refuse_unusable, run_name
-    from launcher.runs.trust import refuse_others
+    from launcher.runs.owner import refuse_others
 
     clusters = load_clusters()
     recipe = job_recipe(evaluation, origin, cluster, known_caches(clusters))

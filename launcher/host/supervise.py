@@ -18,17 +18,19 @@ import sys
 import time
 
 from launcher.host.attempt.conclude import close, conclude_lost
+from launcher.host.attempt.interfaces import Surroundings
 from launcher.host.attempt.local_ranks import LocalRanks, RankSettings
 from launcher.host.attempt.runner import AttemptRunner
-from launcher.host.attempt.this_machine import ThisMachine
+from launcher.host.judge.policy import Facts
 from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.process.output import QuietStream
+from launcher.host.process.processes import start_time
 from launcher.host.process.signals import Signals
-from launcher.host.record.ledger import point_latest, write_line
+from launcher.host.record.identity import make_token
+from launcher.host.record.ledger import newest_known_checkpoint, point_latest, write_line
 from launcher.host.record.presence import tell_of_loss
 from launcher.host.record.striping import make_checkpoints
-from launcher.host.record.token import make_token
-from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.paths import Attempt, RunDir
 
@@ -148,3 +150,40 @@ def _write_to(path: str) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+class ThisMachine(Surroundings):
+    """The machine that a supervisor and its ranks share.
+
+    Args:
+        drain_limit: seconds that ranks have to save and leave.
+        owner: PID:START-TICKS of the process whose death drains the run.
+    """
+
+    def __init__(self, run: RunDir, drain_limit: float, owner: str | None) -> None:
+        self._run, self._drain_limit, self._owner = run, drain_limit, owner
+
+    def request_for(self, signal_name: str, now: float) -> Drain:
+        return Drain(signal_name, "supervisor", now, deadline=now + self._drain_limit)
+
+    def request_of_owner(self, now: float) -> Drain | None:
+        if self._owner is None:
+            return None
+        pid, _, started = self._owner.partition(":")
+        if start_time(int(pid)) == int(started):
+            return None
+        return self.request_for("the mrl-submit that owned it is gone", now)
+
+    def complete(self, attempt: Attempt, request: Drain) -> Drain:
+        if request.deadline is not None:
+            return request
+        return request._replace(deadline=request.at + self._drain_limit)  # a rank wrote it: only it had been told
+
+    def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
+        return request
+
+    def facts(self, attempt: Attempt, request: Drain | None) -> Facts:
+        return Facts(checkpoint=newest_known_checkpoint(self._run), can_return=False, requeueable=False)
+
+    def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:
+        """Nobody does: mrl-submit says how its user goes on."""

@@ -19,7 +19,7 @@ from launcher.job.run_directory import opened
 from launcher.recipe.changes import Change, as_json, changes
 from launcher.recipe.load import Recipe, load_recipe, read_resolved
 from launcher.runs.find import find, names_run
-from launcher.runs.trust import refuse_others
+from launcher.runs.owner import refuse_others
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir

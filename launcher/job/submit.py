@@ -12,25 +12,24 @@ from tempfile import TemporaryDirectory
 
 from launcher.backends.slurm import submit as sbatch
 from launcher.backends.slurm.jobs import cluster_name
-from launcher.backends.slurm.refusal import translate
+from launcher.backends.slurm.refusal import no_partition, translate
 from launcher.cluster.profile import RUN_MODES
 from launcher.errors import BadInput, Unsure
 from launcher.fetch import prefetch
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
-from launcher.host.record import submissions
-from launcher.host.record.identity import comment_of
-from launcher.host.record.reading import PATIENCE_S
+from launcher.host.record.identity import comment_of, note_submission
+from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
-from launcher.job.harvest import refuse_unknown_partitions
 from launcher.job.run_directory import opened
 from launcher.job.script import PlannedJob, header, render
 from launcher.recipe.changes import Change
+from launcher.recipe.load import refusal
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import LOOK_S, read, write
+from megatron_rl.contract.records import LOOK_S, PATIENCE_S, read, write
 from megatron_rl.contract.run_records import CodeSnapshot, Owner, PlanRecord
 from megatron_rl.contract.shapes import from_json
 
@@ -101,7 +100,7 @@ def submit(
             except OSError as error:
                 found.handed_over = False
                 raise BadInput(f"{error.filename}: {error.strerror}; nothing was submitted") from error
-    complaint = submissions.note(run, job.cluster, job_id)
+    complaint = note_submission(run, job.cluster, job_id)
     notes = (*drafted.notes, *([complaint] if complaint else []))
     if found.corrected:
         notes = (*notes, f"nothing was trained in {run.root} yet: it begins with the recipe as it is now")
@@ -185,3 +184,19 @@ def flags_by_name(options: Sequence[str]) -> dict[str, str]:
     """`--nodes=8` -> {"nodes": "8"}."""
     parts = (option.removeprefix("--").partition("=") for option in options)
     return {name: value for name, _, value in parts}
+
+
+def refuse_unknown_partitions(jobs: Sequence[PlannedJob]) -> None:
+    """Raises BadInput. Where Slurm cannot be asked it says nothing: the submission itself does."""
+    harvesting = [(job.recipe, job.recipe.config.harvest) for job in jobs if job.recipe.config.harvest]
+    if not harvesting:
+        return
+    try:
+        known = ask.partitions()
+    except SlurmRefused:
+        return
+    for recipe, harvest in harvesting:
+        for name in harvest.partition.split(","):  # Slurm takes several: the job starts in the first that has room
+            if name not in known:
+                text, hint = no_partition(name, known)
+                raise refusal(recipe, [f"harvest.partition: {text}{f'; {hint}' if hint else ''}"])

@@ -7,14 +7,22 @@ import time
 from collections.abc import Callable
 
 from launcher.errors import BadInput, Failed
-from launcher.host.record.reading import PATIENCE_S, UnreadableRecord, read_or_raise
 from launcher.host.slurm import tell
 from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.find import pasteable_command
 from launcher.runs.state import UNSURE, RunStatus, resolved_values
 from megatron_rl.contract.attempt_records import LEDGER, AttemptStart, Drain
 from megatron_rl.contract.codes import CANCELLED, REQUEUE
-from megatron_rl.contract.records import Unreadable, if_readable, read, read_lines, write
+from megatron_rl.contract.records import (
+    PATIENCE_S,
+    Unreadable,
+    UnreadableRecord,
+    if_readable,
+    read,
+    read_lines,
+    read_or_raise,
+    write,
+)
 
 DRAIN_MARGIN_S = 60  # beside the save itself: the step that is under way
 SAVE_LIMIT_S = 600.0  # of a save, where the recipe of the run does not say it

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher.errors import BadInput
-from launcher.host.record.submissions import index_file
+from launcher.host.record.identity import index_file
 from launcher.host.slurm.ask import show_job
 from launcher.host.slurm.call import SlurmRefused
 from megatron_rl.contract.paths import RunDir

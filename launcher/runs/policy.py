@@ -7,7 +7,7 @@ from pathlib import Path
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, export
 from launcher.runs.find import find, is_run, names_run
-from launcher.runs.trust import refuse_others
+from launcher.runs.owner import refuse_others
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import is_hub_name, package_of
 from megatron_rl.model.hf_config import CONFIG_FILE

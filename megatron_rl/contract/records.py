@@ -24,6 +24,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 LOOK_S = 0.2  # seconds between looks at a file that is unreadable for now
+PATIENCE_S = 5.0  # seconds over which a decision looks again: a stale mount, somebody's editor
 
 
 class Absent(Enum):
@@ -76,6 +77,18 @@ def read(kind: type[T], path: AnyPath, patience: float = 0.0) -> T | Absent | Un
         patience: seconds for which a file that cannot be read is looked at again: a stale mount, somebody's editor.
     """
     return _patiently(lambda: _read(kind, path), patience)
+
+
+class UnreadableRecord(OSError):
+    """A file of the run cannot be read, or holds something else than its record."""
+
+
+def read_or_raise(kind: type[T], path: AnyPath) -> T | None:
+    """The record that a decision needs, None where there is no such file. Raises UnreadableRecord."""
+    found = read(kind, path, PATIENCE_S)
+    if isinstance(found, Unreadable):
+        raise UnreadableRecord(str(found))
+    return if_readable(found)
 
 
 def if_readable(found: T | Absent | Unreadable) -> T | None:

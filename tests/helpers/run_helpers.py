@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launcher.host.record.submissions import note
+from launcher.host.record.identity import note_submission
 from launcher.recipe.load import dump_resolved, load_recipe
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
 from megatron_rl.contract.files import write_atomic
@@ -36,7 +36,7 @@ def make_run(root: Path, *overrides: str, job_id: str | None = None, cluster: st
 def submitted(root: Path, *overrides: str, job_id: str | None = None, cluster: str = "local") -> RunDir:
     """The same, and in the index."""
     run = make_run(root, *overrides, job_id=job_id, cluster=cluster)
-    assert note(run, cluster, job_id) is None
+    assert note_submission(run, cluster, job_id) is None
     return run
 
 

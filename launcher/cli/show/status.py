@@ -10,12 +10,11 @@ from typing import Any
 from launcher.cli.show.history import RECENT, HistoryReader, clock, mean
 from launcher.cli.show.scores import brief, result_of, scores_json
 from launcher.errors import BadInput
-from launcher.host.attempt.avoid import excluded_since
+from launcher.host.attempt.start_again import excluded_since
 from launcher.host.record.accounting import USEFUL
 from launcher.host.record.evidence import read_replicas
 from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import read_ledger
-from launcher.host.record.reading import UnreadableRecord
 from launcher.host.slurm.ask import avoided_nodes, show_job
 from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.find import pasteable_command
@@ -25,7 +24,7 @@ from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING
 from megatron_rl.contract.learning import LearningWarning
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import if_readable, read
+from megatron_rl.contract.records import UnreadableRecord, if_readable, read
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:

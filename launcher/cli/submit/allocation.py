@@ -13,13 +13,12 @@ import click
 
 from launcher.cli.show.terminal import Interruptions, echo
 from launcher.errors import BadInput
-from launcher.host.record import submissions
+from launcher.host.record.identity import note_submission
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
-from launcher.job.harvest import refuse_unknown_partitions
 from launcher.job.run_directory import opened
 from launcher.job.script import PlannedJob, header
-from launcher.job.submit import write_files
+from launcher.job.submit import refuse_unknown_partitions, write_files
 from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
 
 TICK = 0.2
@@ -57,7 +56,7 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
                 click.echo(f"{run.root}: already finished, nothing to do")
                 return EXIT_FINISHED
             write_files(run, job, update_code=False)
-    submissions.note(run, job.cluster, job_id)
+    note_submission(run, job.cluster, job_id)
     echo(f"running {run.root} in job {job_id}; Ctrl-C saves and leaves")
     interruptions = Interruptions()
     with interruptions.caught():

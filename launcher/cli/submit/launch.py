@@ -16,7 +16,7 @@ def launch(request: Request) -> int:
     cluster, planned = plan_runs(request, clusters)
     for one in planned:
         if one.given is not None:
-            from launcher.runs.trust import refuse_others  # it knows Slurm, which a new run has no use for yet
+            from launcher.runs.owner import refuse_others  # it knows Slurm, which a new run has no use for yet
 
             refuse_unusable(one.given)
             refuse_others(RunDir(one.given), request.trust)

@@ -131,7 +131,7 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, r
     # A dry run needs none of these, and they are slow to import.
     from launcher.backends.local import Supervisor, supervisor_command
     from launcher.cli.submit.follow import Follower, NoSupervisor
-    from launcher.host.record import submissions
+    from launcher.host.record.identity import note_submission
     from launcher.runs.control import DRAIN_MARGIN_S
 
     run, config = prepared.run, recipe.config
@@ -142,7 +142,7 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, r
         echo(f"changed: {one}", err=request.as_json)
     number = "" if attempt.number == 1 else f", attempt {attempt.number}"
     echo(f"starting {_in_brief(config, sizes)} in {run.root}{number}", err=request.as_json)
-    if complaint := submissions.note(run, LOCAL, None):
+    if complaint := note_submission(run, LOCAL, None):
         echo(f"note: {complaint}", err=True)
     drain_limit_s = config.save.timeout_s + DRAIN_MARGIN_S
     owner = None if request.detach else os.getpid()

@@ -16,12 +16,11 @@ from launcher.host.code.sources import moved_sources, read_sources
 from launcher.host.judge.policy import STAYS
 from launcher.host.record.goodput import generating_gpus, gpus_per_node
 from launcher.host.record.ledger import newest_line, point_latest, write_line
-from launcher.host.record.reading import UnreadableRecord, read_or_raise
 from launcher.host.record.striping import make_checkpoints
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.contract.records import if_readable, read, write
+from megatron_rl.contract.records import UnreadableRecord, if_readable, read, read_or_raise, write
 from megatron_rl.contract.run_records import CodeSnapshot, Owner
 
 

@@ -17,7 +17,7 @@ from launcher.host.judge import policy
 from launcher.host.judge.causes import OF_ENDED
 from launcher.host.judge.nodes import to_exclude
 from launcher.host.judge.policy import Decision, Facts, decide
-from launcher.host.judge.replicas import without_replicas
+from launcher.host.judge.replica_restarts import without_replicas
 from launcher.host.judge.sentence import describe_end
 from launcher.host.judge.verdict import Verdict, verdict_of
 from launcher.host.record.evidence import Observed, read_drain, read_evidence, read_replicas

@@ -14,14 +14,13 @@ from typing import NamedTuple
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.replicas import forget_start
 from launcher.host.attempt.slurm_steps import SlurmSteps
-from launcher.host.record.reading import read_or_raise
 from launcher.host.slurm import ask, tell
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.host.slurm.formats import expand_hosts
 from megatron_rl.contract.attempt_records import ReplicaState
 from megatron_rl.contract.codes import ATTEMPT_VARIABLE, REPLICA_RUNNING, REPLICA_WAITING, START_VARIABLE
 from megatron_rl.contract.paths import Attempt, Replica, RunDir
-from megatron_rl.contract.records import write
+from megatron_rl.contract.records import read_or_raise, write
 from megatron_rl.contract.run_records import RunIdentity
 
 LOOK_S = 5.0  # between two questions to Slurm

@@ -15,14 +15,13 @@ from launcher.host.judge.sentence import describe_end
 from launcher.host.process.lock import IsLocked, Lock
 from launcher.host.record.identity import identify, is_job_of
 from launcher.host.record.ledger import newest_line, read_ledger, start_of
-from launcher.host.record.reading import read_or_raise
 from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused, patiently
 from launcher.host.slurm.formats import ENDED, time_of
 from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
 from megatron_rl.contract.files import is_temporary
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import write
+from megatron_rl.contract.records import read_or_raise, write
 from megatron_rl.contract.run_records import Owner
 
 LEFTOVERS_S = 60.0  # that what an earlier start left behind may hold the lock

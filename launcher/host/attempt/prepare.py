@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-from launcher.host.attempt.avoid import just_excluded
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob, dead_nodes
 from launcher.host.attempt.slurm_steps import SlurmSteps
+from launcher.host.attempt.start_again import just_excluded
 from launcher.host.image.cache import import_image
 from launcher.host.image.reference import ImageError
 from launcher.host.judge.nodes import (
@@ -29,12 +29,11 @@ from launcher.host.record.evidence import read_node_reports
 from launcher.host.record.goodput import mark_image, mark_ready
 from launcher.host.record.ledger import ends_in, read_ledger_or_complain
 from launcher.host.record.logs import LONG_TAIL, reason_of_step, reasons_of_step, signed, tail
-from launcher.host.record.reading import read_or_raise
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment, Requeued
 from megatron_rl.contract.codes import BAD_NODES
 from megatron_rl.contract.files import names_in, write_atomic
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.contract.records import read, write
+from megatron_rl.contract.records import read, read_or_raise, write
 from megatron_rl.contract.run_records import PlanRecord
 
 FORGET_S = 60.0  # that the removal of containers may take at the end of an attempt

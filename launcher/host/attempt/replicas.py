@@ -1,7 +1,8 @@
 """The inference replicas of an attempt: started beside its training, and again when one ends or falls silent.
 
-What starts the ranks of one depends on where the attempt runs (slurm_replicas, local_ranks); whether and when is one
-policy (judge.replicas). Training never ends over a replica here: only its own ranks know whether they go on without.
+What starts the ranks of a replica depends on where the attempt runs (slurm_steps, local_ranks); whether and when it
+starts again is one policy (judge.replica_restarts). A lost replica never ends the training from here: only the ranks
+that train know whether they can continue without it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Callable
 
 from launcher.host.attempt.interfaces import World
 from launcher.host.judge.hang import describe_hang
-from launcher.host.judge.replicas import RESTARTS, after_end, describe
+from launcher.host.judge.replica_restarts import RESTARTS, after_end, describe
 from launcher.host.judge.verdict import Verdict, verdict_of
 from launcher.host.record.evidence import Observed, read_evidence
 from launcher.host.record.heartbeats import HangWatch

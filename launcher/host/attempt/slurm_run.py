@@ -10,27 +10,36 @@ from typing import Callable, NamedTuple, TypeVar
 from launcher.host.attempt.begin import begin_attempt, code_paths, create, forget_attempt, next_attempt
 from launcher.host.attempt.conclude import close
 from launcher.host.attempt.harvest import Harvest, HarvestSettings
-from launcher.host.attempt.host_fault import come_back
-from launcher.host.attempt.job_context import JobContext, Refused
+from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext, Refused
 from launcher.host.attempt.own import NothingToDo, own
 from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Preparation
 from launcher.host.attempt.replicas import Replicas
 from launcher.host.attempt.runner import AttemptRunner
-from launcher.host.attempt.slurm_job import SlurmJob
-from launcher.host.attempt.slurm_replicas import SlurmReplicas
-from launcher.host.attempt.slurm_steps import Script, SlurmSteps
-from launcher.host.judge.causes import is_ending
+from launcher.host.attempt.slurm_job import SlurmJob, show_job_or_complain
+from launcher.host.attempt.slurm_steps import Script, SlurmReplicas, SlurmSteps
+from launcher.host.attempt.start_again import start_again
+from launcher.host.judge.causes import has_script, is_ending, is_requeueable
 from launcher.host.judge.nodes import NotEnoughNodes
-from launcher.host.judge.policy import STAYS
+from launcher.host.judge.policy import OVER, ROOM_AGAIN_S, STAYS, Facts, who_starts_it
 from launcher.host.process.signals import Signals
+from launcher.host.record.identity import make_token
+from launcher.host.record.ledger import read_ledger_or_complain, starts_in
 from launcher.host.record.logs import LONG_TAIL, signed, tail
 from launcher.host.record.presence import tell_of_loss
-from launcher.host.record.token import make_token
 from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently
 from launcher.host.slurm.formats import expand_hosts, is_dead
-from megatron_rl.contract.attempt_records import AttemptEnd, Drain, NodeAssignment
-from megatron_rl.contract.codes import BAD_NODES, EXIT_FINISHED, EXIT_USAGE, SILENCE_VARIABLE
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain, LedgerLine, NodeAssignment
+from megatron_rl.contract.codes import (
+    BAD_NODES,
+    EXIT_CRASHED,
+    EXIT_DRAINED,
+    EXIT_FINISHED,
+    EXIT_USAGE,
+    HOST_TRIES,
+    LOST,
+    SILENCE_VARIABLE,
+)
 from megatron_rl.contract.files import FULL
 from megatron_rl.contract.paths import TRAIN
 
@@ -73,10 +82,10 @@ def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:
     try:
         _retried(lambda: create(context, settings.script.document))
         _hear_what_was_missed(context, signals)
-        end = run_attempt(context, settings, signals, lock.descriptor)
+        end = supervise_attempt(context, settings, signals, lock.descriptor)
         while end.then == STAYS:
             context = without_dead_nodes(context)
-            end = run_attempt(context, settings, signals, lock.descriptor)
+            end = supervise_attempt(context, settings, signals, lock.descriptor)
     finally:
         lock.release()
     return int(end.exit_code or EXIT_FINISHED)
@@ -91,7 +100,7 @@ def _hear_what_was_missed(context: JobContext, signals: Signals) -> None:
         print(error, file=sys.stderr)
 
 
-def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lock: int) -> AttemptEnd:
+def supervise_attempt(context: JobContext, settings: JobSettings, signals: Signals, lock: int) -> AttemptEnd:
     """Run the next attempt, to its end. Raises OSError where it cannot begin.
 
     Args:
@@ -190,3 +199,42 @@ def _retried(work: Callable[[], T]) -> T:
                 raise
             print(f"tries again: {error}", file=sys.stderr)
         time.sleep(PAUSE_S)
+
+
+def come_back(context: JobContext, error: Exception, script: str) -> int:
+    """Have the job start again, before an attempt has begun: nothing is lost by then, and nobody may be there to resume
+    the run. Returns the exit code.
+
+    Args:
+        script: that runs this job; the run directory may not hold one yet, or cannot be read.
+    """
+    job = show_job_or_complain(context.job_id)
+    facts = Facts(can_return=has_script(job), requeueable=is_requeueable(job))
+    then, full = who_starts_it(facts), getattr(error, "errno", None) in FULL
+    history = read_ledger_or_complain(context.run)
+    tries = 0 if full else context.faults + context.restarts - _restarts_at_last_start(context, history)
+    where = f"{context.run.root} on {context.batch_host}: {error}"
+    if then == OVER or tries >= HOST_TRIES:
+        why = "" if then == OVER else f" {tries} starts in a row came to nothing;"
+        print(f"error: {where};{why} nothing is lost, mrl resume goes on", file=sys.stderr)
+        return EXIT_DRAINED if full else EXIT_CRASHED
+    if full:
+        what = f"make room, the job comes back in {ROOM_AGAIN_S / 60:.0f} min"
+    else:
+        what = "the job comes back without this host"
+    print(f"error: {where}; nothing is lost: {what}", file=sys.stderr)
+    back = AttemptEnd(
+        attempt=max([line.attempt for line in history] or [0]) + 1,
+        at=time.time(),
+        outcome=LOST,
+        then=then,
+        excluded=[] if full else [context.batch_host],
+        not_before=time.time() + ROOM_AGAIN_S if full else None,
+    )
+    start_again(context, back, script, {FAULTS_VARIABLE: str(tries)})
+    return EXIT_DRAINED
+
+
+def _restarts_at_last_start(context: JobContext, history: list[LedgerLine]) -> int:
+    """How often this job had been requeued when an attempt of it last began; -1: none has."""
+    return max([start.restart for start in starts_in(history) if start.job_id == context.job_id] or [-1])

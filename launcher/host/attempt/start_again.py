@@ -11,17 +11,16 @@ import sys
 import time
 from typing import Callable, TypeVar
 
-from launcher.host.attempt.avoid import excluded_since, nodes_to_avoid
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, PREPARED_VARIABLE, JobContext
+from launcher.host.judge import policy
 from launcher.host.judge.policy import BY_SLURM, BY_US, HELD, OVER, SUCCESSOR
-from launcher.host.record import submissions
-from launcher.host.record.identity import comment_of
+from launcher.host.record.identity import comment_of, note_submission
 from launcher.host.record.ledger import ends_in, read_ledger_or_complain
 from launcher.host.slurm import ask, tell
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, SlurmUnclear, patiently
-from megatron_rl.contract.attempt_records import AttemptEnd, Requeued
+from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine, Requeued
 from megatron_rl.contract.codes import PREEMPTED
-from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import ABSENT, if_readable, read, write
 from megatron_rl.contract.run_records import Owner, RunIdentity
 
@@ -185,7 +184,7 @@ def write_owner(context: JobContext, job_id: str, name: str, run_id: str, succee
     """
     by, slurm_cluster = os.environ.get("USER", ""), context.slurm_cluster
     write(context.run.job, Owner(job_id, context.cluster, time.time(), by, slurm_cluster, succeeds, run_id, name))
-    submissions.note(context.run, context.cluster, job_id)
+    note_submission(context.run, context.cluster, job_id)
 
 
 def is_too_early(context: JobContext, attempt: Attempt, end: AttemptEnd) -> bool:
@@ -207,3 +206,51 @@ def is_too_early(context: JobContext, attempt: Attempt, end: AttemptEnd) -> bool
         return False
     told = read(Requeued, attempt.requeued)
     return told is ABSENT or (isinstance(told, Requeued) and told.queued and not told.postponed)
+
+
+EXCLUDED_FOR_S = 86400.0
+
+
+def nodes_to_avoid(run: RunDir, end: AttemptEnd, listed: list[str], now: float) -> list[str]:
+    """All nodes that the job is to avoid from now on. Raises SlurmRefused.
+
+    Args:
+        end: of the attempt that has ended.
+        listed: nodes that the job avoids as it is.
+    """
+    history = read_ledger_or_complain(run)
+    fresh = just_excluded(history, end)
+    since = dict(excluded_since(history), **dict.fromkeys(fresh, now))
+    theirs = [host for host in listed if host not in since]
+    # One of ours that is not listed was taken off by somebody.
+    ours = [host for host in since if host in fresh or (host in listed and now < since[host] + EXCLUDED_FOR_S)]
+    if ours:
+        known = ask.node_states(theirs + ours)  # one that the cluster has no more makes Slurm refuse them all
+        theirs, ours, fresh = ([host for host in hosts if host in known] for hosts in (theirs, ours, fresh))
+    for avoided in (ours, fresh, []):
+        if not avoided or ask.could_start(str(run.script), theirs + avoided):
+            break
+    dropped = sorted(set(ours) - set(avoided))
+    if dropped:
+        print("not avoided, because without them too few nodes are left: {}".format(", ".join(dropped)))
+    return sorted(set(theirs + avoided))
+
+
+def just_excluded(history: list[LedgerLine], end: AttemptEnd) -> list[str]:
+    """Nodes that failed the run since Slurm last chose its nodes: where the next attempt began in the same allocation,
+    Slurm was not told of them.
+
+    Args:
+        end: of the attempt that has ended.
+    """
+    hosts = list(end.excluded)
+    for earlier in reversed([line for line in ends_in(history) if line.attempt < end.attempt]):
+        if earlier.then != policy.STAYS:
+            break
+        hosts += earlier.excluded
+    return sorted(set(hosts))
+
+
+def excluded_since(history: list[LedgerLine]) -> dict[str, float]:
+    """Node -> when the run was last excluded from it, since somebody last had a look at the run."""
+    return {host: end.at for end in policy.since_held(history) for host in end.excluded}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import stat
 from typing import Callable, NamedTuple, TypeVar
 
 from launcher.host.code import git
-from launcher.host.code.credentials import holds_credentials
 from megatron_rl.contract.paths import RunDir
 
 T = TypeVar("T")
@@ -161,3 +161,28 @@ def ask_git(question: Callable[[str], T], path: str) -> T:
         return question(path)
     except git.GitError as error:
         raise SnapshotError(f"{path}: {error}") from error
+
+
+_FOLDERS = (".aws", ".azure", ".docker", ".gcloud", ".gnupg", ".huggingface", ".kube", ".oci", ".ssh")
+_FILES = (
+    r"\.env|\.env\.(?!example$|sample$|template$).*|.*\.env|\.envrc"
+    r"|[._]netrc|\.pypirc|\.npmrc|\.yarnrc|\.pgpass|\.my\.cnf|\.boto|\.s3cfg|\.dockercfg|\.htpasswd|\.vault-token"
+    r"|\.git-credentials|\.?credentials|credentials[^/]*\.(?:json|ya?ml|toml|ini|cfg|txt)"
+    r"|(?:.*[._-])?(?:client[_-]secret|service[_-]account)[^/]*\.json"
+    r"|\.?secrets?(?:\.[a-z]+)?\.(?:ya?ml|json|toml|ini|cfg|txt)"
+    r"|(?:.*[._-])?token(?:\.(?:txt|json|ya?ml))?"
+    r"|.*\.(?:pem|key|p12|pfx|jks|kdbx|ppk)|id_(?:rsa|dsa|ecdsa|ed25519)(?:_sk)?"
+    r"|.*_history"
+)  # compiled where a name is looked at: a dry run looks at none
+
+
+def holds_credentials(name: str) -> bool:
+    """Whether a file says so by its name, or by that of a folder that it lies in.
+
+    Args:
+        name: relative to the directory that is copied.
+    """
+    *folders, file = name.split("/")
+    return (
+        any(folder.lower() in _FOLDERS for folder in folders) or re.fullmatch(_FILES, file, re.IGNORECASE) is not None
+    )

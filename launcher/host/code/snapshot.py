@@ -23,13 +23,20 @@ import time
 from pathlib import Path
 
 from launcher.host.code import git
-from launcher.host.code.credentials import holds_credentials
-from launcher.host.code.listing import Listing, SnapshotError, ask_git, list_files, tree_of
+from launcher.host.code.listing import Listing, SnapshotError, ask_git, holds_credentials, list_files, tree_of
 from launcher.host.process.processes import start_time
-from launcher.host.record.reading import PATIENCE_S, UnreadableRecord
 from megatron_rl.contract.files import names_in
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import ABSENT, Found, Unreadable, if_readable, read, write
+from megatron_rl.contract.records import (
+    ABSENT,
+    PATIENCE_S,
+    Found,
+    Unreadable,
+    UnreadableRecord,
+    if_readable,
+    read,
+    write,
+)
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
 
 RECORD = RunDir("").code_record.name

@@ -24,8 +24,7 @@ from launcher.host.image import enroot
 from launcher.host.image.enroot import Tell
 from launcher.host.image.reference import ImageError, Reference, is_path, parse
 from launcher.host.process.lock import RunIsOwned, RunLock
-from launcher.host.record.reading import PATIENCE_S
-from megatron_rl.contract.records import LOOK_S, if_readable, read, write
+from megatron_rl.contract.records import LOOK_S, PATIENCE_S, if_readable, read, write
 from megatron_rl.contract.run_records import CachedImage
 
 REMIND = 30.0  # seconds between words of patience

@@ -20,7 +20,6 @@ from launcher.host.judge.verdict import NODES_DISK
 from launcher.host.record.heartbeats import read_heartbeats
 from launcher.host.record.logs import TAIL, last_line, last_words, tail, timed_out_collective, why_not_started
 from launcher.host.record.logs import exits as exits_in_log
-from launcher.host.record.reading import PATIENCE_S
 from megatron_rl.contract.attempt_records import (
     Drain,
     FabricReport,
@@ -35,7 +34,7 @@ from megatron_rl.contract.attempt_records import (
 from megatron_rl.contract.codes import LAST_MOMENT_S, REPLICA_RUNNING, SIGNALLED
 from megatron_rl.contract.files import FULL, names_in
 from megatron_rl.contract.paths import Attempt, RankFiles
-from megatron_rl.contract.records import ABSENT, Unreadable, decode_lines, if_readable, read
+from megatron_rl.contract.records import ABSENT, PATIENCE_S, Unreadable, decode_lines, if_readable, read
 
 _NODES_OWN = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/(?:tmp|var/tmp|dev/shm|run)/[^']*)'")
 PROBE_BYTES = 1 << 16  # that a disk must take to be no reason for silence

@@ -7,11 +7,10 @@ import sys
 
 from launcher.host.record.accounting import AttemptTrace, GpuUsage, gpu_usage, in_queue, is_own
 from launcher.host.record.ledger import ends_in, read_ledger
-from launcher.host.record.reading import UnreadableRecord
 from megatron_rl.contract.attempt_records import Drain, Heartbeat, Marks, TimelineLine
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import TRAIN, Attempt, RunDir
-from megatron_rl.contract.records import Unreadable, if_readable, read, read_lines, write
+from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines, write
 from megatron_rl.contract.run_records import Owner, PlanRecord
 
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import time
 import uuid
+from collections.abc import Mapping
+from pathlib import Path
 
-from launcher.host.record.reading import read_or_raise
+from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import if_readable, read, write
-from megatron_rl.contract.run_records import Owner, RunIdentity
+from megatron_rl.contract.records import append, if_readable, read, read_or_raise, write
+from megatron_rl.contract.run_records import Owner, RunIdentity, Submission
 
 SUBMITTED_S = 3600.0  # by which the clocks of two hosts may differ
 
@@ -89,3 +92,36 @@ def is_job_of(owner: Owner, comment: str, name: str, submitted_at: float | None,
     renamed = bool(owner.name) and name != owner.name
     later = submitted_at is not None and restarts == 0 and abs(submitted_at - owner.submitted_at) > SUBMITTED_S
     return not (renamed and later)
+
+
+BYTES = 32  # of randomness
+
+_WHOLE = re.compile(r"[A-Za-z0-9_-]{32,}\n")
+
+
+def make_token(run: RunDir) -> None:
+    """Have the run a token, for the eyes of its owner alone; one that is whole and that nobody else can read stays.
+    Before any of its ranks starts: they read it once. Raises OSError."""
+    try:
+        private = run.token.stat().st_mode & 0o077 == 0
+        if private and _WHOLE.fullmatch(run.token.read_text(encoding="ascii", errors="replace")):
+            return
+    except FileNotFoundError:
+        pass
+    write_atomic(run.token, secrets.token_urlsafe(BYTES) + "\n", private=True)
+
+
+def index_file(environ: Mapping[str, str] = os.environ) -> Path:
+    home = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME") or str(Path.home())) / ".local" / "state")
+    return Path(home) / "mrl" / "runs.jsonl"
+
+
+def note_submission(run: RunDir, cluster: str, job_id: str | None) -> str | None:
+    """Add a submission; the reason where that was not possible, which stops no run."""
+    line = Submission(os.path.abspath(str(run.root)), cluster, time.time(), job_id)
+    try:
+        index_file().parent.mkdir(parents=True, exist_ok=True)
+        append(index_file(), line)
+    except OSError as error:
+        return f"{index_file()}: {error.strerror}; mrl finds this run by its path only"
+    return None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from launcher.host.record.reading import PATIENCE_S, UnreadableRecord
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, LedgerLine
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import Unreadable, append, read_lines
+from megatron_rl.contract.records import PATIENCE_S, Unreadable, UnreadableRecord, append, read_lines
 
 
 def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> list[LedgerLine]:

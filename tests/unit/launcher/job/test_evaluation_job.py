@@ -9,7 +9,7 @@ import pytest
 
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
-from launcher.job.evaluation import Origin, job_recipe, refuse_ranks, requested
+from launcher.job.evaluation_request import Origin, job_recipe, refuse_ranks, requested
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir

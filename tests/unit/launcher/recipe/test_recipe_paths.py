@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import BadInput
-from launcher.job.evaluation import origin_of, requested
+from launcher.job.evaluation_request import origin_of, requested
 from launcher.recipe.load import dump_resolved, load_recipe
 from launcher.recipe.paths import named_paths
 from launcher.recipe.shipped import shipped_recipes

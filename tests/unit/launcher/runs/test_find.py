@@ -18,7 +18,7 @@ from launcher.cli.resume import command as resume
 from launcher.cli.submit import launch as launch_module
 from launcher.cli.submit.request import Request
 from launcher.errors import BadInput
-from launcher.host.record.submissions import index_file, note
+from launcher.host.record.identity import index_file, note_submission
 from launcher.runs import find as find_module
 from launcher.runs.find import at_once, find, is_run, newest_first, pasteable_command
 from megatron_rl.contract.records import append
@@ -49,7 +49,7 @@ def test_without_a_name_the_newest_submission_is_meant(tmp_path):
     assert find(None).root == first.root
     second = submitted(tmp_path / "b")
     assert find(None).root == second.root
-    note(first, "local", None)
+    note_submission(first, "local", None)
     assert find(None).root == first.root, "resumed last"
     assert [Path(entry.run_dir).name for entry in newest_first()] == ["a", "b"]
 
@@ -99,7 +99,7 @@ def test_a_run_whose_directory_was_removed_is_known_and_its_log_is_named(tmp_pat
 
 def test_every_job_id_of_a_run_names_it(tmp_path):
     run = submitted(tmp_path / "a", job_id="7", cluster="lab")
-    note(run, "lab", "9")
+    note_submission(run, "lab", "9")
     assert find("7").root == find("9").root == run.root
     assert "no run with job 8" in refusal("8")
 
@@ -153,7 +153,7 @@ def test_lines_of_the_index_that_are_none_are_passed_over_and_an_index_that_is_n
 
 def test_an_index_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", "/proc")
-    assert "by its path only" in (note(make_run(tmp_path / "a"), "local", None) or "")
+    assert "by its path only" in (note_submission(make_run(tmp_path / "a"), "local", None) or "")
 
 
 def test_a_command_with_a_plain_name_stays_plain():

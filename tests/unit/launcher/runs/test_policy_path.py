@@ -10,7 +10,7 @@ from run_helpers import make_run
 
 from launcher.cli.serving import make_token_file
 from launcher.errors import BadInput
-from launcher.host.record.submissions import note
+from launcher.host.record.identity import note_submission
 from launcher.runs.policy import prepare_policy
 
 
@@ -30,7 +30,7 @@ def test_runs_checkpoints_weights_and_names_in_the_cache_may_hold_one(
     for path in (run.root, checkpoint, weights, "Qwen/Tiny", "package:some-package"):
         assert prepare_policy(str(path), trusted=False) == str(path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    note(run, "local", None)
+    note_submission(run, "local", None)
     assert prepare_policy("run", trusted=False) == str(run.root)
 
 

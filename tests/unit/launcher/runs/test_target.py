@@ -9,8 +9,7 @@ import pytest
 from run_helpers import begin, end, submitted
 
 from launcher.errors import BadInput
-from launcher.host.record.identity import identify
-from launcher.host.record.submissions import note
+from launcher.host.record.identity import identify, note_submission
 from launcher.runs.target import target_of
 
 
@@ -56,7 +55,7 @@ def test_a_beginning_of_a_name_leaves_doubt_and_a_name_a_path_and_a_job_do_not(t
 
 def test_an_earlier_job_of_a_run_does_not_stand_for_the_one_it_has_now(tmp_path):
     run = submitted(tmp_path / "a", job_id="9", cluster="lab")
-    note(run, "lab", "7")
+    note_submission(run, "lab", "7")
     assert refusal("7") == "job 7 was one of a, which has job 9 now; name the run, or that job"
 
 

@@ -12,7 +12,7 @@ from run_helpers import make_run
 from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.errors import BadInput
-from launcher.runs.trust import refuse_others
+from launcher.runs.owner import refuse_others
 from megatron_rl.contract.paths import RunDir
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import BadInput
-from launcher.job.evaluation import Origin, job_recipe, requested
+from launcher.job.evaluation_request import Origin, job_recipe, requested
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import RunDir
 

@@ -13,7 +13,7 @@ from run_helpers import begin, end, make_run
 
 from launcher.backends.slurm.jobs import JobState
 from launcher.cli.show import status as show
-from launcher.host.attempt.avoid import EXCLUDED_FOR_S, nodes_to_avoid
+from launcher.host.attempt.start_again import EXCLUDED_FOR_S, nodes_to_avoid
 from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.state import read_status

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launcher.host.attempt import begin as begin_module
-from launcher.host.attempt import conclude, host_fault, own, slurm_run, start_again
+from launcher.host.attempt import conclude, own, slurm_run, start_again
 from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.own import NothingToDo
 from launcher.host.attempt.slurm_job import SlurmJob
@@ -521,7 +521,7 @@ class TestFaultBeforeAnAttempt:
     )
     def test_whatever_else_fails_sends_it_elsewhere(self, world, fails, owner, name, error, capsys):
         if name == "create":
-            assert host_fault.come_back(world.context(1), error, "spool") == 75
+            assert slurm_run.come_back(world.context(1), error, "spool") == 75
         else:
             assert fails(owner, name, error, job_id="8" if name == "write_owner" else "7") == 75
         assert world.told == ["requeue", "exclude"]

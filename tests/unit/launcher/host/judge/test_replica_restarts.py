@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.judge.replicas import EARNED_S, LONGEST_PAUSE_S, PAUSE_S, RESTARTS, after_end, without_replicas
+from launcher.host.judge.replica_restarts import (
+    EARNED_S,
+    LONGEST_PAUSE_S,
+    PAUSE_S,
+    RESTARTS,
+    after_end,
+    without_replicas,
+)
 from launcher.host.judge.verdict import Verdict
 from megatron_rl.contract.attempt_records import ReplicaState
 from megatron_rl.contract.codes import CRASHED, FINISHED, MISCONFIGURED, REPLICA_GIVEN_UP, REPLICA_WAITING

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from run_helpers import make_run
 
-from launcher.host.record import identity, reading
-from launcher.host.record.identity import comment_of, copied_from, identify, is_job_of
-from launcher.host.record.reading import UnreadableRecord
+from launcher.host.record import identity
+from launcher.host.record.identity import comment_of, copied_from, identify, is_job_of, make_token
+from megatron_rl.contract import records
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import read
+from megatron_rl.contract.records import UnreadableRecord, read
 from megatron_rl.contract.run_records import Owner, RunIdentity
 
 ID, OTHER = "a" * 32, "b" * 32
@@ -90,7 +90,7 @@ def test_an_original_that_one_may_not_look_into_may_be_there(run, tmp_path, monk
 
 
 def test_an_identity_that_cannot_be_read_is_not_made_anew(run, monkeypatch):
-    monkeypatch.setattr(reading, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(records, "PATIENCE_S", 0.0)
     run.identity.write_text("{")
     with pytest.raises(UnreadableRecord, match=r"run\.json"):
         identify(run)
@@ -117,3 +117,29 @@ def test_a_job_id_that_was_used_again_is_noticed(comment, name, submitted_at, re
 
 def test_a_comment_keeps_what_the_profile_says_in_it():
     assert comment_of(ID, "project=x") == f"project=x mrl:{ID}"
+
+
+def test_a_token_is_made_once_and_only_its_owner_may_read_it(tmp_path):
+    run = RunDir(tmp_path)
+    make_token(run)
+    text = run.token.read_text()
+    assert len(text.split()) == 1
+    assert len(text.strip()) >= 32
+    assert run.token.stat().st_mode & 0o777 == 0o600
+    make_token(run)
+    assert run.token.read_text() == text
+    assert [file.name for file in tmp_path.iterdir()] == ["token"]
+
+
+@pytest.mark.parametrize("damage", ["empty", "torn", "garbage", "readable by all"])
+def test_one_that_is_damaged_or_that_others_could_read_is_replaced(tmp_path, damage):
+    run = RunDir(tmp_path)
+    make_token(run)
+    before = run.token.read_text()
+    changed = {"empty": "", "torn": before[:9] + "\n", "garbage": "\N{SNOWMAN}" * 40 + "\n"}
+    run.token.write_text(changed.get(damage, before))
+    if damage == "readable by all":
+        run.token.chmod(0o644)
+    make_token(run)
+    assert run.token.read_text() not in (before, changed.get(damage))
+    assert run.token.stat().st_mode & 0o777 == 0o600
