@@ -1,8 +1,8 @@
-"""Typed, frozen configuration of a run, put together from the sections of its rooms; each room has its keys, their
-defaults and meaning in a `config.py` of its own.
+"""Typed, frozen configuration of a run, composed of sections. Each room defines its keys, defaults and their meaning in
+its own `config.py`.
 
-The launcher validates recipes with these classes before anything starts and the ranks read the same classes from
-`resolved.yaml`, so none of them imports torch or megatron-core.
+The launcher validates recipes with these classes before anything starts, and the ranks read the same classes from
+`resolved.yaml`. None of them imports torch or megatron-core.
 """
 
 from __future__ import annotations
@@ -28,41 +28,42 @@ from megatron_rl.training.config import OptimizerConfig, TrainingConfig
 
 
 class ImageConfig(Section):
-    """The container image, where the cluster has containers."""
+    """Container image, on clusters with containers."""
 
     reference: Annotated[str, PathMark("image")] | None = None
-    """[REGISTRY#]IMAGE[:TAG] or the path of a squashfs file; default: the cluster profile's."""
+    """[REGISTRY#]IMAGE[:TAG], or path of a squashfs file; default: that of the cluster profile."""
     import_on: Literal["login", "compute"] = "compute"
-    """Where it is imported, once, into the shared cache: where you type mrl-submit, or on the job's first node."""
+    """Where the image is imported, once, into the shared cache. login: where mrl-submit is typed. compute: on the first
+    node of the job."""
 
 
 class CodeConfig(Section):
-    """What runs beside mrl itself: an environment of yours, for example."""
+    """Code of yours that runs beside mrl, such as an environment."""
 
     include: list[FilePath] | None = None
-    """Directories whose snapshot the job imports from, relative ones from the recipe's file on; default: the git
-    repository of the current directory, when the recipe lies in it."""
+    """Directories whose snapshot the job imports from; relative ones start at the recipe's file. Default: the git
+    repository of the current directory, if the recipe lies in it."""
 
 
 class RunConfig(Section):
     """A recipe with every default written out."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Letters, digits, dot, dash and underscore; part of run directory and job names."""
+    """Name of the recipe, part of run directory and job names: letters, digits, dot, dash and underscore."""
     cluster: str | None = None
-    """Cluster profile this recipe is meant for; `local` runs on this machine."""
+    """Cluster profile that the recipe is meant for; `local` runs on this machine."""
     job: JobConfig = JobConfig()
     placement: PlacementConfig = PlacementConfig()
     harvest: HarvestConfig | None = None
-    """Given: replicas on nodes of another partition too (placement.mode partitioned, on Slurm)."""
+    """Additional replicas in another partition (placement.mode partitioned, on Slurm); default: none."""
     image: ImageConfig = ImageConfig()
     code: CodeConfig = CodeConfig()
     model: ModelConfig
     tokenizer: TokenizerConfig
     environment: EnvironmentConfig | None = None
-    """What is trained on."""
+    """Environment to train on."""
     environments: Environments | None = None
-    """Instead of `environment`: several at once, by weight."""
+    """Several environments with weights, instead of `environment`: a list, or the path of a YAML file with one."""
     sampling: Sampling
     inference: InferenceConfig = InferenceConfig()
     grpo: GrpoConfig = GrpoConfig()
@@ -74,11 +75,11 @@ class RunConfig(Section):
     resume: ResumeConfig = ResumeConfig()
     logging: LoggingConfig = LoggingConfig()
     evaluate: EvaluateConfig | None = None
-    """Given: the job evaluates and trains nothing. `mrl evaluate --cluster` writes it."""
+    """Written by `mrl evaluate --cluster`: the job evaluates and trains nothing."""
 
     @property
     def task(self) -> EnvironmentConfig:
-        """The environment, or all of them as one."""
+        """The environment, or several combined into one."""
         if self.environment is not None:
             return self.environment
         members = [one.model_dump() for one in self.environments or ()]
@@ -86,7 +87,7 @@ class RunConfig(Section):
 
     @property
     def environment_ids(self) -> list[str]:
-        """Of the environments that are trained on, where there are several."""
+        """Ids of the environments to train on, where there are several."""
         return [one.id for one in self.environments or () if one.trained_on]
 
     @property
@@ -96,54 +97,54 @@ class RunConfig(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        """Replicas of the training world on the most nodes."""
+        """Data-parallel replicas of the training ranks on the most nodes."""
         layout, apart = self.placement.training, self.placement.inference.nodes or 0
         nodes = self.job.most_nodes - (apart if self.placement.mode == "partitioned" else 0)
         return data_parallel_size(nodes * self.job.gpus_per_node, layout.tp, layout.pp, layout.cp)
 
     @property
     def without_transformer_engine(self) -> str | None:
-        """Why the layers cannot be made of Transformer Engine's parts, wherever it is installed."""
+        """Reason why layers cannot use Transformer Engine, even where it is installed; None if they can."""
         if self.job.device == "cpu":
-            return "job.device is cpu, and it needs GPUs"
+            return "job.device is cpu, and Transformer Engine needs GPUs"
         if self.model.dtype == "fp32":
-            return "model.dtype is fp32, which it multiplies as TF32"
+            return "model.dtype is fp32, which Transformer Engine multiplies as TF32"
         if self.model.num_experts is not None:
-            return "model.num_experts is set, and experts are megatron-core's own"
+            return "model.num_experts is set, and experts use megatron-core's own layers"
         return None
 
     @property
     def offload(self) -> Offload:
-        """What leaves the device's memory while nothing needs it."""
+        """Data that leaves the device's memory while it is unused."""
         return self.placement.offload or ("buffers" if self.job.device == "cuda" else "none")
 
     @property
     def page_tokens(self) -> int:
-        """Places of a page of the engine's cache."""
+        """Tokens per page of the engine's cache."""
         return self.inference.page_tokens or PAGE_TOKENS[self.job.device]
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
         if self.environment is None and self.environments is None:
-            raise ValueError("environment is missing: name one, or several in a list under environments")
+            raise ValueError("environment is missing: give one, or a list of several under environments")
         if self.environment is not None and self.environments is not None:
-            raise ValueError("environments and environment are both given: keep one of them, the other one null")
+            raise ValueError("environments and environment are both given: set one of them to null")
         self._transformer_engine_fits()
         self._megatron_engine_fits()
         self._server_fits()
         if self.asynchronous.max_lag > 0 and self.resume.partial == "regenerate":
             raise ValueError(
-                f"async.max_lag is {self.asynchronous.max_lag} and resume.partial regenerate, which promises the same "
-                "answers again, and when new weights come while one is sampled no clock repeats: say keep"
+                f"async.max_lag is {self.asynchronous.max_lag} and resume.partial is regenerate, which needs the same "
+                "answers again; with max_lag they depend on when new weights arrive: set resume.partial to keep"
             )
         if self.harvest is not None and self.placement.mode != "partitioned":
             raise ValueError(
-                "harvest adds inference replicas, and placement.mode is colocated, which has none: say partitioned"
+                "harvest adds inference replicas, and placement.mode is colocated, which has none: set partitioned"
             )
         if self.placement.mode == "partitioned" and self.job.fewest_nodes < self.job.most_nodes:
             raise ValueError(
-                f"job.nodes {self.job.nodes} is a range, and placement.mode partitioned needs one number: which nodes "
-                "train and which generate is fixed"
+                f"job.nodes {self.job.nodes} is a range, and placement.mode partitioned needs one number: each node "
+                "has a fixed role"
             )
         if self.grpo.prompts_per_step < self.data_parallel_size:
             raise ValueError(
@@ -164,9 +165,9 @@ class RunConfig(Section):
         pages, page_tokens = pages_of(self.inference, self.page_tokens, self.sequence_length)
         if pages * page_tokens < self.sequence_length:
             raise ValueError(
-                f"inference.cache_tokens {self.inference.cache_tokens} has room for {pages * page_tokens} tokens in "
-                f"pages of {page_tokens}, and the longest sequence has {self.sequence_length}: raise it, or leave it "
-                "out for room for inference.max_batch of them"
+                f"inference.cache_tokens {self.inference.cache_tokens} holds {pages * page_tokens} tokens in pages of "
+                f"{page_tokens}, and the longest sequence has {self.sequence_length}: raise it, or leave it out "
+                "to hold inference.max_batch sequences"
             )
         if self.grpo.overlong.buffer > self.sampling.max_new_tokens:
             raise ValueError(
@@ -182,9 +183,9 @@ class RunConfig(Section):
         if training.fp8 == "none":
             return
         if training.transformer_impl == "local":
-            against = "training.transformer_impl is local, and it needs Transformer Engine"
+            against = "training.transformer_impl is local, and FP8 needs Transformer Engine"
         elif training.recompute == "full":
-            against = "training.recompute is full, which would compute layers again in another precision"
+            against = "training.recompute is full, which would recompute layers in another precision"
         if against:
             raise ValueError(f"training.fp8 is {training.fp8}, but {against}")
 
@@ -194,34 +195,40 @@ class RunConfig(Section):
         inference, beyond = self.inference, beyond_megatron(self.sampling)
         tp = self.placement.inference.tp or self.placement.training.tp
         for holds, why in (
-            (self.job.device == "cpu", "job.device is cpu, and it needs GPUs"),
+            (self.job.device == "cpu", "job.device is cpu, and that engine needs GPUs"),
             (
                 self.placement.mode == "partitioned",
-                "placement.mode is partitioned, whose replicas are asked without a phase that begins and ends",
+                "placement.mode is partitioned, and that engine needs generation phases",
             ),
-            (self.model.dtype == "fp32", "model.dtype is fp32, and flash-attn knows bf16"),
-            (self.model.num_experts is not None, "model.num_experts is set, and it was not tried with experts"),
-            (self.training.fp8 != "none", f"training.fp8 is {self.training.fp8}, and it would answer in bf16"),
-            (beyond is not None, f"{beyond} is more than it can do"),
+            (self.model.dtype == "fp32", "model.dtype is fp32, and flash-attn needs bf16"),
+            (
+                self.model.num_experts is not None,
+                "model.num_experts is set, and that engine was not tested with experts",
+            ),
+            (
+                self.training.fp8 != "none",
+                f"training.fp8 is {self.training.fp8}, and that engine would generate in bf16",
+            ),
+            (beyond is not None, f"that engine does not support {beyond}"),
             (
                 self.page_tokens % 256 > 0,
-                f"inference.page_tokens is {self.page_tokens}, and flash-attn wants a multiple of 256",
+                f"inference.page_tokens is {self.page_tokens}, and flash-attn needs a multiple of 256",
             ),
             (
                 inference.cache_tokens is not None and inference.cache_tokens < self.page_tokens,
-                f"inference.cache_tokens {inference.cache_tokens} is no page of {self.page_tokens} tokens",
+                f"inference.cache_tokens {inference.cache_tokens} is less than one page of {self.page_tokens} tokens",
             ),
             (
                 inference.max_batch % tp > 0,
-                f"inference.max_batch {inference.max_batch} is no multiple of placement.inference.tp {tp}",
+                f"inference.max_batch {inference.max_batch} is not a multiple of placement.inference.tp {tp}",
             ),
             (
                 self.resume.partial == "regenerate",
-                "resume.partial is regenerate, and its answers have no random numbers of their own: say keep",
+                "resume.partial is regenerate, and that engine gives answers no random numbers of their own: set keep",
             ),
             (
                 self.asynchronous.max_lag > 0,
-                f"async.max_lag is {self.asynchronous.max_lag}, and what is under way cannot wait while it trains",
+                f"async.max_lag is {self.asynchronous.max_lag}, and that engine cannot pause answers during training",
             ),
         ):
             if holds:
@@ -232,7 +239,7 @@ class RunConfig(Section):
         if (server is not None) != (self.inference.engine == "server"):
             raise ValueError(
                 f"inference.engine is {self.inference.engine} and inference.server is "
-                f"{'given' if server else 'missing'}: the one needs the other"
+                f"{'given' if server else 'missing'}: each needs the other"
             )
         if server is None:
             return
@@ -240,20 +247,20 @@ class RunConfig(Section):
         for holds, why in (
             (
                 self.placement.mode == "partitioned",
-                "placement.mode is partitioned, whose replicas answer: say colocated, where all ranks train",
+                "placement.mode is partitioned, whose replicas generate: set colocated, so that all ranks train",
             ),
             (
                 self.placement.inference.tp is not None,
-                "placement.inference.tp is given, and how the server cuts the model it knows itself: leave it out",
+                "placement.inference.tp is given, and the server has a layout of its own: leave it out",
             ),
             (
                 self.model.init != "huggingface",
-                f"model.init is {self.model.init}, and a server wants a configuration and a tokenizer as they are "
-                "published: say huggingface",
+                f"model.init is {self.model.init}, and a server needs the published configuration and tokenizer: set "
+                "huggingface",
             ),
             (
                 self.resume.partial == "regenerate",
-                "resume.partial is regenerate, which promises the same answers again, and no server does: say keep",
+                "resume.partial is regenerate, and no server repeats its answers bit for bit: set keep",
             ),
             (server.kind == "vllm" and beyond is not None, beyond),
         ):
@@ -262,7 +269,7 @@ class RunConfig(Section):
 
 
 def read_config(run_dir: RunDir) -> RunConfig:
-    """What a run was submitted with. Raises ConfigurationError."""
+    """Read the configuration that a run was submitted with. Raises ConfigurationError."""
     try:
         return RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Sections of a recipe: strict, frozen, its unknown keys refused; and the kinds of values in it."""
+"""Sections of a recipe: strict and frozen models that refuse unknown keys; and types of their values."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 
 @dataclass(frozen=True, slots=True)
 class PathMark:
-    """Marks a key whose value names a file or directory. Whoever reads a recipe makes a relative one absolute, from
-    the recipe's file on, so that it means the same to every process on every machine."""
+    """Marks a key whose value names a file or directory. The loader of a recipe makes relative paths absolute, starting
+    from the recipe's file, so that they mean the same to each process on each machine."""
 
     kind: Literal["path", "hub", "image"] = "path"
     """path: always a path. hub: a path, package:NAME, or a name on the Hugging Face hub. image: a path, or a container
     image in a registry."""
     read: bool = True
-    """Whether the run needs it from its start; else the run writes it, or waits for it."""
+    """Whether the run needs the file from the start; false where the run writes it or waits for it."""
 
 
 FilePath = Annotated[str, PathMark()]
 """Path of a file or directory that the run reads."""
 
 LaterPath = Annotated[str, PathMark(read=False)]
-"""Path of a file or directory that the run writes, or that another process writes before the run asks for it."""
+"""Path of a file or directory that the run writes, or that another process writes before the run needs it."""
 
 HubPath = Annotated[str, PathMark("hub")]
-"""Name on the Hugging Face hub, package:NAME, or path: whatever begins with / . or ~, or is there beside the recipe."""
+"""Name on the Hugging Face hub, package:NAME, or path: a value that starts with / . or ~, or exists beside the
+recipe."""
 
 
 def _day(value: str) -> str:
     try:
         return date.fromisoformat(value).isoformat()
     except ValueError:
-        raise ValueError(f"{value!r} is no day of the form YYYY-MM-DD") from None
+        raise ValueError(f"{value!r} is not a day of the form YYYY-MM-DD") from None
 
 
 Day = Annotated[str, AfterValidator(_day)]
-"""A day of the calendar, as YYYY-MM-DD."""
+"""Day as YYYY-MM-DD."""
 
 
 class Section(BaseModel):
-    """A group of recipe keys. Unknown keys are refused, values are never coerced, instances are frozen."""
+    """Group of recipe keys. Unknown keys are refused, values are never converted, instances are frozen."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True, serialize_by_alias=True

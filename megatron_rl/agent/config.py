@@ -1,4 +1,4 @@
-"""Recipe keys of the environment, or of several that are trained on at once."""
+"""Recipe keys of the environment, or of several environments that are trained on together."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ from pydantic import AfterValidator, Field, model_validator
 from megatron_rl.section import NonNegativeInt, PositiveFloat, Section
 
 MULTI_TASK = "multi-task"
-"""Registered name of the environment that is several at once: what `environments` of a recipe stands for."""
+"""Registered name of the environment that combines several: `environments` of a recipe becomes its arguments."""
 
 
 class EnvironmentConfig(Section):
+    """Source of prompts and rewards."""
+
     name: str
-    """Registered name: see `mrl environments`."""
+    """Registered name; `mrl environments` lists them."""
     args: dict[str, Any] = {}
-    """Arguments of that environment, checked by its own Config class."""
+    """Arguments of the environment, checked by its own Config class."""
     reward_timeout_s: PositiveFloat = 600.0
-    """Longest wait for the reward of one answer, where the environment's scoring waits. One that takes longer loses the
-    answer, and the run goes on. Keep it below job.silence_limit_s."""
+    """Longest wait for the reward of one answer, in seconds. An answer whose scoring takes longer is lost, and the run
+    continues. Keep it below job.silence_limit_s."""
     reward_retries: NonNegativeInt = 1
-    """How often scoring an answer is tried again where it fails, within reward_timeout_s. Then the answer is lost: no
-    reward of 0, but left out of its group's statistics and counted by its reason."""
+    """Further attempts to score an answer after a failure, within reward_timeout_s. After the last one the answer is
+    lost: it gets no reward of 0, but is left out of the statistics of its group and counted by its reason."""
     rollout_limit_s: PositiveFloat | None = None
-    """Longest time for an answer as a whole: all turns, tools and the reward; waiting for room in the engine, and for
-    training in between, included. One that takes longer is cancelled and begun anew, reward_retries times, then lost as
-    above. Default: none."""
+    """Longest time for a whole answer, in seconds: all turns, tools and the reward, including waits for room in the
+    engine and for training in between. An answer that takes longer is cancelled and started again, up to reward_retries
+    times, and then lost. Default: no limit."""
 
 
 class WeightedEnvironment(EnvironmentConfig):
-    """One of several environments. An entry of Megatron-RL's environment files means the same: its `agent_type` and
-    `agent_args` become our name and arguments."""
+    """One of several environments. Entries of Megatron-RL's environment files work too: `agent_type` and `agent_args`
+    become name and arguments."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] = ""
-    """What it is called in metrics and before the names of its evaluation sets; default: its name. Two of one name need
-    it."""
+    """Name in metrics, and prefix of the names of its evaluation sets; default: its name. Environments that share a
+    name need different ids."""
     weight: float = 1.0
-    """Share of each step's prompts, over the sum of the weights of all that are trained on; 0: none."""
+    """Share of each step's prompts, relative to the sum of the weights of all environments that are trained on; 0:
+    none."""
     evaluation_only: bool = False
-    """Never trained on, whatever its weight."""
+    """Evaluate on it and never train on it, whatever its weight."""
 
     @model_validator(mode="before")
     @classmethod
@@ -51,7 +54,7 @@ class WeightedEnvironment(EnvironmentConfig):
         if "agent_type" in values:
             values = _of_megatron_rl(values)
         if "name" not in values:
-            raise ValueError("name is missing: which environment it is, see `mrl environments`")
+            raise ValueError("name is missing: give the name of an environment (`mrl environments` lists them)")
         return {"id": values["name"], **values} if isinstance(values["name"], str) else values
 
     @model_validator(mode="after")
@@ -78,7 +81,7 @@ def _fit_together(environments: list[WeightedEnvironment]) -> list[WeightedEnvir
 
 
 Environments = Annotated[list[WeightedEnvironment], AfterValidator(_fit_together)]
-"""At least one, each under an id of its own, and one at least is trained on."""
+"""At least one environment, each with an id of its own; at least one is trained on."""
 
 
 # Entries of Megatron-RL's environment files
@@ -92,36 +95,38 @@ _NAMES = {
     "MathAgent": "math",
     "OpenMathInstructAgent": "open-math-instruct-2",
 }
-"""Class of theirs -> environment of ours."""
+"""Agent class of Megatron-RL -> environment of mrl."""
 
 _ANSWER_FORMATS = {"tagged": "tags", "boxed": "boxed"}
 
 
 def _of_megatron_rl(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as an entry of ours. Raises ValueError for an agent that has no counterpart."""
+    """Translate an entry of Megatron-RL. Raises ValueError for an agent that has no counterpart."""
     agent, arguments = entry["agent_type"], entry.get("agent_args") or {}
     ours = {name: value for name, value in entry.items() if name not in ("agent_type", "agent_args")}
     if given := sorted({"name", "args"} & ours.keys()):
         raise ValueError(f"agent_type and {given[0]} say the same thing twice: give name and args, or agent_type")
     known = _NAMES.get(str(agent).rpartition(".")[2])  # a class by itself, or its path
     if known is None:
-        raise ValueError(f"agent_type {agent!r} has no counterpart here, only {', '.join(_NAMES)}; give name and args")
+        raise ValueError(
+            f"agent_type {agent!r} has no counterpart here; these have one: {', '.join(_NAMES)}; give name and args"
+        )
     if not isinstance(arguments, Mapping):
         raise ValueError(f"agent_args of {agent} is no mapping")
     return {**ours, "name": known, "args": _arguments(arguments, math=known != "countdown")}
 
 
 def _arguments(theirs: Mapping[str, Any], *, math: bool) -> dict[str, Any]:
-    """What they mean here; those that we do not know stay as they are, to be refused by name."""
+    """Translate the arguments of an entry. Unknown ones stay as they are, so that validation refuses them by name."""
     ours = dict(theirs)
-    if math:  # answers stand in tags unless they say otherwise
+    if math:  # their default answer format is tags
         answer_format = ours.get("answer_format", "tagged")
         ours["answer_format"] = _ANSWER_FORMATS.get(answer_format, answer_format)
     chat = ours.pop("chat_mode", None)
     if chat is not None:
         ours["chat"] = "always" if chat else "never"
     if chat:
-        ours.pop("assistant_suffix", None)  # a chat template opens the answer itself
+        ours.pop("assistant_suffix", None)  # a chat template starts the answer itself
     path = ours.pop("dataset_file", None) or ours.pop("hf_dataset_name", None)
     if path is not None:
         ours["train"] = {"path": path, **({"split": ours.pop("split")} if "split" in ours else {})}

@@ -1,4 +1,4 @@
-"""Recipe keys of saving."""
+"""Recipe keys of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from megatron_rl.section import NonNegativeInt, PositiveInt, Section
 
 MOST_WAITING = 2
-"""Checkpoints that are kept for an export that is not there yet: the one under way and the next."""
+"""Checkpoints kept for an unfinished export: the one being exported and the next."""
 
 
 def _steps_or_auto(value: Any) -> int | Literal["auto"]:
@@ -28,21 +28,24 @@ SaveEvery = Annotated[
 
 
 class SaveConfig(Section):
+    """Checkpoints."""
+
     every: SaveEvery = "auto"
-    """Steps between checkpoints; 0 saves only at the end and when interrupted. auto: as often as loses least time, by
-    what a save has cost and how often the run has failed so far (Daly 2006)."""
+    """Steps between checkpoints; 0 saves only at the end and when interrupted. auto: the interval that loses least
+    time, computed from the measured duration of saves and the failures so far (Daly 2006)."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay on disk."""
     keep_every: NonNegativeInt = 0
-    """Checkpoints of steps that are a multiple of this are made in any case and stay for good; 0: none."""
+    """Steps between checkpoints that are kept for good; they are saved at each multiple of this number, whatever
+    `every` is. 0: none."""
     export_hf_every: NonNegativeInt = 0
-    """Checkpoints of steps that are a multiple of this are made in any case, and converted to Hugging Face's format
-    beside the training: hf/step-000040 in the run directory, which stays; 0: none."""
+    """Steps between exports to Hugging Face's format. A checkpoint is saved at each multiple of this number and
+    converted during training to hf/step-000040 in the run directory, which is kept for good. 0: none."""
     timeout_s: PositiveInt = 600
-    """Longest time a save may take, and as long an export, in seconds."""
+    """Longest time for a save, and for an export, in seconds."""
 
     def exported(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is to be exported."""
+        """Whether the checkpoint of `step` is exported."""
         return self.export_hf_every > 0 and step % self.export_hf_every == 0
 
     def stays(self, step: int) -> bool:
@@ -50,6 +53,6 @@ class SaveConfig(Section):
         return self.keep_every > 0 and step % self.keep_every == 0
 
     def most_kept(self, steps: int) -> int:
-        """Checkpoints on disk at most, in a run of `steps`; one being written comes on top."""
+        """Largest number of checkpoints on disk in a run of `steps` steps, without the one being written."""
         waiting = MOST_WAITING if self.export_hf_every else 0
         return self.keep + waiting + (steps // self.keep_every if self.keep_every else 0)

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: by `mrl evaluate` for this machine, and as a section of the recipe of its job."""
+"""Request of an evaluation: by `mrl evaluate` for this machine, or as a section of the recipe of a job."""
 
 from __future__ import annotations
 
@@ -12,44 +12,47 @@ from megatron_rl.section import Day, HubPath, LaterPath, NonNegativeInt, Positiv
 
 
 class EvaluateConfig(Section):
-    """A job with this section evaluates and trains nothing; `mrl evaluate --cluster` writes it."""
+    """Makes the job evaluate instead of train; written by `mrl evaluate --cluster`."""
 
     checkpoint: HubPath
-    """What is evaluated: a run directory, a checkpoint, or Hugging Face weights, by directory or name on the hub."""
+    """Run directory, checkpoint, or Hugging Face weights (directory or name on the hub) to evaluate."""
     sets: tuple[str, ...] | None = Field(default=None, strict=False)
     """Evaluation sets of the environment; default: all."""
     k: PositiveInt = 32
-    """AnswerFile to each problem."""
+    """Answers per problem."""
     prompts: PositiveInt | None = None
-    """Problems of each set at most, the first ones; default: all."""
+    """Problems per set, the first ones; default: all."""
     greedy: bool = True
     """Also answer each problem once at temperature 0."""
     seed: NonNegativeInt = 0
-    """Of the answers' random numbers."""
+    """Seed of the answers' random numbers."""
     out: LaterPath | None = None
-    """File of the result; default: named after the settings, in `evaluations/` of the run or of the current
+    """File of the result; default: a name made of the settings, in `evaluations/` of the run or of the current
     directory. The answers are kept beside it."""
     date: Day | None = None
-    """Day that a chat template takes for today; default: the run's (tokenizer.date), and of no run the clock's."""
+    """Day, as YYYY-MM-DD, that chat templates use as today; default: the run's (tokenizer.date), or the current day
+    where no run is known."""
     dtype: Literal["fp32", "bf16"] | None = None
-    """Of the weights; default: the run's, or that of the published weights."""
+    """Precision of the weights; default: that of the run or of the published weights."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Kind of device that the ranks compute on."""
     threads: PositiveInt | None = None
-    """Of each rank on a CPU; default: all processors that the process may use, among its ranks."""
+    """CPU threads per rank; default: all processors available to the process, shared between its ranks."""
     tp: PositiveInt = 1
-    """Ranks of a node that hold the model together, as a layout of training does by tensor parallelism ..."""
+    """Tensor parallel size: ranks of a node that hold one copy of the model together."""
     replicas: PositiveInt = 1
-    """... and how many such copies of it share out the problems. What is found is the same with any number of them."""
+    """Copies of the model that share the problems. The result is the same with any number of them."""
     code: str = ""
     """Version of mrl and of the environment's code, for the record."""
 
     @property
     def ranks(self) -> int:
+        """Ranks of the evaluation."""
         return self.tp * self.replicas
 
 
 class Evaluation(Section):
-    """An evaluation in full."""
+    """Evaluation with its environment and its sampling."""
 
     evaluate: EvaluateConfig
     environment: EnvironmentConfig

@@ -1,4 +1,4 @@
-"""Recipe keys of generation: how answers are sampled, and how many at once."""
+"""Recipe keys of generation: sampling, engine, cache."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from megatron_rl.section import (
 )
 
 MOST_STOPS = 16
+"""Stop strings, and stop tokens, at most."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Sampling(Section):
-    """How training answers are sampled. Log-probs are always those of softmax(logits / temperature), before
+    """Sampling of training answers. Log-probs are always those of softmax(logits / temperature) over all tokens, before
     top_k, top_p and min_p."""
 
     temperature: NonNegativeFloat = 1.0
-    """0 is greedy."""
+    """Divides the logits; 0 is greedy."""
     top_p: Probability = 1.0
+    """Sample from the smallest set of tokens whose total probability reaches this; 1 keeps all."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """0 keeps the whole vocabulary."""
+    """Sample from this number of likeliest tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this fraction of the likeliest."""
     max_new_tokens: PositiveInt
-    """Longest answer, the end token included."""
+    """Longest answer in tokens, end token included."""
     min_new_tokens: NonNegativeInt = 0
-    """No end token and none of `stop_tokens` is drawn before an answer has so many tokens; a stop string still ends it.
-    Log-probs stay those of all tokens."""
+    """Shortest answer in tokens: end tokens and `stop_tokens` are not sampled before. Stop strings still end an answer.
+    Log-probs stay those over all tokens."""
     stop: Annotated[tuple[StopString, ...], Field(max_length=MOST_STOPS, strict=False)] = ()
-    """An answer ends with the token that completes one of these strings. At most 16, of 1 to 256 characters."""
+    """Strings that end an answer, with the token that completes one. At most 16, of 1 to 256 characters."""
     stop_tokens: Annotated[tuple[NonNegativeInt, ...], Field(max_length=MOST_STOPS, strict=False)] = ()
-    """Token ids that end an answer, beside the tokenizer's own end tokens. At most 16."""
+    """Token ids that end an answer, in addition to the tokenizer's end tokens. At most 16."""
 
     @model_validator(mode="after")
     def _can_be_met(self) -> Sampling:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens {self.max_new_tokens}")
         if any("\ufffd" in text for text in self.stop):
-            raise ValueError(
-                "stop holds U+FFFD, which stands for bytes that are no text: no answer is known to have it"
-            )
+            raise ValueError("stop holds U+FFFD, which stands for bytes that are not text: no answer can match it")
         return self
 
 
@@ -63,33 +63,33 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class AdjustedSampling(Sampling):
-    """Sampling from adjusted logits, which clients of a server may ask for. It is no part of a recipe, as training
-    would learn from answers of another distribution than the policy's.
+    """Sampling from adjusted logits, on request of a server's client. Recipes do not offer it, because training would
+    then learn from answers of another distribution than the policy's.
 
-    Biases come first, then the repetition, frequency and presence penalties, then temperature, top_k, top_p and min_p.
-    Log-probs stay those of `Sampling`: of the policy's own logits.
+    Order: biases, then repetition, frequency and presence penalties, then temperature, top_k, top_p and min_p.
+    Log-probs stay those of `Sampling`, of the policy's own logits.
     """
 
     presence_penalty: Penalty = 0.0
-    """Subtracted from the logits of tokens that the answer has."""
+    """Subtracted from the logits of tokens that occur in the answer."""
     frequency_penalty: Penalty = 0.0
-    """Subtracted from the logits of tokens as often as the answer has them."""
+    """Subtracted from the logits of tokens once per occurrence in the answer."""
     repetition_penalty: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Divides positive logits of tokens that the prompt or the answer has, and multiplies negative ones."""
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the answer."""
     logit_bias: Annotated[tuple[tuple[NonNegativeInt, Bias], ...], Field(max_length=MOST_BIASED, strict=False)] = ()
-    """(token, what is added to its logit), each token once."""
+    """(token, amount added to its logit), each token once."""
     ignore_eos: bool = False
-    """Whether end tokens are tokens like others: only `stop`, `stop_tokens` and `max_new_tokens` end an answer."""
+    """Treat end tokens like other tokens: only `stop`, `stop_tokens` and `max_new_tokens` end an answer."""
 
     @property
     def adjustments(self) -> list[str]:
-        """Names of what differs from `Sampling`."""
+        """Names of the values that differ from `Sampling`."""
         own = type(self).model_fields.keys() - Sampling.model_fields.keys()
         return sorted(name for name in own if getattr(self, name) != type(self).model_fields[name].default)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but the end is adjusted."""
+        """Whether anything except the end of answers is adjusted."""
         return bool({*self.adjustments} - {"ignore_eos"})
 
     @model_validator(mode="after")
@@ -100,17 +100,17 @@ class AdjustedSampling(Sampling):
 
 
 def ends_of(sampling: Sampling, end_ids: Iterable[int]) -> tuple[int, ...]:
-    """Tokens that end an answer, perhaps none. end_ids: those that end an answer by default."""
+    """Tokens that end an answer, perhaps none. end_ids: end tokens of the tokenizer."""
     ignored = isinstance(sampling, AdjustedSampling) and sampling.ignore_eos
     return (*(() if ignored else sorted(end_ids)), *sampling.stop_tokens)
 
 
 PAGE_TOKENS = {"cpu": 16, "cuda": 256}
-"""Places of a page by `job.device`: few share more, and flash kernels for pages want multiples of 256."""
+"""Default of `page_tokens` by `job.device`. Small pages share more of a prefix; flash kernels need multiples of 256."""
 
 
 def beyond_megatron(sampling: Sampling) -> str | None:
-    """What megatron-core's dynamic engine cannot do of this, by name; None where it can do all."""
+    """Name the first setting that megatron-core's dynamic engine does not support; None if it supports all."""
     if sampling.min_p > 0:
         return "sampling.min_p"
     if sampling.min_new_tokens > 0:
@@ -121,12 +121,12 @@ def beyond_megatron(sampling: Sampling) -> str | None:
 
 
 def beyond_vllm(sampling: Sampling, *, processed_logprobs: bool) -> str | None:
-    """Why vLLM cannot tell the log-probs of these samples, which are those of softmax(logits / temperature) over all
-    tokens; None where it can."""
+    """Say why vLLM cannot report the log-probs of these samples, which are those of softmax(logits / temperature) over
+    all tokens; None if it can."""
     if not processed_logprobs and sampling.temperature not in (0.0, 1.0):
         return (
             f"sampling.temperature {sampling.temperature}: vLLM's raw log-probs are those of temperature 1; start it "
-            "with --logprobs-mode processed_logprobs and say so (processed_logprobs)"
+            "with --logprobs-mode processed_logprobs and set processed_logprobs"
         )
     cuts = {
         "sampling.top_p": sampling.top_p < 1,
@@ -135,75 +135,76 @@ def beyond_vllm(sampling: Sampling, *, processed_logprobs: bool) -> str | None:
         "sampling.min_new_tokens": sampling.min_new_tokens > 0,
     }
     if processed_logprobs and (cut := [name for name, asked in cuts.items() if asked]):
-        return f"{cut[0]}: vLLM's processed log-probs are those of what is left, not of all tokens"
+        return f"{cut[0]}: vLLM's processed log-probs are those over the remaining tokens, not over all"
     return None
 
 
 class ServerConfig(Section):
-    """A server that samples by the run's weights, which it is told to read after every step."""
+    """Inference server that samples with the run's weights, which it reads after each step."""
 
     kind: Literal["vllm", "mrl"]
     """vllm: started with VLLM_SERVER_DEV_MODE=1 on FOLDER/current. mrl: `mrl serve FOLDER/current --weights-from
     FOLDER`."""
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$", json_schema_extra={"words": "http://HOST:PORT/v1"})]
-    """With the version of the interface: http://HOST:PORT/v1. All ranks must reach it."""
+    """URL with the version of the API, http://HOST:PORT/v1; all ranks must reach it."""
     folder: LaterPath
-    """Where the weights of each version are written and read: on a file system that ranks and server share, in
-    /dev/shm where they share a node. Nobody else may be able to write there."""
+    """Directory where each version of the weights is written and read, on a file system that ranks and server share;
+    /dev/shm where they share a node. Nobody else may have write access."""
     model: Annotated[str, Field(min_length=1)] = "policy"
-    """Its name there: of vLLM --served-model-name, of `mrl serve` --name."""
+    """Name of the model on the server: --served-model-name of vLLM, --name of `mrl serve`."""
     token_file: LaterPath | None = None
-    """File on the ranks' nodes that holds the server's token ..."""
+    """File with the server's token, on the nodes of the ranks."""
     token_variable: str | None = None
-    """... or the name of an environment variable that does: one of the cluster profile's `secrets`."""
+    """Environment variable with the server's token, one of the `secrets` of the cluster profile; instead of
+    token_file."""
     processed_logprobs: bool = False
-    """Of vllm: started with --logprobs-mode processed_logprobs, which a temperature other than 1 needs."""
+    """Whether vLLM was started with --logprobs-mode processed_logprobs, which a temperature other than 1 needs."""
     answer_limit_s: PositiveFloat = 3600.0
-    """Longest wait for one answer, which is told when it is whole; and for the server to read new weights."""
+    """Longest wait for one answer, and for the server to read new weights, in seconds."""
 
     @model_validator(mode="after")
     def _has_one_token(self) -> ServerConfig:
         if self.token_file is not None and self.token_variable is not None:
-            raise ValueError("token_file and token_variable are both given: keep the one that the server's token is in")
+            raise ValueError("token_file and token_variable are both given: keep the one that holds the server's token")
         if self.kind == "mrl" and self.token_file is None and self.token_variable is None:
-            raise ValueError("mrl serve answers nobody without its token: say token_file or token_variable")
+            raise ValueError("mrl serve refuses requests without its token: give token_file or token_variable")
         if self.kind == "mrl" and self.processed_logprobs:
-            raise ValueError("processed_logprobs is a way to start vLLM, and kind is mrl: leave it out")
+            raise ValueError("processed_logprobs is an option of vLLM, and kind is mrl: leave it out")
         return self
 
 
 class InferenceConfig(Section):
-    """What samples."""
+    """Engine that generates answers."""
 
     engine: Literal["native", "megatron", "server"] = "native"
-    """native: this project's own; needs nothing. megatron: megatron-core's DynamicInferenceEngine; needs GPUs, bf16, a
-    model without experts, flash-attn 2.7.3 or later and einops. It takes neither min_p nor min_new_tokens nor top_k
-    together with top_p, and what it draws depends on what else is answered at the same time. server: one that was
-    started apart from the run, see `server`; then the ranks only train."""
+    """native: the engine of this project, without further requirements. megatron: megatron-core's
+    DynamicInferenceEngine; it needs GPUs, bf16, a model without experts, flash-attn 2.7.3 or later and einops, and
+    supports neither min_p, min_new_tokens nor top_k together with top_p; its samples depend on what else is generated
+    at the same time. server: a server started independently of the run (see `server`); all ranks then only train."""
     server: ServerConfig | None = None
-    """Of `engine: server`."""
+    """Server to use with `engine: server`."""
     max_batch: PositiveInt = 256
-    """Sequences decoded together on one replica; the rest wait for a free row."""
+    """Sequences decoded together on one replica; others wait."""
     prefill_tokens: PositiveInt = 16384
-    """Prompt tokens computed at once; a longer prompt is computed in pieces, between which the others are decoded."""
+    """Prompt tokens computed at once, in tokens. Longer prompts are split, and other answers are decoded in between."""
     cache_tokens: PositiveInt | None = None
-    """Places of the key/value cache of one replica; null: of max_batch sequences of full length. With fewer the
-    youngest answers give way when it is full, and are gone on with later."""
+    """Size of the KV cache of one replica, in tokens; default: max_batch sequences of full length. When a smaller cache
+    is full, the youngest answers pause and resume later."""
     page_tokens: PositiveInt | None = None
-    """Places of a page, of which the cache consists; only full pages are shared. null: 16 on a CPU, 256 on a GPU, whose
-    kernels read pages of a multiple of that."""
+    """Size of a page of the KV cache, in tokens; only full pages are shared. Default: 16 on CPUs, 256 on GPUs, whose
+    kernels need multiples of 256."""
     cuda_graphs: bool = True
-    """Whether what a GPU does for a token is recorded, once for each of few numbers of rows, and then replayed, instead
-    of being told operation by operation. It is not where no kernel reads the cache's pages, nor with experts, in FP8 or
-    by engine megatron: attempts/NNN/kernels.json says. false: to find out whether that is at fault."""
+    """Record the GPU work of a decode step once per batch size and replay it, which saves launching each operation. Not
+    used without a kernel for paged caches, with experts, in FP8 or with `engine: megatron`; attempts/NNN/kernels.json
+    records the choice. Set to false to find out whether graphs cause a problem."""
     share_prefixes: bool = True
-    """Whether the keys and values of a beginning that the cache holds already are used again: of system prompts and
-    conversations. Answers to one prompt share it in any case. With engine megatron: whether answers share anything at
-    all, which they do not with megatron-core 0.16.1."""
+    """Reuse cached keys and values of equal prefixes, such as system prompts and earlier turns. Answers to one prompt
+    always share its prefix. With `engine: megatron`: whether answers share anything at all, which megatron-core 0.16.1
+    does not support."""
 
 
 def pages_of(inference: InferenceConfig, page_tokens: int, longest: int) -> tuple[int, int]:
-    """Pages of the cache, and places in each, of an engine whose sequences have `longest` tokens at most."""
+    """Number of pages of the cache, and tokens per page, for sequences of at most `longest` tokens."""
     page_tokens = min(page_tokens, longest)
     if inference.cache_tokens is not None:
         return inference.cache_tokens // page_tokens, page_tokens
@@ -211,7 +212,8 @@ def pages_of(inference: InferenceConfig, page_tokens: int, longest: int) -> tupl
 
 
 def without_graphs(inference: InferenceConfig, model: ModelConfig, *, fp8: bool) -> str | None:
-    """Why decode steps are not recorded, whatever the device and its kernels; None: they are where those allow it."""
+    """Say why decode steps are not recorded, whatever the device and its kernels are; None if they are where those
+    allow it."""
     if inference.engine != "native":
         return f"inference.engine is {inference.engine}"
     if not inference.cuda_graphs:

@@ -1,4 +1,4 @@
-"""Recipe keys of the record: samples, histograms, Weights & Biases."""
+"""Recipe keys of logging: samples, histograms, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from megatron_rl.section import NonNegativeInt, PositiveInt, Section
 
 
 class WandbConfig(Section):
-    """The record, shown by Weights & Biases: one W&B run for a run, however often it starts. Needs the extra
-    `wandb` of mrl where the ranks run, and WANDB_API_KEY there (the cluster profile's `secrets`)."""
+    """Weights & Biases: one W&B run per run, however often the run starts. Needs the extra `wandb` of mrl where the
+    ranks run, and WANDB_API_KEY there (`secrets` of the cluster profile)."""
 
     project: str
+    """Project of W&B."""
     entity: str | None = None
-    """Team or account that has the project; default: that of the key."""
+    """Team or account that owns the project; default: that of the API key."""
     group: str | None = None
-    """Runs of a project that are shown together."""
+    """Group that shows this run together with others of the project."""
     tags: list[str] = []
+    """Tags of the run."""
     mode: Literal["online", "offline"] = "online"
-    """offline: only written, to the run directory's `wandb`, for nodes without internet; `wandb sync` sends it."""
+    """online: sent during the run. offline: only written to `wandb` of the run directory, for nodes without internet;
+    `wandb sync` sends it later."""
 
 
 class LoggingConfig(Section):
+    """Samples, histograms and experiment trackers."""
+
     samples_every: NonNegativeInt = 10
     """Steps between sample rollouts written as text; 0 writes none."""
     samples: PositiveInt = 4
@@ -29,4 +34,4 @@ class LoggingConfig(Section):
     histograms_every: NonNegativeInt = 50
     """Steps between TensorBoard histograms; 0 writes none."""
     wandb: WandbConfig | None = None
-    """Default: no Weights & Biases."""
+    """Weights & Biases; default: off."""

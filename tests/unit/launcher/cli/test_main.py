@@ -85,7 +85,7 @@ def test_help_says_what_a_key_takes_what_it_means_and_who_sets_it():
     said = within("help", "optimizer.warmup_steps").stdout.splitlines()
     assert said[:3] == [
         "optimizer.warmup_steps: an integer >= 0; default 0",
-        "  Optimizer steps of linear warm-up.",
+        "  Optimizer updates of linear warm-up.",
         "  Set by shipped recipes:",
     ]
     assert f"    {load_recipe('demo').config.optimizer.warmup_steps}: demo" in "\n".join(said)

@@ -10,7 +10,7 @@ FOUND = meanings(RunConfig)
 
 
 def test_keys_of_sections_of_lists_and_of_the_class_above_are_found():
-    assert FOUND[("optimizer", "warmup_steps")] == "Optimizer steps of linear warm-up."
+    assert FOUND[("optimizer", "warmup_steps")] == "Optimizer updates of linear warm-up."
     assert FOUND[("grpo", "importance", "cap")]
     assert FOUND[("environments", "*", "reward_timeout_s")] == FOUND[("environment", "reward_timeout_s")]
 

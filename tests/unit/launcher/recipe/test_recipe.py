@@ -327,7 +327,7 @@ def test_environments_may_be_in_a_file_of_their_own(write):
 
 def test_both_one_and_several_are_refused():
     assert problems("demo", "environments=[{name: countdown}]")[0].endswith(
-        "environments and environment are both given: keep one of them, the other one null"
+        "environments and environment are both given: set one of them to null"
     )
     assert (
         load_recipe("demo", ["environment=null", "environments=[{name: countdown}]"]).config.task.name == "multi-task"

@@ -89,7 +89,7 @@ def test_one_of_environment_and_environments_is_needed() -> None:
     values = tiny_run().model_dump()
     with pytest.raises(ValueError, match="environments and environment are both given"):
         RunConfig.model_validate({**values, "environments": [PLUS]})
-    with pytest.raises(ValueError, match="environment is missing: name one, or several in a list"):
+    with pytest.raises(ValueError, match="environment is missing: give one, or a list of several"):
         RunConfig.model_validate({**values, "environment": None})
 
 

@@ -180,5 +180,5 @@ def test_a_recipe_whose_cache_holds_no_sequence_of_full_length_is_refused(cache_
     if fits:
         assert tiny_run(inference={"cache_tokens": cache_tokens}).page_tokens == 16
     else:
-        with pytest.raises(ValueError, match=f"inference.cache_tokens {cache_tokens} has room for .*longest .* has 48"):
+        with pytest.raises(ValueError, match=f"inference.cache_tokens {cache_tokens} holds .*longest .* has 48"):
             tiny_run(inference={"cache_tokens": cache_tokens})

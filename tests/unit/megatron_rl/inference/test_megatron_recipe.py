@@ -15,7 +15,7 @@ from megatron_rl.contract.paths import RunDir
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["job.device=cpu"], "job.device is cpu, and it needs GPUs"),
+        (["job.device=cpu"], "job.device is cpu, and that engine needs GPUs"),
         (["model.dtype=fp32"], "model.dtype is fp32"),
         (["model.num_experts=8", "model.experts_per_token=2", "model.expert_ffn_hidden_size=64"], "model.num_experts"),
         (["training.fp8=hybrid"], "training.fp8 is hybrid"),
@@ -24,7 +24,7 @@ from megatron_rl.contract.paths import RunDir
         (["sampling.top_k=50", "sampling.top_p=0.9"], "sampling.top_k together with top_p"),
         (["inference.page_tokens=128"], "inference.page_tokens is 128"),
         (["inference.cache_tokens=200", "training.sequence_length=150", "sampling.max_new_tokens=100"], "cache_tokens"),
-        (["inference.max_batch=30"], "inference.max_batch 30 is no multiple of placement.inference.tp 8"),
+        (["inference.max_batch=30"], "inference.max_batch 30 is not a multiple of placement.inference.tp 8"),
         (["resume.partial=regenerate"], "resume.partial is regenerate"),
     ],
 )

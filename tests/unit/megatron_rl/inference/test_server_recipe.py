@@ -21,7 +21,7 @@ def recipe(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["inference.engine=server"], "inference.server is missing: the one needs the other"),
+        (["inference.engine=server"], "inference.server is missing: each needs the other"),
         ([VLLM], "inference.engine is native and inference.server is given"),
         (recipe("placement.mode=partitioned", "placement.inference.nodes=1"), "placement.mode is partitioned"),
         (recipe("placement.inference.tp=2"), "placement.inference.tp is given"),
@@ -31,7 +31,7 @@ def recipe(*overrides: str) -> list[str]:
         (recipe("inference.server.processed_logprobs=true", "sampling.top_k=5"), "sampling.top_k: vLLM's processed"),
         (recipe("inference.server.url=gpu17:8000"), "inference.server.url: expected http://HOST:PORT/v1"),
         (recipe("inference.server.token_file=a", "inference.server.token_variable=B"), "both given"),
-        (recipe("inference.server.kind=mrl"), "mrl serve answers nobody without its token"),
+        (recipe("inference.server.kind=mrl"), "mrl serve refuses requests without its token"),
         (recipe("inference.server.kind=sglang"), "inference.server.kind"),
     ],
 )
