@@ -1,1 +1,1 @@
-"""What will happen to a recipe on a cluster, before it is submitted. Pure: facts in, findings out."""
+"""Checks of a recipe against a cluster or this machine, before it runs. Pure: facts in, findings out."""

@@ -1,4 +1,4 @@
-"""Pure: Slurm's texts, understood; and the partition, QOS and association that a job of this profile would get."""
+"""Slurm's answers, parsed, and the partition, QOS and association that a job of a profile gets. Pure."""
 
 from __future__ import annotations
 
@@ -16,77 +16,76 @@ OUT_OF_SERVICE = ("down", "drain", "draining", "drained", "fail", "failing", "ma
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of one partition."""
+    """A node of a partition."""
 
     name: str
     state: str
-    """Slurm's word, without the marks for power saving and silence."""
+    """State in Slurm's words, without the marks for power saving and not responding."""
     gres: list[Gres]
     cpus: int
     features: frozenset[str]
 
     @property
     def in_service(self) -> bool:
-        """Whether jobs can run there, now or when it is free."""
+        """Whether jobs can run on the node, now or once it is free."""
         return self.state not in OUT_OF_SERVICE
 
     def gpus(self, kind: str = "gpu") -> int:
-        """How many GPUs of this type; `gpu` counts every type."""
+        """Number of GPUs of a type; `gpu` counts all types."""
         return sum(one.count for one in self.gres if one.name == "gpu" and kind in ("gpu", one.type))
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What Slurm says of itself. Keys are Slurm's own; what is unset or unlimited is absent."""
+    """Configuration and objects of Slurm. Keys are Slurm's own; unset and unlimited values are absent."""
 
     client: tuple[int, int, int] | None
     config: Fields
     partitions: Mapping[str, Fields]
     nodes: Mapping[str, list[Node]]
-    """By partition."""
+    """Nodes by partition."""
     qos: Mapping[str, Fields] | None
-    """None: there is no accounting database, or it did not answer."""
+    """QOS by name; None: there is no accounting database, or it did not answer."""
     associations: list[Fields]
     reservations: Mapping[str, Fields]
     enforced: frozenset[str] = field(default_factory=frozenset)
-    """AccountingStorageEnforce: which of the recorded limits are kept."""
+    """Options of AccountingStorageEnforce: the recorded limits that Slurm enforces."""
     unclear: tuple[str, ...] = ()
-    """What was left out because it is no time of Slurm's: `partition gold: MaxTime=soon`."""
+    """Values that are not valid Slurm times and were left out: `partition gold: MaxTime=soon`."""
 
     @property
     def version(self) -> tuple[int, int, int] | None:
-        """The controller's, else that of the commands here."""
+        """Version of the controller, else of the commands on this machine."""
         return version(self.config.get("SLURM_VERSION", "")) or self.client
 
     @property
     def limits_kept(self) -> bool:
-        """Whether the limits of QOS and associations count."""
+        """Whether Slurm enforces the limits of QOS and associations."""
         return bool(self.enforced & {"limits", "safe", "all"})
 
     def before(self, *release: int) -> bool:
-        """Whether this Slurm is older than, say, 23.2; an unknown one is taken for new."""
+        """Whether this Slurm is older than a release, such as (23, 2). An unknown version counts as new."""
         return self.version is not None and self.version < release
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a job of the profile lands."""
+    """Partition, QOS and association that a job of the profile gets."""
 
     partition: Fields
     qos_name: str | None
     qos: Fields
     partition_qos: Fields
-    """Its limits go before those of `qos`."""
+    """QOS of the partition; its limits take precedence over those of `qos`."""
     association: Fields
 
     @property
     def name(self) -> str:
-        """Name of the partition."""
         return self.partition["PartitionName"]
 
 
 def read_cluster(facts: SlurmFacts) -> Cluster:
-    """Understand what was collected; texts that are missing leave empty places."""
+    """Parse the collected answers; missing ones leave empty fields."""
     config = settings(facts.config.text)
     unclear: list[str] = []
 
@@ -113,7 +112,7 @@ def read_cluster(facts: SlurmFacts) -> Cluster:
 
 
 def _with_times(row: Fields, what: str, times: Sequence[str], unclear: list[str]) -> Fields:
-    """A row without those of its times that are none, which are added to `unclear`."""
+    """Return the row without its invalid times, which are appended to `unclear`."""
     kept = dict(row)
     for key in times:
         try:
@@ -124,14 +123,14 @@ def _with_times(row: Fields, what: str, times: Sequence[str], unclear: list[str]
 
 
 def partition_names(cluster: Cluster, profile: Profile) -> list[str]:
-    """Where the job may go: Slurm takes several, and starts it in the first that has room."""
+    """Return the partitions of the job. Slurm accepts several and starts it in the first with room."""
     if profile.partition:
         return profile.partition.split(",")
     return [name for name, row in cluster.partitions.items() if row.get("Default") == "YES"]
 
 
 def target(cluster: Cluster, profile: Profile, name: str) -> Target:
-    """What the profile's words select in a partition that is there."""
+    """Return what the profile selects in an existing partition."""
     partition = cluster.partitions[name]
     association = _association(cluster, profile.account, name)
     known = cluster.qos or {}
@@ -148,7 +147,7 @@ def target(cluster: Cluster, profile: Profile, name: str) -> Target:
 
 
 def _association(cluster: Cluster, account: str | None, partition: str) -> Fields:
-    """The row of this user for the account, one for the partition first."""
+    """Return the user's association with the account, preferably one for the partition."""
     rows = [row for row in cluster.associations if account is None or row.get("Account") == account]
     fitting = [row for row in rows if row.get("Partition") in (None, partition)]
     return max(fitting, key=lambda row: row.get("Partition") == partition, default={})

@@ -1,4 +1,4 @@
-"""Pure: what a job demands of the cluster, by the recipe and the profile."""
+"""Demands of a job on the cluster, from the recipe and the profile. Pure."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from megatron_rl.config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a job needs, takes and costs."""
+    """Resources, time and disk that a job needs."""
 
     who: str
-    """How findings call the run."""
+    """Name of the run in findings."""
     nodes: int
-    """Without which the job cannot start, spare ones included."""
+    """Fewest nodes that the job can start with, spare ones included."""
     most_nodes: int
-    """That it takes where it can; more than `nodes` where job.nodes is a range."""
+    """Most nodes that the job can use; more than `nodes` if job.nodes is a range."""
     gpus: int
-    """Per node; 0: the ranks compute on CPUs."""
+    """GPUs per node; 0: the ranks compute on CPUs."""
     ranks: int
-    """Per node."""
+    """Ranks per node."""
     time_limit_s: int | None
-    """Of one attempt; None: neither the recipe nor the profile names one."""
+    """Time limit of one attempt in seconds; None: neither the recipe nor the profile has one."""
     time_limit_key: str
-    """Where to change it."""
+    """Key that sets the time limit."""
     image: str | None
     """Container image; None: no containers."""
     save_every: int | Literal["auto"] | None
-    """Steps between checkpoints, 0: none on the way; None: no recipe was given."""
+    """Steps between checkpoints; 0: only at the end; None: no recipe was given."""
     checkpoint_bytes: int | None
-    """Size of one checkpoint, where it is known."""
+    """Size of one checkpoint; None: unknown."""
     kept: int
-    """Checkpoints on disk at once, the one being written included."""
+    """Largest number of checkpoints on disk, including the one being written."""
     write_s: float | None
-    """Seconds that writing a checkpoint takes, where its size and the file system's speed are known."""
+    """Seconds to write a checkpoint; None: its size or the file system's speed is unknown."""
     write_basis: str
-    """Which speed that is."""
+    """Source of the speed that `write_s` assumes."""
 
     @property
     def loss(self) -> str:
-        """What a stop without a save costs: `up to 20 steps`."""
+        """Work that a stop without a save loses: `up to 20 steps`."""
         if self.save_every == "auto":
             return "the steps since the last save"
         return f"up to {count(self.save_every, 'step')}" if self.save_every else "the steps of the attempt"
 
     @property
     def needed(self) -> str:
-        """`8 nodes with 8 GPUs each`, `1 node`."""
+        """Nodes and GPUs as a phrase: `8 nodes with 8 GPUs each`, `1 node`."""
         nodes = (
             f"{self.nodes} to {self.most_nodes} nodes" if self.most_nodes > self.nodes else count(self.nodes, "node")
         )
@@ -64,11 +64,11 @@ def demand_of(
     checkpoint_bytes: int | None = None,
     node_bytes_per_s: float | None = None,
 ) -> Demand:
-    """The demand of a run; without a recipe one node with all its GPUs.
+    """Return the demand of a run; without a recipe, of one node with all its GPUs.
 
     Args:
-        checkpoint_bytes: size of one checkpoint, where it is known.
-        node_bytes_per_s: what one machine can write to the run root; counts where the profile has no `fs_bandwidth`.
+        checkpoint_bytes: size of one checkpoint; None: unknown.
+        node_bytes_per_s: measured write speed of one machine; used if the profile has no `fs_bandwidth`.
     """
     image = profile.container.image if profile.container else None
     if config is None:

@@ -1,4 +1,4 @@
-"""Pure: what will happen to a recipe on a cluster. (facts, recipe, profile) -> findings, in the order to read them."""
+"""All checks, in the order to read their findings. Pure."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from megatron_rl.config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """All that was collected, on this machine and, with --deep, on a compute node."""
+    """Facts collected on this machine and, with --deep, on a compute node."""
 
     slurm: SlurmFacts
     software: Software
     run_root: Disk
     node: NodeFacts | None
-    """None: not asked for."""
+    """None: without --deep."""
     rank: RankFacts | None
-    """Of one in the container; None: not asked for."""
+    """Result of a rank in the container; None: without --deep."""
     missing_secrets: tuple[str, ...]
     """Names of the profile's secrets that are not set in this shell."""
     missing_files: tuple[Need, ...]
-    """What the run reads and mrl prefetch has not brought yet, its image included."""
+    """Files that the run reads and `mrl prefetch` has not fetched yet, including its image."""
     checkpoint_bytes: int | None
-    """Size of one checkpoint; None: no recipe, or a vocabulary that only the tokenizer knows."""
+    """Size of one checkpoint; None: no recipe, or only the tokenizer knows the vocabulary."""
     refusals: tuple[str, ...]
-    """Why mrl-submit would refuse the recipe there: a layout that does not fit, what the runtime cannot do yet."""
+    """Reasons why mrl-submit would refuse the recipe: an impossible layout, an unsupported feature."""
     preflight: tuple[Finding, ...] = ()
-    """Things that the ranks will lack on the nodes, as far as this machine can tell."""
+    """Findings about what the ranks will lack on the nodes, as far as this machine can see."""
 
 
 def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> list[Finding]:
-    """Every finding, most general first.
+    """Return all findings, the most general first.
 
     Args:
-        config: the recipe; None looks at the cluster for a run of one node.
+        config: the recipe; None: a run of one node.
     """
     demand = demand_of(config, profile, facts.checkpoint_bytes, _speed(facts.run_root))
     cluster = read_cluster(facts.slurm)
     found = [error("recipe", refusal, "change the recipe or override the value") for refusal in facts.refusals]
     found += software.controller(facts.slurm, cluster)
     for said in cluster.unclear:
-        text = f"{said}: is no time of Slurm's, so what depends on it was not checked"
+        text = f"{said} is not a valid Slurm time; checks that need it were skipped"
         found.append(warning("slurm", text, "see it with scontrol show partition, or sacctmgr show qos"))
     if facts.slurm.config.known:
         found += _placed(cluster, profile, demand)
@@ -70,17 +70,17 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
     found += storage.shared(facts.run_root, facts.node, demand)
     found += facts.preflight
     found += _secrets_and_files(facts, profile)
-    return list(dict.fromkeys(found))  # several partitions have much in common
+    return list(dict.fromkeys(found))  # several partitions share findings
 
 
 def examine_local(
-    here: LocalFacts, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None
+    facts: LocalFacts, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None
 ) -> list[Finding]:
-    """Every finding of a run on this machine, without Slurm."""
-    profile = Profile(gpus_per_node=max(here.machine.gpus, 1), run_root=str(run_root.path))
+    """Return all findings of a run on this machine, without Slurm."""
+    profile = Profile(gpus_per_node=max(facts.machine.gpus, 1), run_root=str(run_root.path))
     return [
-        ok("local", "runs on this machine without Slurm; nobody preempts it, Ctrl-C saves and leaves"),
-        *preflight.findings(here, config),
+        ok("local", "runs on this machine without Slurm; it is never preempted, and Ctrl-C saves and ends it"),
+        *preflight.findings(facts, config),
         *storage.run_root(run_root, demand_of(config, profile, checkpoint_bytes, _speed(run_root))),
     ]
 
@@ -90,7 +90,7 @@ def _speed(run_root: Disk) -> float | None:
 
 
 def _placed(cluster: Cluster, profile: Profile, demand: Demand) -> Iterator[Finding]:
-    """What holds in each partition that the job may start in."""
+    """Findings about each partition that the job may start in."""
     names = partition_names(cluster, profile)
     if not names:
         yield limits.no_partition(cluster, None)
@@ -98,26 +98,30 @@ def _placed(cluster: Cluster, profile: Profile, demand: Demand) -> Iterator[Find
         if name not in cluster.partitions:
             yield limits.no_partition(cluster, name)
             continue
-        place = target(cluster, profile, name)
-        yield from limits.access(cluster, place, profile)
-        yield from nodes.nodes(cluster, place, profile, demand)
-        yield from limits.sizes(cluster, place, demand)
-        yield from limits.time_limit(cluster, place, profile, demand)
-        yield from preemption.preemption(cluster, place, demand)
+        chosen = target(cluster, profile, name)
+        yield from limits.access(cluster, chosen, profile)
+        yield from nodes.nodes(cluster, chosen, profile, demand)
+        yield from limits.sizes(cluster, chosen, demand)
+        yield from limits.time_limit(cluster, chosen, profile, demand)
+        yield from preemption.preemption(cluster, chosen, demand)
         yield from preemption.requeue(cluster)
 
 
 def _secrets_and_files(facts: ClusterFacts, profile: Profile) -> Iterator[Finding]:
-    """Secrets and files that the job takes along."""
+    """Findings about the profile's secrets and the files of the run."""
     if facts.missing_secrets:
         names = ", ".join(facts.missing_secrets)
-        yield warning("secrets", f"not set in this shell, so not in the job: {names}", "export them before mrl-submit")
+        yield warning(
+            "secrets", f"not set in this shell, so the job will not have them: {names}", "export them before mrl-submit"
+        )
     elif profile.secrets:
         yield ok("secrets", f"set: {', '.join(profile.secrets)}")
     for need in facts.missing_files:
         if need.kind != "image":
-            yield error("files", f"{need} is not there, and the job runs offline", "mrl prefetch RECIPE")
+            yield error("files", f"{need} is missing, and the job runs offline", "mrl prefetch RECIPE")
         elif is_path(need.name):
-            yield error("files", f"{need} is not there, or is no whole squashfs file", "correct its path")
+            yield error("files", f"{need} is missing or not a complete squashfs file", "correct its path")
         else:
-            yield note("files", f"{need} is imported first, which takes minutes", "mrl prefetch RECIPE does it now")
+            yield note(
+                "files", f"{need} will be imported first, which takes minutes", "mrl prefetch RECIPE imports it now"
+            )

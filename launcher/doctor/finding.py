@@ -1,4 +1,4 @@
-"""What the doctor says, and how it writes times and sizes."""
+"""Findings of `mrl doctor`, and how they write times and sizes."""
 
 from __future__ import annotations
 
@@ -10,40 +10,37 @@ Level = Literal["ok", "note", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing found out about a recipe on a cluster."""
+    """One result of a check."""
 
     level: Level
-    """ok: as it should be. note: good to know. warning: it runs, but may lose work or time. error: it will not run."""
+    """ok: as it should be. note: worth knowing. warning: the run works, but may lose work or time. error: it will not
+    run."""
     topic: str
-    """What it is about, in one word or two."""
+    """Subject, in one or two words."""
     text: str
-    """What is so, and what that means for this run."""
+    """The fact, and its consequence for this run."""
     fix: str | None = None
-    """What to do about it."""
+    """Remedy."""
 
 
 def ok(topic: str, text: str) -> Finding:
-    """A finding that all is as it should be."""
     return Finding("ok", topic, text)
 
 
 def note(topic: str, text: str, fix: str | None = None) -> Finding:
-    """A finding that is good to know."""
     return Finding("note", topic, text, fix)
 
 
 def warning(topic: str, text: str, fix: str) -> Finding:
-    """A finding of a run that may lose work or time."""
     return Finding("warning", topic, text, fix)
 
 
 def error(topic: str, text: str, fix: str) -> Finding:
-    """A finding of a run that cannot be."""
     return Finding("error", topic, text, fix)
 
 
 def span(seconds: float) -> str:
-    """`20 s`, `10 min`, `1 h 30 min`, `4 days`; what is under a second is `1 s`."""
+    """Format a duration: `20 s`, `10 min`, `1 h 30 min`, `4 days`. Less than a second becomes `1 s`."""
     if seconds < 120:
         return f"{max(seconds, 1):.0f} s" if seconds else "0 s"
     minutes = round(seconds / 60)
@@ -57,7 +54,7 @@ def span(seconds: float) -> str:
 
 
 def size(byte_count: float) -> str:
-    """`32 MB`, `1.5 GB`, `640 GB`, in powers of ten as disks and file systems are sold."""
+    """Format a size: `32 MB`, `1.5 GB`, `640 GB`, in powers of ten, as disks are sold."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if byte_count >= factor or unit == "MB":
             value = byte_count / factor
@@ -66,5 +63,5 @@ def size(byte_count: float) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """`1 node`, `8 nodes`."""
+    """Format a number with its noun: `1 node`, `8 nodes`."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

@@ -1,4 +1,4 @@
-"""Pure: may this job be submitted at all, and would it ever start: partition, account, QOS, time and size."""
+"""Whether Slurm accepts the job and can start it: partition, account, QOS, time and size. Pure."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from launcher.doctor.demand import Demand
 from launcher.doctor.finding import Finding, count, error, note, ok, span, warning
 from launcher.host.slurm.formats import time_limit_s
 
-SIGNAL_SLACK_S = 60  # Slurm may send --signal this much early, and never late
+SIGNAL_SLACK_S = 60  # Slurm may send --signal this many seconds early, but never late
 REFUSED = "sbatch refuses it"
-WAITS = "the job would wait for ever"
+WAITS = "the job would never start"
 TRES_LIMITS = {
     "GrpTRES": "GrpTRES",
     "MaxTRES": "MaxTRESPerJob",
     "MaxTRESPU": "MaxTRESPerUser",
     "MaxTRESPA": "MaxTRESPerAccount",
 }
-"""Column of sacctmgr -> the limit's own name."""
+"""Column of sacctmgr -> name of the limit."""
 
 
 def no_partition(cluster: Cluster, name: str | None) -> Finding:
-    """What is wrong with the name, or with there being none."""
+    """Error for a partition that does not exist; None: the profile names none, and the cluster has no default."""
     if name is None:
         known = ", ".join(sorted(cluster.partitions)) or "none that you may see"
         return error(
@@ -39,13 +39,17 @@ def no_partition(cluster: Cluster, name: str | None) -> Finding:
 
 
 def access(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Finding]:
-    """The partition's state, who may use it, and whether account, QOS and reservation exist."""
+    """Findings about the partition's state, who may use it, and whether account, QOS and reservation exist."""
     row, name = target.partition, target.name
     state = row.get("State", "UP")
     if state in ("DRAIN", "INACTIVE"):
-        yield error("partition", f"{name} takes no new jobs (State={state})", "wait, or choose another partition")
+        yield error("partition", f"{name} accepts no new jobs (State={state})", "wait, or choose another partition")
     elif state == "DOWN":
-        yield warning("partition", f"{name} starts no jobs for now (State=DOWN): yours would wait", "ask why, or wait")
+        yield warning(
+            "partition",
+            f"{name} starts no jobs at the moment (State=DOWN), so this one would wait",
+            "ask the administrators, or wait",
+        )
     else:
         yield ok("partition", f"{name}{'' if profile.partition else ', the default of the cluster'}")
     account = profile.account or target.association.get("Account")
@@ -59,30 +63,34 @@ def access(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Findi
     yield from _qos_exists(cluster, target, profile)
     enforced = cluster.enforced & {"associations", "limits", "qos", "safe", "all"}
     if profile.account and cluster.qos is not None and not target.association:
-        text = f"account {profile.account} is not among yours"
+        text = f"you do not belong to account {profile.account}"
         known = ", ".join(sorted({one["Account"] for one in cluster.associations if "Account" in one})) or "none"
         if enforced:
-            yield error("account", f"{text}: sbatch refuses it; yours: {known}", "correct account: in the profile")
+            yield error(
+                "account",
+                f"{text}, so sbatch refuses the job; your accounts: {known}",
+                "correct account: in the profile",
+            )
         else:
-            yield note("account", f"{text} ({known}); this cluster does not check")
+            yield note("account", f"{text} (yours: {known}), but this cluster does not check it")
 
 
 def time_limit(cluster: Cluster, target: Target, profile: Profile, demand: Demand) -> Iterator[Finding]:
-    """How long one attempt may run, and whether the time to save at its end suffices."""
+    """Findings about the longest run time of an attempt, and the time to save at its end."""
     caps = _time_caps(cluster, target)
     limit, source = demand.time_limit_s, demand.time_limit_key
     if limit is None:
         limit = time_limit_s(target.partition.get("DefaultTime")) or min((cap.seconds for cap in caps), default=None)
         source = "the default there"
     if limit is None:
-        yield note("time limit", f"none: an attempt of {demand.who} ends only by preemption, failure or mrl cancel")
+        yield note("time limit", f"none: an attempt of {demand.who} ends only on preemption, failure or mrl cancel")
         return
     over = [cap for cap in caps if cap.seconds < limit]
     for cap in over:
         yield error(
             "time limit",
-            f"{span(limit)} ({source}) is over the {span(cap.seconds)} of {cap.source} ({cap.key}): {cap.outcome}",
-            f"set {demand.time_limit_key} to {_slurm_time(cap.seconds)} or less; the run goes on in the next attempt",
+            f"{span(limit)} ({source}) exceeds the {span(cap.seconds)} of {cap.source} ({cap.key}): {cap.outcome}",
+            f"set {demand.time_limit_key} to {_slurm_time(cap.seconds)} or less; the run continues in the next attempt",
         )
     if not over:
         yield ok("time limit", f"each attempt runs up to {span(limit)} ({source}), then saves and is requeued")
@@ -90,62 +98,65 @@ def time_limit(cluster: Cluster, target: Target, profile: Profile, demand: Deman
 
 
 def _end_notice(profile: Profile, demand: Demand, limit_s: int) -> Finding:
-    told = f"{span(profile.signal_s)} before it (signal_s; Slurm may be up to {SIGNAL_SLACK_S} s early)"
-    fix = "raise signal_s in the profile above the time of a step and a save"
+    notice = f"{span(profile.signal_s)} before it (signal_s; Slurm may be up to {SIGNAL_SLACK_S} s early)"
+    fix = "set signal_s in the profile to more than the time of a step and a save"
     if profile.signal_s >= limit_s:
-        return error("time limit", f"the run is told to save {told}, so no attempt could do any work", fix)
+        return error("time limit", f"the signal to save comes {notice}, so no attempt could do any work", fix)
     if demand.write_s is not None and demand.write_s > profile.signal_s:
         return warning(
             "time limit",
-            f"the run is told to save {told}, but a checkpoint takes about {span(demand.write_s)}: each limit loses "
-            f"{demand.loss}",
+            f"the signal to save comes {notice}, but a checkpoint takes about {span(demand.write_s)}: each time limit "
+            f"loses {demand.loss}",
             fix,
         )
-    return ok("time limit", f"the run is told to save {told}: the step under way and a save must fit in")
+    return ok("time limit", f"the signal to save comes {notice}: the current step and a save must fit in")
 
 
 def sizes(cluster: Cluster, target: Target, demand: Demand) -> Iterator[Finding]:
-    """Limits on nodes and GPUs of the partition, the QOS, the partition's QOS and the account."""
+    """Findings about limits of nodes and GPUs: of the partition, the QOS, the partition's QOS and the account."""
     row = target.partition
     most, least = number(row.get("MaxNodes"), 0), number(row.get("MinNodes"), 0)
     if most and demand.nodes > most:
         yield error(
             "size",
-            f"{count(demand.nodes, 'node')} are more than partition {target.name} gives one job, {most} (MaxNodes)",
+            f"{count(demand.nodes, 'node')} exceed the {most} that partition {target.name} gives one job (MaxNodes)",
             "lower job.nodes (and job.spare_nodes), or choose another partition",
         )
     if demand.nodes < least:
         yield error(
             "size",
-            f"{count(demand.nodes, 'node')} are fewer than partition {target.name} wants, {least} (MinNodes)",
+            f"{count(demand.nodes, 'node')} are fewer than the {least} that {target.name} requires (MinNodes)",
             "choose another partition",
         )
     if cluster.qos is None:
         return
     if not cluster.limits_kept:
-        yield ok("limits", "this cluster keeps none of accounts and QOS (AccountingStorageEnforce)")
+        yield ok("limits", "this cluster enforces no limits of accounts and QOS (AccountingStorageEnforce)")
         return
     broken = [problem for source, limits in _limit_rows(target) for problem in _broken(source, limits, target, demand)]
     yield from broken
     jobs = number(target.qos.get("MaxJobsPU"), 0)
     if jobs:
         whose = f"MaxJobsPerUser of QOS {target.qos_name}"
-        yield note("limits", f"at most {count(jobs, 'job')} of yours run at a time ({whose}): sweeps take turns")
+        yield note(
+            "limits",
+            f"at most {count(jobs, 'job')} of yours can run at a time ({whose}), so the jobs of a sweep take turns",
+        )
     if not broken:
         yield ok(
-            "limits", f"what is asked for ({demand.needed}) is within those of your account and QOS {target.qos_name}"
+            "limits", f"the request ({demand.needed}) is within the limits of your account and QOS {target.qos_name}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Cap:
-    """A limit on time."""
+    """A limit on the run time."""
 
     seconds: int
     source: str
     key: str
     outcome: str
-    """What becomes of a job that asks for more."""
+    """Fate of a job that asks for more."""
 
 
 def _time_caps(cluster: Cluster, target: Target) -> list[_Cap]:
@@ -168,14 +179,14 @@ def _limit_rows(target: Target) -> list[tuple[str, Fields]]:
 
 
 def _outcome(target: Target) -> str:
-    """What becomes of a job above a limit: the QOS decides, for the account's limits too."""
+    """Fate of a job above a limit. The QOS decides, for the limits of the account too."""
     return (
         REFUSED if any("DenyOnLimit" in row.get("Flags", "") for row in (target.qos, target.partition_qos)) else WAITS
     )
 
 
 def _broken(source: str, limits: Fields, target: Target, demand: Demand) -> Iterator[Finding]:
-    """Limits that the job exceeds all by itself."""
+    """Limits that the job alone exceeds."""
     for column, key in TRES_LIMITS.items():
         for resource, most in tres(limits.get(column)).items():
             kind = resource.partition(":")[0]  # gres/gpu:h100 counts as gres/gpu
@@ -185,13 +196,13 @@ def _broken(source: str, limits: Fields, target: Target, demand: Demand) -> Iter
             if asked > most:
                 yield error(
                     "limits",
-                    f"{count(asked, name)} are more than {source} allows, {most} ({key}): {_outcome(target)}",
+                    f"{count(asked, name)} exceed the {most} that {source} allows ({key}): {_outcome(target)}",
                     "lower job.nodes or job.gpus_per_node, or use another qos or account",
                 )
 
 
 def _admitted(row: Fields, key: str, what: str, mine: str | None) -> Iterator[Finding]:
-    """Allow... and Deny... lists of a partition."""
+    """Findings about the Allow... and Deny... lists of a partition."""
     name = row["PartitionName"]
     allowed, denied = row.get(f"Allow{key}", "ALL"), row.get(f"Deny{key}", "")
     if mine is None:
@@ -209,7 +220,7 @@ def _admitted(row: Fields, key: str, what: str, mine: str | None) -> Iterator[Fi
 def _qos_exists(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Finding]:
     if cluster.qos is None:
         if profile.qos:
-            yield note("qos", f"whether there is a QOS {profile.qos} cannot be told: sacctmgr does not answer")
+            yield note("qos", f"QOS {profile.qos} cannot be checked: sacctmgr does not answer")
         return
     if profile.qos and profile.qos not in cluster.qos:
         known = ", ".join(sorted(cluster.qos))
@@ -217,11 +228,13 @@ def _qos_exists(cluster: Cluster, target: Target, profile: Profile) -> Iterator[
         return
     mine = [name for name in target.association.get("QOS", "").split(",") if name]
     if profile.qos and mine and profile.qos not in mine:
-        text = f"{profile.qos} is not among yours ({', '.join(mine)})"
+        text = f"{profile.qos} is not one of your QOS ({', '.join(mine)})"
         if cluster.enforced & {"qos", "all"}:
-            yield error("qos", f"{text}: sbatch refuses it", "correct qos: in the profile, or ask for it")
+            yield error(
+                "qos", f"{text}, so sbatch refuses the job", "correct qos: in the profile, or request access to it"
+            )
         else:
-            yield note("qos", f"{text}; this cluster does not check")
+            yield note("qos", f"{text}, but this cluster does not check it")
 
 
 def _slurm_time(seconds: int) -> str:

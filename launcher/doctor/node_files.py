@@ -1,7 +1,7 @@
 """Whether the nodes of a cluster, and the containers on them, see the files that a recipe names.
 
-A path is taken for seen by all nodes unless this machine can tell that it is not: it lies below a directory that every
-machine has for itself, or on a local disk while `run_root` is on a network's file system.
+Nodes are assumed to see a path unless this machine knows better: the path lies in a directory that every machine has
+for itself, or on a local disk while `run_root` is on a network file system.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 
 OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-"""Directories that every machine has for itself."""
+"""Directories that are local to each machine."""
 OF_THE_KERNEL = ("/dev", "/proc", "/sys")
-"""Directories that a container has of its own."""
+"""Directories that each container has of its own."""
 
 
 def on_nodes(recipe: Recipe, profile: Profile) -> list[Finding]:
-    """Return what the ranks will lack on the nodes, as far as this machine can tell: files, and packages if they run in
-    no container."""
+    """Return findings about what the ranks will lack on the nodes, as far as this machine can see: files, and packages
+    if they run without a container."""
     found = list(_unseen(recipe, profile))
     if profile.container is None and profile.python is None and (absent := missing_packages(recipe.config)).names:
-        told = packages(absent)
-        found.append(replace(told, text=f"{told.text}; the ranks run by this Python, {sys.executable}"))
+        finding = packages(absent)
+        found.append(replace(finding, text=f"{finding.text}; the ranks use this Python, {sys.executable}"))
     return found
 
 
 def run_directory(run_dir: Path, profile: Profile) -> Iterator[Finding]:
-    """An error where the nodes do not see the run directory."""
+    """Yield an error if the nodes do not see the run directory."""
     if why := _of_one_machine(run_dir, Path(profile.run_root)):
-        fix = f"give one below run_root, {profile.run_root}, or on another file system that all nodes have"
+        fix = f"give one below run_root, {profile.run_root}, or on another file system that all nodes see"
         yield error("run directory", f"--run-dir {run_dir}: {why}, and the nodes do not see it", fix)
 
 
 def _unseen(recipe: Recipe, profile: Profile) -> Iterator[Finding]:
-    shared = f"put it below run_root, {profile.run_root}, or on another file system that all nodes have"
+    shared = f"put it below run_root, {profile.run_root}, or on another file system that all nodes see"
     for named in _of_nodes(recipe.config):
         path, key = named.path, ".".join(named.key)
         assert path is not None
@@ -57,20 +57,20 @@ def _unseen(recipe: Recipe, profile: Profile) -> Iterator[Finding]:
             yield error("files", f"{where}: {why}, and the nodes do not see it", shared)
         elif profile.container is not None and {",", ":"} & {*str(path)}:
             yield error(
-                "files", f"{where}: holds a comma or a colon, and cannot be mounted in the container", "rename it"
+                "files", f"{where}: a path with a comma or a colon cannot be mounted in the container", "rename it"
             )
 
 
 def _of_nodes(config: RunConfig) -> list[NamedPath]:
-    """Places that processes on the nodes look at: not the image, which the host side fetches, nor code, of which a
-    snapshot goes along."""
+    """Paths that processes on the nodes read or write: neither the image, which the host side fetches, nor code, which
+    is copied into the run directory."""
     return [
         one for one in named_paths(config) if one.path is not None and one.mark.kind != "image" and one.key[0] != "code"
     ]
 
 
 def _source_of(path: Path, profile: Profile) -> Path:
-    """Place on the nodes of a path that containers see."""
+    """Return the path on the nodes behind a path in the containers."""
     for source, target in _mounts_of(profile):
         if path.is_relative_to(target):
             return source / path.relative_to(target)
@@ -78,45 +78,45 @@ def _source_of(path: Path, profile: Profile) -> Path:
 
 
 def _mounts_of(profile: Profile) -> list[tuple[Path, Path]]:
-    """(source, destination) of each of the profile's mounts."""
     mounts = profile.container.mounts if profile.container else []
     return [(Path(source), Path(target)) for source, target in (mount.split(":")[:2] for mount in mounts)]
 
 
 def _of_one_machine(path: Path, run_root: Path) -> str | None:
-    """Why the nodes cannot see a path; None: they do, for all that this machine can tell."""
+    """Return why the nodes cannot see a path; None: they can, as far as this machine knows."""
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(run_root))
     for folder in OF_ONE_MACHINE:
         if real.is_relative_to(folder) and not root.is_relative_to(folder):
-            return f"{folder} is each machine's own"
-    kind, kind_of_root = (file_system(_existing(place)) for place in (real, root))
+            return f"{folder} is local to each machine"
+    kind, kind_of_root = (file_system(_existing(path)) for path in (real, root))
     if spans_machines(kind) is False and spans_machines(kind_of_root):
-        return f"its file system ({kind}) is this machine's own"
+        return f"its file system ({kind}) is local to this machine"
     return None
 
 
 def _existing(path: Path) -> Path:
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(one for one in (path, *path.parents) if one.exists())
 
 
 def to_mount(config: RunConfig, profile: Profile, run_dir: Path) -> tuple[Path, ...]:
-    """Places that the container of a run needs beside `container.mounts`, each at its own path: the run root, the run
-    directory, and what the recipe names elsewhere, links followed. The outermost of nested ones."""
+    """Paths to mount into the container beside `container.mounts`, each under its own name: the run root, the run
+    directory, and paths that the recipe names elsewhere, with the targets of links. Of nested paths only the
+    outermost."""
     if profile.container is None:
         return ()
     targets = [target for _, target in _mounts_of(profile)]
-    apart = [*targets, *map(Path, OF_THE_KERNEL)]
+    mounted = [*targets, *map(Path, OF_THE_KERNEL)]
     found = [Path(profile.run_root), run_dir]
     for named in _of_nodes(config):
         assert named.path is not None
-        if not any(named.path.is_relative_to(place) for place in apart):
+        if not any(named.path.is_relative_to(target) for target in mounted):
             found += _with_targets(_whole(named))
-    places = [path for path in dict.fromkeys(found) if path != Path("/")]
-    return tuple(path for path in places if not any(path.is_relative_to(one) for one in places if one != path))
+    paths = [path for path in dict.fromkeys(found) if path != Path("/")]
+    return tuple(path for path in paths if not any(path.is_relative_to(one) for one in paths if one != path))
 
 
 def _whole(named: NamedPath) -> Path:
-    """The place to mount for a named one: of a run's checkpoint the run, of what comes later the folder around it."""
+    """Return the path to mount for a named one: for a run's checkpoint the run, for a future file its folder."""
     path = named.path
     assert path is not None
     run = path.parent.parent
@@ -126,7 +126,8 @@ def _whole(named: NamedPath) -> Path:
 
 
 def _with_targets(path: Path) -> list[Path]:
-    """A path, and where links lead from it: it may be one, and so may the files in a snapshot of the hub's cache."""
+    """Return a path and the targets of its links. It may be a link itself, or a snapshot of the hub's cache, whose
+    files are links."""
     found = [path]
     if (real := Path(os.path.realpath(path))) != path:
         found.append(real)

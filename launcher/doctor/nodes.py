@@ -1,4 +1,4 @@
-"""Pure: the partition's nodes and GPUs against what is asked for."""
+"""Nodes and GPUs of the partition, compared with the demand. Pure."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from launcher.doctor.finding import Finding, count, error, note, ok, warning
 
 
 def nodes(cluster: Cluster, target: Target, profile: Profile, demand: Demand) -> Iterator[Finding]:
-    """Are there nodes as the job wants them, enough of them, and enough that work?"""
+    """Findings about the nodes: whether they match, how many match, and how many of these work."""
     there = cluster.nodes.get(target.name, [])
     if not there:
-        yield warning("nodes", f"sinfo lists none in partition {target.name}", "ask sinfo -a why")
+        yield warning("nodes", f"sinfo lists none in partition {target.name}", "check with sinfo -a")
         return
     featured = _with_features(there, profile.constraint)
     if not featured:
         known = ", ".join(sorted(set().union(*(node.features for node in there)))) or "none"
         yield error(
             "constraint",
-            f"no node of {target.name} has the features {profile.constraint}; there are: {known}",
+            f"no node of {target.name} has the features {profile.constraint}; its features: {known}",
             "correct constraint: in the profile",
         )
         return
-    if profile.gres is None:  # Slurm is not asked for any
+    if profile.gres is None:  # the job requests none from Slurm
         demand = replace(demand, gpus=0)
     if demand.gpus:
         yield from _gpus(target, profile, demand, featured)
@@ -44,20 +44,20 @@ def _gpus(target: Target, profile: Profile, demand: Demand, there: list[Node]) -
     if not kinds:
         yield error(
             "gpus",
-            f"the nodes of {target.name} have no GPUs that Slurm knows of, {demand.who} asks for {demand.gpus} a node",
+            f"the nodes of {target.name} have no GPUs known to Slurm, and {demand.who} asks for {demand.gpus} per node",
             "choose another partition, or job.device=cpu",
         )
     elif not any(node.gpus(profile.gpu_type) for node in there):
         types = ", ".join(sorted({kind for kind, _ in kinds if kind != "gpu"})) or "only gpu"
         yield error(
             "gpus",
-            f"none is called {profile.gpu_type} in {target.name}; there are: {types}",
+            f"{target.name} has no GPU type {profile.gpu_type}; its types: {types}",
             "correct gres: in the profile",
         )
     elif max(node.gpus(profile.gpu_type) for node in there) < demand.gpus:
         yield error(
             "gpus",
-            f"{demand.gpus} GPUs a node are asked for, the nodes of {target.name} have: {known}",
+            f"{demand.who} asks for {demand.gpus} GPUs per node, and the nodes of {target.name} have: {known}",
             "lower job.gpus_per_node",
         )
     else:
@@ -69,7 +69,7 @@ def _gpus(target: Target, profile: Profile, demand: Demand, there: list[Node]) -
         if most != profile.gpus_per_node:
             yield note(
                 "gpus",
-                f"the profile says {count(profile.gpus_per_node, 'GPU')} a node, Slurm {most}",
+                f"the profile says {count(profile.gpus_per_node, 'GPU')} per node, Slurm says {most}",
                 "correct gpus_per_node: in the profile",
             )
 
@@ -83,14 +83,14 @@ def _enough(target: Target, demand: Demand, fitting: list[Node]) -> Iterator[Fin
     idle = sum(node.state == "idle" for node in working)
     what = f"{demand.needed} needed, {target.name} has {count(len(fitting), 'such node')}"
     if len(fitting) < demand.nodes:
-        yield error("nodes", f"{what}: such a job can never start", "lower job.nodes, or choose another partition")
+        yield error("nodes", f"{what}, so the job can never start", "lower job.nodes, or choose another partition")
     elif len(working) < demand.nodes:
         out = Counter(node.state for node in fitting if not node.in_service)
         states = ", ".join(f"{number} {state}" for state, number in sorted(out.items()))
         yield warning(
             "nodes",
             f"{what}, but only {len(working)} in service ({states}): the job waits for the others",
-            "lower job.nodes, or ask when they return (sinfo -R says why they are out)",
+            "lower job.nodes, or ask when they return (sinfo -R gives the reasons)",
         )
     else:
         yield ok("nodes", f"{what}, {len(working)} in service and {idle} idle now")
@@ -103,13 +103,13 @@ def _cpus(profile: Profile, demand: Demand, fitting: list[Node]) -> Iterator[Fin
         each = f"{demand.ranks} ranks of {count(profile.cpus_per_task or 1, 'CPU')}"
         yield error(
             "cpus",
-            f"{each} are {wanted} a node, the nodes have {most}",
+            f"{each} need {wanted} CPUs per node, and the nodes have {most}",
             "lower cpus_per_task: in the profile, or job.gpus_per_node",
         )
 
 
 def _with_features(there: list[Node], constraint: str | None) -> list[Node]:
-    """Nodes that could satisfy the constraint. Only names joined by `&` are judged: anything else passes."""
+    """Nodes that could satisfy the constraint. Only names joined by `&` are checked; any other constraint passes."""
     if constraint is None or not re.fullmatch(r"[\w.&-]+", constraint):
         return there
     return [node for node in there if node.features >= set(constraint.split("&"))]

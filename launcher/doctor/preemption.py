@@ -1,6 +1,7 @@
-"""Pure: what happens when Slurm takes the nodes away, by preemption, by a time limit or because one of them dies.
+"""Loss of the nodes: on preemption, at a time limit, or when a node dies. Pure.
 
-By slurm.conf(5), qos(8) and, for what those leave open, Slurm's own preempt plug-ins of 22.05 and 25.05.
+Follows slurm.conf(5) and qos(8), and for what they leave open Slurm's preempt plug-ins of 22.05 and 25.05.
+
 """
 
 from __future__ import annotations
@@ -12,25 +13,23 @@ from launcher.doctor.finding import Finding, note, ok, span, warning
 from launcher.host.slurm.formats import time_limit_s
 
 KILL_WAIT_S = 30
-CREDENTIAL_S = 120  # cred_expire, after which a requeued job may start again
+CREDENTIAL_S = 120  # default of cred_expire; a requeued job waits for it
 NODE_TIMEOUT_S = 300
-TIGHT_S = 60  # a shorter notice than this is called short where the time of a save is not known
+TIGHT_S = 60  # a shorter notice counts as short if the time of a save is unknown
 
 
 def preemption(cluster: Cluster, target: Target, demand: Demand) -> list[Finding]:
-    """Who takes the nodes away, with how much notice, and what then."""
+    """Findings about preemption: by whom, with how much notice, and what happens then."""
     kind = cluster.config.get("PreemptType", "preempt/none")
     if kind == "preempt/none" or _modes(cluster.config.get("PreemptMode")) <= {"OFF", "GANG"}:
-        return [
-            ok("preemption", f"off on this cluster (PreemptType={kind}): nobody takes nodes away from {demand.who}")
-        ]
+        return [ok("preemption", f"off on this cluster (PreemptType={kind}): {demand.who} keeps its nodes")]
     if kind == "preempt/qos":
         return _by_qos(cluster, target, demand)
     return _by_partition(cluster, target, demand)
 
 
 def requeue(cluster: Cluster) -> list[Finding]:
-    """When an attempt that lost its nodes may start again, and what could keep it from that."""
+    """Findings about the restart of an attempt that has lost its nodes."""
     delay = options(cluster.config.get("SchedulerParameters")).get("requeue_delay") if _has_delay(cluster) else None
     source = "SchedulerParameters=requeue_delay" if delay else "AuthInfo=cred_expire"
     if delay is None:
@@ -39,20 +38,20 @@ def requeue(cluster: Cluster) -> list[Finding]:
     known = source if delay else f"{source} by default"
     found = [ok("requeue", f"a requeued run keeps its job id and waits at least {span(wait + 1)} ({known})")]
     if cluster.config.get("JobRequeue") == "0":
-        found.append(ok("requeue", "JobRequeue=0: only jobs that ask are requeued here; mrl's do, with --requeue"))
+        found.append(ok("requeue", "JobRequeue=0: only jobs submitted with --requeue are requeued; mrl uses it"))
     tries = cluster.config.get("MaxBatchRequeue", "5")  # a setting since 23.02, before that fixed
     found.append(
         ok(
             "requeue",
-            f"preempted any number of times; after {tries} failed launches (a prolog, a node) Slurm holds the job "
-            "(MaxBatchRequeue), until scontrol release JOB",
+            f"preemptions do not count; after {tries} failed launches (prolog, node failure) Slurm holds the job "
+            "(MaxBatchRequeue) until scontrol release JOB",
         )
     )
     dead = number(cluster.config.get("SlurmdTimeout"), NODE_TIMEOUT_S)
     found.append(
         ok(
             "dead node",
-            f"noticed by Slurm after about {span(dead)} (SlurmdTimeout); it then requeues the run on others",
+            f"Slurm notices it after about {span(dead)} (SlurmdTimeout) and requeues the run on other nodes",
         )
     )
     return found
@@ -70,7 +69,12 @@ def _by_partition(cluster: Cluster, target: Target, demand: Demand) -> list[Find
         return [ok("preemption", f"jobs of partition {target.name} are never preempted (PreemptMode=OFF)")]
     if not stronger:
         tier = target.partition.get("PriorityTier", "1")
-        return [ok("preemption", f"no partition above tier {tier} shares the nodes of {target.name}: never preempted")]
+        return [
+            ok(
+                "preemption",
+                f"no partition above tier {tier} shares the nodes of {target.name}, so jobs there are never preempted",
+            )
+        ]
     grace = number(target.partition.get("GraceTime"))
     by = f"by jobs of partition {_listed(stronger)} (by partition: a higher PriorityTier)"
     return _preempted(cluster, target, demand, by, modes, grace, f"GraceTime of partition {target.name}")
@@ -82,9 +86,9 @@ def _by_qos(cluster: Cluster, target: Target, demand: Demand) -> list[Finding]:
         return [
             warning(
                 "preemption",
-                f"goes by QOS on this cluster, and {named} is not known here: whether and how {demand.who} is "
-                "preempted cannot be told",
-                "ask sacctmgr show qos where it works, or name a qos in the profile",
+                f"depends on the QOS on this cluster, and {named} is unknown, so this check cannot say whether and how "
+                f"{demand.who} is preempted",
+                "run sacctmgr show qos where it works, or set qos: in the profile",
             )
         ]
     own = target.qos.get("PreemptMode", "cluster").lower()
@@ -126,24 +130,24 @@ def _preempted(
 
 def _ending(demand: Demand, by: str, modes: set[str]) -> Finding:
     if "REQUEUE" in modes:
-        return ok("preemption", f"{demand.who} can be preempted {by}; it is requeued and goes on (PreemptMode=REQUEUE)")
+        return ok("preemption", f"{demand.who} can be preempted {by}; it is requeued and resumes (PreemptMode=REQUEUE)")
     if "SUSPEND" in modes:
         return warning(
             "preemption",
-            f"{demand.who} can be preempted {by} and is then stopped in place (PreemptMode=SUSPEND): it gets no "
-            "notice, keeps its GPU memory, and its ranks may run into job.collective_timeout_s when they wake up",
+            f"{demand.who} can be preempted {by} and is then suspended (PreemptMode=SUSPEND): it gets no "
+            "notice, keeps its GPU memory, and its ranks may run into job.collective_timeout_s when they continue",
             "use a partition or QOS whose PreemptMode is REQUEUE",
         )
     return note(
         "preemption",
         f"{demand.who} can be preempted {by}; Slurm then ends the job and does not requeue it (PreemptMode=CANCEL); "
         "the run requeues itself if it has saved in time, and ends otherwise",
-        "go on with mrl resume RUN, or use a partition or QOS whose PreemptMode is REQUEUE",
+        "resume it with mrl resume RUN, or use a partition or QOS whose PreemptMode is REQUEUE",
     )
 
 
 def _notice(demand: Demand, grace_s: int, kill_s: int, source: str) -> Finding:
-    """From the first signal to SIGKILL, against what a save needs."""
+    """Compare the time from the first signal to SIGKILL with the time of a save."""
     total = grace_s + kill_s
     notice = f"notice of {span(grace_s)} ({source}), then SIGTERM and {span(kill_s)} later SIGKILL (KillWait)"
     if grace_s == 0:
@@ -169,11 +173,13 @@ def _signals(cluster: Cluster, grace_s: int) -> Finding:
     new = options(cluster.config.get("PreemptParameters"))
     old = options(cluster.config.get("SlurmctldParameters"))
     if "send_user_signal" in new or "preempt_send_user_signal" in old:
-        return ok("signal", "the batch script is told at once (USR1: send_user_signal is on) and has the ranks save")
+        return ok(
+            "signal", "the batch script gets the signal at once (USR1: send_user_signal is on) and makes the ranks save"
+        )
     return ok(
         "signal",
-        "only the ranks are told at once (SIGTERM: send_user_signal is off), the batch script when the "
-        f"{span(grace_s)} are over; the ranks save without waiting for it",
+        "only the ranks get the signal at once (SIGTERM: send_user_signal is off), the batch script after "
+        f"{span(grace_s)}; the ranks save without waiting for it",
     )
 
 

@@ -1,6 +1,5 @@
-"""The one look at what a run, an evaluation or a server needs, before anything starts: packages, GPUs, memory, files.
-`mrl doctor` shows all of it; a command that starts something refuses by the errors, all at once.
-"""
+"""Checks before anything starts on this machine: packages, GPUs, memory, files. `mrl doctor` shows all of them; a
+command that starts something refuses all errors at once."""
 
 from __future__ import annotations
 
@@ -25,37 +24,34 @@ from megatron_rl.model.config import package_of
 from megatron_rl.model.hf_config import CONFIG_FILE
 
 OF_RANKS = "train"
-"""Extra of whatever computes with a model."""
+"""Extra of mrl that computing with a model needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packages:
-    """Packages that are not installed."""
+    """Packages that are missing."""
 
     names: tuple[str, ...]
     install: str
-    """The command, or commands, that install them."""
+    """Commands that install them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """This machine beside the needs of a recipe."""
+    """This machine, and what a recipe needs of it."""
 
     machine: Machine
     packages: Packages
     refusals: tuple[str, ...]
-    """Why the layout is impossible."""
+    """Reasons why the layout is impossible."""
     absent: tuple[Finding, ...]
-    """An error for each file that the recipe reads and that is not here."""
+    """One error per file that the recipe reads and that is missing here."""
     least_bytes: int
-    """Memory that all ranks need together, on CPUs, at least."""
-
-
-# Looking
+    """Bytes that all ranks together need at least, on CPUs."""
 
 
 def collect_local(recipe: Recipe | None) -> LocalFacts:
-    """Look at this machine for a recipe, or for any run. Imports none of the packages, asks nothing over a network."""
+    """Inspect this machine for a recipe, or for any run. Imports none of the packages and uses no network."""
     if recipe is None:
         return LocalFacts(inspect(), _missing([OF_RANKS]), (), (), 0)
     refusals: tuple[str, ...] = ()
@@ -69,7 +65,7 @@ def collect_local(recipe: Recipe | None) -> LocalFacts:
 
 
 def extras_of(config: RunConfig) -> list[str]:
-    """Extras of mrl that a run's packages come with."""
+    """Extras of mrl that a run needs."""
     found = [OF_RANKS, *required_extras(config.task)]
     if config.tokenizer.type == "huggingface" or config.model.init == "huggingface":
         found.append("huggingface")
@@ -97,7 +93,7 @@ def _missing(extras: Iterable[str]) -> Packages:
 
 
 def absent_files(recipe: Recipe) -> Iterator[Finding]:
-    """An error for each file that a recipe reads and that cannot be read here."""
+    """Yield an error for each file that a recipe reads and that cannot be read here."""
     for named in named_paths(recipe.config):
         if named.mark.read and named.path is not None and (why := unreadable(named.path)):
             key = ".".join(named.key)
@@ -106,59 +102,56 @@ def absent_files(recipe: Recipe) -> Iterator[Finding]:
     for need in needs(recipe.config, None):
         if not need.package and not cache.holds(need):
             fetch = f"`{shlex.join(['mrl', 'prefetch', recipe.asked, *recipe.overrides])}` fetches it from the hub"
-            yield error("files", f"{need}: is no file, and no repository in {cache.huggingface}", fetch)
+            yield error("files", f"{need} is neither a file nor a repository in {cache.huggingface}", fetch)
 
 
 def unreadable(path: Path) -> str | None:
-    """Why this process cannot read a file or directory; None: it can."""
+    """Return why this process cannot read a file or directory; None: it can."""
     try:
         path.stat()
     except OSError as refused:
         return (refused.strerror or str(refused)).lower()
-    return None if os.access(path, os.R_OK) else "you may not read it"
+    return None if os.access(path, os.R_OK) else "no permission to read it"
 
 
-# Judging
-
-
-def findings(here: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
-    """Whether a run can start on this machine, and what it will meet there.
+def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
+    """Yield findings about starting a run on this machine.
 
     Args:
         config: None: for any run.
     """
-    for refusal in here.refusals:
-        yield Finding("error", "recipe", refusal)  # which says what to change
-    yield packages(here.packages)
-    yield from processors(here.machine, config)
+    for refusal in facts.refusals:
+        yield Finding("error", "recipe", refusal)  # the text says what to change
+    yield packages(facts.packages)
+    yield from processors(facts.machine, config)
     if config is not None:
-        yield from memory(here.machine, config, here.least_bytes)
-    yield from here.absent
+        yield from memory(facts.machine, config, facts.least_bytes)
+    yield from facts.absent
 
 
 def packages(found: Packages) -> Finding:
-    """Whether all packages are installed."""
+    """Report whether all packages are installed."""
     if found.names:
-        return error("packages", f"not installed here: {', '.join(found.names)}", found.install)
-    return ok("packages", "what the ranks need is installed")
+        return error("packages", f"not installed: {', '.join(found.names)}", found.install)
+    return ok("packages", "all packages of the ranks are installed")
 
 
 def processors(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
-    """Whether GPUs and CPUs are there for the ranks."""
+    """Report whether there are enough GPUs and CPUs for the ranks."""
     if config is None:
         yield ok("processors", f"{count(machine.cpus, 'CPU')}, {count(machine.gpus, 'GPU')}")
         return
     ranks, job = config.job.world_size, config.job
     if job.device == "cuda":
-        wanted = f"{config.name} wants {count(ranks, 'GPU')}"
+        wanted = f"{config.name} needs {count(ranks, 'GPU')}"
         if job.most_nodes > 1:
             wanted += f" (job.nodes {job.nodes} x job.gpus_per_node {job.gpus_per_node})"
         if ranks <= machine.gpus:
-            yield ok("gpus", f"{wanted}, of {machine.gpus} here")
+            yield ok("gpus", f"{wanted}; this machine has {machine.gpus}")
             return
-        ways = "--cluster NAME sends it to a Slurm cluster, and `mrl plan` shows what it needs there"
+        ways = "--cluster NAME submits it to a Slurm cluster, and `mrl plan` shows what it needs there"
         if machine.gpus:
-            ways += f"; or take what is here: job.nodes=1 job.gpus_per_node={machine.gpus}"
+            ways += f"; or use what is here: job.nodes=1 job.gpus_per_node={machine.gpus}"
         else:
             ways += "; job.device=cpu job.nodes=1 job.gpus_per_node=1 runs a small model without a GPU"
         yield error("gpus", f"{wanted}, and this machine has {machine.gpus or 'none'}", ways)
@@ -168,14 +161,14 @@ def processors(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
         yield note(
             "cpus",
             f"{count(ranks, 'rank')} of {count(job.threads_per_rank, 'thread')} share {count(machine.cpus, 'CPU')}: "
-            "slower, with the same result",
+            "it runs more slowly, with the same result",
         )
     else:
         yield ok("cpus", f"{count(threads, 'thread')} for {count(machine.cpus, 'CPU')}")
 
 
 def memory(machine: Machine, config: RunConfig, least: int) -> Iterator[Finding]:
-    """Whether the ranks of a run on CPUs fit into this machine's memory."""
+    """Report whether the ranks of a CPU run fit into this machine's memory."""
     measured = config.job.memory_gib
     needed = int(measured * 2**30) if measured else least
     if config.job.device != "cpu" or machine.memory_bytes is None or not needed:
@@ -183,54 +176,51 @@ def memory(machine: Machine, config: RunConfig, least: int) -> Iterator[Finding]
     says = f"{config.name} needs {'' if measured else 'at least '}{size(needed)}" + (
         " (job.memory_gib)" if measured else " for weights, gradients and Adam's state"
     )
-    smaller = "take a machine with more memory, or a smaller model or fewer ranks (job.gpus_per_node)"
+    smaller = "use a machine with more memory, a smaller model or fewer ranks (job.gpus_per_node)"
     if needed > machine.memory_bytes:
         yield error("memory", f"{says}, and this machine has {size(machine.memory_bytes)}", smaller)
     elif machine.free_bytes is not None and needed > machine.free_bytes:
         yield warning(
             "memory",
-            f"{says}, and {size(machine.free_bytes)} of {size(machine.memory_bytes)} are free: the kernel may kill it",
+            f"{says}, and {size(machine.free_bytes)} of {size(machine.memory_bytes)} are free: it may be killed",
             "end other work first",
         )
     else:
         yield ok("memory", f"{says}, of {size(machine.free_bytes or machine.memory_bytes)} free")
 
 
-# Refusing
-
-
 def _extras_of_policy(path: str) -> list[str]:
-    """Extras that reading a policy and its tokenizer takes, as far as its path tells; published weights come with a
-    tokenizer of Hugging Face's."""
+    """Extras needed to read a policy and its tokenizer, judged by its path. Published weights need Hugging Face's
+    libraries for their tokenizer."""
     package = package_of(path)
     if package in names("smollm2") and not Cache.of(None).holds(Need("model", path)):
         return ["huggingface", "smollm2"]
     try:
-        # Names on the hub have a slash; one without is a run's.
+        # Names on the hub have a slash; names of runs have none.
         published = (Path(path) / CONFIG_FILE).is_file() or ("/" in path and not Path(path).exists())
-    except (OSError, ValueError):  # as whoever opens it says
+    except (OSError, ValueError):  # the process that opens it reports the error
         return []
     return ["huggingface"] if package or published else []
 
 
 def problems(found: Iterable[Finding]) -> list[str]:
-    """The errors among findings, each with what to do about it."""
+    """Return the errors among findings, each with its remedy."""
     return ["; ".join(filter(None, [one.text, one.fix])) for one in found if one.level == "error"]
 
 
 def refuse_unready(extras: Sequence[str] = (), device: str = "cpu", ranks: int = 1, policy: str | None = None) -> None:
-    """Refuse to start what computes with a model here, as far as this machine lacks packages or GPUs.
+    """Refuse to compute with a model on this machine if packages or GPUs are missing.
 
     Args:
-        extras: that it needs beside OF_RANKS.
-        policy: the path or name of the model, whose tokenizer may need more.
+        extras: extras needed besides OF_RANKS.
+        policy: path or name of the model, whose tokenizer may need more.
 
     Raises:
-        BadInput: with every problem.
+        BadInput: names every problem.
     """
     found = [packages(_missing([OF_RANKS, *extras, *(_extras_of_policy(policy) if policy else ())]))]
     if device == "cuda" and (gpus := inspect().gpus) < ranks:
         fix = "--device cpu runs on processors"
         found.append(error("gpus", f"--device cuda: {count(ranks, 'GPU')} needed, and this machine has {gpus}", fix))
-    if told := problems(found):
-        raise BadInput(told)
+    if errors := problems(found):
+        raise BadInput(errors)

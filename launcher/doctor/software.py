@@ -1,4 +1,4 @@
-"""Pure: what the login node and a compute node have: containers, python, accounting."""
+"""Software of the login node and a compute node: Slurm, containers, Python, accounting. Pure."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ MIN_JOB_AGE_S = 300
 
 
 def controller(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
-    """Is there a Slurm, does its controller answer, is it one that this works with?"""
+    """Findings about Slurm: its commands, its controller and its version."""
     if not facts.version.there:
         yield error(
             "slurm",
-            f"{facts.version.failure}: this machine has no Slurm commands",
-            "run mrl doctor on a login node, or put them on PATH; --cluster local needs no Slurm",
+            f"{facts.version.failure}; this machine has no Slurm commands",
+            "run mrl doctor on a login node, or add Slurm's commands to PATH; --cluster local needs no Slurm",
         )
     elif not facts.version.known:
         yield error(
             "slurm",
-            f"its commands are here and do not work: {facts.version.failure}",
-            "correct SLURM_CONF, or unset it where the cluster needs none",
+            f"its commands are installed but do not work: {facts.version.failure}",
+            "correct SLURM_CONF, or unset it if the cluster needs none",
         )
     elif not facts.config.known:
         yield error(
             "slurm",
-            f"its controller cannot be asked: {facts.config.failure}",
-            "try again later; scontrol ping says more",
+            f"its controller does not answer: {facts.config.failure}",
+            "try again later; scontrol ping shows more",
         )
     else:
         shown = cluster.config.get("SLURM_VERSION", "of an unknown version")
         name = cluster.config.get("ClusterName", "without a name")
         if cluster.before(*OLDEST_SLURM):
-            yield error("slurm", f"{shown}: steps side by side need 20.11 or later", "ask for a newer Slurm")
+            yield error("slurm", f"{shown} is too old: concurrent steps need 20.11 or later", "ask for a newer Slurm")
         else:
             yield ok("slurm", f"{shown}, cluster {name}")
 
 
 def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterator[Finding]:
-    """Can the container be started, and may its image be had?"""
+    """Findings about starting the container and importing its image."""
     if demand.image is None:
         yield ok("containers", "none: the ranks run on the nodes as they are")
         return
@@ -60,14 +60,18 @@ def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterato
     if not facts.srun_help.known or NEEDED[0] in missing:
         yield error(
             "pyxis",
-            f"srun knows no --container-image here, and {demand.who} wants {demand.image}: sbatch would take the job "
-            "and every step would fail",
-            "ask for pyxis on this cluster, or set container: null in the profile",
+            f"srun has no option --container-image here, and {demand.who} needs {demand.image}: sbatch would accept "
+            "the job, and every step would fail",
+            "ask the administrators for pyxis, or set container: null in the profile",
         )
         return
-    named = software.pyxis or "loaded by srun; its version cannot be told"
+    named = software.pyxis or "loaded by srun, version unknown"
     if missing:
-        yield error("pyxis", f"this one ({named}) lacks {', '.join(missing)}", "ask for pyxis 0.15 or later")
+        yield error(
+            "pyxis",
+            f"this version ({named}) lacks {', '.join(missing)}",
+            "ask the administrators for pyxis 0.15 or later",
+        )
     else:
         yield ok("pyxis", named)
     if not is_path(demand.image):
@@ -75,7 +79,7 @@ def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterato
 
 
 def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[Finding]:
-    """The python that looks after the run beside the ranks."""
+    """Findings about the Python that runs the host side."""
     fix = "set host_python: in the profile to a Python 3.9 or later, or load one in prolog:"
     name = profile.host_pythons()[0]
     if node is not None and node.failure is None:
@@ -83,15 +87,15 @@ def host_python(software: Software, node: NodeFacts | None, profile: Profile) ->
             tried = node.interpreter or " or ".join(profile.host_pythons())
             yield error("python", f"{tried} on {node.host}: {node.python or 'not found'}; the host side needs 3.9", fix)
         else:
-            yield ok("python", f"{node.interpreter} is {node.python} on {node.host}, for what runs beside the ranks")
+            yield ok("python", f"{node.interpreter} is {node.python} on {node.host}, for the host side of a run")
         return
-    later = "on the compute nodes it may differ: --deep looks"
+    later = "it may differ on the compute nodes: --deep tests that"
     if not software.host_python.known:
-        said = software.host_python.failure
+        failure = software.host_python.failure
         if profile.prolog:
-            yield note("python", f"{said}; the profile's prolog may bring it in a job: --deep looks")
+            yield note("python", f"{failure}; the profile's prolog may load it in a job: --deep tests that")
         else:
-            yield error("python", f"{said}; what runs beside the ranks needs it", fix)
+            yield error("python", f"{failure}; the host side of a run needs it", fix)
     elif _release(software.host_python.text) < OLDEST_PYTHON:
         yield error("python", f"{name} is {software.host_python.text.strip()}, the host side needs 3.9", fix)
     else:
@@ -99,18 +103,18 @@ def host_python(software: Software, node: NodeFacts | None, profile: Profile) ->
 
 
 def compute_node(node: NodeFacts, profile: Profile, demand: Demand) -> Iterator[Finding]:
-    """What the step found, beside python and the run root."""
+    """Findings about the compute node, except its Python and the run root."""
     if node.failure:
         yield warning(
             "compute node",
-            f"no look at one: {node.failure}",
+            f"none could be tested: {node.failure}",
             "try again when a node of the partition is free, or without --deep",
         )
         return
     driver = f", NVIDIA driver {node.driver}" if node.driver else ""
     yield ok("compute node", f"a step ran on {node.host}{driver}")
     if demand.gpus and not node.driver and profile.health_check:
-        yield note("compute node", "no nvidia-smi there: the health check cannot see the state of the GPUs")
+        yield note("compute node", "it has no nvidia-smi, so the health check cannot see the state of the GPUs")
     if demand.image and node.enroot is None and not is_path(demand.image):
         yield error(
             "enroot",
@@ -122,50 +126,50 @@ def compute_node(node: NodeFacts, profile: Profile, demand: Demand) -> Iterator[
 
 
 def first_rank(rank: RankFacts, demand: Demand) -> Finding:
-    """What one rank did in the container: import, form a communicator, write to the run root."""
+    """Finding about a rank in the container that imported torch, formed a communicator and wrote to the run root."""
     if rank.unasked:
         return note("container", f"not started: {rank.unasked}", "mrl prefetch imports the image")
     if rank.failure:
-        fix = "see containers/README.md: how the image of the ranks is built, and what enroot's errors mean"
-        return error("container", f"a rank in it came to nothing: {rank.failure}", fix)
+        fix = "see containers/README.md for building the image and for enroot's errors"
+        return error("container", f"a rank in it failed: {rank.failure}", fix)
     if demand.gpus and not rank.gpus:
-        return error("container", f"{rank.versions}, and torch sees no GPU", "enroot's hook 98-nvidia.sh brings it in")
+        return error("container", f"{rank.versions}, and torch sees no GPU", "enroot's hook 98-nvidia.sh provides it")
     gpus = f", {count(rank.gpus, 'GPU')}" if rank.gpus else ""
-    return ok("container", f"a rank of it communicates and writes to run_root: {rank.versions}{gpus}, CPUs {rank.cpus}")
+    return ok("container", f"a rank in it communicates and writes to run_root: {rank.versions}{gpus}, CPUs {rank.cpus}")
 
 
 def accounting(facts: SlurmFacts, cluster: Cluster) -> Finding:
-    """Whether jobs can be looked up after they ended."""
+    """Finding about looking up jobs that have ended."""
     if facts.sacct.known:
-        return ok("accounting", "sacct works: mrl status knows jobs of the past")
+        return ok("accounting", "sacct works, so mrl status knows jobs that have ended")
     age = number(cluster.config.get("MinJobAge"), MIN_JOB_AGE_S)
     return note(
         "accounting",
         f"sacct does not work here ({facts.sacct.failure}): Slurm forgets a job {span(age)} after its end (MinJobAge); "
-        "mrl status then goes by the run directory alone",
+        "mrl status then relies on the run directory alone",
     )
 
 
 def _credentials(software: Software, image: str) -> Finding:
     try:
-        host = (parse(image).registry or DOCKER_HUB).partition(":")[0]  # enroot looks it up without the port
+        host = (parse(image).registry or DOCKER_HUB).partition(":")[0]  # enroot looks up hosts without the port
     except ImageError as bad:
         return error("image", str(bad), "correct container.image or image.reference")
     if software.registries is None:
         return note(
             "credentials",
-            f"enroot has none ({software.credentials}): only public images of {host} can be imported",
-            f"a private image needs a line for {host} there; see containers/README.md",
+            f"enroot has none ({software.credentials}), so only public images of {host} can be imported",
+            f"for a private image add a line for {host} there; see containers/README.md",
         )
     if software.exposed:
         return warning(
             "credentials",
-            f"others may read {software.credentials}",
+            f"other users can read {software.credentials}",
             f"chmod 600 {software.credentials}",
         )
     if host not in software.registries:
-        return note("credentials", f"enroot has none for {host}: only its public images can be imported")
-    return ok("credentials", f"enroot has some for {host}")
+        return note("credentials", f"enroot has none for {host}, so only its public images can be imported")
+    return ok("credentials", f"enroot has credentials for {host}")
 
 
 def _release(text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Pure: is the run root there, shared, fast enough and large enough?"""
+"""Whether the run root exists, is shared, fast enough and large enough. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MOVE = "set run_root: in the profile to a directory on the shared file system"
 
 
 def run_root(disk: Disk, demand: Demand) -> Iterator[Finding]:
-    """Can it be written, how fast, and how much fits in?"""
+    """Findings about writing to the run root, its speed and its space."""
     if disk.measured is None:
         yield error(
             "run root",
-            f"{disk.path}: {disk.failure}: a job there would hang",
-            "ask about its file system, or choose another run_root: in the profile",
+            f"{disk.path}: {disk.failure}; a job there would hang",
+            "ask the administrators about its file system, or set another run_root: in the profile",
         )
         return
     found = disk.measured
@@ -35,7 +35,7 @@ def run_root(disk: Disk, demand: Demand) -> Iterator[Finding]:
 
 
 def shared(disk: Disk, node: NodeFacts | None, demand: Demand) -> Iterator[Finding]:
-    """Do the nodes see what this machine writes?"""
+    """Findings about whether the nodes see what this machine writes."""
     if node is not None and node.failure is None:
         if node.shared:
             yield ok("run root", f"a file written here is seen on {node.host}")
@@ -45,14 +45,14 @@ def shared(disk: Disk, node: NodeFacts | None, demand: Demand) -> Iterator[Findi
         kind = disk.measured.file_system if disk.measured else ""
         yield note(
             "run root",
-            f"{kind} is mostly a disk of one machine, and all nodes of {demand.who} must see {disk.path}",
-            f"mrl doctor --deep tries it on a compute node; if it is not shared, {MOVE}",
+            f"{kind} is usually local to one machine, and all nodes of {demand.who} must see {disk.path}",
+            f"mrl doctor --deep tests it on a compute node; if it is not shared, {MOVE}",
         )
 
 
 def _speed(bytes_per_s: float, demand: Demand) -> Finding:
-    """One writer here is no measure of a job's many, so only what is slow for one is called slow."""
-    text = f"{size(bytes_per_s)}/s from this machine, one writer, flushed"
+    """Judge the write speed. One writer here says little about the many of a job, so only a slow one is reported."""
+    text = f"{size(bytes_per_s)}/s from this machine with one writer, flushed to disk"
     if bytes_per_s < SLOW_BYTES_PER_S:
         lasts = (
             f"; a checkpoint of {size(demand.checkpoint_bytes)} may take very long" if demand.checkpoint_bytes else ""
@@ -70,7 +70,9 @@ def _speed(bytes_per_s: float, demand: Demand) -> Finding:
 def _space(disk: Disk, free: int, demand: Demand) -> Iterator[Finding]:
     wanted = (demand.checkpoint_bytes or 0) * demand.kept
     need = (
-        f"{demand.who} keeps up to {size(wanted)} ({demand.kept} checkpoints, one of them under way)" if wanted else ""
+        f"{demand.who} keeps up to {size(wanted)} ({demand.kept} checkpoints, including the one being written)"
+        if wanted
+        else ""
     )
     fix = "remove old runs, keep fewer checkpoints (save.keep, save.keep_every), or choose another run_root"
     if wanted > free:
@@ -78,7 +80,7 @@ def _space(disk: Disk, free: int, demand: Demand) -> Iterator[Finding]:
     else:
         yield ok("space", f"{size(free)} free" + (f"; {need}" if need else ""))
     if not disk.quota.known:
-        yield note("quota", f"cannot be told: {disk.quota.failure}")
+        yield note("quota", f"unknown: {disk.quota.failure}")
     elif problem := over_quota(disk.quota.text, wanted):
         yield error("quota", f"{problem}; {need or 'nothing more can be written'}", fix)
     else:

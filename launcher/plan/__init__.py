@@ -1,1 +1,1 @@
-"""Pure: who does what on which GPU, and whether it fits."""
+"""Sizes, placement and memory of a run. Pure: no files, no cluster."""

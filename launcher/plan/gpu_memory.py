@@ -1,7 +1,6 @@
-"""Pure: how much GPU memory a rank needs in each phase of its life, and how large a checkpoint is.
+"""Estimate of the memory that a rank needs in each phase, and of the size of a checkpoint. Pure.
 
-Estimates for planning: each term (memory_terms.py) says how it was computed, so that a surprising one can be checked by
-hand.
+Each term (memory_terms.py) comes with its formula, so that a surprising one can be checked by hand.
 """
 
 from __future__ import annotations
@@ -11,24 +10,24 @@ from dataclasses import dataclass
 
 from launcher.plan import memory_terms
 from launcher.plan.memory_terms import CONTEXT, FP32_BYTES, WEIGHT_BYTES, Term, in_words
-from launcher.plan.parameters import vocabulary, weights, whole_model
+from launcher.plan.parameters import vocabulary, weights
 from launcher.plan.sizes import Sizes
 from megatron_rl.config import RunConfig
 from megatron_rl.rank.config import Offload
 
 CHECKPOINT_ADAM_BYTES = 12
-"""As on the GPU, with the fp32 weights in any case."""
+"""Bytes of optimizer state per parameter in a checkpoint, which always has fp32 weights."""
 PROCESS_BYTES = 400 * 10**6
 """Memory of a rank's interpreter with torch and megatron-core, before the first weight."""
 LASTING = ("weights", "gradients", "optimizer")
 """Terms that do not depend on the lengths of answers."""
 PHASES = ("build", "generate", "train", "update")
-"""Of a rank, in their order; to score holds less than to train."""
+"""Phases of a rank, in order. Scoring is left out: it holds less than training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a rank holds in one part of its life."""
+    """Memory of a rank in one phase."""
 
     name: str
     """build, generate, train or update."""
@@ -36,60 +35,57 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Bytes of all terms."""
         return sum(term.bytes for term in self.terms)
 
     @property
     def tensors(self) -> int:
-        """Bytes of what torch holds of that."""
+        """Bytes allocated by torch: all terms except the CUDA context."""
         return sum(term.bytes for term in self.terms if term.name != CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a rank of one role needs."""
+    """Memory of a rank of one role."""
 
     role: str
     """colocated, training or inference."""
     stage: int | None
-    """Of training's pipeline; None where it only generates."""
+    """Pipeline stage; None for inference ranks."""
     phases: tuple[Phase, ...]
-    """Of each name the fullest."""
+    """The fullest moment of each phase."""
 
     @property
     def fullest(self) -> Phase:
-        """The phase that its memory has to do for."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def total(self) -> int:
-        """Bytes of its fullest phase."""
         return self.fullest.total
 
 
 def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
-    """The memory of the fullest rank of each role that the layout has."""
+    """Return the memory of the fullest rank of each role in the layout."""
     fullest = max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)
     return [fullest, _inference(config, sizes, vocab)] if sizes.partitioned else [fullest]
 
 
 def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, stage: int | None) -> Memory:
-    """The memory of the ranks of one stage of training's pipeline; None: of those that only generate."""
+    """Return the memory of the training ranks of one pipeline stage; None: of inference ranks."""
     return _inference(config, sizes, vocab) if stage is None else _training(config, sizes, vocab, stage)
 
 
 def as_rehearsed(config: RunConfig) -> RunConfig:
-    """The recipe with what a rehearsal computes by: there is no Transformer Engine without a GPU."""
+    """Return the recipe as a rehearsal runs it: Transformer Engine needs a GPU, so local layers replace it."""
     return config.model_copy(update={"training": config.training.model_copy(update={"transformer_impl": "local"})})
 
 
 def checkpoint_bytes(config: RunConfig, vocab: int) -> int:
-    """Bytes of one checkpoint, of all ranks together."""
-    return whole_model(config.model, vocab) * (WEIGHT_BYTES[config.model.dtype] + CHECKPOINT_ADAM_BYTES)
+    """Bytes of one checkpoint, over all ranks."""
+    return weights(config.model, vocab).all * (WEIGHT_BYTES[config.model.dtype] + CHECKPOINT_ADAM_BYTES)
 
 
 def offloaded_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
-    """Bytes of Adam's state that the fullest training rank keeps in the host's memory."""
+    """Bytes of optimizer state that the fullest training rank keeps in host memory."""
     if config.offload != "optimizer":
         return 0
     held = (weights(config.model, vocab, sizes.tp, sizes.pp, sizes.ep, stage) for stage in range(sizes.pp))
@@ -97,14 +93,14 @@ def offloaded_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
 
 
 def incoming_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
-    """Bytes of the host's memory in which a rank of a replica puts new weights aside until all have come."""
+    """Bytes of host memory in which an inference rank collects new weights until all have arrived."""
     if not sizes.partitioned:
         return 0
     return WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab, sizes.inference_tp).all
 
 
 def sent_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
-    """Bytes of the host's memory in which all ranks that train together keep what they have sent to replicas."""
+    """Bytes of host memory in which the training ranks, together, keep the weights that they have sent."""
     if not sizes.partitioned or config.placement.inference.transfer == "whole":
         return 0
     return sizes.replicas * WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab).all
@@ -183,7 +179,7 @@ def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> Memory:
 
 
 def _fullest(name: str, config: RunConfig, moments: Sequence[tuple[Term, ...]]) -> Phase:
-    """The phase at the moment at which it holds the most."""
+    """Return the phase at its fullest moment."""
     return max(
         (Phase(name, (*terms, *memory_terms.context(config))) for terms in moments), key=lambda phase: phase.total
     )

@@ -1,7 +1,7 @@
-"""Pure: the terms of a GPU's memory, each a formula with its numbers in words.
+"""Terms of a GPU's memory, each with its formula in words. Pure.
 
-What a layer keeps for its backward pass is counted as in arXiv 2205.05198, for our layers (SwiGLU, grouped queries, no
-dropout, attention that never holds the scores, no fused kernels: fusion needs less).
+Activations are counted as in arXiv 2205.05198, for our layers: SwiGLU, grouped queries, no dropout, attention that
+never stores its scores. Fused kernels are not assumed; they need less.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_rl.inference.config import PAGE_TOKENS, pages_of, without_graphs
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 FP32_BYTES = 4
 ADAM_BYTES = {"bf16": 12, "fp32": 8}
-"""fp32 weights, first and second moment; the weights are their own where the model is fp32."""
+"""Bytes of optimizer state per parameter: both moments, and fp32 weights unless the model itself is fp32."""
 CHUNK_BYTES = 2**28
-"""Of the logits in fp32 that exist at once; as in algorithms/logprobs.py."""
+"""Bytes of fp32 logits that exist at once; as in algorithms/logprobs.py."""
 LOGIT_BYTES = 16
-"""Where all logits exist at once, beside each: fp32 copy, log-softmax, and two of that size for the entropy."""
+"""Bytes beside each logit if all exist at once: fp32 copy, log-softmax, and two of that size for the entropy."""
 CONTEXT = "context"
 CONTEXT_BYTES = 3 * 2**30
 """CUDA context and NCCL's buffers: a rule of thumb."""
@@ -37,12 +37,12 @@ class Term:
 
 
 def adam_states(config: RunConfig, sizes: Sizes, held: Weights) -> Term:
-    """Adam's state of the weights that a rank updates."""
+    """Optimizer state of the weights that a rank updates."""
     return of_shard(config, sizes, held, "optimizer", ADAM_BYTES[config.model.dtype])
 
 
 def of_shard(config: RunConfig, sizes: Sizes, held: Weights, name: str, each: int) -> Term:
-    """So many bytes for each parameter that a rank updates."""
+    """`each` bytes for every parameter that a rank updates."""
     if not config.optimizer.distributed:
         return Term(name, each * held.all, f"{each} bytes x {in_words(held.all)} parameters, not sharded")
     replicas = sizes.dp * sizes.cp
@@ -53,26 +53,30 @@ def of_shard(config: RunConfig, sizes: Sizes, held: Weights, name: str, each: in
 
 
 def activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
-    """A layer keeps of its two norms the input and what is normalised, both in fp32, and the output; queries, and keys
-    and values of all context-parallel ranks, what attention makes of them before and, where branches were gathered,
-    after it is packed again, and its sums, in fp32; of norms of queries and keys the input and what is normalised, in
-    fp32; of the feed-forward network its first output, the activated gate and the product. `selective` keeps of the two
-    norms the input, as it is, and the output where Transformer Engine computes them; of the feed-forward network the
-    first output; of experts all but the activated gate."""
+    """Activations that the layers of a stage keep for the backward pass. A layer keeps:
+
+    norms          input and normalised input in fp32, and the output. Selective: the input as it is, and the output
+                   if Transformer Engine computes it
+    attention      queries, keys and values (of all context-parallel ranks), its output before and after packing,
+                   and its sums in fp32; for norms of queries and keys, input and normalised input in fp32
+    feed-forward   first output, activated gate and product. Selective: the first output; of experts all except the
+                   activated gate
+    """
     tokens = _tokens(config, sizes)
     kept = kept_bytes(config, sizes, config.training.recompute)
     layers, in_flight = config.model.num_layers // sizes.pp, sizes.pp - stage
     formula = f"{in_words(tokens)} tokens x {layers} layers x {in_words(kept)} bytes"
     if in_flight > 1:
-        formula += f" x {in_flight} micro-batches under way"
+        formula += f" x {in_flight} micro-batches in flight"
     return Term("activations", tokens * layers * kept * in_flight, formula)
 
 
 def layer_backward(config: RunConfig, sizes: Sizes, tied_rows: int) -> Term:
-    """What the backward pass of one layer adds: what it keeps and did not, computed again, six gradients in the width
-    of the feed-forward network and two in that of the model. A tied table's gradient waits for its other end.
+    """Memory that the backward pass of one layer adds: recomputed activations, six gradients of feed-forward width and
+    two of model width, and the gradient of a tied embedding, which is kept until the pass reaches its other end.
 
-    tied_rows: of the embedding, where it is the output layer as well.
+    Args:
+        tied_rows: rows of the embedding if it is the output layer as well, else 0.
     """
     model, recompute, size = config.model, config.training.recompute, WEIGHT_BYTES[config.model.dtype]
     tokens = _tokens(config, sizes)
@@ -89,14 +93,14 @@ def layer_backward(config: RunConfig, sizes: Sizes, tied_rows: int) -> Term:
 
 
 def _tokens(config: RunConfig, sizes: Sizes) -> int:
-    """Tokens that one rank has of the largest micro-batch: a sequence that alone has more than fits makes its own."""
+    """Tokens of the largest micro-batch on one rank. A sequence longer than a micro-batch gets one of its own."""
     longest = config.sequence_length
     most = min(sizes.cp * config.training.tokens_per_microbatch, config.grpo.answers_of_replica(sizes.dp) * longest)
     return -(-max(most, longest) // sizes.cp)
 
 
 def kept_bytes(config: RunConfig, sizes: Sizes, recompute: str) -> int:
-    """Bytes that one layer keeps of one token on one rank. Where the ranks choose what computes it, the larger."""
+    """Bytes that one layer keeps per token on one rank. If transformer_impl is left open, the larger of both."""
     model, fused = config.model, config.training.transformer_impl != "local"
     size, split = WEIGHT_BYTES[model.dtype], sizes.tp if sizes.sequence_parallel else 1
     if recompute == "full":
@@ -116,9 +120,9 @@ def kept_bytes(config: RunConfig, sizes: Sizes, recompute: str) -> int:
 
 
 def loss(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
-    """The backward pass of the log-probs: the output layer's gradient in fp32 and that of one chunk of tokens, the
-    chunk's logits in fp32 and, rounded, their gradient; of all tokens the last layer's output, what of it predicts and
-    its gradient; and what the last norm keeps."""
+    """Memory of the backward pass of the log-probs: the gradient of the output layer in fp32 and that of one chunk of
+    tokens; the logits of the chunk in fp32, and their gradient; for all tokens the output of the last layer, the part
+    of it that predicts, and its gradient; and the activations of the last norm."""
     model, size, tokens = config.model, WEIGHT_BYTES[config.model.dtype], _tokens(config, sizes)
     rows, split = vocab // sizes.tp, sizes.tp if sizes.sequence_parallel else 1
     whole = tokens * rows * FP32_BYTES
@@ -136,7 +140,8 @@ def loss(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
 
 
 def engine_weights(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -> Iterator[Term]:
-    """What a rank generates by and does not train: cut alike, all that it trains is among what it generates by."""
+    """Weights that a rank generates with and does not train. If both use the same tp, its trained weights are among
+    those that it generates with."""
     size = WEIGHT_BYTES[config.model.dtype]
     needed = weights(config.model, vocab, sizes.inference_tp).all
     if missing := needed - held.all * (sizes.inference_tp == sizes.tp):
@@ -145,7 +150,7 @@ def engine_weights(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -
 
 
 def kv_cache(config: RunConfig, sizes: Sizes) -> Term:
-    """Keys and values of all sequences that a rank generates at once."""
+    """KV cache of all sequences that a rank generates at once."""
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     layers, heads = model.num_layers, -(-model.num_query_groups // sizes.inference_tp)
     pages, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
@@ -158,9 +163,9 @@ def kv_cache(config: RunConfig, sizes: Sizes) -> Term:
 
 
 def decode_graphs(config: RunConfig, vocab: int) -> Iterator[Term]:
-    """What recorded decode steps keep for themselves, where they are recorded: of the largest, all that it makes. That
-    is of each logit what it was computed in, two copies in fp32, probabilities and their sums in fp64; with top-p all
-    tokens in order beside them, with top-k or min-p the probabilities that are left."""
+    """Memory that CUDA graphs of decode steps keep: all that the largest of them computes. Per logit, that is the
+    logit, two copies in fp32, and probabilities with their sums in fp64; with top-p also the sorted tokens, with top-k
+    or min-p also the remaining probabilities."""
     _, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
     without = without_graphs(config.inference, config.model, fp8=config.training.fp8 != "none")
     if config.job.device == "cpu" or config.model.dtype == "fp32" or page_tokens % PAGE_TOKENS["cuda"] or without:
@@ -172,8 +177,8 @@ def decode_graphs(config: RunConfig, vocab: int) -> Iterator[Term]:
 
 
 def start(config: RunConfig, sizes: Sizes, held: Weights) -> Iterator[Term]:
-    """While a rank starts: an engine that is cut alike is built before it is given the trainer's weights. Where nothing
-    else is cut it is the trainer's own model from the beginning."""
+    """Memory during the start of a rank: an engine with the trainer's tp is built before it shares the trainer's
+    weights. Without sequence parallelism it is the trainer's own model from the start."""
     size = WEIGHT_BYTES[config.model.dtype]
     if sizes.inference_tp == sizes.tp and sizes.pp == sizes.ep == 1 and sizes.sequence_parallel:
         formula = f"{size} bytes x {in_words(held.all)} parameters of the engine, until it shares the trainer's"
@@ -181,9 +186,9 @@ def start(config: RunConfig, sizes: Sizes, held: Weights) -> Iterator[Term]:
 
 
 def prefill(config: RunConfig, sizes: Sizes) -> Term:
-    """The widest point of a layer; nothing is kept for a backward pass. Either the feed-forward network, with its first
-    output, the activated gate and the product, or a norm, three times in fp32. Of experts at most eight tensors of the
-    tokens that are routed to them: sorted once and twice, what is made of them, back in order, and in fp32."""
+    """Memory of the widest point of one layer, without a backward pass: either the feed-forward network (first output,
+    activated gate, product) or a norm (three times in fp32). Experts need at most eight tensors of their routed tokens:
+    sorted once and twice, their outputs, back in order, and in fp32."""
     model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
     length = config.sequence_length
     prompt = max(1, length - config.sampling.max_new_tokens)
@@ -196,14 +201,14 @@ def prefill(config: RunConfig, sizes: Sizes) -> Term:
 
 
 def context(config: RunConfig) -> tuple[Term, ...]:
-    """What is taken before the first tensor; nothing on a CPU."""
+    """Memory that a process takes before its first tensor; none on a CPU."""
     if config.job.device == "cpu":
         return ()
     return (Term(CONTEXT, CONTEXT_BYTES, "CUDA and NCCL: a rule of thumb"),)
 
 
 def in_words(number: int) -> str:
-    """4.1 billion, 12.3 million, 16,384."""
+    """Format a number: `4.1 billion`, `12.3 million`, `16,384`."""
     for size, unit in ((10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number / size:.3g} {unit}"

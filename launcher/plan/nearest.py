@@ -1,4 +1,4 @@
-"""Pure: the layouts nearest to an impossible one that work."""
+"""The valid layouts nearest to an impossible one. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from launcher.plan.sizes import Sizes, check
 from megatron_rl.model.config import ModelConfig
 
 NAMED = 3
+"""Largest number of layouts to name."""
 
 _KEYS = {
     "nodes": "job.nodes",
@@ -29,9 +30,11 @@ _KEYS = {
 
 
 def nearest(sizes: Sizes, node_gpus: int | None, model: ModelConfig | None) -> list[str]:
-    """The cheapest changes that make the layout possible, as overrides: `placement.training.tp=4 (dp 6, 6 replicas)`.
+    """Return the smallest changes that make the layout possible, as overrides:
 
-    Tries changes of one and two keys, and of three only where none of these works.
+        placement.training.tp=4 (dp 6, 6 inference replicas)
+
+    Tries all changes of one or two keys, and of three keys only if none of these works.
     """
     moves = {name: _moves(name, sizes, node_gpus) for name in _KEYS}
     found: list[tuple[float, dict[str, Any]]] = []
@@ -47,7 +50,7 @@ def nearest(sizes: Sizes, node_gpus: int | None, model: ModelConfig | None) -> l
     found.sort(key=lambda entry: entry[0])
     chosen: list[dict[str, Any]] = []
     for _, changes in found:
-        # More than what suffices is worth saying only where a rank then holds less of the model, or more ranks work.
+        # A superset of a sufficient change is named only if a rank then holds less of the model, or more ranks work.
         sufficient = [less for less in chosen if less.items() <= changes.items()]
         variant = len(changes) > 1 and any(other.keys() == changes.keys() for other in chosen)
         if not variant and all(_strain(sizes, changes) < _strain(sizes, less) for less in sufficient):
@@ -59,14 +62,15 @@ def nearest(sizes: Sizes, node_gpus: int | None, model: ModelConfig | None) -> l
 
 
 def _strain(sizes: Sizes, changes: dict[str, Any]) -> float:
-    """How much more of the model a rank holds, and how many fewer ranks work, than was asked for; in doublings."""
+    """Doublings of the share of the model that a rank holds, plus halvings of the number of ranks, against the
+    request."""
     new = replace(sizes, **changes)
     ranks = sizes.nodes * sizes.gpus_per_node / (new.nodes * new.gpus_per_node)
     return max(0.0, math.log2(sizes.tp * sizes.pp / (new.tp * new.pp))) + max(0.0, math.log2(ranks))
 
 
 def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> list[int | bool]:
-    """Other values of one key that are worth trying, the nearest first."""
+    """Other values of a key to try, the nearest first."""
     value = getattr(sizes, name)
     others: Iterable[int | bool]
     if value is None:
@@ -90,7 +94,7 @@ def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> list[int | bool]:
 
 
 def _simplest(sizes: Sizes, node_gpus: int | None) -> dict[str, Any]:
-    """Everything that differs from data parallelism alone, which always works."""
+    """Changes that lead to plain data parallelism, which always works."""
     plain: dict[str, Any] = dict.fromkeys(("tp", "pp", "cp", "ep"), 1)
     plain |= {"sequence_parallel": False, "partitioned": False, "inference_nodes": 0}
     plain["gpus_per_node"] = min(sizes.gpus_per_node, node_gpus or sizes.gpus_per_node)
@@ -99,14 +103,15 @@ def _simplest(sizes: Sizes, node_gpus: int | None) -> dict[str, Any]:
 
 
 def _distance(old: Sizes, new: Sizes) -> float:
-    """How unlike what was asked: the ratios of the sizes, of all ranks, and of what each then holds of the model."""
+    """Distance between two layouts: ratios of the sizes, of the number of ranks, and of the share of the model per
+    rank."""
     total = 0.0
     for name in _KEYS:
         before, after = getattr(old, name), getattr(new, name)
         if isinstance(before, bool):
             total += (4.0 if name == "tp_across_nodes" else 2.0) * (before != after)
         elif before != after:
-            if name == "inference_nodes":  # half of the nodes where none were asked for
+            if name == "inference_nodes":  # half of the nodes if none were asked for
                 before, after = before or old.nodes / 2, after or 1
             odd = name not in ("nodes", "inference_nodes") and after & (after - 1) != 0
             total += abs(math.log2(after / before)) + 0.1 + odd / 2

@@ -1,4 +1,4 @@
-"""Pure: how many parameters a model has, and how many of them a rank holds."""
+"""Number of parameters of a model, and of those that one rank holds. Pure."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from megatron_rl.model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Numbers of parameters that a rank holds."""
+    """Numbers of parameters on one rank."""
 
     dense: int
-    """Shared by all data-parallel ranks."""
+    """Parameters outside experts, which all data-parallel ranks hold."""
     experts: int
-    """Those of its experts."""
+    """Parameters of the rank's experts."""
 
     @property
     def all(self) -> int:
-        """Shared and experts' together."""
         return self.dense + self.experts
 
 
 def tokens_known(config: RunConfig) -> int | None:
-    """Rows of the embedding without padding; None where only the tokenizer knows."""
+    """Rows of the embedding without padding; None if only the tokenizer knows."""
     tokenizer = config.tokenizer
     return config.model.vocab_size or (len(tokenizer.alphabet) + 2 if tokenizer.type == "characters" else None)
 
 
 def vocabulary(config: RunConfig) -> int | None:
-    """Rows of the embedding, padding included; None where only the tokenizer knows."""
+    """Rows of the embedding, padding included; None if only the tokenizer knows."""
     tokens = tokens_known(config)
     return None if tokens is None else config.model.padded_vocab_size(tokens)
 
 
 def weights(model: ModelConfig, vocab: int, tp: int = 1, pp: int = 1, ep: int = 1, stage: int = 0) -> Weights:
-    """Parameters of one rank; of the whole model where all sizes are 1.
+    """Count the parameters of one rank, or of the whole model if all sizes are 1.
 
     Args:
         vocab: rows of the embedding, padding included.
@@ -56,11 +55,6 @@ def weights(model: ModelConfig, vocab: int, tp: int = 1, pp: int = 1, ep: int = 
     table = vocab // tp * hidden
     first, last = stage == 0, stage == pp - 1
     ends = table * first + last * hidden
-    if last and not (model.tied_embeddings and first):  # a shared table is there once on each of the two stages
+    if last and not (model.tied_embeddings and first):  # the first and the last stage each hold a copy of a tied table
         ends += table
     return Weights(dense=layers * layer + ends, experts=layers * experts)
-
-
-def whole_model(model: ModelConfig, vocab: int) -> int:
-    """Parameters of the model."""
-    return weights(model, vocab).all

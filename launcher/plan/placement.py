@@ -1,18 +1,18 @@
-"""Pure: nodes x GPUs x {colocated, partitioned} -> role, node, GPU and parallel coordinates of every rank.
+"""Placement: the role, node, GPU and parallel coordinates of every rank. Pure.
 
-Ranks are numbered node by node. Within the training world coordinates are those that megatron-core gives (its rank
-order tp-cp-ep-dp-pp): tensor parallel neighbours are adjacent ranks, pipeline stages are furthest apart. An inference
-replica is `placement.inference.tp` adjacent ranks.
+Ranks are numbered node by node. Coordinates in the training world are those of megatron-core (rank order
+tp-cp-ep-dp-pp): tensor-parallel neighbours are adjacent ranks, pipeline stages are furthest apart. An inference replica
+is `placement.inference.tp` adjacent ranks.
 
     colocated     all ranks train, and generate in between. One step.
     partitioned   the first nodes train, the last `placement.inference.nodes` generate. Each inference replica is a
-                  world of its own and a step of its own, so that losing one takes no other along. A replica is whole
-                  nodes, or one of several that share a node (`Step.gpu_offset`).
+                  world and a Slurm step of its own, so that losing one does not affect the others. A replica is
+                  whole nodes, or one of several that share a node (`Step.gpu_offset`).
 
-Spare nodes have no ranks: they stand in for others when an attempt starts.
+Spare nodes have no ranks: they replace other nodes when an attempt starts.
 
-Where `job.nodes` is a range, there is a plan for every count of it that gives a layout; an attempt follows the largest
-for which its nodes suffice.
+If `job.nodes` is a range, each count in it with a valid layout has a plan; an attempt uses the largest that its nodes
+suffice for.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from launcher.plan.sizes import LayoutError, Sizes, check
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.rank.config import JobConfig, PlacementConfig
 
-__all__ = ["Infer", "LayoutError", "Plan", "Rank", "Step", "Train", "place", "rank_rows"]
-
 Role = Literal["colocated", "training", "inference"]
 
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Place in the training world."""
+    """Coordinates in the training world."""
 
     rank: int
     tp: int
@@ -44,19 +42,19 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Infer:
-    """Place among the inference replicas."""
+    """Coordinates among the inference replicas."""
 
     replica: int
     rank: int
-    """Within the replica."""
+    """Rank within the replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One GPU (one process, on CPUs)."""
+    """One process, on a GPU of its own or on CPUs."""
 
     rank: int
-    """Of the whole job, node by node."""
+    """Rank in the whole job."""
     node: int
     gpu: int
     role: Role
@@ -66,52 +64,52 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one srun starts."""
+    """A Slurm step: the ranks that one srun starts."""
 
     name: str
     """`train`, `infer-0`, `infer-1`, ..."""
     role: Role
     nodes: tuple[int, ...]
-    """Indices into the plan's nodes."""
+    """Indices of its nodes among those of the plan."""
     tasks_per_node: int
     gpu_offset: int
-    """First GPU of the node that is the step's; 0 unless replicas share a node."""
+    """First GPU of the step on its node; 0 unless replicas share a node."""
     replica: int | None
-    """Of an inference step."""
+    """Number of the inference replica; None for training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who does what, on one count of nodes."""
+    """Ranks and steps on a given number of nodes."""
 
     mode: Literal["colocated", "partitioned"]
     nodes: int
-    """Without the spare ones."""
+    """Nodes with ranks, without the spare ones."""
     gpus_per_node: int
     spare_nodes: int
     sizes: Sizes
-    """Parallel sizes, those left out in the recipe included."""
+    """Parallel sizes, with defaults filled in."""
     steps: tuple[Step, ...]
     smaller: tuple[Plan, ...] = ()
-    """For the lower counts of a range `job.nodes`, those that give a layout, the largest first."""
+    """Plans for the lower counts of a range `job.nodes`, largest first, as far as they have a valid layout."""
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        """Node by node."""
+        """All ranks, node by node."""
         return tuple(_ranks(self.sizes))
 
 
 def place(
     job: JobConfig, placement: PlacementConfig, node_gpus: int | None = None, model: ModelConfig | None = None
 ) -> Plan:
-    """Who does what; where `job.nodes` is a range, on the most nodes.
+    """Return the plan for `job.nodes`, or for its upper end if it is a range.
 
     Args:
-        node_gpus: GPUs that a node of the cluster has; None where unknown, and for CPU processes.
-        model: also refuse sizes that do not divide it.
+        node_gpus: GPUs of each node of the cluster; None: unknown.
+        model: also refuse sizes that do not divide this model.
 
     Raises:
-        LayoutError: impossible; says the arithmetic and the nearest layouts that work.
+        LayoutError: the layout is impossible. The message has the arithmetic and the nearest valid layouts.
     """
     limit = node_gpus if job.device == "cuda" else None
     counts = range(job.most_nodes, job.fewest_nodes - 1, -1)
@@ -130,8 +128,8 @@ def _advice(
 ) -> str:
     if possible:
         counts = ", ".join(str(each.nodes) for each in reversed(possible))
-        return f"job.nodes {job.nodes} has to begin and end with a count that works: {counts}"
-    from launcher.plan.nearest import nearest  # for an impossible layout alone
+        return f"job.nodes {job.nodes} must begin and end with a count that works: {counts}"
+    from launcher.plan.nearest import nearest  # needed only for an impossible layout
 
     return "nearest that work: " + ", or ".join(nearest(wrong, node_gpus, model))
 
@@ -175,7 +173,7 @@ def _ranks(sizes: Sizes) -> Iterator[Rank]:
 
 
 def _train(rank: int, sizes: Sizes) -> Train:
-    """megatron-core orders dense weights as tp-cp-dp-pp, experts as tp-ep-dp-pp."""
+    """Coordinates in megatron-core's orders: tp-cp-dp-pp for dense weights, tp-ep-dp-pp for experts."""
     tp, cp, ep, dp = sizes.tp, sizes.cp, sizes.ep, sizes.dp
     return Train(
         rank=rank,
@@ -188,13 +186,12 @@ def _train(rank: int, sizes: Sizes) -> Train:
 
 
 def _infer(rank: int, sizes: Sizes) -> Infer:
-    """The place of a rank, counted among those that generate."""
     replica, within = divmod(rank, sizes.inference_tp)
     return Infer(replica, within)
 
 
 def rank_rows(plan: Plan) -> list[dict[str, Any]]:
-    """One JSON object a GPU."""
+    """One JSON object per rank."""
     return [asdict(rank) for rank in plan.ranks]
 
 

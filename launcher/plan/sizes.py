@@ -1,4 +1,4 @@
-"""Pure: which parallel sizes are possible, and why the others are not."""
+"""Parallel sizes, and the reasons why some are impossible. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron_rl.rank.config import JobConfig, PlacementConfig, data_parallel_si
 
 
 class LayoutError(Exception):
-    """The layout is impossible. `problems` are sentences that name recipe keys in full, the one to blame first: what
-    does not fit, with the arithmetic; the last one ends with the nearest layouts that work."""
+    """The layout is impossible. Each of `problems` names the recipe key that is to blame and gives the arithmetic; the
+    last one ends with the nearest valid layouts."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         self.problems = problems
@@ -20,7 +20,7 @@ class LayoutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What `job` and `placement` say, as numbers, for one count of nodes."""
+    """Numbers of `job` and `placement`, for a given number of nodes."""
 
     nodes: int
     gpus_per_node: int
@@ -31,13 +31,13 @@ class Sizes:
     ep: int
     sequence_parallel: bool
     inference_nodes: int
-    """Nodes that only generate; 0 where all ranks do both."""
+    """Nodes that only generate; 0: co-located."""
     asked_inference_tp: int | None
     tp_across_nodes: bool
 
     @classmethod
     def of(cls, job: JobConfig, placement: PlacementConfig, nodes: int) -> Sizes:
-        """The sizes of a recipe on this many nodes."""
+        """Return the sizes of a recipe on `nodes` nodes."""
         training, inference = placement.training, placement.inference
         return cls(
             nodes=nodes,
@@ -55,7 +55,7 @@ class Sizes:
 
     @property
     def inference_tp(self) -> int:
-        """Ranks of one inference replica: training's `tp` where none was asked for."""
+        """Ranks of one inference replica; default: the training's `tp`."""
         return self.asked_inference_tp or self.tp
 
     @property
@@ -83,8 +83,8 @@ class Sizes:
 
     @property
     def cp_crosses_nodes(self) -> bool:
-        """Whether the ranks of a context-parallel group are on several nodes: neighbours, but for the tensor-parallel
-        ones between them."""
+        """Whether a context-parallel group spans nodes. Its ranks are `tp` apart, so it covers tp x cp adjacent
+        ranks."""
         return self.cp > 1 and self.gpus_per_node % (self.tp * self.cp) > 0
 
     @property
@@ -94,12 +94,12 @@ class Sizes:
 
     @property
     def replicas(self) -> int:
-        """Inference replicas."""
         return self.generating // self.inference_tp
 
 
 def check(sizes: Sizes, node_gpus: int | None, model: ModelConfig | None) -> tuple[str, ...]:
-    """Why the layout is impossible; empty where it is not. Later rules presuppose the earlier ones."""
+    """Return the reasons why the layout is impossible; empty if it is possible. Later rules presuppose the earlier
+    ones."""
     for rules in (_node(sizes, node_gpus), _split(sizes), _training(sizes), _generating(sizes), _fits(sizes, model)):
         problems = tuple(rules)
         if problems:
@@ -120,14 +120,14 @@ def _split(s: Sizes) -> Iterator[str]:
     if not s.partitioned and s.inference_nodes:
         yield (
             f"placement.inference.nodes {s.inference_nodes} belongs to placement.mode partitioned: "
-            "colocated, all nodes train and generate"
+            "in mode colocated all nodes train and generate"
         )
     elif s.partitioned and not s.inference_nodes:
-        yield f"placement.mode partitioned needs placement.inference.nodes: how many of the {s.nodes} only generate"
+        yield f"placement.mode partitioned needs placement.inference.nodes, the nodes of {s.nodes} that only generate"
     elif s.training_nodes < 1:
         yield (
             f"placement.inference.nodes {s.inference_nodes} of job.nodes {s.nodes} leaves "
-            f"{s.nodes} - {s.inference_nodes} = {s.training_nodes} to train"
+            f"{s.nodes} - {s.inference_nodes} = {s.training_nodes} nodes to train"
         )
 
 
@@ -159,7 +159,7 @@ def _generating(s: Sizes) -> Iterator[str]:
         )
     elif s.partitioned and s.gpus_per_node % tp and tp % s.gpus_per_node:
         yield (
-            f"{key} {tp} is neither whole nodes nor an equal share of one, of {s.gpus_per_node} GPUs "
+            f"{key} {tp} is neither a number of whole nodes nor an equal share of a node with {s.gpus_per_node} GPUs "
             f"({_remainder(max(tp, s.gpus_per_node), min(tp, s.gpus_per_node))})"
         )
     yield from _across_nodes(key, tp, s)
@@ -174,17 +174,17 @@ def _across_nodes(key: str, tp: int, s: Sizes) -> Iterator[str]:
 
 
 def _fits(s: Sizes, model: ModelConfig | None) -> Iterator[str]:
-    """megatron-core shards weights evenly, or not at all."""
+    """Check that the sizes divide the model: megatron-core shards weights evenly or not at all."""
     if model is None:
         return
     training, inference = "placement.training", "placement.inference"
     yield from (f"{training}.{problem}" for problem in model.undivided(s.tp, s.pp, s.ep))
-    if s.inference_tp != s.tp:  # else it is said
+    if s.inference_tp != s.tp:  # otherwise the line above reports it
         yield from (f"{inference}.{problem}" for problem in model.undivided(s.inference_tp, training_tp=s.tp))
     if model.num_experts and s.tp > 1 and not s.sequence_parallel:
         yield (
-            f"{training}.tp {s.tp} with model.num_experts {model.num_experts} needs {training}.sequence_parallel: else "
-            "every tensor-parallel rank would send the experts all tokens"
+            f"{training}.tp {s.tp} with model.num_experts {model.num_experts} needs {training}.sequence_parallel; "
+            "without it every tensor-parallel rank would send all tokens to the experts"
         )
 
 

@@ -1,4 +1,4 @@
-"""From a recipe to its plan: the placement, and what follows from it in batches, memory and checkpoints."""
+"""Plan of a recipe: its placement, with the batches, memory and checkpoints that follow from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.cluster.profile import Profile
 from launcher.plan.gpu_memory import checkpoint_bytes, incoming_bytes, offloaded_bytes, rank_memories, sent_bytes
-from launcher.plan.parameters import vocabulary, whole_model
+from launcher.plan.parameters import vocabulary, weights
 from launcher.plan.placement import Plan, place, rank_rows
 from launcher.plan.sizes import LayoutError
 from launcher.recipe.load import Recipe, refusal
@@ -15,41 +15,40 @@ from megatron_rl.config import RunConfig
 from megatron_rl.rank.config import Offload
 
 ASSUMED_VOCABULARY = 152064
-"""Rows of the embedding where neither the recipe nor an alphabet says: those of Qwen2.5."""
+"""Rows of the embedding if the recipe does not say: those of Qwen2.5."""
 TIGHT = 0.95
-"""Part of a GPU's memory beyond which an estimate is no promise."""
+"""Share of a GPU's memory above which an estimate is too close to rely on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Arithmetic of one step."""
+    """Sizes of the batch of one training step."""
 
     prompts: int
     group_size: int
     answers: int
-    """prompts x group_size"""
     prompts_per_replica: tuple[int, int]
-    """Fewest and most prompts of one data-parallel replica, which trains on their answers."""
+    """Smallest and largest number of prompts whose answers one data-parallel replica trains on."""
     prompts_per_engine: tuple[int, int]
-    """Fewest and most prompts of one inference replica, which answers them."""
+    """Smallest and largest number of prompts that one inference replica answers."""
     updates: int
-    """Optimizer steps per step of the run."""
+    """Optimizer updates per training step."""
     answers_per_update: int
     sequence_length: int
-    """Tokens of the longest prompt and answer together."""
+    """Largest number of tokens of a prompt with its answer."""
     tokens_per_microbatch: int
     microbatches: int
-    """Of one replica in one update, if every answer were of full length."""
+    """Micro-batches of one data-parallel replica per update, if every answer had full length."""
 
 
 def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
-    """Who does what.
+    """Place the ranks of a recipe.
 
     Args:
-        profile: None where the cluster is this machine.
+        profile: of the cluster; None: this machine.
 
     Raises:
-        BadInput: the layout is impossible; each problem with its file and line, or override.
+        BadInput: the layout is impossible. Each problem names its file and line, or its override.
     """
     config = recipe.config
     try:
@@ -59,11 +58,10 @@ def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
 
 
 def batch(config: RunConfig, plan: Plan) -> Batch:
-    """The arithmetic of a recipe on a plan."""
     grpo, training = config.grpo, config.training
     length, replicas = config.sequence_length, plan.sizes.dp
     answers_of_replica = config.grpo.answers_of_replica(replicas)
-    tokens = plan.sizes.cp * training.tokens_per_microbatch  # of all ranks that share a micro-batch out
+    tokens = plan.sizes.cp * training.tokens_per_microbatch  # of the cp ranks that share a micro-batch
     return Batch(
         prompts=grpo.prompts_per_step,
         group_size=grpo.group_size,
@@ -83,8 +81,8 @@ def _share(prompts: int, replicas: int) -> tuple[int, int]:
 
 
 def with_offload(config: RunConfig, plan: Plan, profile: Profile | None) -> RunConfig:
-    """The recipe with a value of `placement.offload`, where it leaves that open: what a GPU of the cluster has room for
-    in the plan's tightest layout. Adam's state stays where it fits, since to move it takes time."""
+    """Return the recipe with `placement.offload` set. If the recipe leaves it open, the optimizer state is off-loaded
+    only if it does not fit in the tightest layout of the plan, since moving it takes time."""
     limit = gpu_bytes(config, profile)
     if config.placement.offload is not None or limit is None:
         return config
@@ -102,11 +100,15 @@ def with_offload(config: RunConfig, plan: Plan, profile: Profile | None) -> RunC
 
 
 def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
-    """What `mrl plan --json` prints, and plan.json holds with each step's argv. Sizes in bytes; `ranks` has one row a
-    GPU; `alternatives` are the smaller plans of a range `job.nodes`, in what they may differ. `host_bytes`: of the copy
-    that each training node keeps in its memory to write from. `incoming_bytes`: of the new weights that each inference
-    node of a partitioned run puts aside in its own; `sent_bytes`: of those that each training node keeps as they were
-    sent. `memory`: the terms are those of the fullest phase."""
+    """Return the object that `mrl plan --json` prints; plan.json adds the argv of each step. All sizes are in bytes.
+
+    ranks            one row per GPU
+    alternatives     smaller plans of a range `job.nodes`, in what may differ
+    memory           terms of the fullest phase of each role
+    host_bytes       copy of the checkpoint that each training node writes from its memory
+    incoming_bytes   new weights that each inference node collects in its memory, partitioned
+    sent_bytes       weights that each training node keeps as it sent them, partitioned
+    """
     config = with_offload(config, plan, profile)
     rows = vocabulary(config)
     vocab = rows or ASSUMED_VOCABULARY
@@ -118,7 +120,7 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
         "spare_nodes": plan.spare_nodes,
         **_of_count(config, plan, vocab, limit),
         "alternatives": [_of_count(config, smaller, vocab, limit) for smaller in plan.smaller],
-        "model": {"parameters": whole_model(config.model, vocab), "vocabulary": vocab, "assumed": rows is None},
+        "model": {"parameters": weights(config.model, vocab).all, "vocabulary": vocab, "assumed": rows is None},
         "checkpoint": {
             "bytes": one,
             "keep": kept,
@@ -133,12 +135,12 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
 
 
 def gpu_bytes(config: RunConfig, profile: Profile | None) -> int | None:
-    """Memory of one GPU of a cluster; None where that is not known, and for CPU processes."""
+    """Bytes of one GPU of the cluster; None if unknown, and for CPU processes."""
     return int(profile.gpu_memory_gib * 2**30) if profile and config.job.device == "cuda" else None
 
 
 def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) -> dict[str, Any]:
-    """What follows from the number of nodes."""
+    """Part of a plan that depends on the number of nodes."""
     sizes = plan.sizes
     return {
         "nodes": plan.nodes,

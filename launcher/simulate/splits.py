@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from launcher.cluster.profile import Profile
 from launcher.plan.gpu_memory import rank_memories
-from launcher.plan.placement import LayoutError, Plan, place
+from launcher.plan.placement import Plan, place
+from launcher.plan.sizes import LayoutError
 from launcher.plan.summary import gpu_bytes, with_offload
 from launcher.simulate.estimate import AS_ESTIMATED, Correction, corrected, estimate_costs
 from launcher.simulate.result import SimulatedRun

@@ -15,7 +15,7 @@ from launcher.cli.rehearse import command
 from launcher.cluster.choice import load_clusters
 from launcher.plan.gpu_memory import Memory, as_rehearsed, rank_memory
 from launcher.plan.memory_terms import CONTEXT_BYTES
-from launcher.plan.parameters import tokens_known, whole_model
+from launcher.plan.parameters import tokens_known, weights
 from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import gpu_bytes, make_plan
 from launcher.recipe.load import load_recipe
@@ -72,7 +72,7 @@ def test_the_command_says_what_each_rank_held_in_every_phase_of_a_step() -> None
     (rank,) = json.loads(result.output)["ranks"]
     assert json.loads(result.output)["fits"] is True
     assert list(rank) == ["role", "stage", "parameters", "peak_bytes", "phases", "planned_bytes"]
-    parameters = whole_model(load_recipe("demo").config.model, 16)
+    parameters = weights(load_recipe("demo").config.model, 16).all
     assert (rank["role"], rank["stage"], rank["parameters"]) == ("colocated", 0, parameters)
     assert list(rank["phases"]) == ["build", "generate", "score", "train", "update"]
     for phase in rank["phases"].values():

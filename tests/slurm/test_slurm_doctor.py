@@ -107,5 +107,5 @@ def test_limits_count_where_the_cluster_keeps_them(small: Cluster) -> None:
     answer = doctor(small, "demo", "job.nodes=3", "--cluster", "small", MRL_CLUSTERS=profiles)
     job = ("--test-only", "--partition=low", "--qos=small", "--nodes=3", "--wrap=true")
     refused = "QOSGrpNodeLimit" in small.run("sh", "-c", 'sbatch "$@" 2>&1', "sh", *job, check=False)
-    assert refused == ("3 nodes are more than QOS small allows, 2 (GrpTRES)" in told(answer, "limits"))
+    assert refused == ("3 nodes exceed the 2 that QOS small allows (GrpTRES)" in told(answer, "limits"))
     assert refused == ("limits" in small.run("scontrol", "show", "config").partition("Enforce = ")[2].split("\n")[0])

@@ -1,4 +1,4 @@
-"""mrl doctor: what it prints, as text and as JSON, and the code it leaves with."""
+"""mrl doctor: its output as text and as JSON, and its exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch):
     return lambda *arguments: CliRunner().invoke(doctor.command, arguments)
 
 
-def test_lines_to_read_and_to_grep_in(run):
+def test_lines_can_be_grepped(run):
     result = run("demo", "--cluster", "lab")
     lines = result.output.splitlines()
     assert result.exit_code == 0
@@ -39,7 +39,7 @@ def test_lines_to_read_and_to_grep_in(run):
     assert len(fixes) == sum(line.startswith(("warning ", "error ")) for line in lines)
 
 
-def test_errors_leave_with_1(run):
+def test_errors_exit_with_1(run):
     result = run("demo", "--cluster", "other")
     assert result.exit_code == 1
     assert "error    partition: there is none called lo; there are: high, low" in result.output
@@ -54,7 +54,7 @@ def test_errors_leave_with_1(run):
         (("demo", "grpo.group_sise=8"), "did you mean"),
     ],
 )
-def test_bad_usage_leaves_with_2(run, arguments, words):
+def test_bad_usage_exits_with_2(run, arguments, words):
     result = run(*arguments)
     assert result.exit_code == 2
     assert words in result.output
@@ -90,4 +90,4 @@ def test_a_recipe_for_this_machine_needs_no_slurm(run, monkeypatch):
 def test_gpus_that_this_machine_lacks(run):
     result = run("demo", "job.device=cuda", "job.gpus_per_node=16")
     assert result.exit_code == 1
-    assert "error    gpus: demo wants 16 GPUs, and this machine has" in result.output
+    assert "error    gpus: demo needs 16 GPUs, and this machine has" in result.output

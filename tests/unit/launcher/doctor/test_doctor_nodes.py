@@ -1,4 +1,4 @@
-"""The doctor compares what is asked for with the nodes of the partition."""
+"""The doctor compares the demand of a job with the nodes of the partition."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ def test_enough_nodes():
     )
 
 
-def test_more_nodes_than_there_are():
+def test_too_few_nodes():
     (problem,) = found("22.05-partition", "nodes", recipe("job.nodes=5"))
     assert problem.level == "error"
-    assert "5 nodes with 8 GPUs each needed, low has 4 such nodes: such a job can never start" in problem.text
+    assert "5 nodes with 8 GPUs each needed, low has 4 such nodes, so the job can never start" in problem.text
 
 
-def test_a_range_needs_its_fewest():
+def test_a_range_needs_its_smallest_count():
     assert said(found("22.05-partition", "nodes", recipe("job.nodes=3-8", "job.spare_nodes=1"))) == (
         "ok: 4 to 9 nodes with 8 GPUs each needed, low has 4 such nodes, 4 in service and 4 idle now"
     )
 
 
-def test_nodes_that_are_out_of_service_are_waited_for():
-    """One of the two nodes with 8 GPUs is drained; the third has 4 and is only asleep."""
+def test_the_job_waits_for_nodes_out_of_service():
+    """One of the two nodes with 8 GPUs is drained; the third node has 4 GPUs and only sleeps."""
     (warned,) = found("23.11", "nodes", recipe("job.nodes=2"))
     assert warned.level == "warning"
     assert "has 2 such nodes, but only 1 in service (1 drained): the job waits for the others" in warned.text
     assert said(found("23.11", "nodes", recipe("job.gpus_per_node=4"))).startswith("ok: 1 node with 4 GPUs needed")
 
 
-def test_the_kind_of_gpu_is_told_and_asked_for():
+def test_the_gpu_type_is_shown_and_requested():
     assert said(found("23.11", "gpus", recipe())) == (
         "ok: backfill has 1 x a100:4, 2 x h100:8; each node of demo gets 8 (--gpus-per-node=8)"
     )
     assert "--gpus-per-node=h100:8" in said(found("23.11", "gpus", recipe(), gres="h100"))
 
 
-def test_a_kind_that_is_not_there():
+def test_an_unknown_gpu_type():
     assert said(found("22.05-partition", "gpus", recipe(), gres="a100")) == (
-        "error: none is called a100 in low; there are: h100"
+        "error: low has no GPU type a100; its types: h100"
     )
-    assert "there are: only gpu" in said(found("24.05", "gpus", recipe(), gres="a100", partition="gpu"))
+    assert "its types: only gpu" in said(found("24.05", "gpus", recipe(), gres="a100", partition="gpu"))
 
 
-def test_more_gpus_than_a_node_has():
-    assert "8 GPUs a node are asked for, the nodes of backfill have:" in said(
+def test_too_few_gpus_per_node():
+    assert "demo asks for 8 GPUs per node, and the nodes of backfill have:" in said(
         found("23.11", "gpus", recipe(), gres="a100")
     )
 
 
-def test_a_profile_that_counts_gpus_otherwise_than_slurm():
-    told = said(found("22.05-partition", "gpus", recipe("job.gpus_per_node=4"), gpus_per_node=4))
-    assert told.endswith("note: the profile says 4 GPUs a node, Slurm 8")
+def test_a_profile_with_another_number_of_gpus_than_slurm():
+    text = said(found("22.05-partition", "gpus", recipe("job.gpus_per_node=4"), gpus_per_node=4))
+    assert text.endswith("note: the profile says 4 GPUs per node, Slurm says 8")
 
 
 def test_no_gpus_at_all():
@@ -69,8 +69,8 @@ def test_a_cpu_recipe_needs_no_gpus():
 
 
 def test_more_ranks_than_cpus():
-    told = said(found("22.05-partition", "cpus", recipe("job.device=cpu"), cpus_per_task=4))
-    assert told == "error: 8 ranks of 4 CPUs are 32 a node, the nodes have 16"
+    text = said(found("22.05-partition", "cpus", recipe("job.device=cpu"), cpus_per_task=4))
+    assert text == "error: 8 ranks of 4 CPUs need 32 CPUs per node, and the nodes have 16"
     assert not found("22.05-partition", "cpus", recipe("job.device=cpu"), cpus_per_task=2)
 
 
@@ -78,11 +78,11 @@ def test_more_ranks_than_cpus():
     ("constraint", "topics"),
     [("h100&ib", []), ("h100", []), ("nvl72", ["error"]), ("h100|nvl72", []), ("[a*2&b*2]", [])],
 )
-def test_features_joined_by_and_are_looked_for_and_others_are_left_to_slurm(constraint, topics):
+def test_only_features_joined_by_ampersands_are_checked(constraint, topics):
     assert [one.level for one in found("23.11", "constraint", recipe(), constraint=constraint)] == topics
 
 
-def test_features_narrow_the_nodes():
+def test_features_restrict_the_nodes():
     assert "backfill has 1 x a100:4;" in said(
         found("23.11", "gpus", recipe("job.gpus_per_node=4"), constraint="a100", gpus_per_node=4)
     )
@@ -94,5 +94,5 @@ def test_a_partition_without_nodes():
     )
 
 
-def test_gpus_that_slurm_does_not_know_of_are_not_looked_for_where_the_profile_asks_for_none():
+def test_gpus_are_not_checked_if_the_profile_requests_none():
     assert not found("23.11", "gpus", recipe(), partition="debug", gres=None)

@@ -1,4 +1,4 @@
-"""The doctor says who takes the nodes away, with how much notice, and when the run comes back."""
+"""The doctor says who preempts a run, with how much notice, and when the run restarts."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from launcher.doctor.examine import examine
 
 
 def test_by_partition_on_22_05():
-    told = said(found("22.05-partition", "preemption", recipe()))
-    assert told == (
+    text = said(found("22.05-partition", "preemption", recipe()))
+    assert text == (
         "ok: demo can be preempted by jobs of partition high (by partition: a higher PriorityTier); "
-        "it is requeued and goes on (PreemptMode=REQUEUE)"
+        "it is requeued and resumes (PreemptMode=REQUEUE)"
     )
     assert "20 s (GraceTime of partition low), then SIGTERM and 5 s later SIGKILL (KillWait)" in said(
         found("22.05-partition", "notice", recipe())
     )
 
 
-def test_the_partition_that_preempts_others_is_left_alone():
+def test_the_preempting_partition_is_never_preempted():
     assert "never preempted" in said(found("22.05-partition", "preemption", partition="high"))
     assert not found("22.05-partition", "notice", partition="high")
 
 
 def test_by_qos_on_22_05():
-    told = said(found("22.05-qos", "preemption", recipe(), qos="burst"))
-    assert "by jobs of QOS urgent (by QOS: it lists burst in Preempt)" in told
-    assert "not in the first 10 min of an attempt (PreemptExemptTime)" in told
+    text = said(found("22.05-qos", "preemption", recipe(), qos="burst"))
+    assert "by jobs of QOS urgent (by QOS: it lists burst in Preempt)" in text
+    assert "not in the first 10 min of an attempt (PreemptExemptTime)" in text
     assert "30 s (GraceTime of QOS burst)" in said(found("22.05-qos", "notice", qos="burst"))
 
 
-def test_the_default_qos_of_the_user_counts_where_the_profile_names_none():
-    told = said(found("22.05-qos", "preemption", recipe()))
-    assert "by jobs of QOS burst or urgent" in told
+def test_the_default_qos_of_the_user_counts_if_the_profile_names_none():
+    text = said(found("22.05-qos", "preemption", recipe()))
+    assert "by jobs of QOS burst or urgent" in text
     assert "no grace (GraceTime of QOS normal is 0)" in said(found("22.05-qos", "notice", recipe()))
 
 
@@ -43,24 +43,24 @@ def test_a_qos_that_nobody_lists_is_not_preempted():
     )
 
 
-def test_by_qos_without_accounting_nothing_can_be_told():
+def test_by_qos_without_accounting_is_unknown():
     texts = slurm("22.05-partition", config=config("22.05-partition", PreemptType="preempt/qos"))
     (warned,) = found(texts, "preemption", recipe())
     assert warned.level == "warning"
-    assert "cannot be told" in warned.text
+    assert "this check cannot say whether and how demo is preempted" in warned.text
 
 
 @pytest.mark.parametrize("kind", ["(null)", "preempt/none"])
 def test_off(kind):
     texts = slurm("24.05", config=config("24.05", PreemptType=kind))
     assert said(found(texts, "preemption", recipe(), partition="gpu")) == (
-        "ok: off on this cluster (PreemptType=preempt/none): nobody takes nodes away from demo"
+        "ok: off on this cluster (PreemptType=preempt/none): demo keeps its nodes"
     )
 
 
 def test_off_by_the_mode_of_the_cluster():
     texts = slurm("22.05-partition", config=config("22.05-partition", PreemptMode="OFF"))
-    assert "nobody takes nodes away" in said(found(texts, "preemption", recipe()))
+    assert "demo keeps its nodes" in said(found(texts, "preemption", recipe()))
 
 
 @pytest.mark.parametrize("version", ["23.11.4", "24.05.1", "24.11.5"])
@@ -74,24 +74,24 @@ def test_cancel_leaves_the_requeue_to_the_run_itself(version):
     assert "not in the first 30 min" in exempt.text
 
 
-def test_a_dead_node_is_said_to_cost_its_silence():
-    assert said(found("22.05-partition", "dead node", recipe())).endswith("it then requeues the run on others")
+def test_a_dead_node_is_noticed_after_a_timeout():
+    assert said(found("22.05-partition", "dead node", recipe())).endswith("and requeues the run on other nodes")
 
 
 def test_suspend_is_a_warning():
     warned = found("25.05", "preemption", recipe(), qos="normal")
-    assert "stopped in place (PreemptMode=SUSPEND)" in said(warned)
+    assert "is then suspended (PreemptMode=SUSPEND)" in said(warned)
     assert not found("25.05", "notice", recipe(), qos="normal")
 
 
 def test_a_qos_may_preempt_within_itself():
-    told = said(found("25.05", "preemption", recipe(), qos="free"))
-    assert "by jobs of QOS prod or free itself" in told
-    assert "goes on (PreemptMode=REQUEUE)" in told
+    text = said(found("25.05", "preemption", recipe(), qos="free"))
+    assert "by jobs of QOS prod or free itself" in text
+    assert "resumes (PreemptMode=REQUEUE)" in text
 
 
 @pytest.mark.parametrize(
-    ("cluster", "values", "told"),
+    ("cluster", "values", "expected"),
     [
         ("22.05-partition", {}, "send_user_signal is on"),  # SlurmctldParameters=preempt_send_user_signal
         ("22.05-qos", {"qos": "burst"}, "send_user_signal is off"),
@@ -99,9 +99,9 @@ def test_a_qos_may_preempt_within_itself():
         ("25.05", {"qos": "free"}, "send_user_signal is on"),  # the old place still works
     ],
 )
-def test_the_user_signal_by_version(cluster, values, told):
+def test_the_user_signal_by_version(cluster, values, expected):
     (signal,) = found(cluster, "signal", recipe(), **values)
-    assert told in signal.text
+    assert expected in signal.text
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_the_hold_before_a_requeued_run_starts(cluster, version, wait):
     assert f"waits at least {wait}" in said(found(texts, "requeue", recipe()))
 
 
-def test_failing_launches_are_counted_and_preemptions_are_not():
+def test_failed_launches_count_and_preemptions_do_not():
     assert "after 5 failed launches" in said(found("22.05-partition", "requeue", recipe()))
     assert "after 8 failed launches" in said(found("23.11", "requeue", recipe()))
 
 
-def test_jobs_ask_to_be_requeued_where_the_cluster_would_not():
-    assert "mrl's do, with --requeue" in said(found("23.11", "requeue", recipe()))
+def test_jobs_request_requeueing_if_the_cluster_does_not_requeue_by_default():
+    assert "submitted with --requeue are requeued; mrl uses it" in said(found("23.11", "requeue", recipe()))
     assert "--requeue" not in said(found("22.05-partition", "requeue", recipe()))
 
 
@@ -133,8 +133,8 @@ def test_jobs_ask_to_be_requeued_where_the_cluster_would_not():
     ("size", "bandwidth", "level"),
     [(10**9, 1.0, "ok"), (10**11, 1.0, "warning"), (10**11, 100.0, "ok")],
 )
-def test_notice_is_weighed_against_the_time_of_a_save(size, bandwidth, level):
-    """25 s from the notice to SIGKILL; 1 s, 100 s and again 1 s to write."""
+def test_notice_is_compared_with_the_time_of_a_save(size, bandwidth, level):
+    """25 s from the notice to SIGKILL; writing takes 1 s, 100 s and again 1 s."""
     findings = examine(
         facts("22.05-partition", checkpoint_bytes=size), recipe("save.every=7"), profile(fs_bandwidth=bandwidth)
     )
@@ -143,7 +143,7 @@ def test_notice_is_weighed_against_the_time_of_a_save(size, bandwidth, level):
     assert "up to 7 steps" in notice.text
 
 
-def test_a_recipe_that_saves_only_at_the_end_may_lose_all():
+def test_a_recipe_that_saves_only_at_the_end_may_lose_everything():
     assert "the steps of the attempt are lost" in said(
         examine(facts("22.05-qos", checkpoint_bytes=1), recipe("save.every=0"), profile(qos="burst"))
     )

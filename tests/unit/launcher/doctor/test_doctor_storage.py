@@ -1,4 +1,4 @@
-"""The run root is tried without leaving anything there, and judged by what the run will write."""
+"""The run root is tested without leaving anything there, and judged by what the run will write."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_one_that_does_not_exist_is_tried_above_and_not_made(tmp_path):
+def test_a_missing_directory_is_tested_in_its_parent_and_not_made(tmp_path):
     seen = inspect(tmp_path / "some where" / "'quoted'").measured
     assert seen is not None
     assert (seen.directory, seen.writable) == (str(tmp_path), True)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_in_its_place(tmp_path):
+def test_a_file_instead_of_the_directory(tmp_path):
     (tmp_path / "runs").write_text("")
     seen = inspect(tmp_path / "runs").measured
     assert seen is not None
@@ -45,20 +45,20 @@ def test_a_file_in_its_place(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_one_that_may_not_be_written(tmp_path):
+def test_a_directory_without_write_permission(tmp_path):
     tmp_path.chmod(0o500)
     seen = inspect(tmp_path).measured
     assert seen is not None and seen.problem == "Permission denied"
 
 
-def test_one_that_cannot_be_written():
+def test_a_directory_that_cannot_be_written():
     seen = inspect(Path("/proc/runs")).measured
     assert seen is not None
     assert not seen.writable and seen.problem
 
 
-def test_a_file_system_that_hangs_is_given_up(monkeypatch, tmp_path):
-    """The child is a python that sleeps in place of one that waits for a dead server."""
+def test_a_file_system_that_hangs_times_out(monkeypatch, tmp_path):
+    """The child is a Python that sleeps, like one that waits for a dead file server."""
     (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "python").chmod(0o700)
     monkeypatch.setattr(backend.sys, "executable", str(tmp_path / "python"))
@@ -67,12 +67,12 @@ def test_a_file_system_that_hangs_is_given_up(monkeypatch, tmp_path):
     assert said(about("run root", hung)).startswith(f"error: {tmp_path}: no answer")
 
 
-def test_a_good_one():
+def test_a_good_run_root():
     assert said(about("run root", disk())) == "ok: /shared/mrl on lustre"
     assert said(about("run root", disk(directory="/shared"))) == "ok: /shared/mrl, will be made on lustre"
 
 
-def test_an_unwritable_one():
+def test_an_unwritable_run_root():
     broken = disk(writable=False, bytes_per_s=None, problem="Read-only file system")
     assert said(about("run root", broken)) == "error: /shared/mrl cannot be written: Read-only file system"
     assert not about("space", broken)
@@ -83,7 +83,7 @@ def test_speed(speed, level):
     assert [one.level for one in about("speed", disk(bytes_per_s=speed))] == [level]
 
 
-def test_a_checkpoint_is_timed_by_the_profile_before_the_measurement():
+def test_the_profiles_bandwidth_takes_precedence_over_the_measured_one():
     assert "400 GB takes about 3 min (fs_bandwidth)" in said(about("speed", disk(), 4 * 10**11, fs_bandwidth=2.0))
     assert "400 GB takes about 7 min (1 node at this speed)" in said(about("speed", disk(), 4 * 10**11))
 
@@ -115,7 +115,7 @@ QUOTA = "Disk quotas for user ada (uid 1000):\n     Filesystem  blocks   quota  
     ],
 )
 def test_quota(text, problem):
-    """Two gigabytes are wanted."""
+    """The run needs 2 GB."""
     assert over_quota(text, 2 * 10**9) == problem
 
 
@@ -123,5 +123,5 @@ def test_quota_findings():
     tight = replace(disk(), quota=Fact("/lustre 1000000 0 2500000 - 50 0 0 -\n"))
     assert said(about("quota", tight, 10**9)).startswith("error: /lustre: 1.5 GB are left")
     unknown = replace(disk(), quota=Fact(failure="there is no command quota here"))
-    assert said(about("quota", unknown)) == "note: cannot be told: there is no command quota here"
+    assert said(about("quota", unknown)) == "note: unknown: there is no command quota here"
     assert said(about("quota", disk())) == "ok: none"

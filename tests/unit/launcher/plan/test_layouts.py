@@ -1,4 +1,4 @@
-"""Impossible layouts: refused with the arithmetic, and with changes that really work."""
+"""Impossible layouts are refused with the arithmetic and with changes that work."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_tensor_parallelism_larger_than_a_node():
     )
 
 
-def test_tensor_parallelism_across_nodes_where_asked():
+def test_tensor_parallelism_across_nodes_on_request():
     place(JobConfig(nodes=6, gpus_per_node=4), PlacementConfig(training=TrainingLayout(tp=8), tp_across_nodes=True))
 
 
 @pytest.mark.parametrize(
     ("tp", "cp", "gpus"), [(2, 4, 8), (4, 2, 8), (4, 4, 8), (8, 2, 8), (1, 3, 6), (1, 4, 6), (2, 1, 8)]
 )
-def test_a_context_parallel_group_crosses_nodes_where_its_ranks_do(tp, cp, gpus):
+def test_a_context_parallel_group_crosses_nodes_if_its_ranks_do(tp, cp, gpus):
     job = JobConfig(nodes=4, gpus_per_node=gpus)
     plan = place(job, PlacementConfig(training=TrainingLayout(tp=tp, cp=cp)))
     nodes = defaultdict(set)
@@ -71,13 +71,13 @@ def test_a_context_parallel_group_crosses_nodes_where_its_ranks_do(tp, cp, gpus)
     assert any(len(of_group) > 1 for of_group in nodes.values()) is plan.sizes.cp_crosses_nodes
 
 
-def test_eight_ways_on_one_gpu():
+def test_tp_8_on_one_gpu():
     (problem,) = refused(1, 1, tp=8)
     assert "tp 8 x pp 1 x cp 1 = 8 does not divide the 1 x 1 = 1 ranks that train (1 = 0 x 8 + 1)" in problem
     assert "placement.training.tp=1 (dp 1, 1 inference replica)" in problem
 
 
-def test_what_is_left_to_train_must_divide():
+def test_the_training_ranks_must_divide():
     (problem,) = refused(8, 8, mode="partitioned", tp=8, pp=2, inference={"nodes": 5})
     assert "= 16 does not divide the 3 x 8 = 24 ranks that train (24 = 1 x 16 + 8)" in problem
     assert "placement.inference.nodes=4 (dp 2, 4 inference replicas)" in problem
@@ -91,15 +91,15 @@ def test_more_ranks_than_gpus():
     )
 
 
-def test_nodes_must_be_split_as_the_mode_says():
+def test_the_split_must_match_the_mode():
     (problem,) = refused(8, 8, mode="partitioned", tp=8)
-    assert problem.startswith("placement.mode partitioned needs placement.inference.nodes: how many of the 8 only gen")
+    assert problem.startswith("placement.mode partitioned needs placement.inference.nodes, the nodes of 8 that only")
     assert "placement.inference.nodes=4 (dp 4, 4 inference replicas)" in problem
     (problem,) = refused(8, 8, inference={"nodes": 3})
     assert problem.startswith("placement.inference.nodes 3 belongs to placement.mode partitioned")
     assert "placement.inference.nodes=null" in problem
     (problem,) = refused(2, 8, mode="partitioned", inference={"nodes": 2})
-    assert "placement.inference.nodes 2 of job.nodes 2 leaves 2 - 2 = 0 to train" in problem
+    assert "placement.inference.nodes 2 of job.nodes 2 leaves 2 - 2 = 0 nodes to train" in problem
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_other_sizes_that_do_not_divide(keys, complaint):
 
 def test_a_replica_is_whole_nodes_or_an_equal_share_of_one():
     (problem,) = refused(4, 6, 6, mode="partitioned", inference={"nodes": 2, "tp": 4}, tp_across_nodes=True)
-    assert "tp 4 is neither whole nodes nor an equal share of one, of 6 GPUs (6 = 1 x 4 + 2)" in problem
+    assert "tp 4 is neither a number of whole nodes nor an equal share of a node with 6 GPUs (6 = 1 x 4 + 2)" in problem
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_sizes_must_divide_the_model(keys, complaint):
     assert any(problem.startswith(complaint) for problem in refused(1, keys.pop("gpus"), None, QWEN, **keys))
 
 
-def test_an_engine_of_more_ranks_than_key_value_heads_is_cut_as_training():
+def test_an_engine_of_more_ranks_than_key_value_heads_needs_the_training_tp():
     model = QWEN.model_copy(update={"num_query_groups": 2})
     (problem,) = refused(1, 8, model=model, inference={"tp": 4})
     assert problem == (
@@ -176,7 +176,7 @@ def test_a_refusal_points_at_the_line_or_the_override(tmp_path, monkeypatch):
     st.fixed_dictionaries({"tp": st.integers(1, 9), "pp": st.integers(1, 4), "cp": st.sampled_from([1, 2, 3])}),
     st.none() | st.integers(1, 9),
 )
-def test_every_layout_that_is_named_works(nodes, gpus, training, apart):
+def test_every_suggested_layout_works(nodes, gpus, training, apart):
     values: dict[str, Any] = {
         "job": {"nodes": nodes, "gpus_per_node": gpus},
         "placement": {
@@ -204,13 +204,13 @@ def test_every_layout_that_is_named_works(nodes, gpus, training, apart):
             attempt()
 
 
-def test_a_range_has_to_begin_and_end_with_a_count_that_works():
+def test_a_range_must_begin_and_end_with_a_count_that_works():
     placement = PlacementConfig(training=TrainingLayout(tp=8, pp=2))
     with pytest.raises(LayoutError) as caught:
         place(JobConfig(nodes="3-8"), placement)
     assert str(caught.value) == (
         "placement.training.tp 8 x pp 2 x cp 1 = 16 does not divide the 3 x 8 = 24 ranks that train (24 = 1 x 16 + 8); "
-        "job.nodes 3-8 has to begin and end with a count that works: 4, 6, 8"
+        "job.nodes 3-8 must begin and end with a count that works: 4, 6, 8"
     )
     with pytest.raises(LayoutError, match=r"5 x 8 = 40 ranks that train .*; nearest that work: job.nodes=6 "):
         place(JobConfig(nodes="4-5"), PlacementConfig(training=TrainingLayout(tp=8, pp=3)))
@@ -219,7 +219,7 @@ def test_a_range_has_to_begin_and_end_with_a_count_that_works():
 
 
 @pytest.mark.parametrize("nodes", ["8-4", "0-4", "04-8", "4-", "4..8", "two", True, 0, 2.0])
-def test_what_is_neither_a_number_nor_a_range_of_nodes(nodes):
+def test_nodes_must_be_a_number_or_a_range(nodes):
     with pytest.raises(BadInput, match=r"job.nodes: expected an integer > 0 or a range such as 4-8, got "):
         load_recipe("demo", [f"job.nodes={yaml.safe_dump(nodes).split()[0]}"])
 

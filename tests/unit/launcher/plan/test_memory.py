@@ -1,4 +1,4 @@
-"""Memory formulas, against what megatron-core builds and what autograd keeps."""
+"""Memory formulas, compared with what megatron-core builds and what autograd keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launcher.plan.gpu_memory import (
     rank_memories,
     sent_bytes,
 )
-from launcher.plan.parameters import vocabulary, weights, whole_model
+from launcher.plan.parameters import vocabulary, weights
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan, with_offload
 from launcher.recipe.load import load_recipe
@@ -43,15 +43,15 @@ def test_the_number_of_parameters_is_that_of_the_real_model(fields, platform, gr
     model = tiny_model(**fields)
     policy = build_policy(model, VOCAB, platform)
     real = sum(weight.numel() for weight in policy.parameters())
-    assert whole_model(model, model.padded_vocab_size(VOCAB)) == real
+    assert weights(model, model.padded_vocab_size(VOCAB)).all == real
 
 
-def test_of_the_demo_too(platform, groups):
+def test_the_number_of_parameters_of_the_demo(platform, groups):
     config = load_recipe("demo").config
     policy = build_policy(config.model, len(config.tokenizer.alphabet) + 2, platform)
     rows = vocabulary(config)
     assert rows is not None
-    assert whole_model(config.model, rows) == sum(weight.numel() for weight in policy.parameters())
+    assert weights(config.model, rows).all == sum(weight.numel() for weight in policy.parameters())
 
 
 QWEN_32B = ModelConfig(
@@ -81,9 +81,9 @@ QWEN3_30B_A3B = ModelConfig(
 
 
 def test_published_models_have_their_published_size():
-    """The counts of the safetensors files on the hub."""
-    assert whole_model(QWEN_32B, 152064) == 32_763_876_352
-    assert whole_model(QWEN3_30B_A3B, 151936) == 30_532_122_624
+    """Counts from the safetensors files on the hub."""
+    assert weights(QWEN_32B, 152064).all == 32_763_876_352
+    assert weights(QWEN3_30B_A3B, 151936).all == 30_532_122_624
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -93,7 +93,7 @@ def test_the_shards_of_all_ranks_make_the_model(tied):
     shards = sum(weights(model, rows, tp, pp, 1, stage).all * tp for stage in range(pp))
     # Norms are whole on every tensor-parallel rank, and a shared table is on the first and on the last stage.
     norms = (tp - 1) * model.hidden_size * (2 * model.num_layers + 1)
-    assert shards == whole_model(model, rows) + norms + tied * rows * model.hidden_size
+    assert shards == weights(model, rows).all + norms + tied * rows * model.hidden_size
 
 
 def test_experts_are_split_over_expert_parallel_ranks():
@@ -103,14 +103,14 @@ def test_experts_are_split_over_expert_parallel_ranks():
 
 
 def demanded(**sections: Any) -> tuple[RunConfig, dict[str, int]]:
-    """Bytes by the name of the term, of a run on 8 x 8 GPUs."""
+    """Bytes by term, of a run on 8 x 8 GPUs."""
     config = tiny_run(**{"grpo": {"prompts_per_step": 64, "group_size": 4}, "model": {"dtype": "bf16"}} | sections)
     (first, *_) = memories(config)
     return config, terms_of(first)
 
 
 def terms_of(memory: Memory) -> dict[str, int]:
-    """Bytes of all terms of all phases, by name."""
+    """Bytes by term, over all phases."""
     return {term.name: term.bytes for phase in memory.phases for term in phase.terms}
 
 
@@ -121,9 +121,9 @@ def memories(config: RunConfig, nodes: int = 8) -> list[Memory]:
     return rank_memories(config.model_copy(update={"job": job}), Sizes.of(job, config.placement, job.most_nodes), rows)
 
 
-def test_states_take_18_bytes_a_parameter_of_which_adams_12_are_shared_out():
+def test_states_take_18_bytes_per_parameter_of_which_the_optimizers_12_are_sharded():
     config, terms = demanded()
-    parameters = whole_model(config.model, 16)
+    parameters = weights(config.model, 16).all
     assert (terms["weights"], terms["gradients"]) == (2 * parameters, 4 * parameters)
     assert terms["optimizer"] == 12 * parameters // 64
     assert demanded(optimizer={"distributed": False})[1]["optimizer"] == 12 * parameters
@@ -144,8 +144,8 @@ def test_the_cache_holds_a_key_and_a_value_of_every_token():
     assert shorter["KV cache"] * 2 == terms["KV cache"]
 
 
-def test_recorded_decode_steps_keep_what_the_largest_of_them_makes() -> None:
-    """Bytes a logit as the engine's steps were seen to make on tensors without numbers."""
+def test_cuda_graphs_keep_what_the_largest_decode_step_computes() -> None:
+    """Bytes per logit, as seen in steps of the engine on tensors without data."""
 
     def bytes_of(model: dict[str, Any] | None = None, inference: dict[str, Any] | None = None, **cuts: float) -> int:
         config = tiny_run(
@@ -164,14 +164,14 @@ def test_recorded_decode_steps_keep_what_the_largest_of_them_makes() -> None:
     assert bytes_of(model={"dtype": "fp32"}) == 0
 
 
-def test_partitioned_ranks_hold_either_adams_state_or_the_cache():
+def test_partitioned_ranks_hold_either_optimizer_state_or_the_cache():
     placement = {"mode": "partitioned", "inference": {"nodes": 3}}
     training, inference = memories(tiny_run(grpo={"prompts_per_step": 64}, placement=placement))
     assert "KV cache" not in terms_of(training)
     assert terms_of(inference).keys() == {"weights", "KV cache", "prefill", "context"}
 
 
-def test_a_node_of_replicas_has_room_in_its_own_memory_for_new_weights_beside_those_in_use():
+def test_inference_nodes_need_host_memory_for_new_weights():
     recipe, profile = load_recipe("qwen2.5-32b-dapo-partitioned"), load_clusters().profile("h100")
     plan = make_plan(recipe, profile)
     (inference,) = (each for each in rank_memories(recipe.config, plan.sizes, 152064) if each.role == "inference")
@@ -194,12 +194,12 @@ def test_a_node_of_replicas_has_room_in_its_own_memory_for_new_weights_beside_th
         ({"tp": 2, "pp": 2}, {"tp": 2}, 0.25),  # half of the layers, of each its half
     ],
 )
-def test_what_a_rank_generates_by_and_does_not_train_is_held_beside(training, inference, share):
+def test_weights_that_a_rank_only_generates_with_are_counted(training, inference, share):
     placement = {"training": training, "inference": inference}
     config = tiny_run(grpo={"prompts_per_step": 64}, placement=placement)
     (found,) = memories(config)
     terms = terms_of(found)
-    whole = 4 * whole_model(config.model, 16)
+    whole = 4 * weights(config.model, 16).all
     assert terms.get("inference weights", 0) == pytest.approx(share * whole, rel=0.1)
 
 
@@ -260,14 +260,14 @@ PASSES, GENERATION, STATES = {"activations", "backward"}, {"KV cache", "prefill"
         ("optimizer", {"weights", "gradients"} | PASSES, STATES, {"weights"} | GENERATION),
     ],
 )
-def test_a_phase_holds_what_it_needs_and_what_does_not_leave(offload, train, update, generate):
+def test_a_phase_holds_its_own_terms_and_those_that_are_not_off_loaded(offload, train, update, generate):
     (found,) = memories(tiny_run(grpo={"prompts_per_step": 64}, placement={"offload": offload}))
     held = {phase.name: {term.name for term in phase.terms} - {"context"} for phase in found.phases}
     assert (held["train"], held["update"], held["generate"]) == (train, update, generate)
     assert found.total == max(phase.total for phase in found.phases)
 
 
-def test_by_default_adams_state_leaves_a_gpu_that_has_no_room_for_it():
+def test_by_default_optimizer_state_is_off_loaded_only_if_it_does_not_fit():
     profile = load_clusters().profile("h100")
     recipe = load_recipe("qwen2.5-32b-dapo")
     plan = make_plan(recipe, profile)
@@ -294,13 +294,13 @@ def test_the_largest_recipes_for_this_cluster_fit_its_gpus(recipe):
         assert memory.total < 75 * 2**30, memory
 
 
-def test_recomputing_keeps_less():
+def test_recomputation_keeps_less():
     model = tiny_model()
     none, selective, full = (activations(model, 8, 256, recompute) for recompute in ("none", "selective", "full"))
     assert none > selective > full
 
 
-def test_a_checkpoint_holds_weights_and_adams_state():
+def test_a_checkpoint_holds_weights_and_optimizer_state():
     config = load_recipe("qwen2.5-32b-dapo").config
     rows = vocabulary(config)
     assert rows == 152064

@@ -1,4 +1,4 @@
-"""Placement: who does what on which GPU. The coordinates are compared with megatron-core's own."""
+"""Placement of ranks on nodes and GPUs. Coordinates are compared with megatron-core's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from launcher.plan.placement import LayoutError, Plan, place
+from launcher.plan.placement import Plan, place, rank_kinds
+from launcher.plan.sizes import LayoutError, Sizes
 from megatron_rl.rank.config import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
 
 
@@ -24,7 +25,7 @@ def planned(
     device: Any = "cuda",
     **placement: Any,
 ) -> Plan:
-    """Partitioned where inference nodes are given."""
+    """Partitioned if inference nodes are given."""
     mode: Any = "partitioned" if inference and "nodes" in inference else "colocated"
     return place(
         JobConfig(nodes=nodes, gpus_per_node=gpus, device=device),
@@ -38,7 +39,7 @@ def planned(
     )
 
 
-def test_eight_nodes_of_eight_hold_eight_replicas_of_eight():
+def test_eight_nodes_of_eight_gpus_hold_eight_replicas_of_eight():
     plan = planned(8, 8, {"tp": 8})
     assert (plan.sizes.dp, plan.sizes.replicas) == (8, 8)
     assert [(step.name, step.role, step.nodes, step.tasks_per_node) for step in plan.steps] == [
@@ -69,7 +70,7 @@ def test_replicas_smaller_than_a_node_share_it():
     ]
 
 
-def test_replicas_larger_than_a_node_take_whole_ones():
+def test_replicas_larger_than_a_node_take_whole_nodes():
     plan = planned(5, 8, {"tp": 8}, {"nodes": 4, "tp": 16}, tp_across_nodes=True)
     assert [(step.name, step.nodes, step.tasks_per_node) for step in plan.steps[1:]] == [
         ("infer-0", (1, 2), 8),
@@ -82,7 +83,7 @@ def test_one_gpu_is_enough():
     assert (rank.rank, rank.node, rank.gpu, rank.role) == (0, 0, 0, "colocated")
 
 
-def test_inference_may_be_cut_otherwise_than_training():
+def test_inference_may_use_another_tp_than_training():
     plan = planned(2, 8, {"tp": 8}, {"tp": 2})
     assert (plan.sizes.dp, plan.sizes.replicas) == (2, 8)
 
@@ -99,7 +100,7 @@ def test_cpu_processes_are_not_limited_by_gpus():
         planned(2, 16, node_gpus=8)
 
 
-def test_a_thousand_nodes_are_placed_in_no_time():
+def test_a_thousand_nodes_are_placed_quickly():
     started = time.process_time()
     plan = planned(1000, 8, {"tp": 8, "pp": 2}, {"nodes": 400, "tp": 4})
     assert time.process_time() - started < 0.5
@@ -118,7 +119,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
 def test_coordinates_are_those_of_megatron_core(layout):
-    """The generators that `initialize_model_parallel` makes its groups with, in its default order."""
+    """Coordinates equal those of the generators that `initialize_model_parallel` builds its groups with."""
     from megatron.core.parallel_state import RankGenerator
 
     world, tp, pp, cp, ep = layout.values()
@@ -149,7 +150,7 @@ def divisors(number: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Any layout that is possible."""
+    """Any valid layout."""
     nodes, gpus, across = draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 3, 4, 6, 8])), draw(st.booleans())
     apart = draw(st.integers(0, nodes - 1))
     training = (nodes - apart) * gpus
@@ -179,7 +180,7 @@ def test_every_gpu_has_exactly_one_owner(plan):
 
 
 @given(plans())
-def test_steps_start_the_ranks_that_the_plan_gives_them(plan):
+def test_steps_start_the_ranks_of_the_plan(plan):
     owner = {
         (node, gpu): step
         for step in plan.steps
@@ -232,3 +233,32 @@ def test_the_same_request_gives_the_same_plan(data):
     if s.partitioned:
         inference["nodes"] = s.inference_nodes
     assert planned(s.nodes, s.gpus_per_node, training, inference, tp_across_nodes=s.tp_across_nodes) == plan
+
+
+POWERS = st.sampled_from([1, 2, 4])
+
+
+@given(tp=POWERS, pp=st.integers(1, 6), dp=POWERS, inference_tp=POWERS, partitioned=st.booleans())
+def test_every_rank_has_a_kind_that_is_rehearsed(
+    tp: int, pp: int, dp: int, inference_tp: int, partitioned: bool
+) -> None:
+    """A training rank belongs to the first, the last or an inner stage; an inference rank is of one kind."""
+    training_nodes, inference_nodes = tp * pp * dp, 2 if partitioned else None
+    job = JobConfig(nodes=training_nodes + (inference_nodes or 0), gpus_per_node=4)
+    placement = PlacementConfig(
+        mode="partitioned" if partitioned else "colocated",
+        training=TrainingLayout(tp=tp, pp=pp),
+        inference=InferenceLayout(nodes=inference_nodes, tp=inference_tp),
+    )
+    kinds = rank_kinds(Sizes.of(job, placement, job.most_nodes))
+    training = [kind for kind in kinds if kind.role != "inference"]
+    world = 4 * training_nodes
+    assert {kind.world for kind in training} == {world}
+    assert [kind.rank * pp // world for kind in training] == [kind.stage for kind in training]
+    assert all(kind.rank * pp % world == 0 for kind in training)
+    ends = {(stage == 0, stage == pp - 1) for stage in range(pp)}
+    assert {(kind.stage == 0, kind.stage == pp - 1) for kind in training} == ends
+    assert len(training) == len(ends)
+    generating = [kind for kind in kinds if kind.role == "inference"]
+    assert [(kind.rank, kind.world) for kind in generating] == [(0, inference_tp)] * partitioned
+    assert {kind.role for kind in training} == {"training" if partitioned else "colocated"}
