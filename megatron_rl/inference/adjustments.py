@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.inference.admission import Prefill
 from megatron_rl.inference.config import MOST_BIASED, AdjustedSampling
-from megatron_rl.inference.plans import Prefill
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Which samples wait, and which of them begin: as many as there are rows and pages for, in the order they came in.
+"""Choose which waiting samples start next: in the order of arrival, as far as rows and pages allow.
 
-A prompt longer than a prefill is computed in pieces, between which the rows go on. The samples of a prompt share its
-full pages, and find those of others that begin alike. What is left of it each has in a page of its own, which
-all are written in the same pass.
+A prompt longer than one prefill is computed in pieces, and rows are decoded in between. All samples of a prompt share
+its full pages, and use cached pages of other sequences with the same prefix. Each sample has its own copy of the last,
+partly filled page; one pass writes all copies. Example with pages of 16 tokens: four samples of a prompt of 40 tokens
+share two full pages, and each has a page of its own that starts with the last 8 tokens.
 """
 
 from __future__ import annotations
@@ -14,11 +15,37 @@ from dataclasses import dataclass, field
 from megatron_rl.inference.api import GenerationRequest, PromptScores
 from megatron_rl.inference.config import AdjustedSampling, InferenceConfig, Sampling
 from megatron_rl.inference.pages import Pages
-from megatron_rl.inference.plans import Prefill
 from megatron_rl.inference.transcript import Transcript
 
 SCORED_AT_ONCE = 512
-"""Tokens of a prompt that are scored at once: each takes as many numbers as the vocabulary has tokens."""
+"""Prompt tokens that are scored together. Each needs one number per token of the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Tokens of one sequence to compute, and the rows that start with them. No rows if more of its tokens follow."""
+
+    tokens: list[int]
+    start: int
+    """Position of the first of `tokens`; earlier ones are in the cache."""
+    pages: list[int]
+    """Full pages of the sequence, from its first position."""
+    samples: list[int]
+    """Sample number of each row that starts."""
+    own: list[int]
+    """Page in which each of these rows continues, with a copy of the tokens behind the last full page."""
+    answer_tokens: list[int]
+    """Tokens that were sampled before."""
+    answer_logprobs: list[float]
+    key: int
+    sampling: Sampling
+    top_logprobs: int = 0
+    scored: list[int] = field(default_factory=list)
+    """Prompt tokens to score: the ones that follow the first tokens of this piece."""
+    most_scored: int = 0
+    """How many of the likeliest tokens to note for each scored token."""
+    penalized: list[int] = field(default_factory=list)
+    """The prompt, if a repetition penalty applies to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,16 +56,16 @@ class PendingRequest:
     streamed: bool
     finished: dict[int, Transcript] = field(default_factory=dict)
     scores: PromptScores = field(default_factory=lambda: PromptScores([], [], []))
-    """Scores of its prompt as far as it was computed, if they were asked for."""
+    """Scores of the prompt as far as it was computed, if the request asks for them."""
 
     @property
     def scored(self) -> bool:
-        """Whether nothing of its prompt is still to be scored."""
+        """Whether no token of the prompt remains to be scored."""
         request = self.request
         return request.prompt_logprobs is None or len(self.scores.logprobs) == len(request.prompt_tokens) - 1
 
     def take_scores(self, start: int, new: PromptScores) -> None:
-        """Add the scores of a piece of the prompt that begins at place `start`."""
+        """Add the scores of the piece of the prompt that starts at position `start`."""
         known = self.scores
         self.scores = PromptScores(
             known.logprobs[:start] + new.logprobs,
@@ -49,13 +76,13 @@ class PendingRequest:
 
 @dataclass(slots=True)
 class Branch:
-    """Samples of a request that wait and begin with the same tokens: new ones with the prompt, one that is gone on with
-    also with its own."""
+    """Waiting samples of a request that start with the same tokens. New samples share the prompt; a resumed sample
+    has a branch of its own, of the prompt and its tokens."""
 
     pending: PendingRequest
     samples: list[Transcript]
     pages: list[int] = field(default_factory=list)
-    """Full ones with what it begins with, as far as that is in the cache."""
+    """Full pages of the branch's tokens that are already in the cache."""
 
     @property
     def tokens(self) -> list[int]:
@@ -64,20 +91,20 @@ class Branch:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """What is decoded in one row."""
+    """The sample that one row decodes."""
 
     pending: PendingRequest
     answer: Transcript
-    """As far as the host has seen it."""
+    """Tokens as far as the host has seen them."""
     pages: list[int]
     most_pages: int
-    """That it can need."""
+    """Most pages it can need."""
     age: int
-    """Rows that had begun before."""
+    """Number of rows that started before it."""
     cached: int
-    """Tokens of it that were in the cache when it began."""
+    """Number of its tokens in the cache when it started."""
     current: bool = True
-    """Whether all that its pages hold was computed by the present weights."""
+    """Whether the present weights computed everything in its pages."""
     ended: bool = False
 
     @property
@@ -86,138 +113,137 @@ class Row:
 
     @property
     def grows(self) -> bool:
-        """Whether it can need another page."""
+        """Whether it may need another page."""
         return len(self.pages) < self.most_pages
 
 
 class Admission:
-    """The samples that wait. Only the first ones have pages."""
+    """Queue of waiting samples. Only the first branch holds pages."""
 
     def __init__(self, config: InferenceConfig, pages: Pages) -> None:
         self._pages = pages
         self._max_batch = config.max_batch
-        self._at_once = max(config.prefill_tokens, pages.tokens)
-        self._scored_at_once = max(min(SCORED_AT_ONCE, self._at_once), pages.tokens)
+        self._most_tokens = max(config.prefill_tokens, pages.tokens)
+        self._most_scored = max(min(SCORED_AT_ONCE, self._most_tokens), pages.tokens)
         self._waiting: deque[Branch] = deque()
-        self._begun = 0
+        self._begun = 0  # number of rows that have started
         self.scoring: tuple[PendingRequest, int] | None = None
-        """Request whose prompt the newest prefills score, and the place from which on they do."""
+        """Request whose prompt the newest prefills score, and the position at which they start."""
         self.prefilled_tokens = 0
-        """Tokens of prompts, and of answers that were gone on with, that were computed so far."""
+        """Tokens of prompts and of resumed answers computed so far."""
 
     @property
     def samples(self) -> int:
-        """How many wait."""
+        """Number of waiting samples."""
         return sum(len(branch.samples) for branch in self._waiting)
 
     @property
     def interrupted(self) -> list[Transcript]:
-        """Those of them that have tokens."""
+        """Waiting samples that have tokens."""
         return [answer for branch in self._waiting for answer in branch.samples if answer.tokens]
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def append(self, branch: Branch) -> None:
-        """It came last."""
         self._waiting.append(branch)
 
     def put_back(self, row: Row) -> None:
-        """A row that gave way, the youngest: whatever waits came later."""
+        """Put a row's sample at the front. It is the youngest row, but older than every waiting sample."""
         self.give_pages_back()
         self._waiting.appendleft(Branch(row.pending, [row.answer]))
 
     def cancel(self, pending: PendingRequest) -> None:
-        """Those of a request wait no more."""
         if self._waiting and self._waiting[0].pending is pending:
             self.give_pages_back()
         self._waiting = deque(branch for branch in self._waiting if branch.pending is not pending)
 
     def give_pages_back(self) -> None:
-        """Compute anew what a prompt begins with, as far as it is not found again."""
+        """Release the pages of the first branch. Its prefix is recomputed, unless it is found in the cache again."""
         if self._waiting:
             self._pages.release(self._waiting[0].pages)
             self._waiting[0].pages = []
 
     def begin(self, running: Collection[Row]) -> tuple[list[Prefill], list[Row]]:
-        """What to compute next, and the rows that begin with it, in their order. Both may be nothing. One prompt is
-        scored at a time."""
+        """Return the next prefills, and the rows that start with them, in order. Either may be empty. Only one prompt
+        is scored at a time."""
         prefills: list[Prefill] = []
         begun: list[Row] = []
         self.scoring = None
-        if not self._waiting or len(running) == self._max_batch:
+        if not self._waiting:  # the usual case of a decoding step
             return prefills, begun
-        left = self._at_once
+        left = self._most_tokens
         growing = sum(row.grows for row in running)
         while self._waiting and left and len(running) + len(begun) < self._max_batch:
             branch, pending = self._waiting[0], self._waiting[0].pending
             scores = not pending.scored
-            if not branch.pages and not scores:  # what is found has no logits
-                branch.pages = self._pages.find(branch.tokens[:-1])  # who knows all tokens still needs a logit
+            if not branch.pages and not scores:  # cached pages have no logits to score by
+                # The last token is always computed, since sampling needs its logits.
+                branch.pages = self._pages.find(branch.tokens[:-1])
             tokens = len(branch.tokens) - len(branch.pages) * self._pages.tokens
-            most = min(left, self._scored_at_once) if scores else left
+            most = min(left, self._most_scored) if scores else left
             if tokens <= most:
-                made = self._rows(branch, len(running), begun, growing)
-            elif left == self._at_once:
-                made = self._piece(branch, most // self._pages.tokens, growing)
+                prefill = self._rows(branch, len(running), begun, growing)
+            elif left == self._most_tokens:
+                prefill = self._piece(branch, most // self._pages.tokens, growing)
             else:
                 break
-            if made is None:
+            if prefill is None:
                 break
             if scores:
-                self.scoring = pending, made.start
-            growing += sum(row.grows for row in begun[len(begun) - len(made.samples) :])
-            prefills.append(made)
-            left -= len(made.tokens)
-            self.prefilled_tokens += len(made.tokens)
+                self.scoring = pending, prefill.start
+            growing += sum(row.grows for row in begun[len(begun) - len(prefill.samples) :])
+            prefills.append(prefill)
+            left -= len(prefill.tokens)
+            self.prefilled_tokens += len(prefill.tokens)
             if scores:
                 break
         return prefills, begun
 
     def _piece(self, branch: Branch, count: int, growing: int) -> Prefill | None:
-        """The next pages of a sequence that is too long for one prefill; None where there is no room for them.
+        """Return a prefill of the next `count` pages of a sequence too long for one; None if they do not fit.
 
         growing: rows that may need another page.
         """
         if count > self._pages.available - growing:
             return None
-        made = self._prefill(branch, len(branch.pages) + count, [])
-        branch.pages = made.pages
-        return made
+        prefill = self._prefill(branch, len(branch.pages) + count, [])
+        branch.pages = prefill.pages
+        return prefill
 
     def _rows(self, branch: Branch, running: int, begun: list[Row], growing: int) -> Prefill | None:
-        """The last tokens of a sequence, and rows for as many of its samples as there is room for, which are added to
-        those `begun`; None where there is room for none.
+        """Return a prefill of a sequence's last tokens, and append rows for as many of its samples as fit to `begun`;
+        None if none fits.
 
-        running: rows beside those `begun`. growing: of both, those that may need another page.
+        running: rows that are being decoded. growing: rows, running or begun, that may need another page.
         """
         request, tokens = branch.pending.request, branch.tokens
         full = len(tokens) // self._pages.tokens
         most_pages = self._pages.needed(len(request.prompt_tokens) + request.sampling.max_new_tokens)
-        # A page is left free for each row that may need another one, lest new rows soon give way.
+        # Each row that may need another page has one reserved, so that new rows are not evicted soon after.
         left = self._pages.available - (full - len(branch.pages)) - growing
         fit = left // (2 if most_pages > full + 1 else 1)
-        if not running and not begun:  # every request that was taken on has room alone
+        if not running and not begun:  # a request on its own always fits: RequestLimits has checked it
             fit = max(fit, 1)
         count = min(fit, len(branch.samples), self._max_batch - running - len(begun))
         if count < 1:
             return None
         samples, others = branch.samples[:count], branch.samples[count:]
-        made = self._prefill(branch, full, samples)
-        for answer, own in zip(samples, made.own, strict=True):
-            begun.append(Row(branch.pending, answer, [*made.pages, own], most_pages, self._begun, len(tokens)))
+        prefill = self._prefill(branch, full, samples)
+        for answer, own in zip(samples, prefill.own, strict=True):
+            begun.append(Row(branch.pending, answer, [*prefill.pages, own], most_pages, self._begun, len(tokens)))
             self._begun += 1
         for _ in samples[1:]:
-            self._pages.hold(made.pages)
+            self._pages.hold(prefill.pages)
         if others:
-            branch.samples, branch.pages = others, made.pages[: (len(tokens) - 1) // self._pages.tokens]
+            branch.samples, branch.pages = others, prefill.pages[: (len(tokens) - 1) // self._pages.tokens]
             self._pages.hold(branch.pages)
         else:
             self._waiting.popleft()
-        return made
+        return prefill
 
     def _prefill(self, branch: Branch, full: int, samples: list[Transcript]) -> Prefill:
-        """Up to the end of so many pages, or with samples to that of the sequence."""
+        """Return a prefill up to the end of `full` pages, or, with samples, to the end of the sequence."""
         request, tokens, held = branch.pending.request, branch.tokens, branch.pages
         start = len(held) * self._pages.tokens
         pages = held + self._pages.take(full - len(held))

@@ -1,4 +1,4 @@
-"""What an agent may ask of any inference engine: tokens in, tokens, log-probs and policy versions out."""
+"""Interface of every inference engine: tokens in; tokens, log-probs and policy versions out."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ from uuid import uuid4
 from megatron_rl.inference.config import AdjustedSampling, Sampling
 
 if TYPE_CHECKING:
-    from torch import Tensor  # who only asks an engine need not have torch
+    from torch import Tensor  # callers need not have torch
 
     from megatron_rl.model.policy import Policy
 
 FinishReason = Literal["stop", "length"]
 
 TopLogprobs = dict[int, float]
-"""Log-probs of the likeliest tokens of one place, the likeliest first; as `Completion.logprobs` are, of all tokens."""
+"""Token -> log-prob of the likeliest tokens at one position, the likeliest first. Normalised like
+`Completion.logprobs`, over the whole vocabulary."""
 
 MOST_TOP_LOGPROBS = 20
 
 
 class PromptTooLong(ValueError):
-    """A prompt and `max_new_tokens` exceed the longest sequence. No retry mends it, and no other prompt minds it."""
+    """A prompt and `max_new_tokens` exceed the longest sequence. A retry fails too; other prompts are unaffected."""
 
 
 class Unsupported(ValueError):
-    """An engine was asked for what it cannot do; the message names the parameter and the engine."""
+    """A request needs something that the engine cannot do; the message names the parameter and the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """The policy's log-probs of a prompt's tokens in their order, except the first, which nothing precedes."""
+    """The policy's log-probs of a prompt's tokens, from the second token on: nothing precedes the first."""
 
     logprobs: list[float]
-    """Log-probs of softmax(logits): nothing is sampled, so no temperature applies."""
+    """Log-probs of softmax(logits): nothing is sampled, so temperature does not apply."""
     ranks: list[int]
-    """1 for the likeliest token of its place."""
+    """Rank of each token among all tokens at its position; 1 is the likeliest."""
     top_logprobs: list[TopLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPrefix:
-    """What there is of an answer that was interrupted, or of one that is being sampled; it may be all of it."""
+    """Tokens of an unfinished answer, or of a finished one whose request is still open."""
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
-    """Of each token: policy version of the weights that sampled it."""
+    """Policy version of the weights that sampled each token."""
     top_logprobs: list[TopLogprobs] | None = None
-    """Of each token's place, where they were asked for."""
+    """The likeliest tokens at each position, if the request asks for them."""
 
 
 def _new_id() -> str:
@@ -68,24 +69,24 @@ class GenerationRequest:
     key: int
     """64-bit key of the random numbers: token t of sample i depends on (key, i, t) and on nothing else."""
     ordinal: int | None = None
-    """Place in the prompt stream of the problem it is about; None where it is about none, as in an evaluation."""
+    """Number of its problem in the prompt stream; None outside the stream, as in an evaluation."""
     known: Mapping[int, AnswerPrefix] = field(default_factory=dict)
-    """Samples that go on from tokens of an earlier attempt, which their completions repeat as they are."""
+    """Samples that resume from tokens of an earlier attempt. Their completions repeat those tokens unchanged."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens are told of every place, at most 20."""
+    """How many of the likeliest tokens to return at every position, at most 20."""
     prompt_logprobs: int | None = None
-    """How many of the likeliest tokens are told of every place of the prompt, beside its own token's log-prob, at most
-    20; None: the prompt is not scored."""
+    """How many of the likeliest tokens to return at every position of the prompt, at most 20, besides the log-prob of
+    the prompt's own token. None: the prompt is not scored."""
     id: str = field(default_factory=_new_id, compare=False)
-    """Its name wherever it goes; no other request of the attempt has it."""
+    """Unique among all requests of an attempt, in every process."""
 
     def again(self) -> GenerationRequest:
-        """The same, for who asks once more: under a name of its own."""
+        """Return the same request under a new id, to ask it once more."""
         return replace(self, id=_new_id())
 
     @property
     def beyond_training(self) -> str | None:
-        """Name of something asked for that only the project's own engine can do, and no training needs."""
+        """The first requested feature that only this project's own engine has, and that no training needs."""
         if self.top_logprobs:
             return "top_logprobs"
         if self.prompt_logprobs is not None:
@@ -97,12 +98,12 @@ class GenerationRequest:
         if not self.prompt_tokens:
             raise ValueError("the prompt is empty: there is nothing to answer")
         if self.num_samples < 1:
-            raise ValueError(f"num_samples is {self.num_samples}: ask for one answer or more")
+            raise ValueError(f"num_samples is {self.num_samples}: ask for at least one answer")
         if not 0 <= self.key < 2**64:
-            raise ValueError(f"key is {self.key}: 64 bits, from 0 on")
+            raise ValueError(f"key is {self.key}: it must be a non-negative integer of 64 bits")
         for name in ("top_logprobs", "prompt_logprobs"):
             if not 0 <= (getattr(self, name) or 0) <= MOST_TOP_LOGPROBS:
-                raise ValueError(f"{name} is {getattr(self, name)}: between 0 and {MOST_TOP_LOGPROBS}")
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be between 0 and {MOST_TOP_LOGPROBS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +111,24 @@ class Completion:
     """One sampled answer."""
 
     tokens: list[int]
-    """Where `finish_reason` is `stop`, the last one is the end token or the one that completes the stop string."""
+    """If `finish_reason` is `stop`, the last token is an end token or the one that completes the stop string."""
     logprobs: list[float]
-    """Log-probs of softmax(logits / temperature) before adjustments, top-k, top-p and min-p; temperature 0 counts as
-    1."""
+    """Log-probs of softmax(logits / temperature) before adjustments, top-k, top-p and min-p. Temperature 0 counts
+    as 1."""
     finish_reason: FinishReason
     versions: list[int]
-    """Of each token: number of optimizer steps behind the weights that sampled it."""
+    """Number of optimizer steps behind the weights that sampled each token."""
     stop: str | None = None
-    """The stop string that ended it."""
+    """The stop string that ended the answer."""
     top_logprobs: list[TopLogprobs] | None = None
-    """Of each token's place, where `GenerationRequest.top_logprobs` asks for them."""
+    """The likeliest tokens at each position, if `GenerationRequest.top_logprobs` asks for them."""
     prompt: PromptScores | None = None
     """Scores of the prompt, if `GenerationRequest.prompt_logprobs` asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one sample has got since the delta before; all of a sample joined are its completion."""
+    """New tokens of one sample since its previous delta. All deltas of a sample, joined, are its completion."""
 
     sample: int
     tokens: list[int]
@@ -135,47 +136,47 @@ class Delta:
     versions: list[int]
     top_logprobs: list[TopLogprobs] | None = None
     finish_reason: FinishReason | None = None
-    """Of the last delta of a sample."""
+    """Set in the last delta of a sample."""
     stop: str | None = None
-    """The stop string that ended the sample, whose tokens have been delivered like others."""
+    """The stop string that ended the sample; its tokens are part of the deltas."""
     prompt: PromptScores | None = None
-    """Scores of the prompt, in the first delta of a sample, if they were asked for."""
+    """Scores of the prompt, in a sample's first delta, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How much an engine has to do, for metrics and to turn requests away."""
+    """How busy an engine is, for metrics and for turning requests away."""
 
     running: int
     """Samples being decoded."""
     waiting: int
-    """Samples that wait for room."""
+    """Samples that wait for a row or for pages."""
     free_pages: int
-    """Pages of the key/value cache that nothing uses ..."""
+    """Unused pages of the key/value cache."""
     pages: int
-    """... of all."""
+    """All pages of the key/value cache."""
 
 
 class InferenceInterface(Protocol):
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """`request.num_samples` completions of one prompt, in sample order.
+        """Return `request.num_samples` completions of one prompt, in sample order.
 
         Raises:
             PromptTooLong: the request can never fit; nothing was computed.
-            Unsupported: it asks for what this engine cannot do.
-            ValueError: it asks for what no engine can do, such as a token outside the vocabulary.
+            Unsupported: the request needs something that this engine cannot do.
+            ValueError: no engine can do it, such as a token outside the vocabulary.
         """
         ...
 
 
 class StreamingInference(InferenceInterface, Protocol):
-    """An engine that tells of tokens as they are sampled."""
+    """An engine that reports tokens as they are sampled."""
 
     def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """The deltas of all samples of the request, interleaved. Closing the iterator, or cancelling who iterates,
-        cancels the request.
+        """Return the deltas of all samples, interleaved. Closing the iterator cancels the request, and so does
+        cancelling the task that iterates.
 
-        Raises as `generate` does, at once.
+        Raises as `generate` does, immediately.
         """
         ...
 
@@ -184,16 +185,16 @@ class UpdatableInference(Protocol):
     """An engine whose weights can be replaced."""
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Have it sample by these weights, which are of policy version `version`, from its next token on.
+        """Use these weights, of policy version `version`, from the next token on.
 
-        tensors: all of the model, by their Hugging Face names, whole.
+        tensors: every tensor of the model, whole, under its Hugging Face name.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PartialAnswer:
-    """One sample of a request that is not answered yet, as far as it is."""
+    """The tokens so far of one sample whose request is not answered yet."""
 
     request_id: str
     sample: int
@@ -201,7 +202,7 @@ class PartialAnswer:
 
 
 class ResumableInference(InferenceInterface, Protocol):
-    """An engine whose unfinished work can be stored and continued."""
+    """An engine whose unfinished answers can be stored and resumed."""
 
     @property
     def policy_version(self) -> int:
@@ -210,39 +211,39 @@ class ResumableInference(InferenceInterface, Protocol):
 
     @property
     def busy_s(self) -> float:
-        """Seconds spent computing so far: they grow as long as it gets on."""
+        """Seconds spent computing so far. A value that does not grow while requests wait means a hung engine."""
         ...
 
     def partial_answers(self) -> list[PartialAnswer]:
-        """All samples of unanswered requests that have tokens, the finished among them included."""
+        """Return all samples of unanswered requests that have tokens, including the finished samples."""
         ...
 
 
 class RankEngine(ResumableInference, Protocol):
-    """An engine over weights that are trained in between, on one rank or several of them together. The first one is
-    asked; the others follow it until it lets them go. Then the phase ends on all of them."""
+    """An engine over weights that are trained between its phases, on one rank or on several ranks together. Callers
+    use the first rank; the others follow it until it releases them. Then all of them end the phase."""
 
     policy: Policy
-    """Whose weights it samples by; see refit.publish for where they are from."""
+    """Samples the tokens. refit.publish updates its weights."""
 
     @property
     def policy_version(self) -> int: ...
 
     @policy_version.setter
     def policy_version(self, policy_version: int) -> None:
-        """Set by refit.publish, once the weights are those of that version."""
+        """Set by refit.publish once the weights are those of this version."""
 
     def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
-        """Execute what the first rank does, until it lets the others go.
+        """Execute what the first rank sends, until it releases its followers.
 
-        waits: what to enter while this rank waits for the next plan.
+        waits: context entered while this rank waits for the next plan.
         """
         ...
 
     def let_go(self) -> None:
-        """Have the other ranks, which follow this one, return; nothing where there are none."""
+        """Make the following ranks return from `follow`. No-op on a single rank."""
         ...
 
     def end_phase(self) -> None:
-        """Make room for training. What is under way waits, and goes on with the next phase."""
+        """Make room for training. Unfinished answers wait and resume in the next phase."""
         ...

@@ -1,15 +1,15 @@
-"""Recorded decode steps: the host tells the device of a token by one call, instead of operation by operation.
+"""Recorded decode steps: the host starts all work of a token with one call, instead of operation by operation.
 
-A step of 64 layers is some 1,800 launches, which take the host five times as long as the device needs for the work of a
-few rows. What is recorded is replayed with the sizes, addresses and numbers that the host gave it then. So
+A step of 64 layers has about 1,800 kernel launches. For a few rows the host needs five times as long to launch them as
+the device needs to run them. A recording replays the sizes, addresses and numbers that the host passed then. So
 
-- a step computes on one of few numbers of rows, the next from those that there are. The rows behind them are nobody's:
-  they write into a page of the cache that no sequence has, and stay where they are;
-- all else that the host decides is the key of a recording (`DrawWork`), or changes tensors before the step;
-- a recording is dropped with the cache, whose memory training needs, and where new weights are not where the old ones
-  were. What stays in its place while numbers change, as weights mostly do, needs nothing.
+- a step computes one of a few numbers of rows, padded up from the actual number. Padding rows write to a page of the
+  cache that no sequence has, and do not advance;
+- everything else that the host decides is part of the recording's key (`DrawWork`), or changes tensors before the step;
+- a recording is dropped together with the cache, whose memory training needs, and when new weights have other
+  addresses. Weights that change in place, as they usually do, keep it valid.
 
-A step whose key is new is computed operation by operation, and recorded when it comes again.
+A step with a new key runs operation by operation, and is recorded when the key comes again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_rl.platform.api import GraphRecorder, Platform
 logger = logging.getLogger(__name__)
 
 MOST_RECORDED = 64
-"""Recordings at a time. Requests of one kind need one for each size; others may ask for whatever they like."""
+"""Recordings at a time. Requests of one kind need one for each padded size; other kinds add to that."""
 
 Step = Callable[[], None]
 
@@ -37,16 +37,16 @@ class DecodeGraphs:
         self._recorder = recorder
         self._policy = policy
         self._most_rows = most_rows
-        self._replays: dict[Hashable, Step | None] = {}  # None: seen once
-        self._addresses: tuple[int, ...] = ()  # of the weights, when the first of them was recorded
+        self._replays: dict[Hashable, Step | None] = {}  # None: the key has come once
+        self._addresses: tuple[int, ...] = ()  # of the weights at the time of the first recording
 
     def size(self, rows: int) -> int:
-        """Rows to compute on where there are so many: see `padded_rows`."""
+        """Return the padded number of rows, see `padded_rows`."""
         return min(padded_rows(rows), self._most_rows)
 
     def run(self, key: Hashable, step: Step) -> None:
-        """Do a step, by a recording where there is one. Steps with the same key differ in nothing but what their
-        tensors hold."""
+        """Run a step, from its recording if there is one. Steps with the same key differ only in the values of their
+        tensors."""
         if replay := self._replays.get(key):
             replay()
         elif key in self._replays:
@@ -59,21 +59,23 @@ class DecodeGraphs:
             self._recorder.warm_up(step)
 
     def _record(self, step: Step) -> Step:
-        """What does the step from now on: where it cannot be recorded it is slower, and that is all."""
+        """Return what runs the step from now on: its recording, or the step itself, slower, if recording fails."""
         self._addresses = self._addresses or _addresses(self._policy)
         try:
             return self._recorder.record(step)
         except RuntimeError as error:
-            logger.warning("a decode step cannot be recorded, inference.cuda_graphs=false would not try: %s", error)
+            logger.warning(
+                "a decode step cannot be recorded and stays slow; inference.cuda_graphs=false would not try: %s", error
+            )
             return step
 
     def keep_for_weights(self) -> None:
-        """The policy has new weights: drop what was recorded, unless they are where those before were."""
+        """Drop all recordings if the new weights have other addresses than the previous ones."""
         if self._addresses and self._addresses != _addresses(self._policy):
             self.drop()
 
     def drop(self) -> None:
-        """Forget what was recorded, and let go of its memory."""
+        """Forget all recordings, and free their memory."""
         if self._replays:
             self._recorder.release()
             self._replays.clear()
@@ -81,10 +83,10 @@ class DecodeGraphs:
 
 
 def padded_rows(rows: int) -> int:
-    """1, 2, 4, 8, then multiples of 8 up to 64, and four sizes from each power of two to the next: 19 up to 256.
+    """Return 1, 2, 4, 8, then multiples of 8 up to 64, then four sizes per power of two: 19 sizes up to 256.
 
-    Up to some hundred rows a step takes as long as the weights take to be read, so further ones cost little; tensor
-    cores multiply eight at once.
+    Up to about a hundred rows a step takes as long as reading the weights, so padding costs little; tensor cores
+    multiply eight rows at once.
     """
     power: int = 2 ** (rows - 1).bit_length()
     if power <= 8:
@@ -96,10 +98,7 @@ def padded_rows(rows: int) -> int:
 def why_not_recorded(
     platform: Platform, model: ModelConfig, config: InferenceConfig, page_tokens: int, *, fp8: bool
 ) -> str | None:
-    """Why the decode steps of such an engine are computed operation by operation; None: they are recorded.
-
-    page_tokens: of its cache.
-    """
+    """Return why the decode steps of such an engine run operation by operation; None if they are recorded."""
     against = without_graphs(config, model, fp8=fp8)
     if against is None and platform.graph_recorder(DTYPES[model.dtype], page_tokens) is None:
         against = f"this device has no kernel for pages of {page_tokens} tokens in {model.dtype}"
@@ -107,7 +106,7 @@ def why_not_recorded(
 
 
 def decode_graphs(policy: Policy, model: ModelConfig, config: InferenceConfig, page_tokens: int) -> DecodeGraphs | None:
-    """Of an engine; None where its steps are not recorded."""
+    """Return the recorded steps of an engine; None if its steps are not recorded."""
     platform = policy.platform
     recorder = platform.graph_recorder(DTYPES[model.dtype], page_tokens)
     against = why_not_recorded(platform, model, config, page_tokens, fp8=bool(policy.config.fp8))

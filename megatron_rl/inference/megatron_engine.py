@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, Unsupported
+from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.inference.config import InferenceConfig, Sampling, beyond_megatron, pages_of
-from megatron_rl.inference.engine import Pump
+from megatron_rl.inference.engine import LoopDriver
 from megatron_rl.inference.megatron_parts import (
     EngineSizes,
     build_dynamic_engine,
@@ -27,7 +28,6 @@ from megatron_rl.inference.megatron_parts import (
     close_dynamic_engine,
     sampling_params,
 )
-from megatron_rl.inference.plans import PlanBroadcast
 from megatron_rl.inference.request_limits import RequestLimits, refuse_duplicate
 from megatron_rl.inference.text import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
@@ -110,7 +110,7 @@ class MegatronEngine:
         self._numbers = itertools.count()
         self._seed = 0
         self._core: Any = None
-        self._pump = Pump(self)
+        self._driver = LoopDriver(self)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See `InferenceInterface.generate`. A caller that is cancelled costs his answers' next token and no more.
@@ -131,7 +131,7 @@ class MegatronEngine:
         self._asked[request.id] = _Asked(transcripts, answer)
         self._open |= mine
         self._begun += mine
-        self._pump.start()
+        self._driver.start()
         try:
             return await answer
         finally:

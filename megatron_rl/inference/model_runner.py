@@ -1,10 +1,10 @@
-"""Executes the scheduler's plans on one rank: the training weights themselves, a key/value cache, the rows.
+"""Execute the scheduler's plans on one rank, with the policy's own weights, a key/value cache and the rows.
 
-Where the ranks of a replica share the model out, each executes the same plans on its part of every layer, and all have
+If the ranks of a replica share the model, each executes the same plans on its part of every layer, and all of them have
 the logits of the whole vocabulary to sample from.
 
-A row that begins with an answer's known tokens has prompt and tokens prefilled together, and draws its next token by
-the random number that belongs to it. Which pages a row has is told by the plans.
+A row that resumes an answer prefills its prompt and known tokens together, and draws its next token by the random
+number of that token. The plans assign pages to rows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_rl.inference.admission import Prefill
 from megatron_rl.inference.api import PromptScores
 from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.decode_graphs import decode_graphs
-from megatron_rl.inference.plans import Prefill, StepPlan
 from megatron_rl.inference.row_state import DrawWork, RowState, to_device
+from megatron_rl.inference.scheduler import StepPlan
 from megatron_rl.inference.top_logprobs import prompt_scores
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.config import ModelConfig
@@ -33,7 +34,7 @@ from megatron_rl.platform.paged_attention import PagedRows
 
 
 class ModelRunner:
-    """One policy and the rows that it answers."""
+    """One policy, and the rows that it decodes."""
 
     def __init__(
         self,
@@ -45,9 +46,9 @@ class ModelRunner:
         max_length: int,
     ) -> None:
         """
-        pages: of the cache, and places in each.
+        pages: number of pages of the cache, and slots in each.
         end_ids: at least one token that ends an answer.
-        max_length: of a prompt and its answer together.
+        max_length: tokens of a prompt and its answer together.
         """
         self.policy = policy
         self._page_tokens = pages[1]
@@ -55,7 +56,7 @@ class ModelRunner:
         spare_page = pages[0] if self._graphs else None
         self._rows = RowState(policy, config.max_batch, max_length, self._page_tokens, end_ids, spare_page)
         attention = policy.decoder.layers[0].self_attention
-        # megatron-core's attention counts those of other ranks too, where they share a key/value head.
+        # If ranks share a key/value head, the attention layer's own count includes the heads of other ranks.
         self._heads = model.num_attention_heads // policy.pg_collection.tp.size()
         self._kv_heads = attention.num_query_groups_per_partition
         self._make_cache = partial(
@@ -72,14 +73,13 @@ class ModelRunner:
         self.scores: PromptScores | None = None
         """Scores of the prompt that the newest plan scores."""
         self.cache: KeyValueCache | None = None
-        """Made when it is first needed."""
-        self._frozen: FrozenPolicy | None = None  # made so too
-        self._tokens_until_look = policy.tokens_between_syncs
+        """Allocated when it is first needed."""
+        self._frozen: FrozenPolicy | None = None  # built when it is first needed
+        self._tokens_until_sync = policy.tokens_between_syncs
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[int] | None:
-        """Sample the next token of the plan's rows. Returns the rows that have ended; None where the host did not
-        look."""
+        """Sample the next token of the plan's rows. Return the rows that have ended; None if the host did not check."""
         cache = self.cache = self.cache or self._make_cache()
         if plan.moves:
             self._rows.move(plan.moves)
@@ -94,18 +94,17 @@ class ModelRunner:
         if not plan.rows:
             return None
         self._rows.count_token(rows)
-        self._tokens_until_look -= 1
-        if self._tokens_until_look:
+        self._tokens_until_sync -= 1
+        if self._tokens_until_sync:
             return None
-        self._tokens_until_look = self.policy.tokens_between_syncs
+        self._tokens_until_sync = self.policy.tokens_between_syncs
         return self._rows.ended(rows.stop)
 
     def answers(self, known: Mapping[int, int]) -> list[RowAnswer]:
-        """See `RowState.answers`."""
         return self._rows.answers(known)
 
     def _prefill(self, rows: slice, prefills: Sequence[Prefill], cache: KeyValueCache) -> None:
-        """Compute tokens, fill the rows that begin with them, and draw their next ones."""
+        """Compute the prefills, fill the rows that start with them, and draw the next token of each."""
         device = self.policy.device
         ends = np.cumsum([len(prefill.tokens) for prefill in prefills])
         last = [(end - 1, prefill) for end, prefill in zip(ends.tolist(), prefills, strict=True) if prefill.samples]
@@ -133,8 +132,7 @@ class ModelRunner:
         self._rows.draw(rows, of_rows, self._rows.work(rows))
 
     def _prefill_layout(self, prefills: Sequence[Prefill], cache: KeyValueCache) -> Layout:
-        """Attention among the tokens themselves, where all of them are there, else to what the cache has of the same
-        sequences."""
+        """Return attention among the packed tokens; if some sequences have earlier tokens, also to their cache."""
         device = self.policy.device
         source, target = (to_device(each, device) for each in slots_written(prefills, self._page_tokens))
         stops = [prefill.start + len(prefill.tokens) for prefill in prefills]
@@ -151,23 +149,23 @@ class ModelRunner:
         return PrefillLayout(layout, cache, source, cache.index(target), cache.index(seen))
 
     def release(self) -> None:
-        """Let go of the cache; nothing is under way."""
+        """Free the cache. No row may be in use."""
         if self._graphs:
-            self._graphs.drop()  # which waits for the last of what reads it
+            self._graphs.drop()  # this waits until nothing reads the cache
         self.cache = None
 
     def forget_weights(self) -> None:
-        """The policy's weights may change from here on."""
+        """Note that the policy's weights may change from here on."""
         self._frozen = None
 
     def weights_changed(self) -> None:
-        """The policy has new weights."""
+        """Note that the policy has new weights."""
         self.forget_weights()
         if self._graphs:
             self._graphs.keep_for_weights()
 
     def _decode(self, rows: slice, cache: KeyValueCache) -> None:
-        """The next token of the first rows."""
+        """Compute the next token of the first rows."""
         work = self._rows.work(rows)
         if self._graphs:
             padded = slice(0, self._graphs.size(rows.stop))
@@ -176,8 +174,8 @@ class ModelRunner:
             self._decode_step(rows, work, cache)
 
     def _decode_step(self, rows: slice, work: DrawWork, cache: KeyValueCache) -> None:
-        """Put the newest token of each of the first rows into the cache, and draw its next one. Where it is recorded
-        nothing of it may depend on what the host knows of the rows, but for its arguments."""
+        """Write the newest token of each of the first rows to the cache, and draw its next one. A recording replays
+        this, so it must depend on the host's knowledge of the rows only through its arguments."""
         state = self._rows
         positions, table = state.position[rows], state.pages[rows]
         page = table.gather(1, (positions // self._page_tokens)[:, None]).squeeze(1)
@@ -188,18 +186,19 @@ class ModelRunner:
         state.draw(rows, self._logits(state.token[rows], positions, layout), work)
 
     def _logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
-        """[tokens, vocab], or [selected, vocab]: see `Policy.forward`."""
+        """[tokens, vocab] or [selected, vocab], see `Policy.forward`."""
         frozen = self._frozen = self._frozen or self.policy.frozen()
         forward = self.policy if frozen is None else frozen.logits
         return self.policy.whole_logits(forward(tokens, positions, layout, select))
 
 
 def slots_written(prefills: Sequence[Prefill], page_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[copied] tokens of the prefills, packed one after the other, and [copied] the place of each.
+    """Return which packed tokens are copied to the cache, [copied], and the slot of each, [copied].
 
-    A token of a full page has one, any other one in the page of each row.
+    A token of a full page is copied once, a later one to the own page of each row. Example: pages of 4 slots, a prefill
+    of 6 tokens with full page 7 and own pages 8 and 9: tokens 0 1 2 3 4 5 4 5 go to slots 28 29 30 31 32 33 36 37.
     """
-    runs: list[tuple[int, int, int]] = []  # first packed token, first place, tokens
+    runs: list[tuple[int, int, int]] = []  # first packed token, first slot, number of tokens
     packed = 0
     for prefill in prefills:
         full = len(prefill.pages) * page_tokens
@@ -210,12 +209,12 @@ def slots_written(prefills: Sequence[Prefill], page_tokens: int) -> tuple[NDArra
         if stop > full:
             runs += [(packed + full - prefill.start, page * page_tokens, stop - full) for page in prefill.own]
         packed += len(prefill.tokens)
-    sources, places, lengths = np.array(runs, dtype=np.int64).T
-    return _runs(sources, lengths), _runs(places, lengths)
+    sources, slots, lengths = np.array(runs, dtype=np.int64).T
+    return _runs(sources, lengths), _runs(slots, lengths)
 
 
 def slots_seen(prefills: Sequence[Prefill], page_tokens: int) -> NDArray[np.int64]:
-    """[seen] places of every sequence from its first token to the last of the prefill."""
+    """Return the slots of every sequence, [seen], from its first token to the last one of the prefill."""
     pages, lengths = [], []
     for prefill in prefills:
         left = prefill.start + len(prefill.tokens)
@@ -227,7 +226,7 @@ def slots_seen(prefills: Sequence[Prefill], page_tokens: int) -> NDArray[np.int6
 
 
 def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """start, start + 1, ... of each, so many as its length."""
+    """Return start, start + 1, ... for each run, joined: starts 5, 9 with lengths 2, 3 are 5 6 9 10 11."""
     ends = lengths.cumsum()
-    places: NDArray[np.int64] = np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])
-    return places
+    joined: NDArray[np.int64] = np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])
+    return joined

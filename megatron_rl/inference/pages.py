@@ -1,11 +1,11 @@
-"""Which page of the key/value cache is whose: reference counts, and full pages that are found again by what they hold.
+"""Ownership of the pages of the key/value cache: reference counts, and a prefix cache of full pages.
 
-A page is a fixed number of places, one token's keys and values of every layer in each. It is free, held by one or
-several sequences, or kept: nobody holds it, but it has a name, and who begins with the same tokens may have it until
-its room is needed. Its name is a digest of its tokens and of all before them, so a page that is found proves that those
-before it are the same too.
+A page is a fixed number of slots; a slot holds the keys and values of one token in every layer. A page is free, held by
+one or more sequences, or kept: nobody holds it, but it has a name, and a sequence with the same prefix may use it until
+the room is needed. The name is a digest of the page's tokens and of all tokens before them. So finding a page proves
+that the pages before it match too.
 
-Only full pages have names, and nobody writes to a full page: a sequence that goes on does so in a page of its own.
+Only full pages have names, and a full page is never written again: a sequence continues in a page of its own.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from hashlib import blake2b
 
 
 class Pages:
-    """The pages of one replica. Knows no tensor and no model."""
+    """The pages of one replica. Needs no tensors and no model."""
 
     def __init__(self, count: int, tokens: int, *, found_again: bool = True) -> None:
         """
-        count: pages that there are. tokens: places in each.
-        found_again: whether full pages get names.
+        count: number of pages. tokens: slots in each.
+        found_again: whether full pages get names, and are shared with later sequences.
         """
         self.count = count
         self.tokens = tokens
         self._found_again = found_again
         self._holders = [0] * count
         self._free = list(range(count - 1, -1, -1))
-        self._kept: dict[int, None] = {}  # in the order in which they were let go
+        self._kept: dict[int, None] = {}  # in the order of their release
         self._named: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
 
     @property
     def available(self) -> int:
-        """Pages that nobody holds, the kept among them."""
+        """Number of pages that nobody holds, including the kept ones."""
         return len(self._free) + len(self._kept)
 
     def needed(self, tokens: int) -> int:
-        """Pages for a sequence of so many tokens."""
+        """Return the number of pages that a sequence of this many tokens needs."""
         return -(-tokens // self.tokens)
 
     def take(self, count: int) -> list[int]:
-        """So many pages, for one holder; of the kept the one that was let go first loses its name first."""
+        """Return `count` pages for one holder. Kept pages are taken last, the longest kept first."""
         assert count <= self.available, f"{count} pages of {self.available} were asked for"
         taken = [self._free.pop() if self._free else self._forget_oldest() for _ in range(count)]
         for page in taken:
@@ -50,14 +50,14 @@ class Pages:
         return taken
 
     def hold(self, pages: Sequence[int]) -> None:
-        """One more holder of each."""
+        """Add one holder to each page."""
         for page in pages:
             if self._holders[page] == 0:
                 del self._kept[page]
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder of each less. The last ones of a sequence are forgotten before those that they go on from."""
+        """Remove one holder from each page. The end of a sequence is forgotten before its prefix."""
         for page in reversed(pages):
             assert self._holders[page] > 0, f"page {page} is released more often than it is held"
             self._holders[page] -= 1
@@ -68,7 +68,7 @@ class Pages:
                     self._free.append(page)
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """The pages, from the first one on, that hold what `tokens` begins with, and one more holder of each."""
+        """Return the pages, from the first on, that hold a prefix of `tokens`, and add one holder to each."""
         found: list[int] = []
         if self._named:
             for name in self._chain(tokens):
@@ -79,7 +79,7 @@ class Pages:
         return found
 
     def name(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Have the full ones of the `pages` that hold `tokens` found again. Of two with the same tokens one is."""
+        """Make the full pages of these `tokens` findable. Of two pages with the same tokens, one is findable."""
         if self._found_again:
             for page, name in zip(pages, self._chain(tokens), strict=False):
                 if name not in self._named and page not in self._names:
@@ -87,7 +87,7 @@ class Pages:
                     self._names[page] = name
 
     def forget(self) -> None:
-        """No page is found any more; they remain with those that hold them."""
+        """Forget all names. Pages stay with their holders."""
         self._named.clear()
         self._names.clear()
         self._free.extend(reversed(self._kept))
@@ -100,7 +100,7 @@ class Pages:
         return page
 
     def _chain(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        """The name of each full page of a sequence."""
+        """Yield the name of each full page of a sequence."""
         digest = blake2b(digest_size=16)
         for start in range(0, len(tokens) - self.tokens + 1, self.tokens):
             digest.update(array("q", tokens[start : start + self.tokens]).tobytes())

@@ -1,21 +1,23 @@
-"""Which request is answered in which row and on which pages, and what all ranks of a replica compute next.
+"""Assign requests to rows and pages, and plan what all ranks of a replica compute next.
 
     submit() -> waiting -> admit(): one prefill per prompt, a row per sample -> decode(): all rows together
                    ^                                                                    |
                    +---- give_way(): no page is left ----+---- retire(): freed rows ----+
 
-Rows 0..n-1 are being decoded. Where no waiting request takes the row of an ended sample, the last row moves into its
-place with the next plan, so a step computes on no row that is known to have ended.
+Rows 0..n-1 are being decoded. If no waiting sample takes the row of a finished one, the next plan moves the last row
+there, so a step never computes a row that is known to have ended. Example: of rows 0..3, row 1 ends; the next plan
+moves row 3 to row 1 and decodes rows 0..2.
 
-A row gets a page when it needs one. Where none is left the youngest row gives its pages up and waits, before all that
-have not begun, to go on from its tokens: so the oldest always gets on.
+A row gets a page when it needs one. If none is left, the youngest row gives up its pages and waits at the front of the
+queue, to resume from its tokens. So the oldest row always advances.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from megatron_rl.inference.admission import Admission, Branch, PendingRequest, Row
+from megatron_rl.inference.admission import Admission, Branch, PendingRequest, Prefill, Row
 from megatron_rl.inference.api import (
     Completion,
     Delta,
@@ -26,22 +28,34 @@ from megatron_rl.inference.api import (
 )
 from megatron_rl.inference.config import InferenceConfig, ends_of
 from megatron_rl.inference.pages import Pages
-from megatron_rl.inference.plans import StepPlan
 from megatron_rl.inference.request_limits import refuse_duplicate
 from megatron_rl.inference.text import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
 
 
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass of the model. It has everything that a rank does not know from earlier plans."""
+
+    moves: list[tuple[int, int]]
+    """(from, to): rows to move first."""
+    pages: list[tuple[int, int, int]]
+    """(row, index, page): new pages of rows, and their index among the row's pages."""
+    rows: range
+    """Rows that get their next token."""
+    prefills: list[Prefill]
+    """Prefills of new rows, in their order; empty if the rows are being decoded."""
+
+
 class Scheduler:
-    """Requests by id on their way through the rows of one replica. Knows no tensor, no clock and no model."""
+    """Requests by id on their way through the rows of one replica. Needs no tensors, clock or model."""
 
     def __init__(
         self, config: InferenceConfig, pages: Pages, end_ids: Iterable[int], decode: Decode | None = None
     ) -> None:
         """
-        pages: of the cache.
         end_ids: tokens that end any answer.
-        decode: to look for stop strings with.
+        decode: finds stop strings in the text.
         """
         self.policy_version = 0
         self._pages = pages
@@ -51,13 +65,13 @@ class Scheduler:
         self._waiting = Admission(config, pages)
         self._rows: dict[int, Row] = {}
         self._freed: list[int] = []  # rows that ended since the last plan
-        self._followed: set[int] = set()  # rows whose tokens somebody waits for
-        self._decoded = 0
-        self._due: dict[int, list[Row]] = {}  # by number of the decoding step for which they need another page
+        self._followed: set[int] = set()  # rows whose tokens are needed before they end
+        self._decoded = 0  # number of decoding steps so far
+        self._due: dict[int, list[Row]] = {}  # decoding step -> rows that need another page for it
         self.answered: dict[str, list[Completion]] = {}
-        """Completions, in sample order, by id of the request; whoever takes one removes it."""
+        """Completions in sample order, by request id. The reader removes them."""
         self.deltas: list[tuple[str, Delta]] = []
-        """What streamed requests have got, by their ids; whoever delivers them removes them."""
+        """New tokens of streamed requests, with the request ids. The reader removes them."""
 
     @property
     def busy(self) -> bool:
@@ -66,25 +80,24 @@ class Scheduler:
 
     @property
     def rows(self) -> list[int]:
-        """Those being decoded."""
+        """Rows being decoded."""
         return list(self._rows)
 
     @property
     def load(self) -> EngineLoad:
-        """How much there is to do, and how full the cache is."""
         return EngineLoad(len(self._rows), self._waiting.samples, self._pages.available, self._pages.count)
 
     @property
     def prefilled_tokens(self) -> int:
-        """Tokens of prompts, and of answers that were gone on with, that were computed so far."""
+        """Tokens of prompts and of resumed answers computed so far; tokens found in the cache do not count."""
         return self._waiting.prefilled_tokens
 
     def submit(self, request: GenerationRequest, *, streamed: bool = False) -> None:
-        """Queue all samples of a request; those that are known to their end are finished at once.
+        """Queue all samples of a request. Samples whose known tokens are complete finish at once.
 
-        streamed: told of as deltas, instead of as completions.
+        streamed: report deltas instead of completions.
 
-        Raises ValueError where it is here already.
+        Raises ValueError if a request with this id is already here.
         """
         refuse_duplicate(request, self._pending)
         refuse_duplicate(request, self.answered)
@@ -98,10 +111,10 @@ class Scheduler:
                 self._finish(pending, answer)
             elif answer.tokens:
                 self._waiting.append(Branch(pending, [answer]))
-                self._tell(pending, answer)
+                self._report(pending, answer)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request: nobody waits for it any more. One that is answered or unknown is none."""
+        """Forget a request. No-op if it is answered or unknown."""
         pending = self._pending.pop(request_id, None)
         self.answered.pop(request_id, None)
         if pending is None:
@@ -110,45 +123,44 @@ class Scheduler:
         self._free([row for row, content in self._rows.items() if content.pending is pending])
 
     def clear(self) -> None:
-        """Forget everything, what the pages hold included."""
+        """Forget all requests, and all prefixes that the pages hold."""
         for request_id in list(self._pending):
             self.cancel(request_id)
         self.forget()
 
     def forget(self) -> None:
-        """What begins from here on finds nothing of what came before."""
+        """Forget cached prefixes: requests from here on recompute them."""
         self._waiting.give_pages_back()
         self._pages.forget()
 
     # Plans
 
     def must_give_way(self) -> int | None:
-        """The row that is to give its pages up, before the others can be decoded; None where there are enough."""
+        """Return the row that must give up its pages before the others can be decoded; None if there are enough."""
         needed = sum(not row.ended for row in self._due.get(self._decoded + 1, ()))
         if needed > self._pages.available:
             self._waiting.give_pages_back()
         if needed <= self._pages.available:
             return None
-        return max(self._rows, key=lambda place: self._rows[place].age)
+        return max(self._rows, key=lambda row: self._rows[row].age)
 
-    def give_way(self, place: int, answers: Iterable[RowAnswer]) -> None:
-        """Have a row wait, to go on from what it has sampled; `answers` are for `retire`."""
-        row = self._rows[place]
+    def give_way(self, number: int, answers: Iterable[RowAnswer]) -> None:
+        """Make a row wait, to resume from its tokens. `answers` go to `retire`."""
+        row = self._rows[number]
         self.retire(answers)
         if not row.ended:
-            self._free([place])
+            self._free([number])
             self._waiting.put_back(row)
 
     def begin_rows_again(self, answers: Iterable[RowAnswer]) -> None:
-        """Have all rows wait, to go on from what they have sampled; `answers` are for `retire`."""
+        """Make all rows wait, to resume from their tokens. `answers` go to `retire`."""
         self.retire(answers)
-        for place in sorted(self._rows, key=lambda place: self._rows[place].age, reverse=True):
-            row = self._rows[place]
-            self._free([place])
+        for number, row in sorted(self._rows.items(), key=lambda item: item[1].age, reverse=True):
+            self._free([number])
             self._waiting.put_back(row)
 
     def decode(self) -> StepPlan | None:
-        """The next token of every row, none of which must give way; None where there is none."""
+        """Plan the next token of every row; None if there are no rows. `must_give_way` must have returned None."""
         if not self._rows:
             self._due.clear()
             return None
@@ -157,37 +169,37 @@ class Scheduler:
         return StepPlan(moves, self._new_pages(), range(len(self._rows)), [])
 
     def admit(self) -> StepPlan | None:
-        """Waiting samples for the free rows, and their next token; None where none waits or there is no room."""
+        """Plan the prefill of waiting samples for the free rows; None if none waits or none fits."""
         prefills, begun = self._waiting.begin(self._rows.values())
         if not prefills:
             return None
         moves = self._close_gaps()
         first = len(self._rows)
-        for place, row in enumerate(begun, first):
-            self._fill(place, row)
+        for number, row in enumerate(begun, first):
+            self._fill(number, row)
             self._note_due(row, len(row.pages) * self._pages.tokens - row.cached + 1)
         return StepPlan(moves, [], range(first, len(self._rows)), prefills)
 
     def _new_pages(self) -> list[tuple[int, int, int]]:
-        """For the rows whose next token has no place."""
+        """Return (row, index, page) for each row whose next token needs a new page."""
         due = [row for row in self._due.pop(self._decoded, ()) if not row.ended]
         if not due:
             return []
-        places = {row: place for place, row in self._rows.items()}
+        numbers = {row: number for number, row in self._rows.items()}
         given = []
         for row, page in zip(due, self._pages.take(len(due)), strict=True):
-            given.append((places[row], len(row.pages), page))
+            given.append((numbers[row], len(row.pages), page))
             row.pages.append(page)
             self._note_due(row, self._pages.tokens)
         return given
 
     def _note_due(self, row: Row, steps: int) -> None:
-        """After so many steps of decoding it needs another page, if ever."""
+        """Note that the row may need another page after this many decoding steps."""
         if row.grows:
             self._due.setdefault(self._decoded + steps, []).append(row)
 
     def _close_gaps(self) -> list[tuple[int, int]]:
-        """Move the last rows into the places of those that ended, so that the rows are 0..n-1 again."""
+        """Move the last rows to the numbers of those that ended, so that the rows are 0..n-1 again."""
         left = len(self._rows)
         movers = [row for row in range(left, left + len(self._freed)) if row in self._rows]
         moves = list(zip(movers, sorted(row for row in self._freed if row < left), strict=True))
@@ -205,31 +217,31 @@ class Scheduler:
     # Answers
 
     def wanted(self, ended: Iterable[int]) -> dict[int, int]:
-        """Rows whose tokens `retire` takes: those that have ended and those that somebody follows; and of each, how
-        many are known already."""
+        """Return the rows whose tokens `retire` needs, and how many tokens of each are already known: rows that have
+        ended, and rows whose tokens are needed before they end."""
         return {row: len(self._rows[row].answer.tokens) for row in sorted({*ended, *self._followed})}
 
     def retire(self, answers: Iterable[RowAnswer]) -> None:
-        """Take over tokens of rows, and free those whose answers have their last one."""
-        gone = []
+        """Add new tokens to the rows' answers, and free the rows whose answers are finished."""
+        finished = []
         for each in answers:
             row = self._rows[each.row]
             row.answer.extend(each, self.policy_version)
             if row.answer.finish_reason is None:
-                self._tell(row.pending, row.answer)
+                self._report(row.pending, row.answer)
             else:
                 self._finish(row.pending, row.answer)
-                gone.append(each.row)
-        self._free(gone)
+                finished.append(each.row)
+        self._free(finished)
 
     def take_scores(self, scores: PromptScores) -> None:
-        """Take over what the newest plan has found of a prompt."""
+        """Add the scores that the newest plan has computed of a prompt."""
         assert self._waiting.scoring is not None
         pending, start = self._waiting.scoring
         pending.take_scores(start, scores)
 
     def partial_answers(self, answers: Iterable[RowAnswer]) -> list[PartialAnswer]:
-        """All samples of unanswered requests that have tokens; `answers` is what all rows have sampled since."""
+        """Return all samples of unanswered requests that have tokens. `answers` has the new tokens of all rows."""
         self._take(answers)
         begun = [row.answer for row in self._rows.values()]
         finished = [answer for pending in self._pending.values() for answer in pending.finished.values()]
@@ -239,8 +251,8 @@ class Scheduler:
         ]
 
     def publish(self, policy_version: int, answers: Iterable[RowAnswer]) -> None:
-        """From here on the weights are those of `policy_version`; `answers` is what all rows have sampled since, by the
-        ones before."""
+        """Note that the weights are now of `policy_version`. `answers` has the new tokens of all rows, sampled by the
+        previous weights."""
         self._take(answers)
         self.policy_version = policy_version
         for row in self._rows.values():
@@ -251,14 +263,14 @@ class Scheduler:
         for each in answers:
             self._rows[each.row].answer.extend(each, self.policy_version)
 
-    def _tell(self, pending: PendingRequest, answer: Transcript) -> None:
-        if pending.streamed and (answer.told < len(answer.tokens) or answer.finish_reason is not None):
-            first = answer.told == 0 and pending.request.prompt_logprobs is not None
+    def _report(self, pending: PendingRequest, answer: Transcript) -> None:
+        if pending.streamed and (answer.reported < len(answer.tokens) or answer.finish_reason is not None):
+            first = answer.reported == 0 and pending.request.prompt_logprobs is not None
             self.deltas.append((pending.request.id, answer.delta(pending.scores if first else None)))
 
     def _finish(self, pending: PendingRequest, answer: Transcript) -> None:
-        """A sample has its last token. With the last sample the request is answered."""
-        self._tell(pending, answer)
+        """Record a finished sample. The last sample of a request answers it."""
+        self._report(pending, answer)
         pending.finished[answer.sample] = answer
         if len(pending.finished) == pending.request.num_samples:
             del self._pending[pending.request.id]
@@ -267,14 +279,14 @@ class Scheduler:
                 scores = None if pending.request.prompt_logprobs is None else pending.scores
                 self.answered[pending.request.id] = [answer.completion(scores) for answer in answers]
 
-    def _free(self, places: Iterable[int]) -> None:
-        """Rows that are decoded no more. What their pages hold may be found again: all tokens but the newest."""
-        for place in places:
-            row = self._rows.pop(place)
+    def _free(self, numbers: Iterable[int]) -> None:
+        """Stop decoding these rows. Their full pages stay findable; the newest token is not in the cache yet."""
+        for number in numbers:
+            row = self._rows.pop(number)
             row.ended = True
             prompt, answer = row.pending.request.prompt_tokens, row.answer.tokens
             if row.current and len(prompt) + len(answer) > self._pages.tokens:  # else no page is full
                 self._pages.name(prompt + answer[:-1], row.pages)
             self._pages.release(row.pages)
-            self._followed.discard(place)
-            self._freed.append(place)
+            self._followed.discard(number)
+            self._freed.append(number)

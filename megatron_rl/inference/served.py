@@ -1,4 +1,4 @@
-"""A server that answers by the run's weights, as a driver asks it."""
+"""An external server, with the run's weights, as the engine of a rollout driver."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_rl.inference.openai_bodies import Endpoint, UnusableAnswer
 from megatron_rl.model.tokenizer import Tokenizer
 
 FIRST_ATTEMPTS = 6
-"""How often a request is sent before the pauses between two are the longest."""
+"""Attempts of a request until the pauses between them reach LONGEST_PAUSE_S."""
 
 
 def endpoint_of(server: ServerConfig, limit_s: float) -> Endpoint:
-    """limit_s: that the server may be away."""
+    """Return the endpoint of a server that may be unreachable for `limit_s` seconds."""
     return Endpoint(
         url=server.url,
         model=server.model,
@@ -31,29 +31,29 @@ def endpoint_of(server: ServerConfig, limit_s: float) -> Endpoint:
 
 
 class ServedPolicy(OpenAIInference):
-    """Implements `ResumableInference`."""
+    """Implements `ResumableInference` over a server."""
 
     def __init__(self, endpoint: Endpoint, tokenizer: Tokenizer) -> None:
         super().__init__(endpoint, tokenizer)
         self._tokens = tokenizer.vocab_size
         self.busy_s = 0.0
-        """Seconds that its requests took, one after the other: they grow with every answer."""
+        """Sum of the seconds that its requests took: it grows with every answer."""
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`. What an attempt before has begun is begun anew: no server goes on with it.
+        """See `InferenceInterface.generate`. No server can resume an answer, so known tokens are sampled again.
 
-        Raises UnusableAnswer also where the server knows tokens that the run's tokenizer does not.
+        Raises UnusableAnswer also if the server uses tokens that the run's tokenizer does not have.
         """
         began = time.monotonic()
         completions = await super().generate(replace(request, known={}))
         self.busy_s += time.monotonic() - began
         if (token := max(max(one.tokens) for one in completions)) >= self._tokens:
             raise UnusableAnswer(
-                f"the server has sampled token {token}, and the run's tokenizer has {self._tokens}: start it on the "
-                "folder that the run writes, and give the run the tokenizer of model.huggingface"
+                f"the server sampled token {token}, but the run's tokenizer has only {self._tokens} tokens: start the "
+                "server on the folder that the run writes, and give the run the tokenizer of model.huggingface"
             )
         return completions
 
     def partial_answers(self) -> list[PartialAnswer]:
-        """None: answers are told when they are whole."""
+        """Return nothing: a server reports an answer only when it is complete."""
         return []

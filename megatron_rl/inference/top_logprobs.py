@@ -16,7 +16,7 @@ class TopLogprobsRows:
     """What rows have of the newest places: the host reads them each time it looks."""
 
     def __init__(self, rows: int, places: int, vocab: int, device: torch.device) -> None:
-        """places: most tokens of a row from one look of the host to the next."""
+        """places: most tokens of a row from one synchronisation of host and device to the next."""
         self._asked = np.zeros(rows, dtype=np.int64)
         self._places = places
         self._most = min(MOST_TOP_LOGPROBS, vocab)

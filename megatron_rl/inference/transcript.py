@@ -1,4 +1,4 @@
-"""What the host knows of one sample while it is being sampled."""
+"""The host's copy of one sample while it is being sampled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.inference.text import Decode, StopStrings
 
 @dataclass(frozen=True, slots=True)
 class RowAnswer:
-    """What a row of the cache has sampled since the host knew its tokens."""
+    """New tokens of a row, which the host has not seen before."""
 
     row: int
     tokens: list[int]
@@ -29,7 +29,7 @@ class RowAnswer:
 
 @dataclass(slots=True)
 class Transcript:
-    """Tokens of one sample, an earlier attempt's included, as far as the host has seen them."""
+    """Tokens of one sample as far as the host has seen them, including those of an earlier attempt."""
 
     request: GenerationRequest
     sample: int
@@ -40,41 +40,41 @@ class Transcript:
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     stop: str | None = None
-    """The stop string that has been completed; no token is taken after that."""
-    told: int = 0
-    """Tokens that deltas have told of."""
+    """The stop string that was completed; later tokens are ignored."""
+    reported: int = 0
+    """Number of tokens that deltas have reported."""
 
     @classmethod
     def begin(
         cls, request: GenerationRequest, sample: int, end_ids: frozenset[int], decode: Decode | None
     ) -> Transcript:
-        """One that begins with what is known of the sample.
+        """Return a transcript that starts with the known tokens of the sample.
 
-        decode: to look for the request's stop strings with.
+        decode: finds the request's stop strings in the text.
         """
         stops = None
         if request.sampling.stop:
-            assert decode is not None, "who submits a request checks it"
+            assert decode is not None, "RequestLimits refuses stop strings without a tokenizer"
             stops = StopStrings(request.sampling.stop, decode)
-        made = cls(request, sample, end_ids, stops)
+        transcript = cls(request, sample, end_ids, stops)
         if known := request.known.get(sample):
-            made._extend(known.tokens, known.logprobs, known.versions, known.top_logprobs)
-        return made
+            transcript._extend(known.tokens, known.logprobs, known.versions, known.top_logprobs)
+        return transcript
 
     @property
     def followed(self) -> bool:
-        """Whether the host must see its tokens before it has ended."""
+        """Whether the host must see its tokens before the sample has ended."""
         return self.stops is not None or bool(self.request.top_logprobs)
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it has ended; None where it goes on."""
+        """Why the sample has ended; None while it has not."""
         if self.stop is not None or (self.tokens and self.tokens[-1] in self.end_ids):
             return "stop"
         return "length" if len(self.tokens) >= self.request.sampling.max_new_tokens else None
 
     def extend(self, answer: RowAnswer, version: int) -> None:
-        """Take over the next tokens, which weights of this version sampled."""
+        """Append the next tokens, sampled by weights of this version."""
         self._extend(answer.tokens, answer.logprobs, [version] * len(answer.tokens), answer.top_logprobs)
 
     def _extend(
@@ -96,19 +96,19 @@ class Transcript:
             self.top_logprobs += list(top_logprobs or ())[:count]
 
     def prefix(self) -> AnswerPrefix:
-        """What there is of it, which later tokens do not change."""
+        """Return a copy of the tokens so far."""
         return AnswerPrefix([*self.tokens], [*self.logprobs], [*self.versions], self._top(0))
 
     def completion(self, prompt: PromptScores | None = None) -> Completion:
-        """The answer; it has ended. prompt: of its request's prompt, where it is scored."""
+        """Return the answer, which has ended. prompt: scores of its request's prompt, if it is scored."""
         assert self.finish_reason is not None
         return Completion(
             self.tokens, self.logprobs, self.finish_reason, self.versions, self.stop, self._top(0), prompt
         )
 
     def delta(self, prompt: PromptScores | None = None) -> Delta:
-        """What no delta has told of yet. prompt: see `completion`."""
-        first, self.told = self.told, len(self.tokens)
+        """Return the tokens that no delta has reported yet. prompt: see `completion`."""
+        first, self.reported = self.reported, len(self.tokens)
         return Delta(
             self.sample,
             self.tokens[first:],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_rl.inference.api import Completion, EngineLoad, GenerationRequest, PartialAnswer
-from megatron_rl.inference.plans import PlanBroadcast
+from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.engine_ranks import EngineRanks
 

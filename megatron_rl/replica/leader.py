@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from megatron_rl.inference.api import Delta, EngineLoad, GenerationRequest
-from megatron_rl.inference.plans import PlanBroadcast
+from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.commands import (

@@ -43,12 +43,11 @@ from megatron_rl.contract.records import write
 from megatron_rl.inference.api import Completion, EngineLoad, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import InferenceConfig, Sampling, pages_of
 from megatron_rl.inference.pages import Pages
-from megatron_rl.inference.plans import StepPlan
 from megatron_rl.inference.replicas.dispatch import Dispatch
 from megatron_rl.inference.replicas.link import ReplicaGone
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import PROTOCOL
-from megatron_rl.inference.scheduler import Scheduler
+from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.platform.cpu import CpuPlatform
 from megatron_rl.rank.activity import Activity

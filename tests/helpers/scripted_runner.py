@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.plans import StepPlan
-from megatron_rl.inference.scheduler import Scheduler
+from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.inference.transcript import RowAnswer
 
 END = 0

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_rl.inference.adjustments import AdjustedRows
+from megatron_rl.inference.admission import Prefill
 from megatron_rl.inference.api import Completion, GenerationRequest
 from megatron_rl.inference.config import AdjustedSampling, InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
-from megatron_rl.inference.plans import Prefill
 from megatron_rl.model.policy import Policy
 
 VOCAB = 12

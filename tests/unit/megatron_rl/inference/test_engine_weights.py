@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers_witness import in_their_names
 
 from megatron_rl.inference.api import Completion, GenerationRequest, Unsupported
+from megatron_rl.inference.broadcast import TensorPlan
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
-from megatron_rl.inference.plans import TensorPlan
 from megatron_rl.inference.weights import WrongWeights
 from megatron_rl.model.policy import Policy
 

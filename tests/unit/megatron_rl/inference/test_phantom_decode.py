@@ -16,8 +16,7 @@ from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.pages import Pages
-from megatron_rl.inference.plans import StepPlan
-from megatron_rl.inference.scheduler import Scheduler
+from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.model.policy import build_policy
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform

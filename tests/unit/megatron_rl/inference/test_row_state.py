@@ -1,4 +1,4 @@
-"""A row that takes the place of another one brings all of it along, and what follows in its old place begins anew."""
+"""A row that takes the row of another one brings all of it along, and what follows in its old row begins anew."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl.inference.admission import Prefill
 from megatron_rl.inference.config import Sampling
-from megatron_rl.inference.plans import Prefill
 from megatron_rl.inference.row_state import RowState
 
 ROWS, VOCAB, END = 3, 16, 15
@@ -27,11 +27,11 @@ def state() -> RowState:
     return RowState(POLICY, ROWS, max_length=24, page_tokens=4, end_ids=[END])
 
 
-def begin(rows: RowState, place: int, sampling: Sampling, length: int = 5, known: int = 0, top: int = 0) -> None:
+def begin(rows: RowState, row: int, sampling: Sampling, length: int = 5, known: int = 0, top: int = 0) -> None:
     answer = list(range(1, known + 1))
-    pages, own = [3 * place + each for each in range(length // 4)], [20 + place]
-    prefill = Prefill([7] * length, 0, pages, [place], own, answer, [-0.5] * known, place + 11, sampling, top)
-    rows.begin(slice(place, place + 1), [prefill])
+    pages, own = [3 * row + each for each in range(length // 4)], [20 + row]
+    prefill = Prefill([7] * length, 0, pages, [row], own, answer, [-0.5] * known, row + 11, sampling, top)
+    rows.begin(slice(row, row + 1), [prefill])
 
 
 def draw(rows: RowState, count: int) -> None:
@@ -41,27 +41,27 @@ def draw(rows: RowState, count: int) -> None:
     rows.count_token(these)
 
 
-def all_of(rows: RowState, place: int) -> dict[str, list[Any]]:
-    """Whatever there is of one row, by name."""
-    names = {part: getattr(rows, part) for part in ("_sampling", "_top")}
+def all_of(rows: RowState, row: int) -> dict[str, list[Any]]:
+    """All values of one row, by name."""
+    holders = {"": vars(rows), "_sampling": vars(rows._sampling), "_top": vars(rows._top)}
+    holders["_parameters"] = rows._sampling._parameters._asdict()
     found = {}
-    for part, holder in [("", rows), *names.items()]:
-        for name in getattr(holder, "__slots__", None) or vars(holder):
-            column = getattr(holder, name)
+    for part, holder in holders.items():
+        for name, column in holder.items():
             if isinstance(column, torch.Tensor | np.ndarray):
                 assert len(column) == ROWS
-                found[f"{part}.{name}"] = column[place].tolist()
+                found[f"{part}.{name}"] = column[row].tolist()
     return found
 
 
-def test_of_a_row_that_is_moved_nothing_stays_behind() -> None:
+def test_moving_a_row_moves_all_its_values() -> None:
     rows = state()
     begin(rows, 0, GREEDY)
     begin(rows, 1, WARM, length=6)
     begin(rows, 2, WARM.model_copy(update={"top_p": 0.9, "max_new_tokens": 5}), length=9, known=4, top=3)
     draw(rows, 3)
     before = all_of(rows, 2)
-    assert rows.ended(ROWS) == [2], "at its limit"
+    assert rows.ended(ROWS) == [2], "it is at its limit"
     different = {name for name, value in all_of(rows, 0).items() if value != before[name]}
     assert len(different) > 20, different
     rows.move([(2, 0)])
@@ -69,8 +69,8 @@ def test_of_a_row_that_is_moved_nothing_stays_behind() -> None:
     assert (rows.ended(1), rows.lengths(slice(0, 1)).tolist()) == ([0], [10])
 
 
-def test_a_place_forgets_the_parameters_of_the_row_that_had_it_before() -> None:
-    """Rows of one number have the same parameters, which are copied only where the numbers differ."""
+def test_a_reused_row_drops_the_parameters_of_its_previous_sample() -> None:
+    """Rows with the same number have the same parameters, which are copied only if the numbers differ."""
     rows = state()
     begin(rows, 1, WARM)
     begin(rows, 0, GREEDY)

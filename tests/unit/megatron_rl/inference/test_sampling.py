@@ -20,14 +20,14 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -4.0])
 
 
 def rows_of(*samplings: Sampling) -> SamplingRows:
-    rows = SamplingRows.empty(len(samplings), CPU, {END})
+    rows = SamplingRows(len(samplings), CPU, {END})
     for row, sampling in enumerate(samplings):
         rows.set(slice(row, row + 1), sampling)
     return rows
 
 
 def alike(sampling: Sampling, count: int) -> SamplingRows:
-    rows = SamplingRows.empty(count, CPU, {END})
+    rows = SamplingRows(count, CPU, {END})
     rows.set(ALL, sampling)
     return rows
 
@@ -35,13 +35,13 @@ def alike(sampling: Sampling, count: int) -> SamplingRows:
 def draw(logits: Tensor, rows: SamplingRows, uniform: Tensor, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Tokens and log-probs; count: of the answers before."""
     count = torch.zeros(len(logits), dtype=torch.long) if count is None else count
-    tokens, logprobs, ends = sample(logits, rows, rows.work(ALL, count.numpy()), uniform, count)
-    assert ends.tolist() == [token in row for token, row in zip(tokens.tolist(), rows.ends.tolist(), strict=True)]
+    tokens, logprobs, ends = sample(logits, rows[ALL], rows.work(ALL, count.numpy()), uniform, count)
+    assert ends.tolist() == [token in row for token, row in zip(tokens.tolist(), rows[ALL].ends.tolist(), strict=True)]
     return tokens, logprobs
 
 
 def keep(probs: Tensor, rows: SamplingRows) -> Tensor:
-    return keep_likely(probs, rows, rows.work(ALL, np.zeros(len(probs), dtype=np.int64)))
+    return keep_likely(probs, rows[ALL], rows.work(ALL, np.zeros(len(probs), dtype=np.int64)))
 
 
 def params(**fields: float) -> Sampling:

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from megatron_rl.inference.api import AnswerPrefix, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.pages import Pages
-from megatron_rl.inference.plans import StepPlan
-from megatron_rl.inference.scheduler import Scheduler
+from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.inference.transcript import RowAnswer
 
 END = 0
