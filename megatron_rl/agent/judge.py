@@ -146,7 +146,7 @@ class Judge:
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
         import httpx
 
-        from megatron_rl.inference.openai import FIRST_PAUSE_S, LONGEST_PAUSE_S, PASSING
+        from megatron_rl.inference.openai import FIRST_PAUSE_S, LONGEST_PAUSE_S, RETRIED
 
         body: dict[str, Any] = {
             "model": self.config.model,
@@ -160,7 +160,7 @@ class Judge:
                 if answered.is_success:
                     return str(answered.json()["choices"][0]["message"]["content"])
                 why = f"HTTP {answered.status_code}"
-                passing = answered.status_code in PASSING
+                passing = answered.status_code in RETRIED
             except httpx.TransportError as error:
                 why, passing = type(error).__name__, True
             except (ValueError, KeyError, TypeError, IndexError):

@@ -1,1 +1,1 @@
-"""Tokens in; tokens, log-probs and policy versions out: what any engine may be asked, and this process's own."""
+"""Inference engines: their common interface, this project's own engine, and clients of other engines."""

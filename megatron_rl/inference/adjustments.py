@@ -1,7 +1,7 @@
-"""Penalties and biases of the logits, for the rows whose requests ask for them.
+"""Penalties and biases of the logits, for rows whose requests use them.
 
-The definitions are vLLM's: presence and frequency count what the answer has, repetition looks at prompt and answer.
-They are computed from the tokens at each step, so there is no count that a moved or interrupted row could lose.
+Definitions follow vLLM: presence and frequency count tokens of the answer, repetition looks at prompt and answer. They
+are computed from the tokens at each step, so there are no counts that a moved or interrupted row could lose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.inference.config import MOST_BIASED, AdjustedSampling
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Parameters of all rows; those of a row that asks for nothing change no bit of its logits."""
+    """Parameters of all rows. A row without adjustments has neutral values, which change no bit of its logits."""
 
     presence: Tensor
     """[rows, 1]"""
@@ -28,29 +28,29 @@ class _Asked:
     repetition: Tensor
     """[rows, 1]"""
     biased: Tensor
-    """[rows, MOST_BIASED] tokens; what is left of a row is token 0 ..."""
+    """[rows, MOST_BIASED] tokens with a bias, padded with token 0."""
     bias: Tensor
-    """... with a bias of 0."""
+    """[rows, MOST_BIASED] their biases, padded with 0."""
     prompts: Tensor
-    """[rows, max_length] tokens of prompts that a repetition penalty looks at; the rest is no token, `vocab`."""
+    """[rows, max_length] tokens of prompts with a repetition penalty, padded with `vocab`, which is no token."""
 
 
 class AdjustedRows:
-    """The rows' parameters, in tensors that are made when a row first asks for something."""
+    """Parameters of the rows, in tensors that are allocated when a row first needs them."""
 
     def __init__(self, rows: int, max_length: int, vocab: int, device: torch.device) -> None:
-        """max_length: of a prompt and its answer together, in tokens."""
+        """max_length: tokens of a prompt and its answer together."""
         self._rows, self._max_length, self._vocab, self._device = rows, max_length, vocab, device
         self._asks = np.zeros(rows, dtype=np.bool_)
         self._tensors: _Asked | None = None
 
     def set(self, rows: slice, prefill: Prefill) -> None:
-        """Have new rows sampled as their prefill says."""
+        """Set the adjustments of new rows to those of their prefill."""
         sampling = prefill.sampling
         asks = isinstance(sampling, AdjustedSampling) and sampling.changes_logits
         if asks or self._asks[rows].any():
             asked = sampling if isinstance(sampling, AdjustedSampling) else AdjustedSampling(max_new_tokens=1)
-            self._set(self._made(), rows, asked, prefill.penalized)
+            self._set(self._allocated(), rows, asked, prefill.penalized)
         self._asks[rows] = asks
 
     def _set(self, tensors: _Asked, rows: slice, asked: AdjustedSampling, prompt: list[int]) -> None:
@@ -68,21 +68,21 @@ class AdjustedRows:
     def _sent(self, values: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
-    def _made(self) -> _Asked:
+    def _allocated(self) -> _Asked:
         if self._tensors is None:
-            made: dict[str, Any] = {"device": self._device}
+            options: dict[str, Any] = {"device": self._device}
             self._tensors = _Asked(
-                presence=torch.zeros(self._rows, 1, **made),
-                frequency=torch.zeros(self._rows, 1, **made),
-                repetition=torch.ones(self._rows, 1, **made),
-                biased=torch.zeros(self._rows, MOST_BIASED, dtype=torch.long, **made),
-                bias=torch.zeros(self._rows, MOST_BIASED, **made),
-                prompts=torch.full((self._rows, self._max_length), self._vocab, **made),
+                presence=torch.zeros(self._rows, 1, **options),
+                frequency=torch.zeros(self._rows, 1, **options),
+                repetition=torch.ones(self._rows, 1, **options),
+                biased=torch.zeros(self._rows, MOST_BIASED, dtype=torch.long, **options),
+                bias=torch.zeros(self._rows, MOST_BIASED, **options),
+                prompts=torch.full((self._rows, self._max_length), self._vocab, **options),
             )
         return self._tensors
 
     def move(self, sources: list[int], targets: list[int], source: Tensor, target: Tensor) -> None:
-        """Copy the rows `sources` to the rows `targets`, which the tensors name on the device."""
+        """Copy the rows `sources` to the rows `targets`; the tensors hold the same numbers on the device."""
         if self._tensors is not None and (self._asks[sources].any() or self._asks[targets].any()):
             tensors = self._tensors
             for column in (
@@ -92,15 +92,15 @@ class AdjustedRows:
         self._asks[targets] = self._asks[sources]
 
     def asks(self, rows: slice) -> bool:
-        """Whether any of these rows asks for something."""
+        """Whether any of these rows uses an adjustment."""
         return bool(self._asks[rows].any())
 
     def adjusted(self, rows: slice, logits: Tensor, tokens: Tensor, count: Tensor) -> Tensor:
-        """The logits that these rows are sampled from, [rows, vocab] fp32.
+        """Return the logits to sample these rows from, [rows, vocab] fp32.
 
         logits [rows, vocab] of the policy; tokens [rows, max_length] of answers, of which `count` [rows] are sampled.
         """
-        tensors = self._made()
+        tensors = self._allocated()
         logits = logits.float().scatter_add(1, tensors.biased[rows], tensors.bias[rows])
         later = torch.arange(tokens.shape[1], device=self._device) >= count[:, None]
         none = torch.zeros(logits.shape[0], self._vocab + 1, device=self._device)

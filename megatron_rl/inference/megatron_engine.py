@@ -1,8 +1,8 @@
-"""megatron-core's dynamic engine behind the interface of this project's own.
+"""megatron-core's dynamic engine behind this project's interface.
 
-megatron-core's schedules, keeps the cache, computes and draws; here is what it lacks: answers that are gone on with,
-several tokens and strings that end one, policy versions, and ranks in step without sockets. What is used of it here is
-the same in 0.16.1 and 0.19; how it is built is not, and is said in megatron_parts.py.
+megatron-core schedules, keeps the cache, computes and draws. This file adds what it lacks: resumed answers, several end
+tokens, stop strings, policy versions, and ranks in step without sockets. It uses only what is the same in 0.16.1 and
+0.19; megatron_parts.py builds the engine, which differs.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ from megatron_rl.rank.engine_ranks import EngineRanks
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A sample that megatron-core's engine is to answer."""
+    """A sample that megatron-core's engine must start."""
 
     id: int
     tokens: list[int]
-    """Its prompt, and what is known of the answer."""
+    """Its prompt, and the known tokens of its answer."""
     tokens_left: int
     sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What all ranks of a replica do next: take over what is new, and compute a step."""
+    """Next action of all ranks of a replica: add new samples, and compute a step."""
 
     seed: int
-    """Of all that is drawn in this phase."""
+    """Seed of all random numbers of this phase."""
     begun: list[Begun]
     ended: list[int]
-    """Samples that need no more tokens."""
+    """Numbers of samples that need no more tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request that is not answered."""
+    """A request that is not answered yet."""
 
     transcripts: list[Transcript]
     answer: asyncio.Future[list[Completion]]
 
 
 class MegatronEngine:
-    """Implements `RankEngine` over a policy of this process, or of the ranks of a replica together, by its own weights.
+    """Implements `RankEngine` with the policy's own weights, in this process or on all ranks of a replica together.
 
-    Each phase has an engine of megatron-core of its own, so that nothing of it stays while the ranks train.
+    Each phase builds an engine of megatron-core, so that nothing of it stays in memory while the ranks train.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class MegatronEngine:
         ranks: EngineRanks | None = None,
         decode: Decode | None = None,
     ) -> None:
-        """Arguments are those of `Engine`. Raises ConfigurationError where megatron-core's cannot run here."""
+        """Arguments as in `Engine`. Raises ConfigurationError if megatron-core's engine cannot run here."""
         check_requirements()
         self.policy = policy
         self.policy_version = 0
-        """Of the weights that the next tokens are drawn by."""
+        """Policy version of the weights that draw the next tokens."""
         self.busy_s = 0.0
         """Seconds spent generating so far."""
         longest = max_length or model.max_position_embeddings
@@ -98,7 +98,7 @@ class MegatronEngine:
         self._sizes = EngineSizes(
             config.max_batch, config.prefill_tokens, longest, pages, page_tokens, config.share_prefixes
         )
-        self._twin = megatron_gpt(policy, model)
+        self._gpt = megatron_gpt(policy, model)
         self._end_ids = frozenset(end_ids)
         self._decode = decode
         self._plans = None if ranks is None or ranks.alone else PlanBroadcast[Turn](ranks.control)
@@ -106,20 +106,20 @@ class MegatronEngine:
         self._open: dict[int, Transcript] = {}  # samples that need more tokens
         self._begun: list[int] = []
         self._ended: list[int] = []
-        self._leaving: set[int] = set()  # ended, and still known to megatron-core's engine
+        self._leaving: set[int] = set()  # ended samples that megatron-core's engine still has
         self._numbers = itertools.count()
         self._seed = 0
         self._core: Any = None
         self._driver = LoopDriver(self)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`. A caller that is cancelled costs his answers' next token and no more.
+        """See `InferenceInterface.generate`. Cancelling the caller ends its answers after the next step.
 
-        Raises Unsupported for min_p, min_new_tokens, top_k together with top_p, and what is beyond training.
+        Raises Unsupported for min_p, min_new_tokens, top_k together with top_p, and features beyond training.
         """
         beyond = request.beyond_training or beyond_megatron(request.sampling)
         if beyond:
-            raise Unsupported(f"{beyond}: megatron-core's engine cannot")
+            raise Unsupported(f"{beyond}: megatron-core's engine cannot do that; use inference.engine=native")
         self._limits.check(request)
         refuse_duplicate(request, self._asked)
         ends = self._end_ids | frozenset(request.sampling.stop_tokens)
@@ -140,11 +140,9 @@ class MegatronEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
         return bool(self._open)
 
     def partial_answers(self) -> list[PartialAnswer]:
-        """See `ResumableInference.partial_answers`."""
         return [
             PartialAnswer(request_id, each.sample, each.prefix())
             for request_id, asked in self._asked.items()
@@ -153,11 +151,10 @@ class MegatronEngine:
         ]
 
     def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
-        """See `RankEngine.follow`."""
         asyncio.run(self._follow(waits))
 
     async def _follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
-        assert self._plans, "a rank that has all of the policy has nobody to follow"
+        assert self._plans, "a single rank has no other rank to follow"
         while True:
             with waits():
                 turn = self._plans.receive()
@@ -165,16 +162,14 @@ class MegatronEngine:
                 return
             assert isinstance(turn, Turn)
             self._take(turn)
-            await asyncio.sleep(0)  # what megatron-core asks of the loop is done
+            await asyncio.sleep(0)  # run what megatron-core has scheduled in the loop
 
     def let_go(self) -> None:
-        """See `RankEngine.let_go`."""
         if self._plans:
             self._plans.send(None)
 
     def end_phase(self) -> None:
-        """See `RankEngine.end_phase`."""
-        assert not self._asked, "who waits for an answer would wait for ever"
+        assert not self._asked, "a caller still waits for an answer, and would wait forever"
         self._forget()
 
     def _forget(self) -> None:
@@ -184,20 +179,18 @@ class MegatronEngine:
         self._open, self._begun, self._ended, self._leaving = {}, [], [], set()
 
     def fail(self, error: Exception) -> None:
-        """See `Driven.fail`."""
         self._forget()
         for asked in self._asked.values():
             if not asked.answer.done():
                 asked.answer.set_exception(error)
 
     def deliver(self) -> None:
-        """See `Driven.deliver`."""
         for asked in self._asked.values():
             if not asked.answer.done() and all(each.finish_reason for each in asked.transcripts):
                 asked.answer.set_result([each.completion() for each in asked.transcripts])
 
     def step(self) -> None:
-        """One token for every row."""
+        """Compute one token for every row."""
         begun = [self._begin(number) for number in self._begun]
         turn = Turn(self._seed, begun, self._ended)
         self._begun, self._ended = [], []
@@ -211,7 +204,7 @@ class MegatronEngine:
             if transcript.finish_reason is not None:
                 self._end([number])
             elif number in finished:
-                raise RuntimeError(f"megatron-core's engine gave an answer up: {record.requests[-1].events}")
+                raise RuntimeError(f"megatron-core's engine gave up an answer: {record.requests[-1].events}")
 
     def _begin(self, number: int) -> Begun:
         transcript = self._open[number]
@@ -220,7 +213,7 @@ class MegatronEngine:
         return Begun(number, tokens, sampling.max_new_tokens - len(transcript.tokens), sampling)
 
     def _end(self, numbers: Iterable[int]) -> None:
-        """Compute no more of these samples."""
+        """Stop computing these samples."""
         for number in [*numbers]:
             del self._open[number]
             if number in self._begun:
@@ -230,16 +223,16 @@ class MegatronEngine:
 
     @torch.inference_mode()
     def _take(self, turn: Turn) -> dict[int, Any]:
-        """Execute a turn, on every rank. Returns megatron-core's records of the samples that it has ended."""
+        """Execute a turn, on every rank. Return megatron-core's records of the samples that it has ended."""
         started = time.perf_counter()
         if self._core is None:
-            self._core = build_dynamic_engine(self._twin, self.policy.vocabulary, self._sizes, turn.seed)
+            self._core = build_dynamic_engine(self._gpt, self.policy.vocabulary, self._sizes, turn.seed)
         end = min(self._end_ids)
         for each in turn.begun:
             params = sampling_params(each.sampling, each.tokens_left, end, self.policy.vocabulary)
             self._core.add_request(each.id, each.tokens, params)
-        # As if a stop word had been found: it ends them in its next step, whose token counts no more; later, where one
-        # still waits or its prompt is computed in part.
+        # megatron-core ends these samples as if it had found a stop word: in its next step, whose token is ignored, or
+        # later, if a sample still waits or its prompt is only partly computed.
         self._leaving = {each for each in (*self._leaving, *turn.ended) if each in self._core.requests}
         self._core.stop_word_finished_request_ids |= self._leaving
         step = _run(self._core.async_step())
@@ -248,14 +241,14 @@ class MegatronEngine:
 
 
 def _known(transcript: Transcript) -> int:
-    """Tokens of an answer that an earlier attempt sampled."""
+    """Return the number of answer tokens that an earlier attempt sampled."""
     known = transcript.request.known.get(transcript.sample)
     return len(known.tokens) if known else 0
 
 
 def _sampled(record: Any, first: int) -> tuple[list[int], list[float]]:
-    """Tokens from `first` on that megatron-core's engine has drawn, and their log-probs. A record lists requests: what
-    gave way to others goes on as another one, whose prompt ends with what there was of its answer."""
+    """Return the tokens from `first` on that megatron-core has drawn, and their log-probs. A record lists requests: a
+    sample that was evicted continues as another request, whose prompt ends with its tokens so far."""
     tokens: list[int] = []
     logprobs: list[float] = []
     for request in record.requests:
@@ -267,10 +260,10 @@ def _sampled(record: Any, first: int) -> tuple[list[int], list[float]]:
 
 
 def _run(step: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that waits for nothing but its turn. Nobody else has one meanwhile: who is cancelled
-    halfway through a step would leave the cache between two of its states."""
+    """Run a coroutine that never waits for anything else, without yielding to the loop. A task that was cancelled half
+    way through a step would leave the cache in an inconsistent state."""
     try:
         while True:
-            assert step.send(None) is None, "megatron-core's engine waits for something"
+            assert step.send(None) is None, "megatron-core's engine waits for something, which this loop cannot do"
     except StopIteration as end:
         return end.value

@@ -29,23 +29,25 @@ from megatron_rl.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-PASSING = {408, 429, 500, 502, 503, 504}
-"""Statuses of a server that is busy or just coming up."""
+RETRIED = {408, 429, 500, 502, 503, 504}
+"""HTTP statuses of a server that is busy or starting."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Seconds between two attempts; the pause doubles each time."""
 CONNECT_S = 10.0
-TELL_EVERY_S = 30.0
-"""Between two lines of the log about a server that is away."""
+"""Seconds to connect."""
+LOG_EVERY_S = 30.0
+"""Seconds between two log lines about an unreachable server."""
 
 
 class EndpointError(RuntimeError):
-    """A server refused a request, or none could be reached."""
+    """A server refused a request, or could not be reached."""
 
 
 class OpenAIInference:
-    """Implements `StreamingInference` by an endpoint; an asynchronous context, which closes its connections.
+    """Implements `StreamingInference` by an endpoint. It is an asynchronous context, which closes its connections.
 
-    Answers of a plain OpenAI endpoint come as text: their tokens are those that the tokenizer makes of it, and their
-    log-probs are not known. That serves an evaluation, and is refused where tokens must be those that were sampled.
+    A plain OpenAI endpoint answers with text. The tokenizer then makes the tokens, and log-probs are unknown: enough
+    for an evaluation, but refused if the tokens must be those that were sampled.
     """
 
     def __init__(
@@ -58,30 +60,30 @@ class OpenAIInference:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """
-        sampled_tokens: whether the very tokens that were sampled are needed, as for training.
+        sampled_tokens: whether the tokens must be exactly the sampled ones, as for training.
         transport, sleep: for tests.
 
-        Raises Unsupported where the endpoint does not tell them, ConfigurationError where its token cannot be read.
+        Raises Unsupported if the endpoint does not return them, and ConfigurationError if its token cannot be read.
         """
         if endpoint.kind == "openai" and (sampled_tokens or tokenizer is None):
             raise Unsupported(
-                "token ids: a plain OpenAI endpoint answers with text. Training needs the tokens that were sampled and "
-                "their log-probs: use the server of mrl or vLLM"
+                "token ids: a plain OpenAI endpoint answers with text. Training needs the sampled tokens and their "
+                "log-probs: use `mrl serve` or vLLM"
             )
         self.policy_version = 0
-        """Of the server's weights, where it does not say so of each token; see refit/external.py."""
-        self._told_at = -math.inf
+        """Policy version of the server's weights, for tokens without one; see refit/external.py."""
+        self._logged_at = -math.inf
         self._endpoint = endpoint
         self._tokenizer = tokenizer
         self._sleep = sleep
         self._headers = authorization(endpoint)
         self._transport = transport
-        # Connections belong to the loop in which they were made, and agents may run in several.
+        # Connections belong to the loop that opened them, and agents may run in several loops.
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
 
     @property
     def _client(self) -> httpx.AsyncClient:
-        """Of the running loop."""
+        """Client of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients[loop] = httpx.AsyncClient(
@@ -89,7 +91,7 @@ class OpenAIInference:
                 headers=self._headers,
                 timeout=httpx.Timeout(self._endpoint.timeout_s, connect=CONNECT_S),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-                trust_env=False,  # a proxy of the environment does not lead to the job's own nodes
+                trust_env=False,  # a proxy from the environment does not lead to the job's own nodes
                 transport=self._transport,
             )
         return self._clients[loop]
@@ -103,20 +105,22 @@ class OpenAIInference:
         await self._client.aclose()
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`. Raises EndpointError where no attempt was answered, and ConfigurationError
-        where another model has answered."""
-        # What is sampled while the weights change is said to be of the ones before: older than it may be.
+        """See `InferenceInterface.generate`. Raises EndpointError if every attempt failed, and ConfigurationError if
+        the server has another model."""
+        # Weights may change during the request: then report the previous version, so that no token seems too new.
         version = self.policy_version
         response = await self._ask(body(request, self._endpoint), stream=False)
         try:
             answer = response.json()
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UnusableAnswer(f"{self._endpoint.url}: this is no list of choices: {response.text[:200]}") from error
+            raise UnusableAnswer(
+                f"{self._endpoint.url}: the response is no list of choices: {response.text[:200]}"
+            ) from error
         self._check_model(answer)
         if [choice["index"] for choice in choices] != [*range(request.num_samples)]:
             raise UnusableAnswer(
-                f"{self._endpoint.url}: {len(choices)} choices, where {request.num_samples} were asked for"
+                f"{self._endpoint.url}: {len(choices)} choices, but the request asked for {request.num_samples}"
             )
         if self._endpoint.kind == "openai":
             return [self._from_text(choice, version) for choice in choices]
@@ -127,14 +131,14 @@ class OpenAIInference:
         assert self._tokenizer is not None
         reason, text = finish_reason(choice), choice.get("text")
         if reason is None or not isinstance(text, str):
-            raise UnusableAnswer("a choice has no text, or is not whole")
+            raise UnusableAnswer("a choice has no text, or is incomplete")
         tokens = self._tokenizer.encode(text) + [self._tokenizer.eos_id] * (reason == "stop")
         return Completion(tokens, [], reason, [version] * len(tokens))
 
     def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """See `StreamingInference.stream`. Raises Unsupported of an endpoint that does not tell token ids."""
+        """See `StreamingInference.stream`. Raises Unsupported if the endpoint returns no token ids."""
         if self._endpoint.kind == "openai":
-            raise Unsupported("stream: a plain OpenAI endpoint does not say which tokens a part of a text is made of")
+            raise Unsupported("stream: a plain OpenAI endpoint does not return the tokens of a piece of text")
         return self._stream(request, {**body(request, self._endpoint), "stream": True})
 
     async def _stream(self, request: GenerationRequest, content: dict[str, Any]) -> AsyncIterator[Delta]:
@@ -156,24 +160,24 @@ class OpenAIInference:
         except ConfigurationError:
             raise
         except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
-            raise EndpointError(f"{self._endpoint.url}: a stream broke off: {error!r}") from error
+            raise EndpointError(f"{self._endpoint.url}: a stream was interrupted: {error!r}") from error
         finally:
             await response.aclose()
         if unfinished:
-            raise EndpointError(f"{self._endpoint.url}: a stream ended before {unfinished} of its answers did")
+            raise EndpointError(f"{self._endpoint.url}: a stream ended before {unfinished} of its answers")
 
     def _check_model(self, answer: dict[str, Any]) -> None:
-        """Raise ConfigurationError where `mrl serve`, which answers to any name, serves another model."""
+        """Raise ConfigurationError if `mrl serve`, which accepts any name, serves another model."""
         asked, served = self._endpoint.model, answer.get("model")
         if self._endpoint.kind == "mrl" and served not in (None, asked):
             raise ConfigurationError(
-                f"{self._endpoint.url} serves the model {served!r}, and {asked!r} was asked for: give its name, or "
-                f"start it with --name {asked}"
+                f"{self._endpoint.url} serves the model {served!r}, not {asked!r}: use its name, or start the server "
+                f"with --name {asked}"
             )
 
     async def _ask(self, content: dict[str, Any], *, stream: bool) -> httpx.Response:
-        """A good answer to /completions, of which a stream is still to be read. Asks again where the server is busy or
-        gone: the seed is the same, and so is the answer.
+        """Post to /completions and return a successful response, whose stream is not read yet. Retry while the server
+        is busy or unreachable; the seed stays the same, and so does the answer.
 
         Raises PromptTooLong, Unsupported, ConfigurationError, or EndpointError.
         """
@@ -190,20 +194,20 @@ class OpenAIInference:
                 error: Exception = EndpointError(f"{self._endpoint.url}: {gone!r}")
             else:
                 error, wait = self._error(response), _retry_after(response)
-                if response.status_code not in PASSING:
+                if response.status_code not in RETRIED:
                     raise error
             if not left:
                 raise error
-            self._tell(error)
+            self._log_retry(error)
             await self._sleep(min(LONGEST_PAUSE_S, pause if wait is None else wait))
             pause *= 2
         raise AssertionError("there is at least one attempt")
 
-    def _tell(self, error: Exception) -> None:
-        """Say, now and then, that requests are asked again: there may be hundreds."""
-        if (now := time.monotonic()) - self._told_at >= TELL_EVERY_S:
-            self._told_at = now
-            logger.warning("asking again, and so until it answers: %s", error)
+    def _log_retry(self, error: Exception) -> None:
+        """Log only now and then: hundreds of requests may be waiting."""
+        if (now := time.monotonic()) - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            logger.warning("retrying until the server answers: %s", error)
 
     def _error(self, response: httpx.Response) -> Exception:
         try:
@@ -213,7 +217,7 @@ class OpenAIInference:
         error = found.get("error") if isinstance(found, dict) else None
         message, code = _message(found), error.get("code") if isinstance(error, dict) else None
         if response.status_code in (401, 403):
-            named = self._endpoint.token_file or self._endpoint.token_variable or "none is given"
+            named = self._endpoint.token_file or self._endpoint.token_variable or "no token is configured"
             return ConfigurationError(f"{self._endpoint.url} refuses the token ({named}): {message}")
         if response.status_code == 400 and (code == "context_length_exceeded" or "context length" in message):
             return PromptTooLong(message)
@@ -223,20 +227,20 @@ class OpenAIInference:
 
 
 def _message(found: Any) -> str:
-    """What an error says, in the format of OpenAI or in another one."""
+    """Return the message of an error body, in OpenAI's format or another."""
     error = found.get("error", found) if isinstance(found, dict) else found
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)[:500]
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """Seconds that the server asks to wait."""
-    said = response.headers.get("retry-after", "")
-    return float(said) if said.isdecimal() else None
+    """Return the seconds that the server asks to wait."""
+    value = response.headers.get("retry-after", "")
+    return float(value) if value.isdecimal() else None
 
 
 def authorization(endpoint: Endpoint) -> dict[str, str]:
-    """The header with the endpoint's token; nothing where it has none. Raises ConfigurationError."""
+    """Return the header with the endpoint's token; empty if it has none. Raises ConfigurationError."""
     if endpoint.token_file is not None:
         try:
             token = endpoint.token_file.read_text(encoding="utf-8").strip()
@@ -248,5 +252,5 @@ def authorization(endpoint: Endpoint) -> dict[str, str]:
         return {}
     if not token or not token.isascii() or not token.isprintable():
         where = endpoint.token_file or f"${endpoint.token_variable}"
-        raise ConfigurationError(f"{where} holds no token: one line of printable characters")
+        raise ConfigurationError(f"{where} holds no token: it must be one line of printable ASCII characters")
     return {"Authorization": f"Bearer {token}"}

@@ -1,8 +1,8 @@
-"""What is asked of an OpenAI-compatible server, and what its answers mean. Pure.
+"""Request and response bodies of OpenAI-compatible servers. Pure.
 
 mrl     the server of this project
-vllm    vLLM: token ids by `return_token_ids`, further sampling parameters by the names it has for them
-openai  what OpenAI's own API has, and no more: it tells no token ids
+vllm    vLLM: token ids by `return_token_ids`, and further sampling parameters under its own names
+openai  OpenAI's own API and no more: it returns no token ids
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from megatron_rl.inference.text import Decode, StopStrings
 
 MOST_STOPS_OF_OPENAI = 4
 TOKEN_ID = "token_id:"
-"""Before the number, in names of tokens that were asked for by their ids."""
+"""Prefix of token names, before the id, if tokens are named by their ids."""
 
 
 class UnusableAnswer(RuntimeError):
-    """A server answered what is no answer to what it was asked."""
+    """A server's response is no valid answer to the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server and what is known of it. Its token is only named here."""
+    """A server and its properties. Its token is only referred to."""
 
     url: str
-    """With the version: http://node:8000/v1"""
+    """Base URL with the version: http://node:8000/v1"""
     model: str
     kind: Literal["mrl", "vllm", "openai"]
     token_file: Path | None = None
-    """Holds the bearer token ..."""
+    """File that contains the bearer token."""
     token_variable: str | None = None
-    """... or the name of an environment variable that does."""
+    """Environment variable that contains the bearer token instead."""
     timeout_s: float = 600.0
-    """Longest silence of the server; it says nothing of an answer that is not streamed until it is whole."""
+    """Seconds without a byte from the server. An answer that is not streamed arrives only when it is complete."""
     attempts: int = 6
-    """How often one request is sent at most, where the server is busy or gone."""
+    """Most attempts of one request while the server is busy or unreachable."""
     processed_logprobs: bool = False
-    """Of vLLM: whether it was started with --logprobs-mode processed_logprobs. Its log-probs are then those after the
-    temperature, without it (raw_logprobs) those before."""
+    """For vLLM: whether it was started with --logprobs-mode processed_logprobs. Its log-probs are then those after the
+    temperature; by default (raw_logprobs) those before."""
 
 
 def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
-    """The request for /completions. Raises Unsupported where the endpoint cannot do what it asks for."""
+    """Return the request for /completions. Raises Unsupported if the endpoint cannot do what it needs."""
     sampling, kind = request.sampling, endpoint.kind
     if adjusted := isinstance(sampling, AdjustedSampling) and sampling.adjustments:
-        raise Unsupported(f"sampling.{adjusted[0]}: nothing here asks a server for it")
+        raise Unsupported(f"sampling.{adjusted[0]}: requests to another server do not support it")
     if request.known:
-        raise Unsupported(f"known: a server ({kind}) cannot go on with an interrupted answer's own random numbers")
+        raise Unsupported(f"known: a server ({kind}) cannot resume an answer with its own random numbers")
     asked: dict[str, Any] = {
         "model": endpoint.model,
         "prompt": request.prompt_tokens,
@@ -67,8 +67,8 @@ def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
     if kind == "openai":
         _check_openai(request)
         return asked
-    if kind == "vllm":
-        _check_vllm_logprobs(request, endpoint)
+    if kind == "vllm" and (against := beyond_vllm(sampling, processed_logprobs=endpoint.processed_logprobs)):
+        raise Unsupported(against)
     return asked | {
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
@@ -90,35 +90,30 @@ def _check_openai(request: GenerationRequest) -> None:
         ("top_logprobs", request.top_logprobs > 0),
     ):
         if asked:
-            raise Unsupported(f"{name}: a plain OpenAI endpoint has nothing of the kind")
+            raise Unsupported(f"{name}: a plain OpenAI endpoint has no such parameter")
     if len(sampling.stop) > MOST_STOPS_OF_OPENAI:
-        raise Unsupported(f"sampling.stop: a plain OpenAI endpoint takes {MOST_STOPS_OF_OPENAI} strings at most")
-
-
-def _check_vllm_logprobs(request: GenerationRequest, endpoint: Endpoint) -> None:
-    if against := beyond_vllm(request.sampling, processed_logprobs=endpoint.processed_logprobs):
-        raise Unsupported(against)
+        raise Unsupported(f"sampling.stop: a plain OpenAI endpoint takes at most {MOST_STOPS_OF_OPENAI} strings")
 
 
 def delta(choice: Mapping[str, Any], request: GenerationRequest, version: int) -> Delta:
-    """One choice of an answer, or of a part of one, of a server that tells token ids.
+    """Parse one choice of a response, or of a chunk, from a server that returns token ids.
 
-    version: of the policy, where the server does not say it of each token.
+    version: policy version of tokens for which the server does not report one.
 
     Raises UnusableAnswer.
     """
     try:
         tokens, index = [int(token) for token in choice["token_ids"] or ()], int(choice["index"])
-        told = choice.get("logprobs") or {}
-        logprobs = [float(value) for value in told.get("token_logprobs", ())]
+        given = choice.get("logprobs") or {}
+        logprobs = [float(value) for value in given.get("token_logprobs", ())]
         versions = [int(each) for each in choice.get("policy_versions") or [version] * len(tokens)]
-        top = [_by_id(each) for each in told.get("top_logprobs") or ()] if request.top_logprobs else None
+        top = [_by_id(each) for each in given.get("top_logprobs") or ()] if request.top_logprobs else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UnusableAnswer(
-            f"token ids and log-probs were asked for, and a choice comes without: {error!r}"
+            f"a choice has no token ids or log-probs, which the request asked for: {error!r}"
         ) from error
     if not 0 <= index < request.num_samples:
-        raise UnusableAnswer(f"the answer has a choice {index} where {request.num_samples} were asked for")
+        raise UnusableAnswer(f"the answer has a choice {index}, but the request asked for {request.num_samples}")
     for name, found in ("log-probs", logprobs), ("policy versions", versions), ("top log-probs", top):
         if found is not None and len(found) != len(tokens):
             raise UnusableAnswer(f"a choice has {len(tokens)} tokens and {len(found)} {name}")
@@ -141,7 +136,7 @@ def _by_id(named: Mapping[str, float]) -> TopLogprobs:
 
 
 def finish_reason(choice: Mapping[str, Any]) -> FinishReason | None:
-    """Why a choice has ended; None where it goes on. Raises UnusableAnswer where it was given up."""
+    """Return why a choice has ended; None if it has not. Raises UnusableAnswer if the server gave it up."""
     found = choice.get("finish_reason")
     if found == "stop":
         return "stop"
@@ -149,16 +144,16 @@ def finish_reason(choice: Mapping[str, Any]) -> FinishReason | None:
         return "length"
     if found is None:
         return None
-    raise UnusableAnswer(f"the server gave an answer up: finish_reason {found!r}")
+    raise UnusableAnswer(f"the server gave up an answer: finish_reason {found!r}")
 
 
 def completion(found: Delta, request: GenerationRequest, decode: Decode | None) -> Completion:
-    """A choice of a whole answer. decode: to say which stop string it was, where the server does not.
+    """Return a complete choice as a completion. decode: finds the stop string if the server does not name it.
 
     Raises UnusableAnswer.
     """
     if found.finish_reason is None or not found.tokens:
-        raise UnusableAnswer(f"choice {found.sample} is not whole")
+        raise UnusableAnswer(f"choice {found.sample} is incomplete")
     stop = found.stop
     if stop is None and decode is not None and found.finish_reason == "stop" and request.sampling.stop:
         seen = StopStrings(request.sampling.stop, decode).push(found.tokens)

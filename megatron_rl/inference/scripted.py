@@ -1,4 +1,4 @@
-"""An engine without a model, for tests of agents and servers: what it answers is given."""
+"""An engine without a model, whose answers are given, for tests of agents and servers."""
 
 from __future__ import annotations
 
@@ -10,53 +10,51 @@ from megatron_rl.inference.transcript import RowAnswer, Transcript
 from megatron_rl.model.tokenizer import Tokenizer
 
 LOGPROB = -1.0
-"""Of every token that it answers."""
+"""Log-prob of every token that it answers."""
 
 Answers = Sequence[str] | Callable[[str, int], str]
-"""Texts, of which sample i gets number i, over and over; or what gives one for the prompt's text and the sample."""
+"""Texts, which the samples use in turn, or a function of the prompt's text and the sample number."""
 
 
 class ScriptedInference:
     """Implements `StreamingInference`.
 
-    A given text ends with the end token, unless a limit, a stop string or a stop token ends it before. Temperature,
-    cuts and key decide nothing, for nothing is drawn; what would have to be drawn is refused.
+    A given text ends with the end token, unless a limit, a stop string or a stop token ends it earlier. Temperature,
+    cuts and key have no effect, since nothing is drawn. Requests that need real sampling are refused.
     """
 
     def __init__(self, tokenizer: Tokenizer, answers: Answers, max_length: int | None = None) -> None:
-        """max_length: of a prompt and its answer together, in tokens."""
+        """max_length: tokens of a prompt and its answer together."""
         self.requests: list[GenerationRequest] = []
-        """All that were asked, in their order."""
+        """All requests so far, in order."""
         self.under_way = 0
-        """Requests that are being answered."""
+        """Number of requests that are being answered."""
         self.policy_version = 0
-        """That the tokens are said to be of."""
+        """Policy version that tokens are reported with."""
         self._tokenizer = tokenizer
         self._answers = answers
         self._max_length = max_length
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`."""
         samples = self._begin(request)
         async for _ in self._work(samples):
             pass
         return [answer.completion() for answer, _ in samples]
 
     def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """See `StreamingInference.stream`: a token of each sample in turn."""
         return self._work(self._begin(request))
 
     def _begin(self, request: GenerationRequest) -> list[tuple[Transcript, list[int]]]:
-        """The samples of a request, and the tokens of each that are still to come."""
+        """Return the samples of a request, each with the tokens that it has yet to sample."""
         self.requests.append(request)
         sampling = request.sampling
         if request.beyond_training:
-            raise Unsupported(f"{request.beyond_training}: a scripted engine has no other tokens")
+            raise Unsupported(f"{request.beyond_training}: a scripted engine does not support it")
         if sampling.min_new_tokens:
-            raise Unsupported("sampling.min_new_tokens: a scripted engine cannot go on with an answer that has ended")
+            raise Unsupported("sampling.min_new_tokens: a scripted engine cannot extend an answer that has ended")
         needed = len(request.prompt_tokens) + sampling.max_new_tokens
         if self._max_length is not None and needed > self._max_length:
-            raise PromptTooLong(f"a prompt and its answer of {needed} tokens exceed {self._max_length}")
+            raise PromptTooLong(f"a prompt and its answer of {needed} tokens exceed the limit of {self._max_length}")
         prompt = self._tokenizer.decode(request.prompt_tokens)
         end_ids = self._tokenizer.end_ids.union(sampling.stop_tokens)
         samples = []

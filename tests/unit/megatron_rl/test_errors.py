@@ -98,7 +98,7 @@ def test_the_cause_of_a_bad_configuration_counts_too(mine: ModuleType) -> None:
 def test_an_engine_that_fails_is_not_the_tasks_fault(mine: ModuleType) -> None:
     request: Any = SimpleNamespace(id="a", again=None)
     error = raised(lambda: mine.broken_engine(lambda: refuse_duplicate(request, {"a"})))
-    assert "request a is under way already" in str(error)
+    assert "request a is already being answered" in str(error)
     assert (own_place(error), own_trace(error)) == ("", "")
 
 

@@ -97,7 +97,7 @@ def test_they_are_taken_between_two_tokens_of_an_answer(policy: Policy, other: P
     [
         (lambda found: found.pop("model.norm.weight"), r"1 of the model's tensors are missing: model.norm.weight"),
         (lambda found: found.update({"model.extra": torch.zeros(2)}), "no tensor model.extra"),
-        (lambda found: found.update({"model.norm.weight": torch.zeros(2)}), r"model.norm.weight is \[2\], and of"),
+        (lambda found: found.update({"model.norm.weight": torch.zeros(2)}), r"model.norm.weight has shape \[2\], and"),
     ],
 )
 def test_half_a_set_of_weights_answers_nothing(policy: Policy, other: Policy, spoil: Any, message: str) -> None:
@@ -109,7 +109,7 @@ def test_half_a_set_of_weights_answers_nothing(policy: Policy, other: Policy, sp
         await asyncio.sleep(0)
         with pytest.raises(WrongWeights, match=message):
             await engine.update_weights(7, found.items())
-        with pytest.raises(WrongWeights, match=message):  # who was being answered is told
+        with pytest.raises(WrongWeights, match=message):  # the caller that waits gets it too
             await asked
         with pytest.raises(RuntimeError, match="update_weights"):
             await engine.generate(request())

@@ -288,7 +288,7 @@ def test_the_same_request_twice_at_once_is_refused_and_costs_the_first_nothing(a
         there(pool, 2)
         first, second = asking(pool, [asked, asked])
     assert first == answers(asked)
-    assert "under way already" in str(second)
+    assert "already being answered" in str(second)
 
 
 def test_what_is_asked_of_a_replica_that_is_lost_meanwhile_is_lost_with_it() -> None:
