@@ -1,13 +1,11 @@
-"""Who answers the prompts of a run. Whoever asks cannot tell whether the ranks that train do, as here, or replicas of
-other ranks, as in partitioned.py, or a server, as in external.py."""
+"""Generation of a run: by an engine on the training ranks, as here, by replicas on other ranks (partitioned.py), or by
+a server (external.py). The driver does not distinguish between them."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
@@ -19,8 +17,7 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.engine import build_engine
 from megatron_rl.refit.publish import Refit
-from megatron_rl.rollout.generation import AgentLoop, DriverPlace, EngineLoop
-from megatron_rl.rollout.lasting import EngineInTurn, LastingLoop
+from megatron_rl.rollout.agent_loop import AgentLoop, EngineInTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +25,14 @@ class Generation:
     """This rank's share of generation."""
 
     engine: ResumableInference
-    """That this rank's driver asks, or that follows it."""
+    """Engine this rank's driver queries, or its part of the engine on a rank that follows."""
     refit: Refit
-    """From the trained weights to the engine's."""
-    place: DriverPlace
+    """Way from the trained weights to the engine's."""
     loop: AgentLoop
-    lasting: Callable[[], LastingLoop]
-    """Makes a loop for agents whose work outlives a step."""
     end: Callable[[], None] = lambda: None
-    """Called when nothing is asked any more."""
+    """Called after the last request."""
     metrics: Callable[[], dict[str, float]] = dict
-    """Of the newest step, on the first rank."""
+    """Returns the metrics of the newest step, on the first rank."""
 
 
 def generate_here(
@@ -49,13 +43,11 @@ def generate_here(
     groups: Groups,
     safe_points: SafePoints,
 ) -> Generation:
-    """An engine on the ranks that train, which answers by the weights of `policy` once they are published.
+    """Build an engine on the training ranks, which answers by the weights of `policy` once they are published.
     Collective."""
     timeout = timedelta(seconds=config.job.collective_timeout_s)
     ranks = EngineRanks.form(groups, config.placement.inference.tp or config.placement.training.tp, timeout)
     engine, refit = build_engine(
         policy, config, tokenizer.vocab_size, tokenizer.end_ids, platform, groups, ranks, tokenizer.decode
     )
-    runner = asyncio.Runner()
-    loop = EngineLoop(ranks, engine, safe_points, runner)
-    return Generation(engine, refit, ranks, loop, partial(EngineInTurn, ranks, engine, safe_points, runner))
+    return Generation(engine, refit, EngineInTurn(ranks, engine, safe_points))

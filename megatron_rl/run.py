@@ -27,9 +27,8 @@ from megatron_rl.problems import PATIENCE_S, check_alike, check_unchanged, choos
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.publish import Refit
-from megatron_rl.rollout.ahead import AheadDriver
 from megatron_rl.rollout.bank.bank import open_bank
-from megatron_rl.rollout.driver import Driver, RolloutDriver
+from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.rollout.window import Drawn
 from megatron_rl.training.trainer import Trainer
@@ -86,7 +85,7 @@ class Run:
     initial_weights: str | None
     trainer: Trainer
     generation: Generation
-    driver: Driver
+    driver: RolloutDriver
     checkpointer: Checkpointer
     exporter: Exporter
     writer: Writer
@@ -130,9 +129,7 @@ class Run:
     def evaluate(self) -> dict[str, Any]:
         """Greedy accuracy on the environment's evaluation sets, and how it was asked for. Collective."""
         asked = self.environment.prompt_format
-        accuracies = evaluate(
-            self.environment, self.engine, self.config, self.groups, self.safe_points, self.generation.loop
-        )
+        accuracies = evaluate(self.environment, self.engine, self.config, self.groups, self.generation.loop)
         return {**accuracies, "eval/prompt_format": asked} if asked else {**accuracies}
 
 
@@ -189,24 +186,30 @@ def set_up(
         generation = partitioned.generate_elsewhere(models.policy, pool, config, platform, groups, safe_points)
     generation.refit.publish(counters.policy_version)
     bank = None
-    if generation.place.drives:
+    if generation.loop.role.drives:
         bank = open_bank(
             run_dir,
             attempt.number,
             config,
-            generation.place,
+            generation.loop.role,
             problems,
             step=counters.step,
             policy_version=counters.policy_version,
             next_ordinal=counters.next_ordinal,
         )
-    parts = (environment, training_sets, generation.engine, bank, config, groups, safe_points)
     drawn = Drawn(counters.drawn_below, counters.passed_over)
-    driver: Driver
-    if config.asynchronous.max_lag:
-        driver = AheadDriver(*parts, generation.lasting(), counters.step)
-    else:
-        driver = RolloutDriver(*parts, generation.loop, drawn)
+    driver = RolloutDriver(
+        environment,
+        training_sets,
+        generation.engine,
+        bank,
+        config,
+        groups,
+        safe_points,
+        generation.loop,
+        counters.step,
+        drawn,
+    )
     writer = Writer()
     if dist.get_rank() == 0:
         writer = MetricsWriter(run_dir, attempt, config.logging, counters.step, counters.evaluated)

@@ -17,8 +17,7 @@ class RolloutBatch:
     groups: list[TrajectoryGroup]
     """Those that its replica of the trained model trains on, whole, in ordinal order; the same on every rank of it."""
     positions: list[int]
-    """Place of each of them in the global batch, 0, 1, 2, ... in ordinal order. Of a prompt that was too long, where
-    nothing could take its place, it stays empty."""
+    """Position of each of them in the global batch: 0, 1, 2, ... in ordinal order."""
     first_ordinal: int
     next_ordinal: int
     dropped: Mapping[int, str] = field(default_factory=dict)

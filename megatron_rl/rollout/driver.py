@@ -1,60 +1,51 @@
-"""One rollout driver: this rank's share of every batch, from prompts of the stream to scored groups."""
+"""One rollout driver: this rank's share of every batch, from prompts of the stream to scored groups.
+
+    agents' loop    begin groups as far as they may be     answer, score                 also while the ranks train,
+                                                                                         if async.max_lag allows it
+    collect()       wait until the next batch is there  -> which groups it has, begin the next ones    between steps
+
+window.py says which groups may be begun and which make a batch. With `async.max_lag: 0` nothing is begun beyond the
+batch, except what dynamic sampling draws too much.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import count
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.algorithms.advantages import RewardMoments
+from megatron_rl.algorithms.signal import group_rewards
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.learning import NO_SIGNAL
 from megatron_rl.inference.api import ResumableInference
-from megatron_rl.metrics.names import PROMPT_TOO_LONG
-from megatron_rl.rank.groups import Groups
+from megatron_rl.metrics.names import OVERDUE_ANSWERS, PROMPT_TOO_LONG
+from megatron_rl.rank.groups import Groups, gathered
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.rollout.answering import Answering
+from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.rollout.generation import AgentLoop
-from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn, State, choose, to_draw
+from megatron_rl.rollout.exchange import exchange
+from megatron_rl.rollout.in_flight import InFlightGroups
+from megatron_rl.rollout.mixture import Mixture
+from megatron_rl.rollout.stream import shares
+from megatron_rl.rollout.window import NOTHING_DRAWN, Choice, Drawn, State, begun_below, choose, to_draw
+
+DROP_REASONS = {State.UNUSABLE: PROMPT_TOO_LONG, State.NO_SIGNAL: NO_SIGNAL, State.OVERDUE: OVERDUE_ANSWERS}
+"""Why a settled ordinal is not trained on."""
 
 
-class Driver(ABC):
-    """A rank's share in making the batches of a run."""
-
-    @abstractmethod
-    def collect(self, first_ordinal: int) -> RolloutBatch:
-        """The batch of the next step, whose ordinals begin there. Collective.
-
-        Raises LeaveAgreed where a rank was asked to leave: nothing has changed.
-        """
-
-    @abstractmethod
-    def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
-        """See `Bank.begin_checkpoint`."""
-
-    @abstractmethod
-    def end_checkpoint(self, step: int) -> None:
-        """See `Bank.end_checkpoint`."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Generate no more. Collective over the ranks that generate together."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write what is banked, and end the loop."""
-
-
-class RolloutDriver(Driver):
-    """Runs the agent on this rank's share of a batch's prompts, or follows the rank that does for its engine replica;
-    all agree on what the batch is. Nothing is generated beyond it, but for what dynamic sampling has drawn too much."""
+class RolloutDriver:
+    """Runs the agent on this driver's share of the ordinals, or follows the rank that does so for its engine replica.
+    All drivers agree on what a batch is."""
 
     def __init__(
         self,
@@ -66,159 +57,218 @@ class RolloutDriver(Driver):
         groups: Groups,
         safe_points: SafePoints,
         loop: AgentLoop,
+        step: int = 0,
         drawn: Drawn = NOTHING_DRAWN,
     ) -> None:
         """
+        sets: those of the agent's problems that are trained on.
         bank: None on a rank that follows.
+        step: the last step that is done.
         drawn: by the steps that are done.
         """
-        self._agent = agent
-        self.answering = Answering(agent, sets, config)
-        self.inference = inference
-        self.bank = bank
-        self.config = config
-        self.groups = groups
-        self.safe_points = safe_points
-        self.loop = loop
+        self._agent, self._inference, self._bank, self._config = agent, inference, bank, config
+        self._groups, self._safe_points, self._loop = groups, safe_points, loop
+        self._stream = Mixture(sets, config.training.seed, config.grpo.prompts_per_step)
+        self._wanted = config.grpo.prompts_per_step
+        dynamic = config.grpo.dynamic_sampling
+        self._rounds = dynamic.max_rounds if dynamic.enabled else 1
+        self._max_lag, self._drops = config.asynchronous.max_lag, config.asynchronous.on_overdue == "drop"
+        self._step, self._last = step, config.training.steps
         self._drawn = drawn
-        self._states: list[State] = []
-        """Of all ordinals that are drawn and not settled, in their order."""
-        self._own: dict[int, TrajectoryGroup | None] = {}
-        """Those of them that are this driver's."""
+        self._below = 0  # all ordinals below it were begun
+        self._states: list[State] = []  # of the ordinals from the next batch's first on, as all drivers knew them last
+        self._idle_s = 0.0  # of the step: agents ran, and nothing was generated
+        self._in_flight: InFlightGroups | None = None
+        if bank is not None:
+            self._in_flight = InFlightGroups(agent, self._stream.problem, inference, bank, config)
+        loop.advance(_nothing if self._in_flight is None else self._in_flight.start)
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
-        """The batch of one step. Collective.
+        """The batch of the next step: the first `prompts_per_step` usable ordinals from `first_ordinal` on. Collective.
 
-        Without dynamic sampling these are the next `prompts_per_step` ordinals. With it, the first that many in
-        ordinal order whose rewards differ: in rounds, each of as many further ordinals as probably suffice. What is
-        drawn too much begins the next batch, as it was answered. When `max_rounds` times that many are drawn, the last
-        groups without signal stand in: their advantages are 0. A prompt too long for the engine is dropped; without
+        With dynamic sampling a group without signal is passed over, until `max_rounds` times that many are drawn: then
+        the last groups without signal are taken, with advantages of 0. A prompt that is too long is dropped; without
         dynamic sampling the batch is smaller by it.
 
-        Raises LeaveAgreed where a rank was asked to leave: nothing has changed.
+        Raises LeaveAgreed if a rank is asked to leave: nothing has changed.
         """
-        wanted = self.config.grpo.prompts_per_step
-        dynamic = self.config.grpo.dynamic_sampling
-        rounds = dynamic.max_rounds if dynamic.enabled else 1
-        states, own = [*self._states], {**self._own}
-
-        def draw(count: int, *, waiting: bool = False) -> None:
-            ordinals = range(first_ordinal + len(states), first_ordinal + len(states) + count)
-            answered, known = self._draw(ordinals, dynamic.enabled, waiting)
-            own.update(answered)
-            states.extend(known)
-
-        if not states and self._drawn.below > first_ordinal:  # this rank has been started anew: the bank has them
-            draw(self._drawn.below - first_ordinal, waiting=True)
-        round_ = 0
-        while (choice := choose(first_ordinal, states, wanted, rounds)) is None:
-            round_ += 1
-            draw(to_draw(states, wanted, rounds, self._drawn.passed_over))
-        ordinals = range(first_ordinal, choice.next_ordinal)
-        of_batch = {ordinal: group for ordinal, group in own.items() if ordinal in ordinals}
-        trained = {place: group for place, each in enumerate(choice.trained) if (group := of_batch.get(each))}
-        dropped = {
-            each: PROMPT_TOO_LONG if group is None else NO_SIGNAL
-            for each, group in of_batch.items()
-            if group is None or each not in choice.trained
-        }
-        drawn = Drawn(first_ordinal + len(states), len(ordinals) - len(choice.trained))
-        with self.safe_points.phase("wait"):
-            batch = self.answering.batch(
-                trained,
-                self.groups,
-                ordinals,
-                dropped,
-                self.safe_points.gather,
-                passed_over=[group for each in dropped if (group := of_batch[each])],
-                rounds=round_,
-                drawn=drawn,
-            )
-        self._drawn = drawn
-        self._states = states[len(ordinals) :]
-        self._own = {ordinal: group for ordinal, group in own.items() if ordinal not in ordinals}
-        return batch
+        groups: dict[int, TrajectoryGroup] = {}
+        passed_over: list[TrajectoryGroup] = []
+        dropped: dict[int, str] = {}
+        dropped_tokens = 0
+        with self._safe_points.phase("generate"):
+            try:
+                choice, rounds = self._next_choice(first_ordinal)
+            except BaseException:
+                if (failed := self._in_flight) is not None:
+                    self._loop.do(lambda _: failed.flush())
+                raise
+            ordinals = range(first_ordinal, choice.next_ordinal)
+            if (in_flight := self._in_flight) is not None:
+                groups, passed_over, dropped = self._settled(in_flight, choice, ordinals)
+                dropped_tokens = self._loop.do(lambda _: in_flight.settle(ordinals.stop))
+            self._states = self._states[len(ordinals) :]
+            self._step += 1
+            if self._max_lag:
+                if batches := self._batches_after(self._step):
+                    self._begin(ordinals.stop, self._reach(ordinals.stop, batches))
+            else:
+                self._drawn = Drawn(self._below, passed_over=len(ordinals) - len(choice.trained))
+            self._loop.pause()
+        self._safe_points.timeline.move("generate", "reward", self._idle_s)
+        self._idle_s = 0.0
+        with self._safe_points.phase("wait"):
+            rewards = self._moments(groups.values()) if self._config.grpo.baseline == "batch" else None
+            trained = exchange(groups, self._config, self._groups, self._stream.problem, self._gather, rewards)
+        failures: Counter[str] = Counter()
+        for group in (*groups.values(), *passed_over):  # a group may have no signal only because it lost answers
+            failures.update(group.failures)
+        return RolloutBatch(
+            groups=[*trained.values()],
+            positions=[*trained],
+            first_ordinal=ordinals.start,
+            next_ordinal=ordinals.stop,
+            dropped=dropped,
+            dropped_tokens=dropped_tokens,
+            failures=failures,
+            rounds=rounds,
+            drawn=self._drawn,
+            rewards=rewards,
+        )
 
     def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
-        """See `Bank.begin_checkpoint`: what waits for the next step is on disk before it is published."""
-        if self.bank is None:
-            return nothing_to_wait_for
-        return self.bank.begin_checkpoint(step, next_ordinal, [group for group in self._own.values() if group])
+        """See `Bank.begin_checkpoint`: groups that wait for the next step are on disk before it is published."""
+        if (bank := self._bank) is None or (in_flight := self._in_flight) is None:
+            return _nothing_to_wait_for
+        # Ahead of training, a resumed run may answer again what is lost: nothing depends on these groups.
+        waiting = [] if self._max_lag else self._loop.do(lambda _: in_flight.finished())
+        return self._loop.do(lambda _: bank.begin_checkpoint(step, next_ordinal, waiting))
 
     def end_checkpoint(self, step: int) -> None:
         """See `Bank.end_checkpoint`."""
-        if self.bank is not None:
-            self.bank.end_checkpoint(step)
+        if (bank := self._bank) is not None:
+            self._loop.do(lambda _: bank.end_checkpoint(step))
 
     def stop(self) -> None:
-        """See Driver.stop: nothing is under way between two batches."""
-        self.loop.end(self._agent.close)
+        """Generate no more. Collective over the ranks that generate together."""
+        in_flight, self._in_flight = self._in_flight, None
+        self._loop.advance(_nothing if in_flight is None else partial(self._stop, in_flight))
+
+    async def _stop(self, in_flight: InFlightGroups) -> None:
+        await in_flight.stop()
+        await self._agent.close()
 
     def close(self) -> None:
-        """See Driver.close."""
-        if self.bank is not None:
-            self.bank.close()
-        self.loop.close()
+        """Write what is banked, and end the loop."""
+        if (bank := self._bank) is not None:
+            self._loop.do(lambda _: bank.close())
+        self._loop.close()
 
-    def _draw(
-        self, ordinals: range, dynamic: bool, waiting: bool
-    ) -> tuple[dict[int, TrajectoryGroup | None], list[State]]:
-        """This driver's groups of these ordinals, None where the prompt is too long, and what any driver knows of them
-        all. Collective.
+    def _next_choice(self, first: int) -> tuple[Choice, int]:
+        """The choice of the next batch when its groups are there, and how often it was drawn from. Collective."""
+        if not self._max_lag:
+            self._loop.catch_up()  # the newest weights answer, and their version is part of every group's key
+        if self._below < first or self._drawn.below > self._below:  # a new driver: the bank has what waited
+            self._begin(first, max(first, self._drawn.below), waiting=True)
+        rounds = 1 if self._max_lag else 0
+        for look in count():
+            if self._max_lag:
+                self._begin(first, self._reach(first, 1 + self._batches_after(self._step + 1)))
+                needed = range(first, self._reach(first, 1))
+            else:
+                # In rounds: which group is finished first must not decide how many are drawn.
+                known = len(self._states) == self._below - first and State.UNFINISHED not in self._states
+                if known and (more := self._to_draw()):
+                    rounds += 1
+                    self._begin(first, self._below + more)
+                needed = range(first, self._below)
+            self._advance(needed, again=look > 0)
+            self._states = self._agreed(first)
+            if choice := choose(first, self._states, self._wanted, self._rounds):
+                return choice, rounds
+        raise AssertionError("unreachable")
 
-        Args:
-            dynamic: whether others can take the place of those that are of no use.
-            waiting: whether they were drawn before the checkpoint that this run was restored from.
+    def _to_draw(self) -> int:
+        return to_draw(self._states, self._wanted, self._rounds, self._drawn.passed_over)
+
+    def _reach(self, first: int, batches: int) -> int:
+        """The ordinal below which groups may be begun for this many batches."""
+        return begun_below(first, self._states, batches, self._wanted, self._rounds)
+
+    def _batches_after(self, step: int) -> int:
+        """How many batches after that of `step` may be begun: the run needs none after its last step."""
+        return max(0, min(self._max_lag, self._last - step))
+
+    def _begin(self, first: int, below: int, *, waiting: bool = False) -> None:
+        """Begin this driver's ordinals of [first, below) that were not begun before."""
+        start = max(first, self._below)
+        if below > start and (in_flight := self._in_flight) is not None:
+            own = shares(start, below - start, self._loop.role.count)[self._loop.role.index]
+            self._loop.do(lambda loop: in_flight.begin(loop, own, self._step, waiting=waiting))
+        self._below = max(start, below)
+
+    def _advance(self, needed: range, *, again: bool) -> None:
+        """Let the agents run until this driver's groups among `needed` are finished. Collective over the ranks that
+        generate together."""
+        began, busy_s = time.perf_counter(), self._inference.busy_s
+        self._loop.advance(partial(self._wait, needed, again))
+        self._idle_s += max(0.0, time.perf_counter() - began - (self._inference.busy_s - busy_s))
+
+    async def _wait(self, needed: range, again: bool) -> None:
+        unfinished = [] if self._in_flight is None else self._in_flight.unfinished(needed)
+        if unfinished:
+            await self._loop.wait(unfinished, once=self._max_lag > 0)
+        elif again:  # the other drivers' groups are waited for
+            await asyncio.sleep(self._loop.spare_s)
+
+    def _agreed(self, first: int) -> list[State]:
+        """State of each begun ordinal from `first` on, as any driver knows it. Collective.
+
+        Raises LeaveAgreed if a rank is asked to leave.
         """
-        share = self.loop.share(ordinals.start, len(ordinals))
-        answered = {group.ordinal: group for group in self._roll_out(share, waiting=waiting)}
-        own = {ordinal: answered.get(ordinal) for ordinal in share}
-        if not dynamic:  # each has its place in the batch, for nothing could take it: the batch is where ranks meet
-            return own, [State.USABLE] * len(ordinals)
-        states = torch.zeros(len(ordinals), dtype=torch.int32)
-        for ordinal, group in own.items():
-            states[ordinal - ordinals.start] = self.answering.state(group, dynamic=True)
-        of_all = torch.stack(
-            self.safe_points.gather(states)
-        )  # each is one driver's, and 0 is no state of a finished one
-        return own, [*map(State, of_all.amax(0).tolist())]
+        found = torch.zeros(2 + self._below - first, dtype=torch.int32)
+        found[0], found[1] = self._safe_points.drain.asked, self._loop.starved
+        if (in_flight := self._in_flight) is not None:
+            overdue_after = self._step - self._max_lag if self._max_lag and self._drops else None
+            own = self._loop.do(lambda _: in_flight.states(range(first, self._below), overdue_after))
+            for ordinal, state in own.items():
+                found[2 + ordinal - first] = state
+        with self._safe_points.phase("wait"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._groups.control)
+        asked, starved, *states = found.tolist()
+        if asked:
+            self._safe_points.agree()
+        if starved:
+            self._loop.feed()
+        return [*map(State, states)]
 
-    def _roll_out(self, ordinals: range, *, waiting: bool = False) -> list[TrajectoryGroup]:
-        """The groups of these ordinals, without those whose prompt is too long; none where this rank was asked to
-        leave meanwhile, or follows."""
-        with self.safe_points.phase("generate"):
-            began, busy_s = time.perf_counter(), self.inference.busy_s
-            groups = self.loop.run(
-                lambda: self._answers(ordinals, waiting), lambda: (self.inference.busy_s, self.answering.answered)
-            )
-            idle_s = time.perf_counter() - began - (self.inference.busy_s - busy_s)
-        self.safe_points.timeline.move("generate", "reward", idle_s)
-        return sorted(groups or [], key=lambda group: group.ordinal)
+    def _settled(
+        self, in_flight: InFlightGroups, choice: Choice, ordinals: range
+    ) -> tuple[dict[int, TrajectoryGroup], list[TrajectoryGroup], dict[int, str]]:
+        """This driver's groups of a batch, by position; its finished groups that are passed over; and the reason for
+        every ordinal of its own that is dropped."""
+        trained = {*choice.trained}
+        groups = self._loop.do(lambda _: in_flight.take(each for each in ordinals if each not in choice.overdue))
+        by_position = {position: groups[each] for position, each in enumerate(choice.trained) if each in groups}
+        own = self._loop.do(lambda _: in_flight.begun(ordinals))
+        dropped = [each for each in own if not (each in trained and each in groups)]
+        reasons = {each: DROP_REASONS[self._states[each - ordinals.start]] for each in dropped}
+        return by_position, [groups[each] for each in dropped if each in groups], reasons
 
-    async def _answers(self, ordinals: Sequence[int], waiting: bool) -> list[TrajectoryGroup]:
-        assert self.bank is not None, "a rank that follows has no agents"
-        tasks: list[asyncio.Task[TrajectoryGroup | None]] = []
-        try:
-            async with self.bank.recording(self.inference) as recording:
-                scored = self.bank.scored(ordinals, self.answering.stream.problem, waiting=waiting)
-                missing = [ordinal for ordinal in ordinals if ordinal not in scored]
-                tasks += [asyncio.create_task(self.answering.group(ordinal, recording)) for ordinal in missing]
-                # A driver that is cancelled cancels them only below, when what they have is recorded.
-                gathered = asyncio.gather(*tasks)
-                gathered.add_done_callback(_note_end)
-                answered = await asyncio.shield(gathered)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return [*scored.values(), *(group for group in answered if group is not None)]
+    def _moments(self, groups: Collection[TrajectoryGroup]) -> RewardMoments:
+        """Moments of the rewards of all drivers' groups. Collective."""
+        rewards = group_rewards([*groups], self._config.sampling.max_new_tokens, self._config.grpo.overlong)
+        own = torch.tensor(RewardMoments.of(rewards.shaped), dtype=torch.float64)
+        return RewardMoments.joined(RewardMoments(*part.tolist()) for part in self._gather(own))
+
+    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """[ranks] the tensor of each rank. No safe point: the batch is settled. Collective."""
+        return gathered(own, self._groups.control)
 
 
-def nothing_to_wait_for() -> None:
-    """Of a rank that has no bank."""
+async def _nothing() -> None:
+    """Do nothing, on a rank that follows."""
 
 
-def _note_end(gathered: asyncio.Future[Any]) -> None:
-    """Have asyncio not complain that nobody looks at work that was given up."""
-    if not gathered.cancelled():
-        gathered.exception()
+def _nothing_to_wait_for() -> None:
+    """Return at once, on a rank without a bank."""

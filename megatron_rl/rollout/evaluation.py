@@ -15,8 +15,8 @@ from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.rollout.generation import AgentLoop
+from megatron_rl.rollout.agent_loop import AgentLoop
+from megatron_rl.rollout.stream import shares
 
 logger = logging.getLogger("megatron_rl")
 
@@ -26,7 +26,6 @@ def evaluate(
     inference: ResumableInference,
     config: RunConfig,
     groups: Groups,
-    safe_points: SafePoints,
     loop: AgentLoop,
 ) -> dict[str, float]:
     """`eval/SET/greedy_accuracy`: of the likeliest answers to each set's problems, the share that has reward 1; absent
@@ -38,22 +37,23 @@ def evaluate(
     )
     sets = {name: problems[: config.evaluation.prompts] for name, problems in agent.evaluation_problems().items()}
     counts = torch.zeros(len(sets), 2, dtype=torch.float64)  # right ones, and all
+    role = loop.role
     for index, (name, problems) in enumerate(sets.items()):
+        own = shares(0, len(problems), role.count)[role.index] if role.drives else range(0)
         request = EvaluationRequest(
-            problems=[problems[i] for i in loop.share(0, len(problems))],
+            problems=[problems[i] for i in own],
             sampling=greedy,
             samples_per_problem=1,
             key=0,
             inference=inference,
             limits=RolloutLimits.of(config.task),
         )
-        response = loop.run(partial(agent.evaluate, request), sign_of_life=lambda: inference.busy_s)
+        response = loop.run(partial(agent.evaluate, request))
         if response is not None:
             rewards = response.rewards
             counts[index] = torch.tensor([rewards.count(1.0), len(rewards)])
             for reason, lost in sorted(filter(itemgetter(1), response.failures.items())):
                 logger.warning("evaluation on %s: %d answers lost: %s", name, lost, reason)
-        safe_points.agree()
     dist.all_reduce(counts, group=groups.control)
     found: dict[str, float] = {}
     for (name, problems), (right, answers) in zip(sets.items(), counts.tolist(), strict=True):

@@ -42,6 +42,9 @@ def epoch_order(count: int, seed: int, epoch: int, environment: str = "") -> tup
 
 
 def shares(start: int, count: int, drivers: int) -> list[range]:
-    """Contiguous shares of the ordinals [start, start + count), one per rollout driver; sizes differ by at most 1."""
+    """Shares of the ordinals [start, start + count), one per rollout driver; sizes differ by at most 1. They are
+    contiguous, except where there are fewer ordinals than drivers: then these take turns."""
+    if count < drivers:
+        return [range(start + (driver - start) % drivers, start + count, drivers) for driver in range(drivers)]
     edges = [start + count * driver // drivers for driver in range(drivers + 1)]
     return [range(first, last) for first, last in pairwise(edges)]

@@ -1,10 +1,9 @@
-"""What the way of a rollout costs beside the model: from prompts to a batch, with an engine that answers at once.
+"""Cost of a rollout apart from the model: from prompts to a batch, with an engine that answers at once.
 
     python tests/benchmarks/rollouts.py [--answers 100000] [--problems 1000000]
 
-The driver of a run, its bank and its agents are real; so is the environment, arithmetic, but for its problems: so
-many copies of them. `ahead` is the driver of a run with async.max_lag 1. Memory is the process's, when a tenth is done
-and at the end.
+Driver, bank, agents and environment (arithmetic) are those of a run; its problems are copied --problems times. Memory
+is the process's, after a tenth of the answers and at the end.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.arithmetic import ArithmeticEnvironment
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.rollout.ahead import AheadDriver
+from megatron_rl.rollout.agent_loop import EngineInTurn
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.records import Lineage
-from megatron_rl.rollout.driver import Driver, RolloutDriver
+from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.fitting import fitting
-from megatron_rl.rollout.generation import EngineLoop
-from megatron_rl.rollout.lasting import EngineInTurn
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 from core_helpers import quiet_safe_points, tiny_run
@@ -76,23 +73,20 @@ class ManyProblems(ArithmeticEnvironment):
         return [few[number % len(few)] for number in range(self.count)]
 
 
-def driver(kind: str, environment: ManyProblems, folder: Path, answers: int) -> Driver:
+def driver(max_lag: int, environment: ManyProblems, folder: Path, answers: int) -> RolloutDriver:
     config = tiny_run(
         grpo={"prompts_per_step": PROMPTS, "group_size": GROUP},
         training={"steps": answers // (PROMPTS * GROUP) + 1},
-        **{"async": {"max_lag": int(kind == "ahead")}},
+        **{"async": {"max_lag": max_lag}},
     )
     groups: Any = SimpleNamespace(control=dist.group.WORLD)
-    place: Any = SimpleNamespace(index=0, count=1, drives=True)
+    role: Any = SimpleNamespace(index=0, count=1, drives=True)
     longest = config.sequence_length - config.sampling.max_new_tokens
     sets = [fitting(each, longest, environment.tokenizer.encode).training_set for each in environment.training_sets()]
-    engine, safe_points, runner = NullEngine(), quiet_safe_points(), asyncio.Runner()
+    engine, safe_points = NullEngine(), quiet_safe_points()
     bank = Bank(folder, config.resume, Lineage("run", 1, 0, 0, "r"), next_ordinal=0, driver=0, drivers=1)
-    if kind == "ahead":
-        loop = EngineInTurn(place, engine, safe_points, runner)
-        return AheadDriver(environment, sets, engine, bank, config, groups, safe_points, loop, 0)
-    turns = EngineLoop(place, engine, safe_points, runner)
-    return RolloutDriver(environment, sets, engine, bank, config, groups, safe_points, turns)
+    loop = EngineInTurn(role, engine, safe_points)
+    return RolloutDriver(environment, sets, engine, bank, config, groups, safe_points, loop)
 
 
 def memory_mib() -> float:
@@ -113,10 +107,10 @@ def main() -> None:
     environment.count = options.problems
     steps = options.answers // (PROMPTS * GROUP)
     print(f"{'':10}{'first batch, s':>16}{'answers/s':>12}{'memory, MiB':>14}{'at the end':>12}")
-    for kind in ("in turns", "ahead"):
+    for max_lag in (0, 1):
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
-            made = driver(kind, environment, Path(folder), options.answers)
+            made = driver(max_lag, environment, Path(folder), options.answers)
             batch = made.collect(0)
             first_s, began, then = time.perf_counter() - began, time.perf_counter(), 0.0
             for step in range(1, steps):
@@ -127,7 +121,7 @@ def main() -> None:
                     then = memory_mib()
             seconds = time.perf_counter() - began
             rate = (steps - 1) * PROMPTS * GROUP / seconds
-            print(f"{kind:10}{first_s:16.2f}{rate:12,.0f}{then:14.0f}{memory_mib():12.0f}", flush=True)
+            print(f"{f'lag {max_lag}':10}{first_s:16.2f}{rate:12,.0f}{then:14.0f}{memory_mib():12.0f}", flush=True)
             made.stop()
             made.close()
 

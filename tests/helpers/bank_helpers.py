@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,14 +12,16 @@ import pytest
 
 from megatron_rl.agent.api import GroupedRolloutGenerator
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.rank import safe_points
 from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.rollout import agent_loop
+from megatron_rl.rollout.agent_loop import EngineInTurn
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import Entry
 from megatron_rl.rollout.bank.records import Lineage
 from megatron_rl.rollout.config import ResumeConfig
 from megatron_rl.rollout.driver import RolloutDriver
-from megatron_rl.rollout.generation import EngineLoop
+from megatron_rl.rollout.in_flight import InFlightGroups
+from megatron_rl.rollout.mixture import Mixture
 from megatron_rl.run import Run
 
 NOWHERE = Path("nowhere.bank")
@@ -45,13 +47,14 @@ def bank_in(
 
 def drive(run: Run, bank: Bank, agent: GroupedRolloutGenerator | None = None) -> None:
     """Give a run a driver with this bank, and this agent in place of its environment, as if it had been built so."""
-    run.driver.close()
-    ranks = EngineRanks.form(run.groups, 1, timedelta(seconds=60))
-    loop = EngineLoop(ranks, run.engine, run.safe_points, asyncio.Runner())
     agent = agent or run.environment
-    run.driver = RolloutDriver(
-        agent, agent.training_sets(), run.engine, bank, run.config, run.groups, run.safe_points, loop
-    )
+    run.generation = replace(run.generation, loop=loop_of(run))
+    parts = (agent, agent.training_sets(), run.engine, bank, run.config, run.groups, run.safe_points)
+    run.driver = RolloutDriver(*parts, run.generation.loop)
+
+
+def loop_of(run: Run) -> EngineInTurn:
+    return EngineInTurn(EngineRanks.form(run.groups, 1, timedelta(seconds=60)), run.engine, run.safe_points)
 
 
 def collect(
@@ -64,6 +67,10 @@ def collect(
     """The groups of a driver whose share, unless it is given, is the run's first step; none where it was asked to leave
     after `stop_after` steps of the engine."""
     step, steps = run.engine.step, 0
+    share = share or range(run.config.grpo.prompts_per_step)
+    agent = agent or run.environment
+    stream = Mixture(agent.training_sets(), run.config.training.seed, run.config.grpo.prompts_per_step)
+    loop = loop_of(run)
 
     def counted() -> None:
         nonlocal steps
@@ -73,10 +80,18 @@ def collect(
 
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.engine, "step", counted)
-        patch.setattr(safe_points, "LOOK_EVERY_S", 0.0)
-        drive(run, bank or bank_in(Path(folder)), agent)
+        patch.setattr(agent_loop, "LOOK_EVERY_S", 0.0)
+        bank = bank or bank_in(Path(folder))
+        groups = InFlightGroups(agent, stream.problem, run.engine, bank, run.config)
         try:
-            return run.driver._roll_out(range(run.config.grpo.prompts_per_step) if share is None else share)
+            loop.advance(groups.start)
+            loop.do(lambda it: groups.begin(it, share, 0))
+            loop.advance(lambda: loop.wait(groups.unfinished(share)))
+            loop.do(lambda _: groups.states(share, None))  # raises what an agent has raised
+            return [] if run.safe_points.drain.asked else loop.do(lambda _: groups.finished())
         finally:
             run.safe_points.drain.asked = False
-            run.driver.close()
+            loop.advance(groups.stop)
+            loop.pause()
+            bank.close()
+            loop.close()

@@ -7,10 +7,11 @@
     bank.begin_checkpoint(step, next_ordinal, waiting)    it settles all below this ordinal, and needs what waits ...
     bank.end_checkpoint(step)                             ... and is published: they are forgotten
 
-What is being recorded is written every `resume.flush_s`, and when the block is left, unless that was moments ago. One
-file per attempt and driver (file.py); every driver reads those of all, since another number of ranks has other shares.
-Losing any of it costs repeated work, never a wrong record: what is damaged, torn or of a line of training that was
-given up is as if it had not been. What would make the record another one is on disk before a checkpoint is published.
+What is being recorded is written every `resume.flush_s`, after each batch unless that was moments ago, and when the
+block is left. One file per attempt and driver (file.py); every driver reads those of all, since another number of ranks
+has other shares. Losing any of it costs repeated work, never a wrong record: what is damaged, torn or of a line of
+training that was given up is as if it had not been. What would make the record another one is on disk before a
+checkpoint is published.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import ResumableInference
+from megatron_rl.rollout.agent_loop import DriverRole
 from megatron_rl.rollout.bank.file import BankFile, Entry, Record, bank_file, bank_files, scan
 from megatron_rl.rollout.bank.recording import EarlierWork, Recording, ScoredGroup
 from megatron_rl.rollout.bank.records import Lineage, attempt_record, fingerprint, group_record
 from megatron_rl.rollout.bank.selection import records_within, reusable_records, unsettled_records, whole_share
 from megatron_rl.rollout.config import ResumeConfig
-from megatron_rl.rollout.generation import DriverPlace
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +95,16 @@ class Bank:
             inference, lambda: self._earlier, self._lineage, self._unwritten.append, with_parts=self._keeps_parts
         )
         writer = asyncio.create_task(self._flush_regularly(recording))
-        finished = False
         try:
             yield recording
-            finished = True
         finally:
             writer.cancel()
-            # A step of moments is written with those that follow, unless something went wrong.
-            if not finished or time.monotonic() - self._flushed_at > min(self._resume.flush_s, WORTH_WRITING_S):
-                self._flush(recording)
+            self.flush(recording)
+
+    def flush_if_due(self, recording: Recording) -> None:
+        """Write, behind the caller, what is new. Called after each batch: the loop may stop while it is trained."""
+        if time.monotonic() - self._flushed_at > min(self._resume.flush_s, WORTH_WRITING_S):
+            self.flush(recording)
 
     def begin_checkpoint(
         self, step: int, next_ordinal: int, waiting: Iterable[TrajectoryGroup] = ()
@@ -153,7 +155,7 @@ class Bank:
 
     def close(self) -> None:
         """Write what is left."""
-        self._flush()
+        self.flush()
         if not self._file.wait(WRITE_TIMEOUT_S):
             logger.warning("%s was not written within %g s", self._file.path, WRITE_TIMEOUT_S)
         self._file.close()
@@ -191,9 +193,9 @@ class Bank:
     async def _flush_regularly(self, recording: Recording) -> None:
         while True:
             await asyncio.sleep(self._resume.flush_s)
-            self._flush(recording)
+            self.flush(recording)
 
-    def _flush(self, recording: Recording | None = None) -> None:
+    def flush(self, recording: Recording | None = None) -> None:
         """Write, behind the caller, what is new."""
         scored = [(each.group, each.version, each.newest, self._lineage) for each in self._unwritten]
         parts = recording.new_parts() if recording else []
@@ -209,7 +211,7 @@ def open_bank(
     run_dir: RunDir,
     attempt: int,
     config: RunConfig,
-    place: DriverPlace,
+    role: DriverRole,
     problems: Mapping[str, ProblemDigest],
     *,
     step: int,
@@ -227,6 +229,6 @@ def open_bank(
         config.resume,
         lineage,
         next_ordinal=next_ordinal,
-        driver=place.index,
-        drivers=place.count,
+        driver=role.index,
+        drivers=role.count,
     )

@@ -21,11 +21,10 @@ from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong
 from megatron_rl.rank.safe_points import LeaveAgreed
-from megatron_rl.rollout import ahead as ahead_module
-from megatron_rl.rollout import answering as answering_module
-from megatron_rl.rollout.ahead import AheadDriver
-from megatron_rl.rollout.apart import AgentThread
+from megatron_rl.rollout import driver as driver_module
+from megatron_rl.rollout.agent_loop import AgentThread
 from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.rollout.driver import RolloutDriver
 
 PROMPTS = 3
 
@@ -94,13 +93,15 @@ async def refuse(request: GenerationRequest) -> None:
 @contextmanager
 def driver_of(
     agent: Agent, config: RunConfig, folder: Path, rank: int = 0, ranks: int = 1, attempt: int = 1
-) -> Iterator[AheadDriver]:
-    place: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
-    inference: Any = SimpleNamespace(policy_version=0, busy_s=0.0, starved=False, partial_answers=list, generate=refuse)
+) -> Iterator[RolloutDriver]:
+    role: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
+    inference: Any = SimpleNamespace(policy_version=0, busy_s=0.0, partial_answers=list, generate=refuse)
+    refit: Any = SimpleNamespace(starved=False, finish=lambda: None)
     groups: Any = SimpleNamespace(control=rank)
     bank = bank_in(folder, attempt, driver=rank, drivers=ranks)
-    loop = AgentThread(place, inference)
-    driver = AheadDriver(agent, agent.training_sets(), inference, bank, config, groups, quiet_safe_points(), loop, 0)
+    safe_points = quiet_safe_points()
+    loop = AgentThread(role, inference, safe_points, refit)
+    driver = RolloutDriver(agent, agent.training_sets(), inference, bank, config, groups, safe_points, loop)
     try:
         yield driver
     finally:
@@ -110,8 +111,8 @@ def driver_of(
 
 @pytest.fixture(autouse=True)
 def _without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead_module, "dist", Threads(1))
-    monkeypatch.setattr(answering_module, "exchange", lambda made, *_: made)  # each trains on what it made
+    monkeypatch.setattr(driver_module, "dist", Threads(1))
+    monkeypatch.setattr(driver_module, "exchange", lambda made, *_: made)  # each trains on what it made
 
 
 def ordinals(*batches: RolloutBatch) -> list[int]:
@@ -150,7 +151,7 @@ def test_groups_without_signal_and_prompts_too_long_are_settled_with_their_reaso
     agent = Agent(dull=[0, 4], long=[2])
     with driver_of(agent, ahead(1, dynamic=True), tmp_path) as driver:
         batch = driver.collect(0)
-        assert driver._under_way._recording._open == {}, "what is settled is kept for ever"
+        assert driver._in_flight._recording._open == {}, "what is settled is kept for ever"
     assert (ordinals(batch), batch.next_ordinal) == ([1, 3, 5], 6)
     assert batch.dropped == {0: "no signal", 2: "prompt too long", 4: "no signal"}
     assert batch.failures == {"timeout": 2}, "what a group lost counts, though nothing trains on it"
@@ -174,7 +175,7 @@ def test_what_is_overdue_is_given_up_where_that_is_asked_for(tmp_path: Path) -> 
 
 def test_ranks_agree_on_the_batch_and_each_answers_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, steps = 3, 4
-    monkeypatch.setattr(ahead_module, "dist", Threads(ranks))
+    monkeypatch.setattr(driver_module, "dist", Threads(ranks))
     agents = [Agent() for _ in range(ranks)]
     batches: list[list[RolloutBatch]] = [[] for _ in range(ranks)]
 
@@ -193,7 +194,8 @@ def test_ranks_agree_on_the_batch_and_each_answers_its_own(tmp_path: Path, monke
     for step, parts in enumerate(zip(*batches, strict=True)):
         assert sorted(ordinals(*parts)) == [*range(step * PROMPTS, (step + 1) * PROMPTS)]
         assert sorted(place for part in parts for place in part.positions) == [*range(PROMPTS)]
-    assert all(ordinal % ranks == rank for rank, agent in enumerate(agents) for ordinal in agent.begun)
+    begun = [ordinal for agent in agents for ordinal in agent.begun]
+    assert sorted(begun) == [*range(len(begun))], "two ranks answer one prompt"
 
 
 def test_what_was_answered_ahead_outlives_a_drain(tmp_path: Path) -> None:

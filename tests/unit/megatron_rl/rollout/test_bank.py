@@ -281,7 +281,7 @@ def test_what_the_first_replica_samples_by_the_next_weights_is_newer(tmp_path: P
         async with bank.recording(inference) as recording:
             asked = asyncio.ensure_future(recording.generate(request))
             await asyncio.sleep(0)
-            bank._flush(recording)
+            bank.flush(recording)
             asked.cancel()
         bank.close()
 
@@ -308,7 +308,7 @@ def test_an_answer_goes_on_under_the_key_it_began_with(run: Run, tmp_path: Path)
 def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:
     bank = bank_of(run, tmp_path, 1)
     drive(run, bank)
-    run.driver._roll_out(range(PROMPTS))
+    run.driver.collect(0)
     assert bank._file.wait(20)
     bank.begin_checkpoint(9, next_ordinal=3)
     bank.end_checkpoint(9)
@@ -323,8 +323,7 @@ def test_steps_of_moments_are_written_together(run: Run, tmp_path: Path, monkeyp
     bank = bank_of(run, tmp_path, 1)
     drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
-    for ordinal in range(PROMPTS):
-        run.driver._roll_out(range(ordinal, ordinal + 1))
+    run.driver.collect(0)
     assert not bank_files(tmp_path)
     bank.begin_checkpoint(9, next_ordinal=2)
     bank.end_checkpoint(9)
@@ -338,22 +337,22 @@ def test_a_longer_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypat
     bank = bank_of(run, tmp_path, 1)
     drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 0.0)
-    run.driver._roll_out(range(2))
+    run.driver.collect(0)
     assert bank._file.wait(20)
     (path,) = bank_files(tmp_path)
-    assert [entry.head["kind"] for entry in scan(path).entries] == ["attempt", "group", "group"]
+    assert [entry.head["kind"] for entry in scan(path).entries] == ["attempt", *PROMPTS * ["group"]]
 
 
 def test_a_step_that_fails_leaves_what_it_had(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = bank_of(run, tmp_path, 1)
     drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
-    run.driver._roll_out(range(1))
+    run.driver.collect(0)
     monkeypatch.setattr(run.engine, "step", fail)
     with pytest.raises(OSError, match="out of order"):
-        run.driver._roll_out(range(1, 2))
+        run.driver.collect(PROMPTS)
     assert bank._file.wait(20)
-    assert [entry.head["kind"] for entry in scan(bank_files(tmp_path)[0]).entries] == ["attempt", "group"]
+    assert [entry.head["kind"] for entry in scan(bank_files(tmp_path)[0]).entries] == ["attempt", *PROMPTS * ["group"]]
 
 
 def fail() -> None:
@@ -368,7 +367,7 @@ def test_the_first_driver_folds_earlier_files_and_the_others_find_them_again(
     (tmp_path / ".attempt-001.driver-00000.bank.x.tmp").touch()
     first, second = (bank_of(run, tmp_path, 3, driver=driver, drivers=2) for driver in (0, 1))
     for bank in (second, first):
-        bank._flush()
+        bank.flush()
         bank.begin_checkpoint(9, next_ordinal=2)
         bank.end_checkpoint(9)
         assert bank._file.wait(20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,8 @@ from core_helpers import quiet_safe_points, tiny_run, trajectory
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.config import Sampling
+from megatron_rl.rollout.agent_loop import EngineInTurn
 from megatron_rl.rollout.evaluation import evaluate
-from megatron_rl.rollout.generation import EngineLoop
 
 
 class Scripted(EvaluationAgent):
@@ -38,10 +37,11 @@ def score(agent: Scripted, groups: Any, limit: int | None = None) -> dict[str, f
     config = tiny_run(sampling={"max_new_tokens": 7}, evaluation={"prompts": limit})
     engine: Any = SimpleNamespace(busy_s=0.0, let_go=lambda: None, end_phase=lambda: None)
     ranks: Any = SimpleNamespace(index=0, count=1, drives=True)
-    safe_points = quiet_safe_points()
-    with asyncio.Runner() as runner:
-        loop = EngineLoop(ranks, engine, safe_points, runner)
-        return evaluate(agent, engine, config, groups, safe_points, loop)
+    loop = EngineInTurn(ranks, engine, quiet_safe_points())
+    try:
+        return evaluate(agent, engine, config, groups, loop)
+    finally:
+        loop.close()
 
 
 def test_only_a_reward_of_one_is_right(groups: Any) -> None:

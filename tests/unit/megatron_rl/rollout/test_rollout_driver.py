@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import threading
 from collections.abc import Iterator, Sequence, Set
@@ -28,13 +27,12 @@ from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.algorithms.config import OverlongConfig
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong
-from megatron_rl.rank import safe_points as safe_points_module
-from megatron_rl.rollout import answering as answering_module
+from megatron_rl.rollout import driver as driver_module
+from megatron_rl.rollout.agent_loop import EngineInTurn
 from megatron_rl.rollout.bank import file as file_module
 from megatron_rl.rollout.bank.file import bank_files, scan
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.driver import RolloutDriver
-from megatron_rl.rollout.generation import EngineLoop
 from megatron_rl.rollout.stream import PromptStream
 from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn
 
@@ -69,19 +67,19 @@ class Agent(GroupedRolloutGenerator):
 
 
 class Threads:
-    """Tell each other what ranks do, where these are threads and a group is the rank's number."""
+    """Stands in for torch.distributed where ranks are threads and a group is the rank's number."""
+
+    ReduceOp = torch.distributed.ReduceOp
 
     def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.barrier = threading.Barrier(ranks, timeout=20)
-        self.parts: list[Tensor] = [torch.empty(0)] * ranks
+        self._barrier = threading.Barrier(ranks, timeout=20)
+        self._parts: list[Tensor] = [torch.empty(0)] * ranks
 
-    def gathered(self, own: Tensor, group: int) -> list[Tensor]:
-        self.parts[group] = own
-        self.barrier.wait()
-        of_all = [*self.parts]
-        self.barrier.wait()
-        return of_all
+    def all_reduce(self, tensor: Tensor, op: Any, group: int) -> None:
+        self._parts[group] = tensor.clone()
+        self._barrier.wait()
+        tensor.copy_(torch.stack(self._parts).amax(0))
+        self._barrier.wait()
 
 
 @contextmanager
@@ -98,10 +96,9 @@ def driver_of(
 ) -> Iterator[RolloutDriver]:
     groups: Any = SimpleNamespace(control=rank)
     done = {"let_go": lambda: None, "end_phase": lambda: None}
-    engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0, **done)
-    of_engine: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
+    engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0, partial_answers=list, **done)
+    role: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
     safe_points = quiet_safe_points()
-    safe_points.connect(groups)
     with TemporaryDirectory() as of_its_own:
         bank = bank_in(
             folder or Path(of_its_own),
@@ -110,8 +107,9 @@ def driver_of(
             policy_version=int(attempt > 1),
             next_ordinal=next_ordinal,
         )
-        loop = EngineLoop(of_engine, engine, safe_points, asyncio.Runner())
-        driver = RolloutDriver(agent, agent.training_sets(), engine, bank, config, groups, safe_points, loop, drawn)
+        loop = EngineInTurn(role, engine, safe_points)
+        parts = (agent, agent.training_sets(), engine, bank, config, groups, safe_points, loop)
+        driver = RolloutDriver(*parts, drawn=drawn)
         yield driver
         driver.stop()
         driver.close()
@@ -131,8 +129,8 @@ def collect(
                 ordinal = batches[step][rank].next_ordinal
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safe_points_module, "gathered", Threads(ranks).gathered)
-        patch.setattr(answering_module, "exchange", lambda made, *_: made)  # each trains on what it made
+        patch.setattr(driver_module, "dist", Threads(ranks))
+        patch.setattr(driver_module, "exchange", lambda made, *_: made)  # each trains on what it made
         threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
         for thread in threads:
             thread.start()
@@ -164,8 +162,8 @@ def test_the_batch_of_a_step_is_the_next_ordinals_whatever_the_ranks(prompts: in
     config = tiny_run(grpo={"prompts_per_step": prompts})
     for number, step in enumerate(collect(Agent(), config, ranks, steps)):
         first = number * prompts
-        assert ordinals(step) == list(range(first, first + prompts))
-        assert [place for batch in step for place in batch.positions] == list(range(prompts))
+        assert sorted(ordinals(step)) == list(range(first, first + prompts))
+        assert sorted(place for batch in step for place in batch.positions) == list(range(prompts))
         assert {(batch.first_ordinal, batch.next_ordinal) for batch in step} == {(first, first + prompts)}
         assert all(not batch.dropped and batch.rounds == 1 for batch in step)
         sizes = [len(batch.groups) for batch in step]
@@ -229,8 +227,8 @@ def test_what_was_drawn_too_much_begins_the_next_step_as_it_was_answered(
 ) -> None:
     """Also after a death behind the checkpoint between the two, and where the disk was full until shortly before. There
     is none while it is full."""
-    monkeypatch.setattr(safe_points_module, "gathered", Threads(1).gathered)
-    monkeypatch.setattr(answering_module, "exchange", lambda made, *_: made)
+    monkeypatch.setattr(driver_module, "dist", Threads(1))
+    monkeypatch.setattr(driver_module, "exchange", lambda made, *_: made)
     config = dynamic(4, 8, partial="regenerate")
     agent, again = Agent(dull={0, 1, 2}, long={8}), Agent(long={8})
     with driver_of(agent, config, folder=tmp_path / "bank") as driver:
@@ -246,10 +244,10 @@ def test_what_was_drawn_too_much_begins_the_next_step_as_it_was_answered(
         (file,) = bank_files(tmp_path / "bank")
         assert "attempt" in [entry.head["kind"] for entry in scan(file).entries]  # which line of training this is
         copytree(tmp_path / "bank", tmp_path / "left")
-        driver.inference.policy_version = 1
+        driver._inference.policy_version = 1
         second = driver.collect(7)
     with driver_of(again, config, folder=tmp_path / "left", attempt=2, drawn=first.drawn, next_ordinal=7) as driver:
-        driver.inference.policy_version = 1
+        driver._inference.policy_version = 1
         restarted = driver.collect(7)
     assert ordinals([second]) == ordinals([restarted]) == [7, 9, 10, 11]
     assert (second.drawn, second.rounds) == (restarted.drawn, restarted.rounds)
@@ -338,6 +336,6 @@ def test_an_agents_error_is_not_swallowed() -> None:
             raise RuntimeError("no such tool")
 
     with pytest.MonkeyPatch.context() as patch, driver_of(Broken(), tiny_run()) as driver:
-        patch.setattr(safe_points_module, "gathered", Threads(1).gathered)
+        patch.setattr(driver_module, "dist", Threads(1))
         with pytest.raises(RuntimeError, match="no such tool"):
             driver.collect(0)

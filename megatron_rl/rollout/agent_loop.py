@@ -1,0 +1,236 @@
+"""The asyncio loop in which a rank's agents run: in turn with its training, or in a thread beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from megatron_rl.inference.api import RankEngine, ResumableInference
+from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.safe_points import LOOK_EVERY_S, SafePoints
+
+STOP_S = 10.0
+"""Seconds the agents' thread has to end."""
+
+Result = TypeVar("Result")
+
+
+class DriverRole(Protocol):
+    """A rank's role among those that run agents."""
+
+    @property
+    def index(self) -> int:
+        """Number of the driver that this rank is or follows, among `count`."""
+        ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def drives(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingDriver:
+    """Implements `DriverRole` where the training ranks generate nothing: the first rank of each data-parallel replica
+    drives."""
+
+    index: int
+    count: int
+    drives: bool
+
+    @classmethod
+    def of(cls, groups: Groups) -> TrainingDriver:
+        first = groups.model.rank() == 0 and groups.context.rank() == 0
+        return cls(groups.data.rank(), groups.data.size(), first)
+
+
+class RemoteRefit(Protocol):
+    """The way of weights to those who answer on other machines: the part of `Refit` that a loop needs, and more."""
+
+    @property
+    def starved(self) -> bool:
+        """Whether requests wait for weights that no replica has."""
+        ...
+
+    def finish(self) -> None:
+        """Return when the newest version is published. Collective over all ranks."""
+
+    def renew(self) -> None:
+        """Publish the newest version again. Collective over all ranks."""
+
+
+class AgentLoop(ABC):
+    """The asyncio loop of a driver's agents, whose tasks may outlive a step."""
+
+    spare_s: float
+    """Seconds for which agents continue when this driver's share of a batch is done and another's is not."""
+
+    def __init__(self, role: DriverRole, inference: ResumableInference, safe_points: SafePoints) -> None:
+        """inference: answers the agents of this loop."""
+        self.role = role
+        self._inference, self._safe_points = inference, safe_points
+
+    @property
+    @abstractmethod
+    def starved(self) -> bool:
+        """Whether requests wait for weights that no replica has."""
+
+    @abstractmethod
+    def do(self, work: Callable[[asyncio.AbstractEventLoop], Result]) -> Result:
+        """Call `work` with the loop while none of its tasks runs. On a rank that drives."""
+
+    @abstractmethod
+    def advance(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Let the agents run until `work`, on a rank that drives, is done. Collective over the ranks that generate
+        together."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Make room for training. Collective over the ranks that generate together."""
+
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Return when those who answer have the newest weights. Collective over all ranks."""
+
+    @abstractmethod
+    def feed(self) -> None:
+        """Publish the newest weights again. Collective over all ranks."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    async def wait(self, tasks: Sequence[asyncio.Task[Any]], *, once: bool = False) -> None:
+        """Wait until these tasks are done, one fails, this rank is asked to leave, or the loop is starved; with `once`,
+        for LOOK_EVERY_S at most. A heartbeat is sent whenever the tasks progress."""
+        seen = None
+        while pending := [task for task in tasks if not task.done()]:
+            done, _ = await asyncio.wait(pending, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_EXCEPTION)
+            if (progress := (self._inference.busy_s, len(done))) != seen:
+                seen = progress
+                self._safe_points.activity.beat()
+            failed = any(task.exception() for task in done)
+            if once or failed or self.starved or self._safe_points.drain.asked:
+                return
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result | None:
+        """Return the result of `work`; None on a rank that follows. Collective over all ranks.
+
+        Raises LeaveAgreed, with `work` cancelled, when a rank is asked to leave.
+        """
+        self.catch_up()
+        tasks = [self.do(lambda loop: loop.create_task(work()))] if self.role.drives else []
+        try:
+            while self._any_unfinished(tasks):
+                self.feed()
+        except BaseException:
+            self.advance(partial(_cancel, tasks))
+            raise
+        finally:
+            self.pause()
+        return tasks[0].result() if tasks else None
+
+    def _any_unfinished(self, tasks: Sequence[asyncio.Task[Any]]) -> bool:
+        """Whether tasks of any rank wait for weights. Collective. Raises what a task of this rank has raised."""
+        self.advance(partial(self.wait, tasks))
+        for task in tasks:
+            if task.done():
+                task.result()
+        unfinished = torch.tensor([any(not task.done() for task in tasks)], dtype=torch.int32)
+        return any(each.item() for each in self._safe_points.gather(unfinished))
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EngineInTurn(AgentLoop):
+    """The loop of a rank that trains and generates in turn. While it trains, unfinished answers hold no cache; they
+    resume from their tokens in the next phase."""
+
+    spare_s = 0.05
+    starved = False  # the weights are those of this rank
+
+    def __init__(self, role: DriverRole, engine: RankEngine, safe_points: SafePoints) -> None:
+        super().__init__(role, engine, safe_points)
+        self._engine, self._runner = engine, asyncio.Runner()
+
+    def do(self, work: Callable[[asyncio.AbstractEventLoop], Result]) -> Result:
+        """Call `work`: between two calls of `advance` the loop does not run."""
+        return work(self._runner.get_loop())
+
+    def advance(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if self.role.drives:
+            # Runner.run would also install a handler of SIGINT, which costs a millisecond of each step.
+            self._runner.get_loop().run_until_complete(work())
+            self._engine.let_go()
+        else:
+            self._engine.follow(self._safe_points.activity.waits)
+
+    def pause(self) -> None:
+        self._engine.end_phase()
+
+    def catch_up(self) -> None:
+        """Do nothing: the weights are those of this rank."""
+
+    def feed(self) -> None:
+        """Do nothing: no request waits for weights."""
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class AgentThread(AgentLoop):
+    """The loop of a rank that only trains: it runs in a thread of its own, and replicas or a server answer."""
+
+    spare_s = 0.0
+
+    def __init__(
+        self, role: DriverRole, inference: ResumableInference, safe_points: SafePoints, refit: RemoteRefit
+    ) -> None:
+        super().__init__(role, inference, safe_points)
+        self._refit = refit
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    @property
+    def starved(self) -> bool:
+        return self._refit.starved
+
+    def do(self, work: Callable[[asyncio.AbstractEventLoop], Result]) -> Result:
+        async def call() -> Result:
+            return work(self._loop)
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    def advance(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if self.role.drives:
+            asyncio.run_coroutine_threadsafe(work(), self._loop).result()
+
+    def pause(self) -> None:
+        """Do nothing: the agents are not in the way of training."""
+
+    def catch_up(self) -> None:
+        self._refit.finish()
+
+    def feed(self) -> None:
+        self._refit.renew()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_S)

@@ -1,0 +1,158 @@
+"""The groups of one driver that are being rolled out, or are finished and wait for their batch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+
+from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
+from megatron_rl.agent.keys import group_key
+from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.algorithms.signal import group_rewards, has_signal
+from megatron_rl.config import RunConfig
+from megatron_rl.inference.api import PromptTooLong, ResumableInference
+from megatron_rl.rollout.bank.bank import Bank
+from megatron_rl.rollout.bank.recording import Recording
+from megatron_rl.rollout.window import State
+
+logger = logging.getLogger(__name__)
+
+GroupTask = asyncio.Task[TrajectoryGroup | None]
+"""Results in None if the prompt is too long."""
+
+
+class InFlightGroups:
+    """Tasks of the agents' loop, one for each ordinal of this driver. Functions that are not coroutines may only be
+    called while the loop does not run."""
+
+    def __init__(
+        self,
+        agent: GroupedRolloutGenerator,
+        problem: Callable[[int], Problem],
+        inference: ResumableInference,
+        bank: Bank,
+        config: RunConfig,
+    ) -> None:
+        """problem: returns the problem of an ordinal."""
+        self._agent, self._problem, self._inference, self._bank, self._config = agent, problem, inference, bank, config
+        self._tasks: dict[int, GroupTask] = {}
+        self._begun_after: dict[int, int] = {}  # ordinal: step of the weights with which it was begun
+        self._states: dict[int, State] = {}  # of finished groups
+        self._exit = AsyncExitStack()
+        self._recording: Recording | None = None
+
+    async def start(self) -> None:
+        """Open the recording. Called first."""
+        self._recording = await self._exit.enter_async_context(self._bank.recording(self._inference))
+
+    def begin(self, loop: asyncio.AbstractEventLoop, ordinals: range, step: int, *, waiting: bool = False) -> None:
+        """Begin these ordinals; those scored by an earlier attempt are finished at once.
+
+        Args:
+            step: the step whose weights answer them.
+            waiting: see `Bank.scored`.
+        """
+        scored = self._bank.scored(ordinals, self._problem, waiting=waiting) if ordinals else {}
+        for ordinal in ordinals:
+            self._begun_after[ordinal] = step
+            self._tasks[ordinal] = loop.create_task(self._group(ordinal, scored.get(ordinal)))
+
+    async def _group(self, ordinal: int, scored: TrajectoryGroup | None) -> TrajectoryGroup | None:
+        if scored is not None:
+            return scored
+        assert self._recording is not None
+        request = GroupRolloutRequest(
+            ordinal=ordinal,
+            problem=self._problem(ordinal),
+            group_size=self._config.grpo.group_size,
+            sampling=self._config.sampling,
+            key=group_key(self._config.training.seed, ordinal, 0, self._recording.policy_version(ordinal)),
+            inference=self._recording,
+            limits=RolloutLimits.of(self._config.task),
+        )
+        try:
+            group = await self._agent.group_rollout(request)
+        except PromptTooLong as error:
+            logger.warning("prompt %d is dropped: %s", ordinal, error)
+            return None
+        self._recording.add(group)
+        return group
+
+    def states(self, ordinals: range, overdue_after: int | None) -> dict[int, State]:
+        """State of each begun ordinal among these. Raises what an agent has raised.
+
+        Args:
+            overdue_after: an unfinished group is overdue if it was begun with the weights of this step or older ones;
+                None: no group is.
+        """
+        return {
+            ordinal: self._state(ordinal, task, overdue_after)
+            for ordinal, task in self._tasks.items()
+            if ordinal in ordinals
+        }
+
+    def _state(self, ordinal: int, task: GroupTask, overdue_after: int | None) -> State:
+        if not task.done():
+            overdue = overdue_after is not None and self._begun_after[ordinal] <= overdue_after
+            return State.OVERDUE if overdue else State.UNFINISHED
+        if ordinal not in self._states:
+            self._states[ordinal] = self._finished_state(task.result())
+        return self._states[ordinal]
+
+    def _finished_state(self, group: TrajectoryGroup | None) -> State:
+        """Judge signal by the rewards as scored, as DAPO filters by accuracy: among answers that are all wrong, a
+        penalty on long ones would teach length alone."""
+        grpo = self._config.grpo
+        if group is None:
+            return State.UNUSABLE
+        if grpo.dynamic_sampling.enabled:
+            rewards = group_rewards([group], self._config.sampling.max_new_tokens, grpo.overlong)
+            if not has_signal(rewards.scored, rewards.group, 1).item():
+                return State.NO_SIGNAL
+        return State.USABLE
+
+    def begun(self, ordinals: range) -> list[int]:
+        """Those of these ordinals that this driver has begun and not settled."""
+        return [ordinal for ordinal in self._tasks if ordinal in ordinals]
+
+    def unfinished(self, ordinals: range) -> list[GroupTask]:
+        """Unfinished tasks of these ordinals."""
+        return [task for ordinal, task in self._tasks.items() if ordinal in ordinals and not task.done()]
+
+    def take(self, ordinals: Iterable[int]) -> dict[int, TrajectoryGroup]:
+        """Groups of those of these ordinals that were begun, all of which are finished."""
+        groups = {ordinal: self._tasks[ordinal].result() for ordinal in ordinals if ordinal in self._tasks}
+        return {ordinal: group for ordinal, group in groups.items() if group is not None}
+
+    def finished(self) -> list[TrajectoryGroup]:
+        """All groups that are finished and not settled."""
+        return [*self.take(ordinal for ordinal, task in self._tasks.items() if task.done()).values()]
+
+    def settle(self, below: int) -> int:
+        """Forget all ordinals below, and cancel those that are unfinished. Returns the number of tokens these had."""
+        assert self._recording is not None
+        settled = [ordinal for ordinal in self._tasks if ordinal < below]
+        unfinished = {ordinal for ordinal in settled if not self._tasks[ordinal].done()}
+        tokens = self._recording.tokens_of(unfinished) if unfinished else 0
+        self._recording.forget(settled)
+        for ordinal in settled:
+            del self._begun_after[ordinal]
+            self._states.pop(ordinal, None)
+            self._tasks.pop(ordinal).cancel()  # without effect on a finished task
+        self._bank.flush_if_due(self._recording)
+        return tokens
+
+    def flush(self) -> None:
+        """Write what is new: an error ends the attempt."""
+        self._bank.flush(self._recording)
+
+    async def stop(self) -> None:
+        """Record the tokens of unfinished answers, then cancel all tasks: a cancelled request has no tokens."""
+        await self._exit.aclose()
+        tasks = [*self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
