@@ -79,7 +79,7 @@ def driver(max_lag: int, environment: ManyProblems, folder: Path, answers: int) 
         training={"steps": answers // (PROMPTS * GROUP) + 1},
         **{"async": {"max_lag": max_lag}},
     )
-    groups: Any = SimpleNamespace(control=dist.group.WORLD)
+    groups: Any = SimpleNamespace(control=dist.group.WORLD, data=dist.group.WORLD)
     role: Any = SimpleNamespace(index=0, count=1, drives=True)
     longest = config.sequence_length - config.sampling.max_new_tokens
     sets = [fitting(each, longest, environment.tokenizer.encode).training_set for each in environment.training_sets()]
