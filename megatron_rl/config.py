@@ -26,6 +26,8 @@ from megatron_rl.rollout.config import AsyncConfig, EvaluationConfig, ResumeConf
 from megatron_rl.section import FilePath, PathMark, Section
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
 
+NAME_WORDS = "letters, digits, dots, dashes and underscores, the first a letter or digit"
+
 
 class ImageConfig(Section):
     """Container image, on clusters with containers."""
@@ -48,8 +50,8 @@ class CodeConfig(Section):
 class RunConfig(Section):
     """A recipe with every default written out."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Name of the recipe, part of run directory and job names: letters, digits, dot, dash and underscore."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", json_schema_extra={"words": NAME_WORDS})]
+    """Name of the recipe, part of run directory and job names."""
     cluster: str | None = None
     """Cluster profile that the recipe is meant for; `local` runs on this machine."""
     job: JobConfig = JobConfig()

@@ -1,4 +1,4 @@
-"""mrl help: what a command does, or a key of a recipe means."""
+"""mrl help: describe a command, or a key of a recipe."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from launcher.cli.completion import complete_key
 from launcher.cli.main import COMMANDS
 
 
-@click.command("help", short_help="Say what a command does, or a key of a recipe means.")
+@click.command("help", short_help="Describe a command, or a key of a recipe.")
 @click.argument("name", metavar="[COMMAND|KEY|SECTION]", required=False, shell_complete=complete_key)
+@click.option("--markdown", is_flag=True, help="Print the reference of all keys, docs/keys.md.")
 @click.pass_context
-def command(context: click.Context, name: str | None) -> None:
-    """Say what COMMAND does, as its --help; without one, which commands there are.
+def command(context: click.Context, name: str | None, markdown: bool) -> None:
+    """Print the help of COMMAND, or the list of commands.
 
-    Of a KEY of recipes, such as grpo.kl_beta: what it takes, its default, what it means, and which shipped recipes set
-    it to what. Of a SECTION, such as grpo: all of its keys.
+    For a KEY of recipes, such as grpo.kl_beta: what it takes, its default, its meaning, and the shipped recipes that
+    set it. For a SECTION, such as grpo: all of its keys.
 
     \b
-    Exit codes: 0 said  2 there is no such command or key
+    Exit codes: 0 printed  2 there is no such command or key
     """
+    if markdown:
+        from launcher.cli.show.keys import Keys
+
+        click.echo(Keys().markdown(), nl=False)
+        return
     group = context.find_root().command
     assert isinstance(group, click.Group)
     root = click.Context(group, info_name=context.find_root().info_name)

@@ -130,11 +130,17 @@ def expected(schema: Mapping[str, Any]) -> str:
         keys = ", ".join(schema.get("properties", {}))
         return f"a section with keys among: {keys}" if keys else "a mapping"
     if schema.get("type") == "array":
-        return "a list"
+        return "a list" + _of_items(schema.get("items", {}))
     kind = _UNITS.get(schema.get("type", ""), "another value")
     bounds = [f"{sign} {schema[bound]}" for bound, sign in _BOUNDS.items() if bound in schema]
     pattern = [f"matching {schema['pattern']}"] if "pattern" in schema else []
     return " ".join([kind, " and ".join(bounds), *pattern]).replace("  ", " ").strip()
+
+
+def _of_items(items: Mapping[str, Any]) -> str:
+    if "$ref" in items or not items:
+        return " of sections" if items else ""
+    return " of text" if items.get("type") == "string" else f" (each item {expected(items)})"
 
 
 def _resolve(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -37,7 +37,13 @@ class WeightedEnvironment(EnvironmentConfig):
     """One of several environments. Entries of Megatron-RL's environment files work too: `agent_type` and `agent_args`
     become name and arguments."""
 
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] = ""
+    id: Annotated[
+        str,
+        Field(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$",
+            json_schema_extra={"words": "letters, digits, and any of . _ / -, the first a letter or digit"},
+        ),
+    ] = ""
     """Name in metrics, and prefix of the names of its evaluation sets; default: its name. Environments that share a
     name need different ids."""
     weight: float = 1.0

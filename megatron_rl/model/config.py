@@ -123,8 +123,8 @@ class ModelConfig(Section):
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of weights and activations."""
     init: Literal["from-scratch", "checkpoint", "huggingface", "supervised"] = "checkpoint"
-    """Source of the initial weights. from-scratch: random. checkpoint: `checkpoint`. huggingface: `huggingface`.
-    supervised: random, then trained as `supervised` says."""
+    """Source of the initial weights. from-scratch: random. checkpoint: read from `checkpoint`. huggingface: read from
+    `huggingface`. supervised: random, then trained as `supervised` says."""
     init_seed: NonNegativeInt = 1
     """Seed of random weights (`init: from-scratch`)."""
     checkpoint: FilePath | None = None

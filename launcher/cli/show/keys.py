@@ -1,4 +1,4 @@
-"""Text of `mrl help` about a key of recipes, or a section of them."""
+"""Reference of recipe keys, generated from the types of the configuration: `mrl help KEY`, and docs/keys.md."""
 
 from __future__ import annotations
 
@@ -6,59 +6,116 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher.recipe.files import shipped_values
+from launcher.recipe.files import EXTENDS, shipped_values
 from launcher.recipe.meaning import meanings
 from launcher.recipe.problems import ITEM, expected, generic, known_keys
-from launcher.recipe.shipped import shipped_recipes
+from launcher.recipe.shipped import shipped_bases, shipped_recipes
 from launcher.recipe.suggest import KeyPath
 from megatron_rl.config import RunConfig
 
-WIDTH = 100
+WIDTH = 100  # columns of the terminal
+PAGE_WIDTH = 120  # columns of docs/keys.md
+UNITS = {"_s": "seconds", "_gib": "GiB"}  # by the end of a key
 ABSENT = object()
+
+PAGE = """\
+# Recipe keys
+
+Every key of a recipe, with what it takes, its default and its meaning. A key without a default is required. Paths and
+`extends` are described in [recipes.md](recipes.md), arguments of environments in [environments.md](environments.md).
+
+    mrl help grpo.kl_beta         # one entry, and the shipped recipes that set it
+    mrl help grpo                 # a section
+    mrl help --markdown           # this page, which is generated
+"""
 
 
 class Keys:
     """All that is known of the keys of a recipe."""
 
     def __init__(self) -> None:
-        self.known = known_keys(RunConfig.model_json_schema())
-        self._meanings = meanings(RunConfig)
+        name = {
+            "type": "string",
+            "words": "the name of a shipped recipe or base, or the path of a file",
+            "default": None,
+        }
+        self.known: dict[KeyPath, Mapping[str, Any]] = {(EXTENDS,): name, **known_keys(RunConfig.model_json_schema())}
+        base = (
+            "Recipe to start from. Mappings merge, and all other values, lists included, replace those of the base; an "
+            f"environment of another name replaces the whole section. Bases: {', '.join(shipped_bases())}."
+        )
+        self._meanings = {(EXTENDS,): base, **meanings(RunConfig)}
 
     def lines(self, path: KeyPath) -> list[str]:
-        """A key: what it takes, its default, what it means, who sets it. A section: each of its keys in brief."""
+        """Entry of a key, with the shipped recipes that set it; of a section, the entries of its keys."""
         inside = [key for key in self.known if len(key) > len(path) and key[: len(path)] == path]
-        lines = [self._head(path), *self._meaning(path)]
+        lines = [self._head(path), *_wrapped(self.meaning(path), "  ")]
         for key in inside:
-            if not any(other[: len(key)] == key and other != key for other in inside):
-                lines += ["", f"  {self._head(key)}", *(f"  {line}" for line in self._meaning(key))]
-        if not inside:
-            lines += _set_by(path)
-        return lines
+            if not self._is_section(key):
+                lines += ["", f"  {self._head(key)}", *_wrapped(self.meaning(key), "    ")]
+        return lines if inside else [*lines, *_set_by(path)]
+
+    def markdown(self) -> str:
+        """The page docs/keys.md."""
+        top = [key for key in self.known if len(key) == 1]
+        lines = [
+            PAGE,
+            "## Top level",
+            *(line for key in top if not self._is_section(key) for line in self._bullet(key)),
+        ]
+        for section in (key for key in self.known if self._is_section(key)):
+            lines += ["", f"{'#' * (len(section) + 1)} {_name(section)}", ""]
+            lines += textwrap.wrap(self.meaning(section), PAGE_WIDTH, break_on_hyphens=False)
+            for key in self.known:
+                if key[:-1] in (section, (*section, ITEM)) and not self._is_section(key):
+                    lines += self._bullet(key)
+        return "\n".join(lines) + "\n"
+
+    def meaning(self, path: KeyPath) -> str:
+        return self._meanings.get(path, "")
+
+    def _is_section(self, path: KeyPath) -> bool:
+        return any(len(key) > len(path) and key[: len(path)] == path for key in self.known)
 
     def _head(self, path: KeyPath) -> str:
         """`grpo.kl_beta: a number >= 0; default 0.0`"""
+        kind, default = self._type(path)
+        return f"{_name(path)}: {kind}" + (f"; {default}" if default else "")
+
+    def _bullet(self, path: KeyPath) -> Iterator[str]:
+        kind, default = self._type(path)
+        known = f"default `{default.removeprefix('default ')}`" if default.startswith("default") else default
+        text = f"- **`{path[-1]}`** ({kind}; {known}): {self.meaning(path)}"
+        yield ""
+        yield from textwrap.wrap(text, PAGE_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+    def _type(self, path: KeyPath) -> tuple[str, str]:
+        """What a key takes, and its default: `a number > 0, in seconds`, `default 600.0`."""
         field = self.known[path]
-        name = ".".join("N" if part == ITEM else part for part in path)
         if "properties" in field:
-            return f"{name}: a section"
-        default = f"default {_written(field['default'])}" if "default" in field else "required"
+            return "a section", ""
         kind = " or ".join(
             "a section" if "properties" in option else expected(option) for option in field.get("anyOf", [field])
         )
-        return f"{name}: {kind}; {default}"
-
-    def _meaning(self, path: KeyPath) -> list[str]:
-        said = self._meanings.get(path, "")
-        return textwrap.wrap(said, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        unit = next((f", in {unit}" for end, unit in UNITS.items() if path[-1].endswith(end)), "")
+        return kind + unit, f"default {_written(field['default'])}" if "default" in field else "required"
 
 
 def key_path(name: str) -> KeyPath:
-    """A key as it is typed, as known keys have it."""
+    """A key as it is typed, in the form of known keys."""
     return generic(tuple(name.split(".")))
 
 
+def _name(path: KeyPath) -> str:
+    return ".".join("N" if part == ITEM else part for part in path)
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def _set_by(path: KeyPath) -> Iterator[str]:
-    """The shipped recipes that set a key, by value."""
+    """Shipped recipes that set a key, by value."""
     by: dict[str, list[str]] = {}
     for recipe in shipped_recipes():
         value = _value(shipped_values(recipe), path)

@@ -1,0 +1,26 @@
+"""Reference of recipe keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.cli.show.keys import Keys
+
+PAGE = Path(__file__).parents[4] / "docs" / "keys.md"
+
+
+def test_every_key_has_a_meaning():
+    keys = Keys()
+    assert not [path for path in keys.known if not keys.meaning(path)]
+
+
+def test_the_page_is_current():
+    assert PAGE.read_text() == Keys().markdown(), "run `mrl help --markdown > docs/keys.md`"
+
+
+def test_an_entry_has_type_unit_default_and_meaning():
+    assert Keys().lines(("job", "silence_limit_s"))[:2] == [
+        "job.silence_limit_s: an integer > 0, in seconds; default 1800",
+        "  Seconds without a sign of life from a rank, or without progress of any rank, after which the run",
+    ]
+    assert Keys().lines(("environments", "*", "weight"))[0] == "environments.N.weight: a number; default 1.0"
