@@ -3,7 +3,8 @@
     extends: qwen2.5-3b-dapo      # a shipped recipe or base, or the path of a file
     name: mine
 
-Mappings merge key by key. Every other value, lists included, replaces the one below it.
+Mappings merge key by key. Every other value, lists included, replaces the one below it. Two sections depend on a name:
+another `environment.name` replaces the whole section, and another `model.huggingface` drops the shape of the model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from launcher.errors import BadInput
 from launcher.recipe.located_yaml import Located, read_mapping, read_text
 from launcher.recipe.problems import KeyPath
 from launcher.recipe.shipped import BASES, SHIPPED, shipped_bases, shipped_recipes
+from megatron_rl.model.hf_config import KEYS
 
 SECTIONS = "sections such as model: and grpo:, see the recipe demo"
 EXTENDS = "extends"
@@ -192,6 +194,12 @@ def _merge(
 ) -> dict[str, Any]:
     """Both mappings as one; notes the paths whose value above replaces all below it."""
     merged = dict(below)
+    if (
+        path == ("model",)
+        and isinstance(above.get("huggingface"), str)
+        and above["huggingface"] != below.get("huggingface")
+    ):
+        replaced += [(*path, key) for key in KEYS if merged.pop(key, None) is not None]  # the shape of another model
     for name, value in above.items():
         here, before = (*path, name), merged.get(name)
         if isinstance(before, Mapping) and isinstance(value, Mapping) and not _is_another(here, before, value):

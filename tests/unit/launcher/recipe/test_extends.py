@@ -163,3 +163,11 @@ def test_a_dry_run_has_a_line_for_each_source(folder):
     assert rows["cluster h100"] == "job.time_limit, image"
     assert rows["bases/dapo.yaml"].startswith("all other keys of job, placement, ")
     assert list(rows)[-1] == "default"
+
+
+def test_another_model_drops_the_shape_of_the_base(folder):
+    text = "extends: smollm2-135m-chain-sum\nmodel: {huggingface: Qwen/Qwen2.5-3B}\n"
+    recipe = load_recipe(write(folder, "own.yaml", text))
+    assert (recipe.config.model.num_layers, recipe.config.tokenizer.path) == (36, "Qwen/Qwen2.5-3B")
+    assert str(origins(recipe)["model.num_layers"]) == "models.yaml"
+    assert origins(recipe)["model.dtype"].source == "smollm2-135m-chain-sum.yaml"
