@@ -148,10 +148,6 @@ def _write_to(path: str) -> None:
     sys.stderr = QuietStream(sys.stderr)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 class ThisMachine(Surroundings):
     """The machine that a supervisor and its ranks share.
 
@@ -187,3 +183,7 @@ class ThisMachine(Surroundings):
 
     def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:
         """Nobody does: mrl-submit says how its user goes on."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
