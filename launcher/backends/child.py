@@ -110,15 +110,12 @@ class Child:
         return Failed(f"{self._module} ended with exit code {code}{': ' if last else ''}{last}")
 
 
-MODULE = "megatron_rl.agent.trial"
-
-
 def tried(environment: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
     """Each of its first problems, as they are tried: see `megatron_rl.agent.trial.tried`.
 
     Raises BadInput where it cannot be built, Failed where the process did not end well.
     """
-    with Child(MODULE) as child:
+    with Child("megatron_rl.agent.trial") as child:
         child.send(json.dumps({"environment": environment.model_dump(), "problems": problems}))
         child.end_input()
         yield from child.said()
@@ -127,7 +124,6 @@ def tried(environment: EnvironmentConfig, problems: int) -> Iterator[dict[str, A
             raise child.failure(code)
 
 
-MODULE = "megatron_rl.evaluate"
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -165,7 +161,7 @@ def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]
 
     before = {number: signal.signal(number, forward) for number in STOPPING}
     try:
-        with Child(MODULE) as child:
+        with Child("megatron_rl.evaluate") as child:
             if heard:  # before there was a child to tell
                 child.signal(signal.SIGTERM)
             child.send(evaluation.model_dump_json())
