@@ -1,19 +1,19 @@
-# make            says what there is
+# make            lists the targets
 # make demo       from a fresh clone to a trained model
-# make test       what must pass before a commit
+# make test       must pass before a commit
 
 PYTHON ?= python3
-# Holds torch without CUDA for Linux; used where it can be reached. Empty: only the indexes pip is configured with.
+# Index of torch without CUDA for Linux, used if it is reachable. Empty: only pip's configured indexes.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
-# Of `make test-gpu`: .venv has torch for CPUs alone.
+# For `make test-gpu`, because .venv has torch for CPUs only.
 GPU_PYTHON ?= python3
 IN_TRIXIE := $(BIN)/python tests/slurm/trixie.py run
 READY := .venv/ready
 MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 
-# Tests and demos start Python hundreds of times: where this is set, each start would compile the toolkit afresh.
+# Tests and demos start Python hundreds of times; with this variable each start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help env demo test test-slow test-slurm-24 test-slurm-24-short test-gpu slurm-lab slurm-lab-24 bench lint
@@ -22,36 +22,36 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-env: $(READY) ## make .venv with everything below (Python 3.11 to 3.13; another one: PYTHON=/path/to/python3.13)
+env: $(READY) ## install .venv (Python 3.11 to 3.13; to choose one: PYTHON=/path/to/python3.13)
 
 demo: $(READY) ## train a tiny model on arithmetic while you watch, about two minutes
 	$(BIN)/mrl-submit demo
 
-# Three workers on two cores: most of tests/runs and tests/slurm is waiting. In the order of tests/conftest.py, which
-# pytest-xdist would else replace by files with many tests first, so that both cores would wait for Slurm in the end.
-test: lint ## lint, unit tests, whole runs here, and on a real Slurm where its packages are installed
+# Three workers on two cores, because tests/runs and tests/slurm mostly wait. --no-loadscope-reorder keeps the order of
+# tests/conftest.py; otherwise pytest-xdist starts files with many tests first, and all workers wait for Slurm at the end.
+test: lint ## lint, unit tests, whole runs here and, if its packages are installed, on a real Slurm
 	$(BIN)/pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/unit tests/runs tests/slurm
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn, invariants at length
 	$(BIN)/pytest -m slow --timeout 3600 tests
 	$(BIN)/pytest -m "not slow" --timeout 1800 --numprocesses 2 --hypothesis-profile thorough tests/unit
 
-# In a root directory of Debian 13's: made once (mmdebstrap), kept in the cache.
-test-slurm-24: $(READY) ## the tests on a real Slurm, on Debian 13's 24.11 whatever this machine has
+# In a root directory with Debian 13, created once (mmdebstrap) and kept in the cache.
+test-slurm-24: $(READY) ## the Slurm tests on Debian 13's Slurm 24.11
 	$(IN_TRIXIE) $(BIN)/pytest --timeout 3600 --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/slurm
 
-# What differs most between versions: preemption and squeue's answers. A minute.
+# The largest differences between versions: preemption and the output of squeue. One minute.
 test-slurm-24-short: $(READY)
 	$(IN_TRIXIE) $(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile \
 	    tests/slurm/test_slurm_preempted_often.py tests/slurm/test_slurm_commands.py
 
-test-gpu: ## on a GPU, with a GPU_PYTHON that has torch for CUDA: tests, and figures to tests/benchmarks/results
+test-gpu: ## GPU tests, and figures to tests/benchmarks/results; GPU_PYTHON needs torch for CUDA
 	$(GPU_PYTHON) -m pytest --timeout 1800 tests/gpu
 	$(GPU_PYTHON) tests/benchmarks/gpu_step.py --size 0.5b
 	$(GPU_PYTHON) tests/benchmarks/gpu_step.py --size 7b
 	$(GPU_PYTHON) tests/benchmarks/gpu_decode.py
 
-slurm-lab: $(READY) ## a shell with a real Slurm of ten nodes on this machine, gone when the shell ends
+slurm-lab: $(READY) ## a shell with a real Slurm of ten nodes on this machine; it ends with the shell
 	@$(BIN)/python tests/slurm/lab.py shell
 
 slurm-lab-24: $(READY) ## the same with Debian 13's Slurm 24.11
@@ -71,7 +71,7 @@ lint: $(READY) ## style, format, types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Written last, so an interrupted installation starts over, and one that is up to date costs nothing.
+# Written last, so that an interrupted installation starts over.
 $(READY): $(MADE_FROM)
 	@for python in "$(PYTHON)" python3.13 python3.12 python3.11; do \
 	    "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && break; \
@@ -80,11 +80,11 @@ $(READY): $(MADE_FROM)
 	if [ -z "$$python" ]; then \
 	    echo "mrl needs Python 3.11 to 3.13, but $(PYTHON) is $$("$(PYTHON)" --version 2>&1 | tail -n 1)." >&2; \
 	    echo "Install one (Debian 12 and 13, Ubuntu 24.04: apt-get install python3 python3-venv)," >&2; \
-	    echo "or say where it is: make env PYTHON=/path/to/python3.13" >&2; \
+	    echo "or name one: make env PYTHON=/path/to/python3.13" >&2; \
 	    exit 1; \
 	fi; \
 	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
-	    echo "$$python cannot make virtual environments: apt-get install python3-venv (as root), then try again." >&2; \
+	    echo "$$python cannot create virtual environments: apt-get install python3-venv (as root), then try again." >&2; \
 	    exit 1; \
 	fi; \
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv
@@ -92,7 +92,7 @@ $(READY): $(MADE_FROM)
 	if [ -n "$(TORCH_INDEX)" ] && [ "$$(uname)" = Linux ] && $(BIN)/python -c \
 	    'import urllib.request; urllib.request.urlopen("$(TORCH_INDEX)/torch/", timeout=5)' 2>/dev/null; then \
 	    index="--extra-index-url $(TORCH_INDEX)"; \
-	elif [ "$$(uname)" = Linux ]; then size="several GB, as this PyTorch brings CUDA along ($(TORCH_INDEX) has one without)"; \
+	elif [ "$$(uname)" = Linux ]; then size="several GB, because this PyTorch includes CUDA ($(TORCH_INDEX) has one without)"; \
 	fi; \
 	echo "Installing PyTorch and some 120 packages into .venv, once: $$size. This takes minutes."; \
 	if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; \

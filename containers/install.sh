@@ -18,6 +18,6 @@ if [[ $before != "$after" ]]; then
     echo "pip replaced packages that were built for this image: $before -> $after" >&2
     exit 1
 fi
-# What the ranks and `mrl serve` import first, or the image would be found wanting by a job.
+# Imports of the ranks and of `mrl serve`, so that a missing library fails this build and not a job.
 python3 -c 'import megatron.core, megatron_rl.attempt, transformers, math_verify, megatron_rl.server.app'
 echo "added mrl and its libraries to $before"
