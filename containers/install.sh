@@ -19,5 +19,5 @@ if [[ $before != "$after" ]]; then
     exit 1
 fi
 # Imports of the ranks and of `mrl serve`, so that a missing library fails this build and not a job.
-python3 -c 'import megatron.core, megatron_rl.attempt, transformers, math_verify, megatron_rl.server.app'
+python3 -c 'import megatron.core, megatron_rl.run.attempt, transformers, math_verify, megatron_rl.server.app'
 echo "added mrl and its libraries to $before"

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from megatron_rl.evaluate.attempt import run_evaluation
 
             return partial(run_evaluation, run_dir, attempt, world)
-        from megatron_rl.attempt import run_attempt
+        from megatron_rl.run.attempt import run_attempt
 
         return partial(run_attempt, run_dir, attempt, world)
 

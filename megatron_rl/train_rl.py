@@ -19,7 +19,7 @@ from megatron_rl.metrics.report import step_lines
 from megatron_rl.rank.entry import gc_between_steps
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed
 from megatron_rl.rollout.view import GroupsView
-from megatron_rl.run import Run
+from megatron_rl.run.setup import Run
 
 logger = logging.getLogger("megatron_rl")
 

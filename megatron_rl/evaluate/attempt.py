@@ -1,4 +1,4 @@
-"""One attempt of an evaluation's job: a rank that evaluates, as `megatron_rl.attempt` is one that trains."""
+"""One attempt of an evaluation's job: a rank that evaluates, as `megatron_rl.run.attempt` is one that trains."""
 
 from __future__ import annotations
 

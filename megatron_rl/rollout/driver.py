@@ -81,7 +81,6 @@ class RolloutDriver:
         self._in_flight: InFlightGroups | None = None
         if bank is not None:
             self._in_flight = InFlightGroups(agent, self._stream.problem, inference, bank, config)
-        loop.advance(_nothing if self._in_flight is None else self._in_flight.start)
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
         """The batch of the next step: the first `prompts_per_step` usable ordinals from `first_ordinal` on. Collective.

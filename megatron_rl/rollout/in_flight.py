@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import AsyncExitStack
+from typing import Any
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import group_key
@@ -15,7 +15,6 @@ from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong, ResumableInference
 from megatron_rl.rollout.bank.bank import Bank
-from megatron_rl.rollout.bank.recording import Recording
 from megatron_rl.rollout.window import State
 
 logger = logging.getLogger(__name__)
@@ -41,12 +40,8 @@ class InFlightGroups:
         self._tasks: dict[int, GroupTask] = {}
         self._begun_after: dict[int, int] = {}  # ordinal: step of the weights with which it was begun
         self._states: dict[int, State] = {}  # of finished groups
-        self._exit = AsyncExitStack()
-        self._recording: Recording | None = None
-
-    async def start(self) -> None:
-        """Open the recording. Called first."""
-        self._recording = await self._exit.enter_async_context(self._bank.recording(self._inference))
+        self._recording = bank.recording(inference)
+        self._writer: asyncio.Task[None] | None = None
 
     def begin(self, loop: asyncio.AbstractEventLoop, ordinals: range, step: int, *, waiting: bool = False) -> None:
         """Begin these ordinals; those scored by an earlier attempt are finished at once.
@@ -55,6 +50,7 @@ class InFlightGroups:
             step: the step whose weights answer them.
             waiting: see `Bank.scored`.
         """
+        self._writer = self._writer or loop.create_task(self._bank.flush_regularly(self._recording))
         scored = self._bank.scored(ordinals, self._problem, waiting=waiting) if ordinals else {}
         for ordinal in ordinals:
             self._begun_after[ordinal] = step
@@ -63,7 +59,6 @@ class InFlightGroups:
     async def _group(self, ordinal: int, scored: TrajectoryGroup | None) -> TrajectoryGroup | None:
         if scored is not None:
             return scored
-        assert self._recording is not None
         request = GroupRolloutRequest(
             ordinal=ordinal,
             problem=self._problem(ordinal),
@@ -133,7 +128,6 @@ class InFlightGroups:
 
     def settle(self, below: int) -> int:
         """Forget all ordinals below, and cancel those that are unfinished. Returns the number of tokens these had."""
-        assert self._recording is not None
         settled = [ordinal for ordinal in self._tasks if ordinal < below]
         unfinished = {ordinal for ordinal in settled if not self._tasks[ordinal].done()}
         tokens = self._recording.tokens_of(unfinished) if unfinished else 0
@@ -146,13 +140,13 @@ class InFlightGroups:
         return tokens
 
     def flush(self) -> None:
-        """Write what is new: an error ends the attempt."""
+        """Write, behind the caller, what is new."""
         self._bank.flush(self._recording)
 
     async def stop(self) -> None:
         """Record the tokens of unfinished answers, then cancel all tasks: a cancelled request has no tokens."""
-        await self._exit.aclose()
-        tasks = [*self._tasks.values()]
+        self.flush()
+        tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *filter(None, [self._writer])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -26,7 +26,7 @@ from megatron_rl.rank.groups import connect
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World, die_with_parent
 from megatron_rl.rollout.view import GroupsView
-from megatron_rl.run import Run, set_up
+from megatron_rl.run.setup import Run, set_up
 from megatron_rl.train_rl import train
 
 PROMPTS = 4096

@@ -101,7 +101,7 @@ def test_flex_attention_holds_no_scores() -> None:
 
 TWINS = """
 import transformer_engine.pytorch
-import megatron_rl.attempt
+import megatron_rl.run.attempt
 import torch, torch.distributed as dist
 from megatron.core import parallel_state
 from core_helpers import VOCAB, tiny_model

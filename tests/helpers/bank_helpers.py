@@ -22,7 +22,7 @@ from megatron_rl.rollout.config import ResumeConfig
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.in_flight import InFlightGroups
 from megatron_rl.rollout.mixture import Mixture
-from megatron_rl.run import Run
+from megatron_rl.run.setup import Run
 
 NOWHERE = Path("nowhere.bank")
 
@@ -84,7 +84,6 @@ def collect(
         bank = bank or bank_in(Path(folder))
         groups = InFlightGroups(agent, stream.problem, run.engine, bank, run.config)
         try:
-            loop.advance(groups.start)
             loop.do(lambda it: groups.begin(it, share, 0))
             loop.advance(lambda: loop.wait(groups.unfinished(share)))
             loop.do(lambda _: groups.states(share, None))  # raises what an agent has raised

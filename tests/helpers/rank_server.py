@@ -13,8 +13,8 @@ from importlib import import_module
 IMPORTED = (
     "hypothesis",
     "megatron_rl.environments.arithmetic",
-    "megatron_rl.attempt",
-    "megatron_rl.partitioned",
+    "megatron_rl.run.attempt",
+    "megatron_rl.run.partitioned",
     "megatron_rl.platform.cpu",
     "megatron_rl.rank_main",
     "megatron_rl.replica.attempt",

@@ -26,9 +26,6 @@ from disk_helpers import Death, Disk, Killed, State, restore
 from loop_helpers import reproducible
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_rl import attempt as attempt_module
-from megatron_rl import generation as generation_module
-from megatron_rl import run as run_module
 from megatron_rl.agent.api import (
     EvaluationAgent,
     EvaluationRequest,
@@ -49,7 +46,6 @@ from megatron_rl.inference.api import AnswerPrefix, Completion, GenerationReques
 from megatron_rl.metrics import tensorboard
 from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.models import Models
 from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
@@ -58,6 +54,10 @@ from megatron_rl.rank.world import World
 from megatron_rl.refit.publish import SharedWeights
 from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.run import attempt as attempt_module
+from megatron_rl.run import generation as generation_module
+from megatron_rl.run import setup as run_module
+from megatron_rl.run.models import Models
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
 STEP_S = 1000.0

@@ -138,7 +138,7 @@ def slow_evaluation(folder: Path, rank: int) -> None:
 def slow_second_rank(folder: Path, rank: int) -> None:
     """The other waits for it at the rendezvous."""
     if rank == 1:
-        from megatron_rl import attempt
+        from megatron_rl.run import attempt
 
         original = attempt.connect
 

@@ -13,9 +13,9 @@ from layout_helpers import Layout
 from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.model.parallel import copy_part, groups_of_one
 from megatron_rl.model.policy import build_policy
-from megatron_rl.models import share_weights
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
+from megatron_rl.run.models import share_weights
 
 CASES = {
     "TP2": ("Qwen2", Layout(tp=2)),

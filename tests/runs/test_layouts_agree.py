@@ -23,12 +23,12 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.models import build_models
 from megatron_rl.platform.select import select
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import LeaveAgreed
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import shares
+from megatron_rl.run.models import build_models
 from megatron_rl.training import optimizer as optimizer_module
 from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
 from megatron_rl.training.trainer import Trainer

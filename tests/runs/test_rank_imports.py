@@ -10,7 +10,7 @@ def test_a_rank_loads_neither_compilers_nor_wandb_which_can_still_be_imported() 
     names = ["megatron.core", "torch._inductor", "torch._dynamo", "wandb", "transformers"]
     names.append("megatron_rl.platform.cpu")  # its patches are for recipes that ask for a CPU
     program = (
-        "import sys, importlib.util, megatron_rl.attempt\n"
+        "import sys, importlib.util, megatron_rl.run.attempt\n"
         f"print(*[name for name in {names} if name in sys.modules], importlib.util.find_spec('wandb').name)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)

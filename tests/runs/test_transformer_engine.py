@@ -17,7 +17,7 @@ INSTALLED = "import te_stand_in; te_stand_in.install()\n"
 ALONE = """
 import json
 import torch, torch.distributed as dist
-import megatron_rl.attempt  # as a rank does
+import megatron_rl.run.attempt  # as a rank does
 from megatron.core import parallel_state
 from core_helpers import VOCAB, tiny_model
 from megatron_rl.model.policy import build_policy

@@ -18,8 +18,8 @@ ORDER = {
     "megatron_rl": """
         contract errors section extras CONFIG config
         platform metrics rank model inference agent environments algorithms rollout checkpoint training refit
-        standalone server replica evaluate chat fabric rehearse models generation partitioned external problems run
-        train_rl attempt rank_main replica_main
+        standalone server replica evaluate chat fabric rehearse run
+        train_rl run.attempt rank_main replica_main
     """,
     "launcher": """
         host.process host.slurm host.judge host.record host.code host.image host.attempt host

@@ -1,14 +1,14 @@
 """The durable bank: what generation has paid for outlives the process.
 
     bank.scored(ordinals, problem)    by earlier attempts: nothing of these groups is done again
-    async with bank.recording(inference) as recording:
-        recording.generate(request)   an interrupted answer goes on from the tokens it had
-        recording.add(group)          scored
+    recording = bank.recording(inference)
+    recording.generate(request)       an interrupted answer goes on from the tokens it had
+    recording.add(group)              scored
     bank.begin_checkpoint(step, next_ordinal, waiting)    it settles all below this ordinal, and needs what waits ...
     bank.end_checkpoint(step)                             ... and is published: they are forgotten
 
 What is being recorded is written every `resume.flush_s`, after each batch unless that was moments ago, and when the
-block is left. One file per attempt and driver (file.py); every driver reads those of all, since another number of ranks
+driver stops. One file per attempt and driver (file.py); every driver reads those of all, since another number of ranks
 has other shares. Losing any of it costs repeated work, never a wrong record: what is damaged, torn or of a line of
 training that was given up is as if it had not been. What would make the record another one is on disk before a
 checkpoint is published.
@@ -20,9 +20,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
@@ -87,19 +87,11 @@ class Bank:
         groups = self._earlier.scored(ordinals, problem)
         return groups if self._keeps_parts or waiting else whole_share(ordinals, groups)
 
-    @asynccontextmanager
-    async def recording(self, inference: ResumableInference) -> AsyncIterator[Recording]:
-        """The inference of a driver's agents; what is unfinished when the block is left must not be cancelled
-        before."""
-        recording = Recording(
+    def recording(self, inference: ResumableInference) -> Recording:
+        """The inference of a driver's agents."""
+        return Recording(
             inference, lambda: self._earlier, self._lineage, self._unwritten.append, with_parts=self._keeps_parts
         )
-        writer = asyncio.create_task(self._flush_regularly(recording))
-        try:
-            yield recording
-        finally:
-            writer.cancel()
-            self.flush(recording)
 
     def flush_if_due(self, recording: Recording) -> None:
         """Write, behind the caller, what is new. Called after each batch: the loop may stop while it is trained."""
@@ -190,7 +182,8 @@ class Bank:
 
     # What this one leaves
 
-    async def _flush_regularly(self, recording: Recording) -> None:
+    async def flush_regularly(self, recording: Recording) -> None:
+        """Write what is new every `resume.flush_s`, until cancelled."""
         while True:
             await asyncio.sleep(self._resume.flush_s)
             self.flush(recording)

@@ -25,7 +25,7 @@ from megatron_rl.rollout.bank import bank as bank_module
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import bank_file, bank_files, scan
 from megatron_rl.rollout.config import ResumeConfig
-from megatron_rl.run import Run
+from megatron_rl.run.setup import Run
 
 KEEP = ResumeConfig(partial="keep")
 REGENERATE = ResumeConfig(partial="regenerate")
@@ -278,11 +278,11 @@ def test_what_the_first_replica_samples_by_the_next_weights_is_newer(tmp_path: P
 
     async def flush() -> None:
         bank = bank_in(tmp_path, 1, KEEP, 6)
-        async with bank.recording(inference) as recording:
-            asked = asyncio.ensure_future(recording.generate(request))
-            await asyncio.sleep(0)
-            bank.flush(recording)
-            asked.cancel()
+        recording = bank.recording(inference)
+        asked = asyncio.ensure_future(recording.generate(request))
+        await asyncio.sleep(0)
+        bank.flush(recording)
+        asked.cancel()
         bank.close()
 
     asyncio.run(flush())

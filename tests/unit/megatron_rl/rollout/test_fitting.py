@@ -16,9 +16,9 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.names import STEP_METRICS
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.problems import choose_problems
 from megatron_rl.rollout import fitting as fitting_module
 from megatron_rl.rollout.fitting import fitting
+from megatron_rl.run.problems import choose_problems
 
 
 def words(text: str) -> list[int]:

@@ -17,13 +17,10 @@ from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.generation import Generation, generate_here
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.metrics.writer import MetricsWriter, Writer
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.models import Models, build_models
 from megatron_rl.platform.api import Platform
-from megatron_rl.problems import PATIENCE_S, check_alike, check_unchanged, choose_problems, digests_of
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.publish import Refit
@@ -31,6 +28,9 @@ from megatron_rl.rollout.bank.bank import open_bank
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.rollout.window import Drawn
+from megatron_rl.run.generation import Generation, generate_here
+from megatron_rl.run.models import Models, build_models
+from megatron_rl.run.problems import PATIENCE_S, check_alike, check_unchanged, choose_problems, digests_of
 from megatron_rl.training.trainer import Trainer
 
 logger = logging.getLogger("megatron_rl")
@@ -152,7 +152,7 @@ def set_up(
     training_sets, left_out = choose_problems(environment, config, tokenizer)
     pool = None
     if config.placement.mode == "partitioned":
-        from megatron_rl import partitioned  # and with it an HTTP client, which takes a while
+        from megatron_rl.run import partitioned  # and with it an HTTP client, which takes a while
 
         pool = partitioned.open_pool(run_dir, attempt, config, groups)
     problems = digests_of(training_sets, config.task.name)
@@ -177,7 +177,7 @@ def set_up(
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
     )
     if config.inference.engine == "server":
-        from megatron_rl.external import generate_by_server  # and with it an HTTP client
+        from megatron_rl.run.external import generate_by_server  # and with it an HTTP client
 
         generation = generate_by_server(models.policy, config, tokenizer, groups, safe_points)
     elif pool is None:

@@ -12,8 +12,6 @@ import pytest
 from checkpoint_helpers import checkpointer, sharded_state, world
 from core_helpers import quiet_safe_points, tiny_run
 
-from megatron_rl import attempt as attempt_module
-from megatron_rl.attempt import finish, leave, run_attempt
 from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
@@ -28,6 +26,8 @@ from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World
+from megatron_rl.run import attempt as attempt_module
+from megatron_rl.run.attempt import finish, leave, run_attempt
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.generation import Generation
 from megatron_rl.inference.config import ServerConfig
 from megatron_rl.inference.served import ServedPolicy, endpoint_of
 from megatron_rl.model.hf_config import CONFIG_FILE
@@ -26,6 +25,7 @@ from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.external import ExternalRefit, ServerReload
 from megatron_rl.refit.served_folder import ServedFolder, ServerAway
 from megatron_rl.rollout.agent_loop import AgentThread, TrainingDriver
+from megatron_rl.run.generation import Generation
 
 logger = logging.getLogger("megatron_rl")
 

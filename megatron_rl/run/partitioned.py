@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.generation import Generation
 from megatron_rl.inference.replicas.dispatch import Dispatch
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import digest_of, read_token
@@ -21,6 +20,7 @@ from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
 from megatron_rl.rollout.agent_loop import AgentThread, TrainingDriver
+from megatron_rl.run.generation import Generation
 
 
 def open_pool(run_dir: RunDir, attempt: Attempt, config: RunConfig, groups: Groups) -> ReplicaPool:

@@ -33,7 +33,7 @@ from megatron_rl.rank.drain import DrainListener, fits, leave_early
 from megatron_rl.rank.groups import connect, disconnect
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed, SafePoints
 from megatron_rl.rank.world import World
-from megatron_rl.run import Run, set_up
+from megatron_rl.run.setup import Run, set_up
 from megatron_rl.train_rl import begin_save, save_metrics, train
 
 logger = logging.getLogger("megatron_rl")

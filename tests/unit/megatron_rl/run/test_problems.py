@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megatron_rl import problems as problems_module
 from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem
@@ -17,8 +16,9 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.contract.run_records import Fork
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.problems import check_alike, check_unchanged, digests_of
-from megatron_rl.run import Counters
+from megatron_rl.run import problems as problems_module
+from megatron_rl.run.problems import check_alike, check_unchanged, digests_of
+from megatron_rl.run.setup import Counters
 
 BEFORE = {"sums": ProblemDigest(1500, "a"), "puzzles": ProblemDigest(10, "b")}
 NOW = {"sums": ProblemDigest(1499, "c"), "puzzles": ProblemDigest(10, "b")}
