@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         return partial(run_replica, run_dir, replica, start, world)
 
-    run_rank(replica, world, load, tells_host=False)
+    run_rank(replica, world, load, notifies_host=False)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.metrics.names import StepReport
 from megatron_rl.metrics.report import step_lines
 from megatron_rl.rank.entry import gc_between_steps
-from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed
+from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed
 from megatron_rl.rollout.view import GroupsView
 from megatron_rl.run.setup import Run
 
@@ -96,7 +96,7 @@ def save(run: Run) -> None:
     """Start a checkpoint of the current step, once the one before is written; it is written behind the next steps."""
     with run.safe_points.phase("save"):
         while run.checkpointer.under_way is not None and not run.safe_points.poll():
-            run.checkpointer.wait(until=time.monotonic() + LOOK_EVERY_S)
+            run.checkpointer.wait(until=time.monotonic() + POLL_S)
         run.safe_points.agree()
         begin_save(run)
 

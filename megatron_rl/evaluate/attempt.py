@@ -56,7 +56,7 @@ def run_evaluation(
 
     def conclude(done: bool) -> None:
         if not done:
-            drain.tell_host(world.rank)
+            drain.notify_host(world.rank)
         outcome = Outcome(FINISHED if done else DRAINED, answered)
         once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, outcome))
 

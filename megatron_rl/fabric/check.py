@@ -1,12 +1,12 @@
-"""Do the nodes reach each other, and fast? One process a GPU, before the ranks start:
+"""Check that the nodes reach each other fast enough. One process per GPU, before the ranks start:
 
     srun ... python -m megatron_rl.fabric.check --run-dir RUN_DIR --attempt N [--slower-than GBPS]
 
-All ranks reduce together for some seconds. When that fails or is slow, neighbouring nodes do so in pairs, which tells
-which of them it is. Rank 0 writes Attempt.fabric; launcher.host.judge.nodes judges it with the nodes' own reports.
+All ranks all-reduce together for some seconds. If that fails or is slow, pairs of neighbouring nodes do so, which shows
+the node to blame. Rank 0 writes Attempt.fabric, which launcher.host.judge.nodes reads with the nodes' own reports.
 
-Every all-reduce runs in a child process that its parent ends at a deadline: a collective that hangs in a driver cannot
-be called back. Parents talk through a TCP store and touch no GPU.
+Every all-reduce runs in a child process that its parent kills at a deadline, because a collective that hangs in a
+driver cannot be interrupted. Parents communicate through a TCP store and touch no GPU.
 """
 
 from __future__ import annotations
@@ -41,27 +41,30 @@ from megatron_rl.rank.rendezvous import meet
 
 logger = logging.getLogger("megatron_rl.fabric.check")
 
-MEASURE_S = 10.0  # of all-reduces that are timed
-BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}  # of the reduced tensor, in fp32
-PRODUCT, PRODUCTS = 8192, 50  # size and number of the timed matrix products: a tenth of a second on an H100
-FORK = multiprocessing.get_context("fork")  # torch is imported already, and this process has not touched CUDA
+MEASURE_S = 10.0
+"""Seconds of timed all-reduces."""
+BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}
+"""Bytes of the reduced fp32 tensor, by device."""
+PRODUCT, PRODUCTS = 8192, 50
+"""Size and number of the timed matrix products: a tenth of a second on an H100."""
+FORK = multiprocessing.get_context("fork")  # fast: torch is imported already. Safe: this process has not touched CUDA.
 
 
 @dataclass(frozen=True, slots=True)
 class FabricTimeouts:
-    """Seconds."""
+    """Limits in seconds."""
 
     meet: float = 120.0
     """From the first rank's arrival to the last one's."""
     stage: float = 90.0
-    """One group's first communication and its all-reduces."""
+    """One group's initialisation and its all-reduces."""
     slack: float = 30.0
-    """What a parent needs to end its child and say so."""
+    """A parent's time to end its child and report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One group of ranks that reduces together."""
+    """One group of ranks that all-reduces together."""
 
     name: str
     members: tuple[int, ...]
@@ -76,7 +79,7 @@ def run(
     slower_than: float | None,
     timeouts: FabricTimeouts,
 ) -> None:
-    """Take part as one rank. Rank 0 writes the findings. Raises dist.DistError when rank 0 has gone."""
+    """Take part as one rank. Rank 0 writes the findings. Raises dist.DistError if rank 0 has gone."""
     address = attempt.address("fabric")
     store = meet(address, rank, size, timedelta(seconds=timeouts.meet))
     board = Board(store, rank, size)
@@ -85,18 +88,18 @@ def run(
     )
     nodes = whole_nodes(hosts)
     members = tuple(member for ranks in nodes.values() for member in ranks)
-    if rank not in members and rank != 0:  # whose board the others need
+    if rank not in members and rank != 0:  # rank 0 serves the others' board in any case
         return
     began = time.monotonic()
     slow: dict[str, str] = {}
 
     def reduce(stages: Sequence[Stage]) -> dict[str, AllReduce]:
-        """What stages found that share no rank, the same on every rank."""
+        """Results of stages that share no rank, the same on every rank."""
         mine = next((stage for stage in stages if rank in stage.members), None)
         found = mine and in_child(lambda: measure(address, job, mine, rank, local_rank), timeouts.stage)
         key = "+".join(stage.name for stage in stages)
-        told = board.exchange(key, found and to_json(found), members, timeouts.stage + timeouts.slack)
-        answers = [None if one is None else from_json(AllReduce, one) for one in told]
+        found_by_rank = board.exchange(key, found and to_json(found), members, timeouts.stage + timeouts.slack)
+        answers = [None if one is None else from_json(AllReduce, one) for one in found_by_rank]
         slow.update(stragglers(hosts, answers))
         return {stage.name: worst([answers[one] for one in stage.members]) for stage in stages}
 
@@ -119,7 +122,7 @@ def run(
 
 
 class Board:
-    """What the ranks tell each other, through rank 0."""
+    """Exchange of JSON values between the ranks, through rank 0."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -127,9 +130,9 @@ class Board:
         self._size = size
 
     def exchange(self, key: str, mine: Any, members: Sequence[int], limit: float) -> list[Any]:
-        """What every rank said under `key`; None of those that are no `members` or did not say it within `limit`.
+        """Values of all ranks under `key`; None for ranks outside `members` or later than `limit` seconds.
 
-        Collective. Raises dist.DistError when rank 0 says nothing.
+        Collective. Raises dist.DistError if rank 0 is silent.
         """
         self._store.set(f"{key}/{self._rank}", json.dumps(mine))
         if self._rank == 0:
@@ -141,7 +144,7 @@ class Board:
         return answered
 
     def leave(self, members: Sequence[int], limit: float) -> None:
-        """Rank 0 stays until the others need it no more."""
+        """Keep rank 0 alive until the others have left."""
         self._store.set(f"left/{self._rank}", "true")
         if self._rank == 0:
             give_up = time.monotonic() + limit
@@ -157,7 +160,7 @@ class Board:
 
 
 def in_child(work: Callable[[], AllReduce], limit: float) -> AllReduce:
-    """What `work` returns in a process of its own, or its error. A child that hangs in a driver is left behind."""
+    """Result of `work` in a child process, or its error. A child that hangs in a driver is abandoned."""
     reader, writer = FORK.Pipe(duplex=False)
     child = FORK.Process(target=_report, args=(work, writer), daemon=True)
     child.start()
@@ -180,19 +183,19 @@ def _report(work: Callable[[], AllReduce], writer: Connection) -> None:
     try:
         writer.send(work())
     except (RuntimeError, ValueError, OSError) as error:
-        said = f"{socket.gethostname()}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        writer.send(AllReduce(error=said))
+        message = f"{socket.gethostname()}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        writer.send(AllReduce(error=message))
     os._exit(0)  # a normal exit waits for communicators whose peers may be gone
 
 
 def measure(address: Path, job: JobConfig, stage: Stage, rank: int, local_rank: int) -> AllReduce:
-    """The bus bandwidth of an all-reduce among `stage.members`, 2 (n - 1) / n * bytes / seconds, as nccl-tests
-    define it (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)."""
-    from megatron_rl.platform.select import select  # here: it may touch CUDA
+    """Bus bandwidth of an all-reduce among `stage.members`, 2 (n - 1) / n * bytes / seconds as in nccl-tests
+    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)."""
+    from megatron_rl.platform.select import select  # only in the child: it may touch CUDA
 
     rendezvous = read(Address, address)
     if isinstance(rendezvous, Absent | Unreadable):
-        raise OSError(f"the address of rank 0: {rendezvous}")
+        raise OSError(f"the address of rank 0 cannot be read: {rendezvous}")
     platform = select(job, local_rank)
     limit = timedelta(seconds=FabricTimeouts().stage)
     store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, limit, wait_for_workers=False)
@@ -212,17 +215,17 @@ def measure(address: Path, job: JobConfig, stage: Stage, rank: int, local_rank: 
     tensor.zero_()
     once = _seconds(tensor, 1, platform.synchronize)
     slowest = torch.tensor([once], device=platform.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all count alike
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must repeat the same number of times
     times = max(1, min(200, int(MEASURE_S / slowest.item())))
     seconds = _seconds(tensor, times, platform.synchronize) / times
     gbps = 2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9
-    # Ranks share the processors of a CPU node, so there it would tell nothing.
+    # On CPUs the ranks share the processors of a node, so a product's speed means nothing.
     tflops = product_tflops(platform.device, PRODUCT, platform.synchronize) if job.device == "cuda" else None
     return AllReduce(gbps=gbps, seconds=seconds, tflops=tflops)
 
 
 def product_tflops(device: torch.device, size: int, synchronize: Callable[[], None]) -> float:
-    """1e12 operations a second of products of two square matrices of this size in bf16."""
+    """Speed of bf16 products of two [size, size] matrices, in 1e12 operations per second."""
     left = torch.ones(size, size, dtype=torch.bfloat16, device=device)  # [size, size]
     product = left @ left
     synchronize()
@@ -249,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--slower-than", type=float, help="GB/s of bus bandwidth below which a group of nodes is slow")
-    parser.add_argument("--meet-s", type=float, default=FabricTimeouts().meet, help="seconds for all to come")
+    parser.add_argument("--meet-s", type=float, default=FabricTimeouts().meet, help="seconds for all ranks to arrive")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     run_dir = RunDir(options.run_dir)

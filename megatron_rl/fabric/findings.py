@@ -1,6 +1,6 @@
-"""Pure: which pairs of nodes to try when all of them together are slow, and what all-reduces say of the nodes.
+"""Pure: pairs of nodes to test if the all-reduce of all nodes is slow, and the nodes to blame for the results.
 
-The nodes stand in a ring, and each is tried with both neighbours. A node that does well with one of them is fine.
+The nodes form a ring, and each is tested with both neighbours. A node that does well with one of them is fine.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from statistics import median
 from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAllReduce
 
 Edge = tuple[int, int]
-STRAGGLER = 0.8  # of the usual speed: a GPU below it holds all others up
+STRAGGLER = 0.8
+"""Share of the median speed below which a GPU holds all others up."""
 
 
 def whole_nodes(hosts: Sequence[str | None]) -> dict[str, tuple[int, ...]]:
-    """Host -> its ranks, of the hosts all of whose ranks are there: as many as the most complete host has."""
+    """Host -> its ranks, without hosts that lack ranks: fewer than the most complete host has."""
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         if host is not None:
@@ -25,7 +26,7 @@ def whole_nodes(hosts: Sequence[str | None]) -> dict[str, tuple[int, ...]]:
 
 
 def worst(answers: Sequence[AllReduce | None]) -> AllReduce:
-    """What a group found: its slowest rank's, or the error of the first that failed."""
+    """Result of a group: that of its slowest rank, or the error of the first rank that failed."""
     known = [answer for answer in answers if answer is not None]
     if len(known) < len(answers):
         return AllReduce(error="a rank did not answer")
@@ -39,7 +40,7 @@ def is_bad(found: AllReduce, slower_than: float | None) -> bool:
 
 
 def rounds(nodes: int) -> list[list[Edge]]:
-    """Every edge of the ring once; the edges of a round share no node. Two rounds, three for an odd ring."""
+    """Every edge of the ring once, in two rounds (three for an odd ring). Edges of a round share no node."""
     edges = ring(nodes)
     alternating = [edges[0::2], edges[1::2]]
     if nodes % 2 and edges:  # the last edge shares a node with the first
@@ -48,20 +49,17 @@ def rounds(nodes: int) -> list[list[Edge]]:
 
 
 def ring(nodes: int) -> list[Edge]:
-    """The edges in order: node i and its successor."""
+    """Edges of the ring in order: each node and its successor."""
     if nodes < 3:
         return [(0, 1)] if nodes == 2 else []
     return [(node, (node + 1) % nodes) for node in range(nodes)]
 
 
 def culprits(nodes: int, bad: Set[Edge]) -> list[int]:
-    """The fewest nodes that explain the bad edges, in order.
+    """Return the fewest nodes that explain the `bad` edges, in order. Bad edges are slow or fail.
 
-    Args:
-        bad: the edges of the ring that are slow or fail.
-
-    Nobody is named where every edge is bad (with two nodes, say): then it is the fabric, or cannot be told. Nor for
-    an edge whose two nodes do well with others.
+    No node is named if every edge is bad, as with two nodes: either the fabric is at fault or the node cannot be
+    determined. Nor for an edge whose two nodes do well with their other neighbours.
     """
     edges = ring(nodes)
     good = [index for index, edge in enumerate(edges) if edge not in bad]
@@ -72,7 +70,7 @@ def culprits(nodes: int, bad: Set[Edge]) -> list[int]:
     start = good[0]
     for first, second in edges[start:] + edges[:start]:
         if (first, second) in bad and first not in named:
-            # The later of the two also explains the next edge.
+            # The later of the two nodes also explains the next edge.
             guilty = next((node for node in (second, first) if node not in innocent), None)
             if guilty is not None:
                 named.append(guilty)
@@ -80,12 +78,7 @@ def culprits(nodes: int, bad: Set[Edge]) -> list[int]:
 
 
 def stragglers(hosts: Sequence[str | None], answers: Sequence[AllReduce | None]) -> dict[str, str]:
-    """Host -> which of its GPUs computes slowly beside those of all others.
-
-    Args:
-        hosts: of each rank.
-        answers: of each rank.
-    """
+    """Host -> a sentence about its GPU that computes more slowly than all others. hosts, answers: one per rank."""
     known = {rank: one.tflops for rank, one in enumerate(answers) if one is not None and one.tflops is not None}
     if len(known) < 2:
         return {}
@@ -105,11 +98,8 @@ def findings(
     seconds: float,
     slow: Mapping[str, str],
 ) -> FabricReport:
-    """Which nodes of `names` are to blame, by what pairs of them found; an edge is two places in `names`.
-
-    Args:
-        slow: host -> what is slow about it alone.
-    """
+    """Report of the nodes to blame. Edges are pairs of positions in `names`. slow: host -> what is slow about it
+    alone."""
     bad_pairs = {edge for edge, found in pairs.items() if is_bad(found, slower_than)}
     named = culprits(len(names), bad_pairs)
     bad = dict(slow)
@@ -132,7 +122,7 @@ def findings(
 
 
 def summary(report: FabricReport) -> list[str]:
-    """The report as lines of the log."""
+    """The report as log lines."""
     whole = report.whole or AllReduce(error="not tried")
     lines = [f"all-reduce of {len(report.hosts)} nodes: {rate(whole)} ({report.seconds:.0f} s for all of this check)"]
     lines += [f"  {' and '.join(pair.hosts)}: {rate(pair)}" for pair in report.pairs]
@@ -143,12 +133,12 @@ def summary(report: FabricReport) -> list[str]:
 
 
 def rate(found: AllReduce | PairAllReduce) -> str:
-    """The bandwidth, or why there is none."""
+    """The bandwidth, or the error."""
     return f"{found.gbps:.3g} GB/s" if found.gbps is not None else str(found.error)
 
 
 def fault(found: AllReduce, slower_than: float | None) -> str:
-    """What is wrong with a group that is bad."""
+    """A verb phrase for what is wrong with a bad group."""
     if found.gbps is None:
         return f"failed: {found.error}"
     return f"is slow: {found.gbps:.3g} GB/s, expected {slower_than:.3g}"

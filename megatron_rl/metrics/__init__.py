@@ -1,1 +1,1 @@
-"""The record of a run: names, tallies, lines, TensorBoard, Weights & Biases."""
+"""The record of a run: metric names, tallies, files, TensorBoard, Weights & Biases."""

@@ -1,11 +1,11 @@
-"""Every metric a run writes, by name, with its meaning and formula: the one registry behind console, TensorBoard and
-metrics.jsonl.
+"""Registry of every metric, with its meaning and formula, for console, TensorBoard and metrics.jsonl.
 
 Names under time/ throughput/ system/ may differ between two runs of the same recipe; all others are reproducible.
 A value that does not exist in a step is absent from its line, never NaN.
 
-Without kl_beta and entropy_coefficient an answer whose advantage is 0 has no gradient and is not run. *Trained tokens*
-are those of answers that are: in a group whose rewards are all equal there are none. The loss is the mean over all.
+Without kl_beta and entropy_coefficient, answers whose advantage is 0 have no gradient and are not run through the
+model. *Trained tokens* are those of the answers that are run: none in a group whose rewards are all equal. The loss is
+the mean over all answers.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 from megatron_rl.metrics.stats import DeviceStats, EnvironmentStats, LossStats, Number, StepStats
 
 TIMED = ("generate", "reward", "log-probs", "train", "offload", "refit", "wait")
-"""Categories of the timeline that belong to a step; what happens between two steps is not among them."""
+"""Timeline categories that belong to a step; work between two steps has others."""
 
 PROMPT_TOO_LONG = "prompt too long"
 OVERDUE_ANSWERS = "overdue"
-"""Why an ordinal is dropped, in `dropped_ordinals`."""
+"""Reasons in `dropped_ordinals`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one rank has to say of a step, or all of them together: then its metrics are made of it. All but `stats`,
-    `dropped`, `failures` and `components` is the same on every rank."""
+    """Counts of a step, of one rank or of all ranks; metrics are made of the latter. Only `stats`, `dropped`,
+    `failures` and `components` differ between ranks."""
 
     step: int
     stats: StepStats
@@ -36,40 +36,40 @@ class StepReport:
     first_ordinal: int
     next_ordinal: int
     policy_version: int
-    """At the end of the step."""
+    """Policy version at the end of the step."""
     dropped: Mapping[int, str]
-    """Ordinals settled without training, and why; of all ranks in their order."""
+    """Ordinals settled without training, each with the reason, in order."""
     failures: Mapping[str, int]
     """Answers lost, by reason."""
     components: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Sum of each component of the rewards, and the number of answers that have it."""
     tracebacks: Mapping[str, str] = field(default_factory=dict)
-    """Places where the task's code raised errors that cost answers, by what those reasons begin with."""
+    """Tracebacks of errors in the task's code that lost answers, by the beginning of the reason in `failures`."""
     refit_bytes: int = 0
-    """That ranks sent one another until the engine had the new weights."""
+    """Bytes that ranks sent one another to give the engine the new weights."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Training problems whose prompt is too long, by environment."""
+    """Training problems left out because their prompt is too long, by environment."""
     ahead: bool = False
-    """Whether generation runs ahead of training, and so has no seconds of its own."""
+    """Whether generation runs ahead of training, so that its seconds are not counted."""
     ranks: int = 1
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of all ranks: of each category in TIMED, the mean over them."""
+    """Mean over the ranks for each category in TIMED."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     meaning: str
     value: Callable[[StepReport], Any] | None = None
-    """Of one step; None where it does not exist in it. Left out where the metric is not made of a step."""
+    """Value in a step, None if it does not exist there. Left out if the metric is not computed from a step."""
 
 
 def _of_answers(total: Callable[[StepStats], Number]) -> Callable[[StepReport], Any]:
-    """Mean over the answers."""
+    """Mean over the answers of a step."""
     return lambda step: total(step.stats) / step.stats.batch.answers
 
 
 def _of_tokens(total: Callable[[LossStats], Number | None]) -> Callable[[StepReport], Any]:
-    """Mean over the trained tokens of all updates."""
+    """Mean over the trained tokens of all updates of a step."""
 
     def mean(step: StepReport) -> Any:
         value = _if_trained(total)(step)
@@ -79,17 +79,17 @@ def _of_tokens(total: Callable[[LossStats], Number | None]) -> Callable[[StepRep
 
 
 def _if_trained(value: Callable[[LossStats], Number | None]) -> Callable[[StepReport], Any]:
-    """A value of the loss in steps that trained on any token; None in others."""
+    """Value of the loss statistics; None in steps without trained tokens."""
     return lambda step: value(step.stats.loss) if step.stats.loss is not None and step.stats.loss.tokens else None
 
 
 def _of_devices(value: Callable[[DeviceStats], Number | None]) -> Callable[[StepReport], Any]:
-    """A value of the devices; None where they do not say."""
+    """Value of the device statistics; None for devices without them."""
     return lambda step: value(step.stats.device) if step.stats.device is not None else None
 
 
 def _ratio(part: Number, whole: Number) -> Any:
-    """None where there is nothing that it would be of."""
+    """The ratio; None if `whole` is 0."""
     return part / whole if whole else None
 
 
@@ -119,7 +119,7 @@ STEP_METRICS: dict[str, Metric] = {
     "answers": Metric("answers scored", lambda step: int(step.stats.batch.answers)),
     "mean_reward": Metric("mean reward of the step's answers, as scored", _of_answers(lambda s: s.batch.reward)),
     "right_ratio": Metric(
-        "share of the answers whose reward is 1, as evaluation counts right ones", _of_answers(lambda s: s.batch.right)
+        "share of answers with reward 1, which evaluation counts as right", _of_answers(lambda s: s.batch.right)
     ),
     "reward_std": Metric("standard deviation of those rewards", _reward_std),
     "nonzero_groups_ratio": Metric(
@@ -160,18 +160,18 @@ STEP_METRICS: dict[str, Metric] = {
         "largest of them", _if_trained(lambda loss: loss.inference_difference_max)
     ),
     "nonfinite_tokens": Metric(
-        "tokens left out of the loss because a log-prob of theirs, the policy's or the engine's, is not finite (absent "
-        "where none is)",
+        "tokens left out of the loss because the policy's or the engine's log-prob is not finite (absent if there are "
+        "none)",
         lambda step: (step.stats.loss.nonfinite or None) if step.stats.loss else None,
     ),
     "answer_length": Metric("mean tokens per answer", _of_answers(lambda s: s.batch.answer_tokens)),
     "answer_length_max": Metric("longest answer", lambda step: step.stats.batch.answer_length_max),
     "answer_length_min": Metric("shortest answer", lambda step: step.stats.batch.answer_length_min),
     "turns_mean": Metric(
-        "mean turns of the model per answer (absent where all have one and no tools were offered)", _turns_mean
+        "mean turns of the model per answer (absent if all have one and no tools were offered)", _turns_mean
     ),
     "tool_calls_mean": Metric(
-        "mean calls of tools per answer that tools were offered to (absent where there is none)",
+        "mean tool calls per answer that tools were offered to (absent without such answers)",
         lambda step: _ratio(step.stats.batch.tool_calls, step.stats.batch.with_tools),
     ),
     "prompt_length": Metric("mean tokens per prompt", _of_answers(lambda s: s.batch.prompt_tokens)),
@@ -187,14 +187,14 @@ STEP_METRICS: dict[str, Metric] = {
         "answers lost; reasons are in failed_rollouts_by_reason", lambda step: step.stats.batch.failed
     ),
     "failed_rollouts_by_reason": Metric(
-        "answers lost, by reason (absent where none is)", lambda step: dict(sorted(step.failures.items())) or None
+        "answers lost, by reason (absent if there are none)", lambda step: dict(sorted(step.failures.items())) or None
     ),
     "skipped_updates": Metric(
         "updates of this step skipped for a non-finite gradient",
         lambda step: int(step.stats.update.updates - step.stats.update.applied),
     ),
     "packed_tokens_ratio": Metric(
-        "packed tokens over those of the trajectories that are run: below 1 where beginnings are shared",
+        "packed tokens over those of the trajectories that are run: below 1 if prefixes are shared",
         lambda step: _ratio(step.stats.batch.packed_tokens, step.stats.batch.unpacked_tokens),
     ),
     "generation_rounds": Metric(
@@ -203,16 +203,16 @@ STEP_METRICS: dict[str, Metric] = {
     "first_ordinal": Metric("first prompt of the step in the prompt stream", lambda step: step.first_ordinal),
     "next_ordinal": Metric("first prompt of the next step", lambda step: step.next_ordinal),
     "dropped_ordinals": Metric(
-        "prompts settled without training, with the reason (absent where none is)",
+        "prompts settled without training, with the reason (absent if there are none)",
         lambda step: {str(ordinal): reason for ordinal, reason in step.dropped.items()} or None,
     ),
     "filtered_prompts": Metric(
-        "training problems left out at the start, by environment: their prompts leave no room for an answer (absent "
-        "where none is)",
+        "training problems left out at the start because their prompts leave no room for an answer, by environment "
+        "(absent if there are none)",
         lambda step: dict(step.left_out) or None,
     ),
     "overdue_tokens": Metric(
-        "tokens of the answers that were dropped as overdue (async.on_overdue; absent where none was)",
+        "tokens of answers dropped as overdue (async.on_overdue; absent if there are none)",
         lambda step: step.stats.batch.overdue_tokens or None,
     ),
     "policy_version": Metric(
@@ -229,70 +229,70 @@ STEP_METRICS: dict[str, Metric] = {
         lambda step: None if step.ahead else _ratio(step.stats.batch.answer_tokens, step.seconds["generate"]),
     ),
     "throughput/mfu": Metric(
-        "share of the GPUs' bf16 peak that the training passes used: operations that forward and backward of their "
-        "tokens need (model/flops.py: no recomputation), per second of time/train_s; absent in fp32 and for GPUs whose "
-        "peak is not known",
+        "share of the GPUs' bf16 peak used by the training passes: operations that forward and backward of the tokens "
+        "need (model/flops.py: no recomputation), per second of time/train_s; absent in fp32 and for GPUs of unknown "
+        "peak",
         _mfu,
     ),
     "time/step_s": Metric(
-        "seconds of the whole step, evaluation and saving aside; like all below the mean over the ranks", _seconds
+        "seconds of the step without evaluation and saving; like all below the mean over the ranks", _seconds
     ),
     "time/generate_s": Metric(
-        "seconds in generation; where it runs ahead of training, those in which the batch was waited for",
+        "seconds in generation; if it runs ahead of training, seconds waiting for the batch",
         lambda step: step.seconds["generate"],
     ),
     "time/reward_s": Metric(
-        "seconds in which rewards were waited for and nothing was generated", lambda step: step.seconds["reward"]
+        "seconds waiting for rewards while nothing was generated", lambda step: step.seconds["reward"]
     ),
     "time/log_probs_s": Metric("seconds scoring old and reference log-probs", lambda step: step.seconds["log-probs"]),
     "time/train_s": Metric("seconds in forward, backward and update", lambda step: step.seconds["train"]),
     "time/offload_s": Metric(
-        "seconds in which Adam's state came from the hosts' memory for the updates and went back; absent where it "
-        "stays on the device (placement.offload)",
+        "seconds moving Adam's state from host memory for the updates and back; absent if it stays on the device "
+        "(placement.offload)",
         lambda step: step.seconds["offload"] if step.stats.update.offloaded else None,
     ),
     "time/refit_s": Metric(
-        "seconds until the engine had the new weights; in a partitioned run those in which nothing else was done",
+        "seconds until the engine had the new weights; in a partitioned run only those that delayed the step",
         lambda step: step.seconds["refit"],
     ),
     "time/wait_s": Metric("seconds waiting for other ranks", lambda step: step.seconds["wait"]),
-    "time/save_blocked_s": Metric("seconds training stood still for the newest published checkpoint"),
-    "time/save_s": Metric("seconds from its begin until it was published"),
+    "time/save_blocked_s": Metric("seconds that the newest published checkpoint stopped the training"),
+    "time/save_s": Metric("seconds from the start of that save until it was published"),
     "system/failed_saves": Metric("checkpoints that could not be written"),
-    "time/export_s": Metric("seconds that the newest export to Hugging Face's format took, beside the training"),
-    "system/failed_exports": Metric("exports of checkpoints that failed; each is tried again"),
+    "time/export_s": Metric("seconds of the newest export to Hugging Face's format, which runs beside the training"),
+    "system/failed_exports": Metric("exports of checkpoints that failed; each is retried"),
     "system/refit_bytes": Metric(
-        "bytes that ranks sent one another until the engine had the new weights; absent where it has the trainer's",
+        "bytes that ranks sent one another to give the engine the new weights; absent if it shares the trainer's",
         lambda step: step.refit_bytes or None,
     ),
     "system/replicas": Metric(
-        "inference replicas that answer the first rank by the weights of the step; absent where the ranks that train "
+        "inference replicas that answer the first rank with the weights of the step; absent if the training ranks "
         "generate (placement.mode), as are the next four"
     ),
-    "system/slow_replicas": Metric("those of them that are far slower than the others, and asked nothing for that"),
+    "system/slow_replicas": Metric("replicas that get no requests because they are far slower than the others"),
     "system/repeated_requests": Metric(
-        "requests of the first driver since the step before that were asked again elsewhere, because their replica was "
+        "requests of the first driver since the previous step that another replica repeated because the first one was "
         "lost or slow"
     ),
     "system/replica_busy_mean": Metric(
-        "share of the time since the step before for which an inference replica computed, mean over those that were "
-        "there; news of them come every few seconds"
+        "share of the time since the previous step in which an inference replica computed, mean over the replicas "
+        "present; updated every few seconds"
     ),
     "time/publish_s": Metric(
-        "seconds that the newest weights took until the replicas sampled by them, most of them beside the training; "
-        "those of the step may still be on their way"
+        "seconds until the replicas sampled with the newest weights, most of them beside the training; the weights of "
+        "the step itself may still be on their way"
     ),
     "system/offloaded_bytes": Metric(
-        "bytes of Adam's state in the hosts' memory, of all ranks together, which each update brings and takes away; "
-        "absent where it stays on the device",
+        "bytes of Adam's state that each update moves from host memory and back, over all ranks; absent if it stays on "
+        "the device",
         lambda step: step.stats.update.offloaded or None,
     ),
     "system/peak_memory_gib": Metric(
-        "GiB that torch's tensors held at once on a GPU since the step before, the most of all GPUs",
+        "GiB that torch's tensors held at once on a GPU since the previous step, maximum over the GPUs",
         _of_devices(lambda device: device.peak_memory / 2**30),
     ),
     "system/power_w": Metric(
-        "watts that a GPU draws at the end of training, mean over the GPUs; absent where NVML does not say",
+        "watts of a GPU at the end of training, mean over the GPUs; absent without NVML",
         _of_devices(lambda device: device.power / device.powers if device.powers else None),
     ),
 }
@@ -300,15 +300,15 @@ STEP_METRICS: dict[str, Metric] = {
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentMetric:
-    """A metric environments/ID/NAME, written for each environment where several are trained on at once."""
+    """A metric environments/ID/NAME, written for each environment of a run with several."""
 
     meaning: str
     value: Callable[[EnvironmentStats], Any]
-    """None where it does not exist in a step."""
+    """Value in a step, None if it does not exist there."""
 
 
 ENVIRONMENT_METRICS: dict[str, EnvironmentMetric] = {
-    "groups": EnvironmentMetric("prompts of the step that are its", lambda its: its.groups),
+    "groups": EnvironmentMetric("prompts of the step from the environment", lambda its: its.groups),
     "mean_reward": EnvironmentMetric("mean reward of their answers", lambda its: _ratio(its.reward, its.answers)),
     "nonzero_groups_ratio": EnvironmentMetric(
         "share of its groups whose rewards differ", lambda its: _ratio(its.groups_with_signal, its.groups)
@@ -318,11 +318,11 @@ ENVIRONMENT_METRICS: dict[str, EnvironmentMetric] = {
 
 
 COMPONENTS = "reward/"
-"""Prefix of the metric of a component of the rewards: its mean over the answers that have it."""
+"""Prefix of metrics of reward components, each the mean over the answers that have the component."""
 
 
 def metrics_of(step: StepReport) -> dict[str, Any]:
-    """What a step's line of metrics.jsonl says."""
+    """Return the values of a step's line in metrics.jsonl."""
     values = {name: metric.value(step) for name, metric in STEP_METRICS.items() if metric.value}
     values |= {f"{COMPONENTS}{name}": total / answers for name, (total, answers) in sorted(step.components.items())}
     for id, stats in step.stats.environments.items():
@@ -331,7 +331,7 @@ def metrics_of(step: StepReport) -> dict[str, Any]:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a metric that is not in the registry."""
+    """Raise ValueError for a metric that is not registered."""
     of_environment = name.startswith("environments/") and name.rpartition("/")[2] in ENVIRONMENT_METRICS
     if name not in STEP_METRICS and not name.startswith(("eval/", COMPONENTS)) and not of_environment:
         raise ValueError(f"metric {name!r} is not registered in megatron_rl/metrics/names.py")

@@ -1,4 +1,4 @@
-"""One step's record: what the ranks counted, reduced and turned into the numbers of its lines."""
+"""The record of a step: statistics of all ranks, reduced and converted to metrics."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
 
 MOST_REASONS = 20
-"""Of lost answers, told in the line of a step: an error that quotes an answer is a reason of its own for each."""
+"""Reasons for lost answers in the line of a step. An error that quotes its answer is a separate reason for each."""
 OTHER_REASONS = "other reasons"
-TOLD_REASONS = 3
-"""Reasons that an error lists at most."""
+ERROR_REASONS = 3
+"""Reasons in the message of AllAnswersLost."""
 
 
 class AllAnswersLost(TaskFailed):
-    """Nothing of a step could be scored: the environment is broken, and going on would train on nothing."""
+    """No answer of a step could be scored: the environment is broken, and the run would train on nothing."""
 
 
 def step_lines(
     report: StepReport, timeline: Timeline, control: dist.ProcessGroup
 ) -> tuple[dict[str, Any], TimelineLine]:
-    """The lines of a step for metrics.jsonl and for the attempt's timeline, the same on every rank. Collective.
+    """Return the lines of a step for metrics.jsonl and the attempt's timeline, the same on every rank. Collective.
 
-    report: this rank's.
+    report: statistics of this rank.
 
-    Raises AllAnswersLost, or ConfigurationError where all prompts of the step were too long.
+    Raises AllAnswersLost, or ConfigurationError if all prompts of the step are too long.
     """
     tally = Tally()
     report.stats.put(tally)
@@ -47,10 +47,10 @@ def step_lines(
             "long: with sampling.max_new_tokens they exceed training.sequence_length or model.max_position_embeddings"
         )
     if not stats.batch.answers:
-        reasons = Counter(failures).most_common(TOLD_REASONS)
-        told = ", ".join(f"{count} x {reason}" for reason, count in reasons)
+        reasons = Counter(failures).most_common(ERROR_REASONS)
+        counts = ", ".join(f"{count} x {reason}" for reason, count in reasons)
         trace = _traceback_of(reasons[0][0], report, control) if reasons else ""
-        raise AllAnswersLost(f"no answer of step {report.step} could be scored: {told}", trace)
+        raise AllAnswersLost(f"no answer of step {report.step} could be scored: {counts}", trace)
     ranks = dist.get_world_size(control)
     line = timeline.line(total, ranks, report.step)
     seconds = {name: line.seconds.get(name, 0.0) / ranks for name in TIMED}
@@ -61,9 +61,10 @@ def step_lines(
 
 
 def _components(report: StepReport, control: dist.ProcessGroup) -> dict[str, tuple[float, int]]:
-    """Components of the rewards on all ranks. Collective; called only when there are any.
+    """Reward components of all ranks. Collective; called only if there are any.
 
-    All ranks of a replica have the same answers and count them, so sums and numbers are multiples, and means are right.
+    All ranks of a replica count its answers, so sums and counts are multiples of the true ones, and the means are
+    right.
     """
     gathered: list[Any] = [None] * dist.get_world_size(control)
     dist.all_gather_object(gathered, dict(report.components), group=control)
@@ -76,7 +77,7 @@ def _components(report: StepReport, control: dist.ProcessGroup) -> dict[str, tup
 
 
 def _of_all_ranks(report: StepReport, control: dist.ProcessGroup) -> tuple[dict[str, int], dict[int, str]]:
-    """Failures and dropped ordinals of all ranks. Collective; called only when there are any."""
+    """Failures and dropped ordinals of all ranks. Collective; called only if there are any."""
     gathered: list[Any] = [None] * dist.get_world_size(control)
     dist.all_gather_object(gathered, (dict(report.failures), dict(report.dropped)), group=control)
     failures: Counter[str] = Counter()
@@ -88,7 +89,7 @@ def _of_all_ranks(report: StepReport, control: dist.ProcessGroup) -> tuple[dict[
 
 
 def _traceback_of(reason: str, report: StepReport, control: dist.ProcessGroup) -> str:
-    """Traceback of the task's code for a reason; empty where no rank knows. Collective."""
+    """Traceback of the task's code for a reason; empty if no rank has one. Collective."""
     gathered: list[Any] = [None] * dist.get_world_size(control)
     dist.all_gather_object(gathered, dict(report.tracebacks), group=control)
     known = (trace for of_rank in gathered for kind, trace in of_rank.items() if reason.startswith(kind))

@@ -1,5 +1,4 @@
-"""What is counted in a step, typed from where it arises to the record: every field says how it adds up over
-micro-batches and ranks."""
+"""Statistics of a step. Every field declares how it is reduced over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from megatron_rl.metrics.tally import Reduction, Tally
 
 Number = float | Tensor
-"""A tensor is a scalar without gradient, on any device; reduced numbers are floats."""
+"""A float, or a scalar tensor without gradient on any device. Reduced numbers are floats."""
 Total = Annotated[Number, Reduction.SUM]
 Largest = Annotated[Number, Reduction.MAX]
 Smallest = Annotated[Number, Reduction.MIN]
@@ -24,30 +23,30 @@ Stats = TypeVar("Stats")
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """What the trajectories of a batch look like, before training on them."""
+    """Statistics of the trajectories of a batch before training on them."""
 
     answers: Total
     groups: Total
     groups_with_signal: Total
     reward: Total
-    """As scored, summed over answers."""
+    """Sum over answers of the reward as scored."""
     reward_squared: Total
     right: Total
-    """Answers with reward 1, as evaluation counts them."""
+    """Answers with reward 1, which evaluation counts as right."""
     answer_tokens: Total
-    """That the model sampled."""
+    """Tokens that the model sampled."""
     answer_length_max: Largest
     answer_length_min: Smallest
     prompt_tokens: Total
     packed_tokens: Total
     """Tokens of all micro-batches of one pass."""
     unpacked_tokens: Total
-    """Tokens of the trajectories in them, were nothing shared."""
+    """Tokens of the same trajectories without sharing."""
     turns: Total
-    """Of the model, in all answers."""
+    """Turns of the model in all answers."""
     tool_calls: Total
     with_tools: Total
-    """Answers that tools were offered to."""
+    """Answers to requests that offered tools."""
     with_components: Total
     """Answers whose reward has components."""
     truncated: Total
@@ -57,37 +56,36 @@ class BatchStats:
     dropped: Total
     """Ordinals settled without training."""
     overdue_tokens: Total
-    """Of the answers to those that were dropped before they were finished."""
+    """Tokens of answers that were dropped before they were finished."""
     staleness: Total
-    """Optimizer steps between the oldest weights that sampled a trained token of an answer and those trained, summed
-    over answers."""
+    """Optimizer steps between the oldest weights that sampled a trained token of an answer and the trained weights,
+    summed over answers."""
     staleness_max: Largest
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentStats:
-    """The part of a batch that is of one environment, where there are several."""
+    """The part of BatchStats from one environment of several."""
 
     answers: Total
     groups: Total
     groups_with_signal: Total
     reward: Total
-    """As scored, summed over answers."""
+    """Sum over answers of the reward as scored."""
     failed: Total
     """Answers lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """The loss, and what it saw of the tokens that it trained on: those whose weight is not 0 and whose log-probs are
-    finite."""
+    """The loss and sums over its tokens: those with a weight other than 0 and finite log-probs."""
 
     loss: Total
     tokens: Total
     nonfinite: Total
-    """Tokens with a weight that were left out, because a log-prob of theirs is not finite."""
+    """Tokens with a weight that are left out because a log-prob is not finite."""
     entropy: Total
-    """In nats, of the distributions that the tokens were drawn from."""
+    """Entropy in nats of the distributions that the tokens were drawn from."""
     ratio: Total
     """exp(logprobs - old_logprobs)"""
     ratio_max: Largest
@@ -98,56 +96,56 @@ class LossStats:
     """|old - inference log-prob|"""
     inference_difference_max: Largest
     kl: Total | None
-    """The penalty, before kl_beta; with kl_beta alone."""
+    """KL penalty before kl_beta; None without kl_beta."""
     importance_weight: Total | None
-    """With grpo.importance alone."""
+    """None without grpo.importance."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateStats:
-    """What the updates of a step did: but for `offloaded` the same on every rank."""
+    """Statistics of the updates of a step. All but `offloaded` are the same on every rank."""
 
     updates: Largest
     applied: Largest
     grad_norm: Largest
-    """Before clipping, summed over the applied updates."""
+    """Norm before clipping, summed over the applied updates."""
     learning_rate: Largest
-    """Of the last update."""
+    """Learning rate of the last update."""
     offloaded: Total
-    """Bytes of Adam's state that went from the host's memory to the device and back with each of them."""
+    """Bytes of Adam's state that each update moves from host memory to the device and back."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStats:
-    """What a step took of the devices."""
+    """Use of the devices in a step."""
 
     peak_memory: Largest
     """Bytes of torch's tensors."""
     power: Total
-    """Watts, summed over the devices that say."""
+    """Watts, summed over the devices that report them."""
     powers: Total
-    """Devices that say."""
+    """Devices that report watts."""
     flops: Total
-    """Floating-point operations that the training passes need by formula, where the devices' peak is known."""
+    """Floating-point operations that the training passes need by formula; 0 for devices of unknown peak."""
     peak_flops: Smallest
-    """Operations per second that a device can do; 0 where that is not known of one."""
+    """Operations per second that a device can do; 0 if one is of unknown peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one rank counted in a step, or all of them."""
+    """Statistics of a step, of one rank or of all ranks."""
 
     batch: BatchStats
     loss: LossStats | None
-    """None where no rank had anything to train on."""
+    """None if no rank had anything to train on."""
     update: UpdateStats
     device: DeviceStats | None
-    """None where devices do not say what they are used for."""
+    """None for devices that do not report their use."""
     environments: Mapping[str, EnvironmentStats] = field(default_factory=dict)
-    """By id, of all that are trained on, the same ones on every rank; empty where there is only one."""
+    """By id: all environments of the recipe, the same on every rank; empty for a single one."""
 
     def put(self, tally: Tally) -> None:
-        """Add all of it to what is reduced over the ranks."""
+        """Add all statistics to the tally, which reduces them over the ranks."""
         for block, stats in self._blocks():
             kind: Any = type(stats)
             for name, reduction in reductions(kind).items():
@@ -155,7 +153,7 @@ class StepStats:
                     tally.put(f"{block}.{name}", reduction, value)
 
     def reduced(self, total: Mapping[str, float]) -> StepStats:
-        """The same over all ranks, from their reduced tally."""
+        """Return the same statistics over all ranks, from their reduced tally."""
         blocks: dict[str, Any] = {"loss": None, "device": None}
         for block, stats in self._blocks():
             kind: Any = type(stats)
@@ -178,16 +176,15 @@ NEUTRAL = {Reduction.SUM: 0.0, Reduction.MAX: -math.inf, Reduction.MIN: math.inf
 
 
 def uncounted(kind: Callable[..., Stats], *absent: str) -> Stats:
-    """Statistics that change nothing where they are reduced with others: of a rank that has none to count, for what it
-    has seen is counted by another.
+    """Return statistics that change nothing when reduced with others, for a rank whose part another rank counts.
 
-    absent: fields that the other ranks do not have either.
+    absent: fields that the other ranks lack too.
     """
     return kind(**{name: None if name in absent else NEUTRAL[of] for name, of in reductions(kind).items()})
 
 
 def combined(parts: Sequence[LossStats]) -> LossStats:
-    """The statistics of several micro-batches, at least one, as one."""
+    """Combine the statistics of one or more micro-batches."""
     if len(parts) == 1:
         return parts[0]
     whole: dict[str, Any] = {}
@@ -209,13 +206,13 @@ def _over(reduction: Reduction, values: Tensor) -> Tensor:
 
 @cache
 def reductions(kind: Any) -> dict[str, Reduction]:
-    """How each field of a class of statistics adds up."""
+    """Field -> reduction of a statistics class."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: next(part for part in _parts(hint) if isinstance(part, Reduction)) for name, hint in hints.items()}
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """What a type hint is made of, all the way down."""
+    """A type hint and all its parts, recursively."""
     yield hint
     for part in (*get_args(hint), *getattr(hint, "__metadata__", ())):
         yield from _parts(part)

@@ -17,7 +17,7 @@ class Reduction(Enum):
 
 
 class Tally:
-    """Scalars under names; every rank must put the same names in the same order."""
+    """Named scalars. Every rank must put the same names in the same order."""
 
     def __init__(self) -> None:
         self._values: dict[str, float | Tensor] = {}
@@ -28,12 +28,12 @@ class Tally:
         self._reductions[name] = reduction
 
     def add(self, name: str, value: float | Tensor) -> None:
-        """Put what is summed over the ranks."""
+        """Put a value that is summed over the ranks."""
         self.put(name, Reduction.SUM, value)
 
     def reduce(self, control: dist.ProcessGroup) -> Mapping[str, float]:
-        """The values over all ranks of the gloo group `control`, in fp64. One all-gather: every rank sums in rank
-        order, so all ranks see the same bits."""
+        """Return the values over all ranks of the gloo group `control`, in fp64. One all-gather: every rank sums in
+        rank order, so that all ranks see the same bits."""
         mine = torch.tensor(self._floats(), dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(control))]
         dist.all_gather(rows, mine, group=control)
@@ -46,7 +46,7 @@ class Tally:
         return {name: over_ranks[reduction][i] for i, (name, reduction) in enumerate(self._reductions.items())}
 
     def _floats(self) -> list[float]:
-        """The values on the host; those on a device come in one transfer."""
+        """Values on the host. Tensors of a device come in a single transfer."""
         tensors = [value for value in self._values.values() if isinstance(value, Tensor)]
         on_host = iter(torch.stack(tensors).tolist() if tensors else [])
         return [next(on_host) if isinstance(value, Tensor) else float(value) for value in self._values.values()]

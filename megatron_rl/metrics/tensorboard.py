@@ -1,4 +1,4 @@
-"""TensorBoard's event files of a run."""
+"""TensorBoard event files of a run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 FLUSH_S = 10
+"""Seconds between automatic flushes."""
 
 
 class TensorBoard:
-    """Writer of the event files. All methods raise OSError, some for what an earlier call left in a queue."""
+    """Writer of the event files. All methods raise OSError, possibly for events queued by an earlier call."""
 
     def __init__(self, folder: Path, next_step: int) -> None:
-        """next_step: what earlier event files say of it and of later ones is not shown any more."""
+        """next_step: TensorBoard hides earlier event files from this step on."""
         self._writer = SummaryWriter(str(folder), purge_step=next_step, flush_secs=FLUSH_S)
 
     def scalars(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the numbers among `metrics` as one event: SummaryWriter.add_scalar makes one each, which costs the step
-        milliseconds."""
+        """Write the numbers among `metrics` as one event. SummaryWriter.add_scalar would make one each, which takes
+        milliseconds per step."""
         values = [
             Summary.Value(tag=name, simple_value=value)
             for name, value in metrics.items()

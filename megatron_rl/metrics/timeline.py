@@ -1,10 +1,10 @@
-"""Where the seconds of a rank go: each belongs to exactly one category.
+"""Clock of a rank that counts each second in exactly one category.
 
 with timeline.phase("generate"):
     ...
-    with timeline.phase("wait"):     # the inner one has these seconds, the outer one goes on afterwards
+    with timeline.phase("wait"):     # the inner phase counts these seconds, the outer one continues afterwards
         ...
-timeline.tally(tally)                # since the last time; the tally sums them over the ranks
+timeline.tally(tally)                # seconds since the last call; the tally sums them over the ranks
 record = timeline.line(total, ranks, step)  # for attempts/NNN/timeline.jsonl
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.contract.attempt_records import TimelineLine
 
-if TYPE_CHECKING:  # it needs torch, and a clock runs before there is torch
+if TYPE_CHECKING:  # the tally imports torch, and the clock starts before torch is imported
     from megatron_rl.metrics.tally import Tally
 
 CATEGORIES = (
@@ -37,8 +37,8 @@ CATEGORIES = (
 
 
 class Timeline:
-    """Clock of one rank, which never stands still. Wall-clock time, by which attempts and hosts are put in order, is
-    read once; what passes is measured by a clock that nobody sets."""
+    """Clock of one rank. Reads the wall clock once, to order attempts and hosts, and measures durations with a
+    monotonic clock."""
 
     def __init__(self, category: str = "start-up") -> None:
         self.began = time.time()
@@ -50,7 +50,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, category: str) -> Iterator[None]:
-        """Count the time of a `with` block under `category`."""
+        """Count the time of a `with` block in `category`."""
         outer = self.switch(category)
         try:
             yield
@@ -58,7 +58,7 @@ class Timeline:
             self.switch(outer)
 
     def switch(self, category: str) -> str:
-        """Count from now on under `category`; returns the one that ends."""
+        """Count in `category` from now on; return the previous category."""
         now = time.perf_counter()
         before = self._category
         self._seconds[before] += now - self._since
@@ -66,14 +66,14 @@ class Timeline:
         return before
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Count `seconds` of what stands under `source` under `target` instead."""
+        """Count up to `seconds` of `source` in `target` instead."""
         moved = min(seconds, self._seconds[source])
         self._seconds[source] -= moved
         self._seconds[target] += moved
 
     def tally(self, tally: Tally) -> None:
-        """Add what passed since the last call to `tally`. The mean of the ranks' times of day is taken too, so that
-        the seconds of all ranks between two lines are their number times the difference, to the last digit."""
+        """Add the seconds since the last call to `tally`. Also adds the ranks' times of day: their mean makes the
+        seconds of all ranks between two lines exactly the number of ranks times the difference."""
         self.switch(self._category)
         if self._first:
             tally.add("timeline/began", self.began)
@@ -83,11 +83,11 @@ class Timeline:
             self._seconds[name] = 0.0
 
     def line(self, total: Mapping[str, float], ranks: int, step: int, resumed: int | None = None) -> TimelineLine:
-        """The line of Attempt.timeline that the ranks' reduced tally makes. The first one also says when they began.
+        """Return the line of Attempt.timeline for a reduced tally. The first line also has the ranks' start.
 
         Args:
-            ranks: that were summed up.
-            resumed: step of the checkpoint that was gone on from, in the line that follows the load.
+            ranks: number of ranks in the tally.
+            resumed: step of the checkpoint that was loaded, for the line after the load.
         """
         first, self._first = self._first, False
         return TimelineLine(

@@ -1,7 +1,7 @@
-"""Where metrics go: metrics.jsonl, TensorBoard, W&B and one log line a step. Written by rank 0 alone.
+"""Writer of metrics.jsonl, TensorBoard, W&B and one log line per step. Rank 0 alone writes.
 
-On a full disk the record waits for room: a save that fills it gives the space back when it fails. What is only looked
-at (TensorBoard, samples, the timeline) is left out with a warning.
+On a full disk the record waits for room: a save that fills the disk frees the space when it fails. TensorBoard, samples
+and the timeline, which are only for people, are left out with a warning.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ from megatron_rl.metrics.wandb.mirror import Mirror
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
-"""For a record that cannot be read at the start: a stale mount."""
+"""Seconds to retry a record that cannot be read at the start, for example on a stale mount."""
 
 
 class RolloutView(Protocol):
-    """What people look at of the rollouts of a step."""
+    """Rollouts of a step, as people look at them."""
 
     def histograms(self) -> Mapping[str, Sequence[float]]:
-        """Name in TensorBoard -> values."""
+        """TensorBoard name -> values."""
 
     def texts(self, limit: int) -> list[str]:
-        """Whole groups as text, `limit` at most."""
+        """Return whole groups as text, at most `limit` of them."""
 
 
 class Writer:
-    """What the training loop writes, whichever rank it runs on: this one, of the ranks other than 0, writes nothing."""
+    """Interface of the training loop. This base class, for ranks other than 0, writes nothing."""
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a step."""
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write those of an evaluation after `step`."""
+        """Write the metrics of an evaluation after `step`."""
 
     def timeline(self, line: TimelineLine) -> None:
-        """Write where the time since the last line went."""
+        """Write the seconds since the last line."""
 
     def rollouts(self, step: int, view: RolloutView) -> None:
-        """Show, now and then, what a step's rollouts are like."""
+        """Write histograms and samples of a step's rollouts, if due."""
 
     def sync(self) -> None:
-        """Bring the record to the disk: a checkpoint must never be newer than it."""
+        """Flush the record to disk: a checkpoint must never be newer than the record."""
 
     def close(self) -> None:
-        """End, once the outcome of the attempt is written."""
+        """Close the record, after the outcome of the attempt is written."""
 
 
 class MetricsWriter(Writer):
-    """The writer of rank 0. After a restart the record is first cut back to the checkpoint the run goes on from."""
+    """Writer of rank 0. First cuts the record back to the checkpoint that the run resumes from."""
 
     def __init__(
         self, run_dir: RunDir, attempt: Attempt, config: LoggingConfig, last_step: int, evaluated: int
     ) -> None:
         """
-        last_step: of the checkpoint the run goes on from; 0 where it starts from nothing.
+        last_step: step of the checkpoint to resume from; 0 for a new run.
         evaluated: step of the last evaluation before that checkpoint; -1 for none.
         """
-        # A tenth of a second to import, which the other ranks need not spend.
+        # The import takes a tenth of a second, which the other ranks save.
         from megatron_rl.metrics.tensorboard import TensorBoard
 
         self._run_dir = run_dir
@@ -124,8 +124,7 @@ class MetricsWriter(Writer):
                 write_atomic(path, "".join(view.texts(self._config.samples)))
 
     def sync(self) -> None:
-        """TensorBoard's events too: they wait in a queue until then, and a killed run would lose those of steps that it
-        never repeats."""
+        """Also flush TensorBoard's event queue: a killed run would lose events of steps that it never repeats."""
         with self._optional("TensorBoard"):
             self._tensorboard.flush()
         for path in (self._run_dir.metrics, self._run_dir.evaluations):
@@ -134,7 +133,7 @@ class MetricsWriter(Writer):
                     os.fsync(file.fileno())
 
     def close(self) -> None:
-        """W&B is told the outcome."""
+        """Also end the W&B upload, which reads the outcome."""
         with self._optional("TensorBoard"):
             self._tensorboard.close()
         if self._mirror:
@@ -142,7 +141,7 @@ class MetricsWriter(Writer):
 
     @contextmanager
     def _optional(self, what: str) -> Iterator[None]:
-        """Leave out, with one warning, what cannot be written: no reason to end a run."""
+        """Warn once about `what` cannot be written, and continue without it."""
         try:
             yield
         except OSError as error:
@@ -160,11 +159,10 @@ def _append(path: Path, line: MetricsLine) -> None:
 
 
 def cut_back(path: Path, last_step: int | None) -> list[MetricsLine]:
-    """Drop the lines after that of `last_step` (None: all), whose steps will be run again, and what is torn. Returns
-    those that stay.
+    """Drop torn lines and those after `last_step` (None: all), whose steps will run again. Return the remaining lines.
 
-    Raises OSError where it cannot be read, or where lines are damaged and the one of `last_step` is not among the
-    others: a file system may show garbage for a moment, and to write back the rest would be to lose it.
+    Raises OSError if the file cannot be read, or if lines are damaged and that of `last_step` is not among the rest: a
+    file system may show garbage for a moment, and writing back the rest would lose the record.
     """
     lines = read_lines(MetricsLine, path, PATIENCE_S)
     if isinstance(lines, Unreadable):
@@ -174,7 +172,10 @@ def cut_back(path: Path, last_step: int | None) -> list[MetricsLine]:
     kept = [line for line in lines.records if last_step is not None and line.step <= last_step]
     if lines.damaged and last_step is not None and not (kept and kept[-1].step == last_step):
         first = lines.damaged[0]
-        raise OSError(f"{path}: line {first.line} {first.why}, and that of step {last_step} is missing")
+        raise OSError(
+            f"{path}: line {first.line} {first.why}, and that of step {last_step} is missing: the file system may have "
+            "damaged it. Restore the file, or start another run"
+        )
     write_atomic(path, "".join(encode_line(line) + "\n" for line in kept))
     return kept
 
@@ -184,7 +185,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Registered names only; a number that is not finite is left out."""
+    """Registered metrics whose value is finite or no number. Raises ValueError for unregistered names."""
     for name in metrics:
         check_name(name)
     return {name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 Message = tuple[int, Tensor]
 """The other rank and what is sent to it, or where to put what it sends: contiguous, on `Transport.device`."""
-LOOK_EVERY_S = 0.0001
+POLL_S = 0.0001
 ABORTS = 1
 """Tag of what nobody sends."""
 
@@ -146,7 +146,7 @@ class NcclTransport:
             if time.monotonic() > give_up:
                 self.abort()
                 raise RuntimeError(f"the GPU was not through with it within {self._timeout}")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_S)
         self._check()
 
     def abort(self) -> None:

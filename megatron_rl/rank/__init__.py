@@ -1,1 +1,1 @@
-"""What any rank of any role has: its place in the world, being asked to leave, activity, black box."""
+"""Services of a rank in any role: world and groups, requests to leave, activity, black box."""

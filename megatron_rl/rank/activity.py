@@ -1,4 +1,4 @@
-"""What a rank is doing, and when it last got on with it: for the live view, its heartbeat and its error file."""
+"""A rank's current activity and its last progress, for the live view, the heartbeat and the error file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ logger = logging.getLogger(__name__)
 class Activity:
     """The current phase and step of a rank. Rank 0 publishes each change of phase.
 
-    phase, step: the part of the run, for people.
-    doing: what exactly, within that; a heartbeat says this.
-    entered: phases so far. All ranks enter the same ones in the same order: who has entered fewer is behind.
-    last_beat: time.monotonic() of the last sign of work.
+    phase, step: for people.
+    doing: the part of the phase, for heartbeats.
+    entered: number of phases so far. All ranks enter the same phases in the same order, so a lower number means that
+        the rank is behind.
+    last_beat: time.monotonic() of the last progress.
     """
 
     def __init__(self, files: RankFiles, *, published: bool) -> None:
-        """published: whether this is the rank whose phases the live view shows."""
+        """published: whether the live view shows this rank's phases."""
         self._files = files
         self._published = published
         self.phase = self.doing = "starting"
@@ -50,18 +51,18 @@ class Activity:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Say, within a part of a phase, that it is another rank of the same that gets on, or does not."""
+        """Report within a phase that this rank waits for another rank of its replica."""
         doing, self.doing = self.doing, HEARTBEAT_WAIT
         yield
-        self.doing = doing  # not after an error: its report says what the rank was at
+        self.doing = doing  # not restored after an error: the error file names the part that failed
         self.beat()
 
     def beat(self) -> None:
-        """Note that the main thread gets on with its work. Costs nothing: called in every round of every loop."""
+        """Record progress of the main thread. Cheap: every round of every loop calls it."""
         self.last_beat = time.monotonic()
 
     def _publish(self) -> None:
         try:
             write(self._files.progress, Progress(self.phase, self.step), durable=False)
         except OSError as error:
-            logger.warning("the live view lags behind: %s", error)  # no reason to end a run
+            logger.warning("the live view lags behind: %s", error)  # does not end the run

@@ -1,4 +1,4 @@
-"""Which address of this node the other nodes of the job reach."""
+"""The address of this node that the other nodes of the job can reach."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ import psutil
 from megatron_rl.errors import ConfigurationError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-ANY_PORT = 9  # nothing is sent there
-TRIED_NODES = 3  # as good as all
+ANY_PORT = 9
+"""Port of a datagram socket that looks up a route; nothing is sent."""
+PROBED_NODES = 3
+"""Other nodes whose route is looked up before the search ends."""
 
 
 def own_address() -> str:
-    """IPv4 address of this node on the job's interface: the one that the node's name stands for.
+    """Return the IPv4 address of this node on the job's interface: the address that the node's name resolves to.
 
-    In a job of several nodes no address of loopback (Debian gives a node's own name 127.0.1.1): then the one from which
-    another node is reached. GLOO_SOCKET_IFNAME, else NCCL_SOCKET_IFNAME, limits the choice to the interfaces that it
-    names, as it does for those libraries.
+    Loopback addresses do not count in a job of several nodes (Debian maps a node's own name to 127.0.1.1): the address
+    of the route to another node replaces them. GLOO_SOCKET_IFNAME, else NCCL_SOCKET_IFNAME, restricts the choice to the
+    interfaces it names, as it does for those libraries.
 
     Raises:
-        ConfigurationError: no address is left in a job of several nodes.
+        ConfigurationError: a job of several nodes leaves no address.
     """
     several = _nodes() > 1
-    allowed = [address for address in _of_named_interfaces() if not (several and is_loopback(address))]
-    for address in _usual(several):
+    allowed = [address for address in _named_interface_addresses() if not (several and is_loopback(address))]
+    for address in _candidates(several):
         if not allowed or address in allowed:
             return address
     if allowed:
         return allowed[0]
     raise ConfigurationError(
-        f"{_own_name()} does not know an address of its own that the other nodes reach: its name stands for nothing or "
-        "for loopback; set NCCL_SOCKET_IFNAME in the cluster profile's environment to the interface between the nodes"
+        f"{_own_name()} does not know an address of its own that the other nodes reach: its name does not resolve, or "
+        "resolves to loopback. Set NCCL_SOCKET_IFNAME in the cluster profile's environment to the interface between "
+        "the nodes"
     )
 
 
-def lead_gloo(address: str | None) -> None:
-    """Have gloo, which goes by the node's name alone, use the interface of this address where the name misleads it."""
+def pin_gloo_interface(address: str | None) -> None:
+    """Set GLOO_SOCKET_IFNAME to the interface of `address` if the node's name, which gloo relies on, misleads gloo."""
     name = _resolved(socket.gethostname())
     if address is None or is_loopback(address) or not (name is None or is_loopback(name)):
         return
@@ -51,17 +54,18 @@ def lead_gloo(address: str | None) -> None:
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this node from which it reaches `host`; None where it does not know the way."""
+    """Return this node's source address of the route to `host`; None without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, ANY_PORT))  # of a datagram socket: only looks up the route
+            probe.connect((host, ANY_PORT))  # sends nothing on a datagram socket: only looks up the route
         except OSError:
             return None
         return str(probe.getsockname()[0])
 
 
 def is_named(interface: str, names: str) -> bool:
-    """Whether NCCL_SOCKET_IFNAME=`names` means the interface: by prefix, `=` in full, `^` all others."""
+    """Whether NCCL_SOCKET_IFNAME=`names` selects the interface. `eth` is a prefix, `=eth0` a full name, `^eth`
+    excludes."""
     others = names.startswith("^")
     in_full = names[others:].startswith("=")
     listed = [word for word in names[others + in_full :].split(",") if word]
@@ -70,7 +74,7 @@ def is_named(interface: str, names: str) -> bool:
 
 
 def node_names(nodelist: str) -> Iterator[str]:
-    """The names in Slurm's `login,gpu[01-03,7]-ib`, in order."""
+    """Expand Slurm's node list in order: `gpu[01-02]-ib` -> `gpu01-ib`, `gpu02-ib`."""
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         yield from _expanded(word)
 
@@ -92,8 +96,8 @@ def _expanded(word: str) -> Iterator[str]:
                 yield f"{before}{number:0{len(first)}}{tail}"
 
 
-def _usual(several: bool) -> Iterator[str]:
-    """Addresses under which the others reach this node, best first."""
+def _candidates(several: bool) -> Iterator[str]:
+    """Addresses by which other nodes may reach this node, best first."""
     by_name = _resolved(_own_name())
     if not several:
         yield by_name or "127.0.0.1"
@@ -103,14 +107,14 @@ def _usual(several: bool) -> Iterator[str]:
         if address is not None and not is_loopback(address):
             yield address
     nodelist = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_STEP_NODELIST", "")
-    for other in islice((name for name in node_names(nodelist) if name != _own_name()), TRIED_NODES):
-        # May be loopback: then Slurm runs several nodes on one machine.
+    for other in islice((name for name in node_names(nodelist) if name != _own_name()), PROBED_NODES):
+        # Loopback counts here: Slurm may run several nodes on one machine.
         if (address := address_towards(other)) is not None:
             yield address
 
 
-def _of_named_interfaces() -> list[str]:
-    """Addresses of the interfaces that the first variable names which names any that there is."""
+def _named_interface_addresses() -> list[str]:
+    """Addresses selected by the first variable that names any interface of this node."""
     for variable in VARIABLES:
         names = os.environ.get(variable, "")
         if found := [address for interface, address in _interfaces() if is_named(interface, names)]:
@@ -119,7 +123,7 @@ def _of_named_interfaces() -> list[str]:
 
 
 def _interfaces() -> list[tuple[str, str]]:
-    """(name, IPv4 address) of those that are up."""
+    """(name, IPv4 address) of each interface that is up."""
     state = psutil.net_if_stats()
     return [
         (name, str(one.address))

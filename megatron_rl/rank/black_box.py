@@ -1,13 +1,13 @@
-"""The black box of a rank, by which its end can be explained: heartbeats, stacks on request, the error file.
+"""The black box of a rank, which explains how the rank ended: heartbeats, stacks on request, the error file.
 
     box = BlackBox(attempt, rank, size, activity)
-    box.start()                                # before torch is loaded
+    box.start()                                # before torch is imported
     box.start_heartbeats()                     # afterwards
     ...
-    box.report_failure(error, EXIT_CRASHED)    # or box.stop() when all is well
+    box.report_failure(error, EXIT_CRASHED)    # or box.stop() after success
 
-Knows neither torch nor the configuration, so it works from the first moment on. Nothing here ends a rank: where a file
-cannot be written, the file is missing.
+Imports neither torch nor the configuration, so it works from the start. A file that cannot be written never ends the
+rank.
 """
 
 from __future__ import annotations
@@ -42,20 +42,18 @@ from megatron_rl.rank.activity import Activity
 logger = logging.getLogger(__name__)
 
 LOG_LINES = 50
+"""Newest log lines in the error file."""
 LINE_LIMIT = 1000
-"""Characters of a line of the log or a traceback; an error's message may hold the repr of a whole batch."""
+"""Characters per line of a log or traceback; an error message may hold the repr of a whole batch."""
 TRACE_LINES = 200
 MESSAGE_LIMIT = 4000
+"""Characters of an error message."""
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class BlackBox:
-    """The black box of one rank.
-
-    Args:
-        size: ranks of the world.
-    """
+    """The black box of one rank. size: ranks of the world."""
 
     def __init__(self, files: RankFiles, rank: int, size: int, activity: Activity) -> None:
         self._files, self._rank, self._size, self._activity = files, rank, size, activity
@@ -66,30 +64,29 @@ class BlackBox:
         self._warned = False
 
     def start(self) -> None:
-        """Keep the newest lines of the log, and write stacks on request. Once per process."""
+        """Keep the newest log lines and write stacks on request. Call once per process."""
         logging.getLogger().addHandler(self._log)
         faulthandler.enable()  # a segmentation fault shows Python's stacks in the rank's log
         self._dump_stacks()
 
     def start_heartbeats(self) -> None:
-        """Send heartbeats, from when silence is no longer a slow start: imports may take minutes, during which nothing
-        gets on. Once per process."""
+        """Send heartbeats. Call once per process, after the imports: they may take minutes without progress."""
         self._activity.beat()
         self._heart.start()
 
     def stop(self) -> None:
-        """End a rank that leaves in order: from here on its silence means nothing."""
+        """Report that the rank leaves in order: its silence means nothing from here on."""
         self._stopped.set()
         self._heart.join(HEARTBEAT_S)
         self._write_heartbeat(HEARTBEAT_LEFT)
         logging.getLogger().removeHandler(self._log)
 
     def report_failure(self, error: BaseException, exit_code: int) -> None:
-        """Write the rank's error file and log it. The message of a bad configuration is all that its reader needs; of
-        an error in the task's own code the file has the frames there, and the log has all.
+        """Write and log the rank's error file. A configuration error needs no traceback. For an error in the task's
+        own code the file has the task's frames, and the log has all.
 
-        Where another rank did not come, this takes STACKS_S longer: the first rank that leaves takes the others along,
-        and until then the host side can ask each where it is.
+        After a collective that timed out this takes STACKS_S longer: the first rank to leave ends the others, and until
+        then the host side can ask each for its stacks.
         """
         misconfigured = exit_code == EXIT_CONFIG
         activity = self._activity
@@ -111,26 +108,26 @@ class BlackBox:
             self._files.folder.mkdir(parents=True, exist_ok=True)
             write(self._files.error(self._rank), report)
         except OSError as unwritten:
-            logger.error("the error file cannot be written: %s", unwritten)
+            logger.error("the error file cannot be written: %s. The error itself follows", unwritten)
         where = f"rank {self._rank} failed in step {activity.step} ({activity.doing})"
         logger.error("%s: %s\n%s", where, report.error, whole_trace or report.traceback)
         if report.waited:
             time.sleep(STACKS_S)
 
     def _dump_stacks(self) -> None:
-        """Have STACKS_SIGNAL write where all threads are, even while the main one hangs in C.
+        """Make STACKS_SIGNAL write the stacks of all threads, even while the main thread hangs in C.
 
-        A thread waits for it, and writes while it holds the GIL: faulthandler's own handler would read the frames of
-        threads that run on meanwhile, and at times end the process by that (seen with Python 3.11).
+        A thread waits for the signal and writes while it holds the GIL. faulthandler's own handler would read the
+        frames of running threads, which sometimes ends the process (seen with Python 3.11).
         """
         path = self._files.stacks(self._rank)
         file: TextIO = sys.stderr
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("a", encoding="utf-8")  # open as long as the process lives
+            file = path.open("a", encoding="utf-8")  # stays open for the life of the process
         except OSError as error:
             logger.warning("stacks will go to the log: %s", error)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})  # in threads that are started later too
+        signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})  # inherited by threads that start later
         threading.Thread(target=_write_stacks, args=(file,), name="stacks", daemon=True).start()
 
     def _beat(self) -> None:
@@ -178,7 +175,7 @@ class LastLines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.extend(cut(line, LINE_LIMIT) for line in self.format(record).splitlines())
-        except Exception:  # noqa: BLE001 - as logging's own handlers do: a bad log call is not the rank's end
+        except Exception:  # noqa: BLE001 - like logging's own handlers: a faulty log call does not end the rank
             self.handleError(record)
 
     @property
@@ -188,27 +185,23 @@ class LastLines(logging.Handler):
 
 
 def heartbeat_period(silence_s: str | None) -> float:
-    """Seconds between heartbeats: several within the silence that is held against a rank.
-
-    Args:
-        silence_s: that limit, as the launcher exports it.
-    """
+    """Seconds between heartbeats: at least five fit into the silence limit `silence_s` that the launcher exports."""
     return min(HEARTBEAT_S, float(silence_s) / 5) if silence_s else HEARTBEAT_S
 
 
 def summary(error: BaseException, *, whole: bool = False) -> str:
-    """`RuntimeError: boom`: the first line that says something, or all of them."""
+    """`RuntimeError: boom`: the first line of the message, or the `whole` message."""
     text = str(error).strip()
     return cut(f"{type(error).__name__}: {text if whole else text.partition(chr(10))[0]}", MESSAGE_LIMIT)
 
 
 def trace(error: BaseException) -> str:
-    """The whole traceback, `shortened`."""
+    """The traceback of an error, `shortened`."""
     return shortened("".join(traceback.format_exception(error)))
 
 
 def shortened(text: str) -> str:
-    """A traceback; one that is long without its middle."""
+    """Cut the middle out of a long traceback."""
     lines = text.splitlines()
     if len(lines) > TRACE_LINES:
         left_out = len(lines) - TRACE_LINES
@@ -218,8 +211,8 @@ def shortened(text: str) -> str:
 
 
 def waited_in_vain(error: BaseException) -> bool:
-    """Whether it is a collective that timed out: another rank's fault, then. torch and its back ends say so in words
-    only."""
+    """Whether a collective timed out, which is the fault of another rank. torch and its back ends say so only in
+    their messages."""
     return isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)) is not None
 
 

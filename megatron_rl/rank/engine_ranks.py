@@ -1,4 +1,4 @@
-"""The ranks that generate together: neighbours, whatever the layout of the training."""
+"""Ranks that generate together: neighbours, whatever the layout of the training."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron_rl.rank.groups import Groups
 
 @dataclass(frozen=True, slots=True)
 class EngineRanks:
-    """The engine replica that this rank belongs to, each rank of which has a part of every layer.
+    """The engine replica of this rank. Each of its ranks has a part of every layer.
 
-    Its first rank drives: it runs agents, decides what is computed, and tells the others, which follow.
+    The first rank drives: it runs agents, decides what is computed and sends plans to the others, which follow.
     """
 
     index: int
-    """Of the replica, among `count`."""
+    """Number of the replica, below `count`."""
     count: int
     tensor: dist.ProcessGroup
-    """Its ranks, over the device's backend: what a layer sends."""
+    """Ranks of the replica over the device's backend: activations of a layer."""
     control: dist.ProcessGroup
-    """Its ranks, always over gloo: what the first one tells the others."""
+    """Ranks of the replica, always over gloo: plans of the first rank."""
 
     @property
     def drives(self) -> bool:
@@ -37,18 +37,18 @@ class EngineRanks:
 
     @classmethod
     def form(cls, groups: Groups, tp: int, timeout: timedelta) -> EngineRanks:
-        """Replicas of `tp` ranks each. Collective over all ranks.
+        """Form replicas of `tp` ranks each. Collective over all ranks.
 
-        timeout: bounds every wait of a replica's ranks for one another.
+        timeout: limit of every collective of a replica.
 
-        Raises ConfigurationError where `tp` does not divide the ranks that there are.
+        Raises ConfigurationError if `tp` does not divide the number of ranks.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         if world % tp:
             raise ConfigurationError(
-                f"placement.inference.tp {tp} does not divide the {world} ranks that there are: choose a size that does"
+                f"placement.inference.tp {tp} does not divide the {world} ranks of the run: choose a size that does"
             )
-        tensor = groups.tensor  # neighbours as well: tensor parallelism is innermost in megatron-core's order
+        tensor = groups.tensor  # also neighbours: tensor parallelism is innermost in megatron-core's order
         if tensor.size() != tp:
             tensor, _ = dist.new_subgroups(tp, timeout=timeout, group_desc="engine")
         control = tensor
@@ -57,7 +57,7 @@ class EngineRanks:
         return cls(rank // tp, world // tp, tensor, control)
 
     def model_groups(self) -> ProcessGroupCollection:
-        """megatron-core's groups of a model of which every layer is cut over these ranks, and nothing else is.
+        """Return megatron-core's groups for a model whose layers are only tensor parallel, over these ranks.
         Collective over all ranks."""
         single, _ = dist.new_subgroups(1, group_desc="engine single")
         cut = dict.fromkeys(("tp", "mp", "tp_cp", "tp_dp_cp", "expt_tp", "tp_ep", "tp_ep_pp"), self.tensor)

@@ -1,7 +1,7 @@
-"""Start and exit of a rank of any world: how it is seen, how it is asked to leave, and by which exit code it ends.
+"""Start and exit of a rank in any world: logging, heartbeats, requests to leave, exit code.
 
-Light: the black box and the listener for requests are there before torch and megatron-core, which take seconds to
-load and may not load at all.
+Imports little: the black box and the drain listener start before torch and megatron-core, which take seconds to import
+and may fail to.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ FULL_GC_STEPS = 500
 EXIT_CODES = {FINISHED: EXIT_FINISHED, DRAINED: EXIT_DRAINED}
 
 Work = Callable[[Activity, DrainListener, Timeline], str]
-"""What a rank does between start and exit. Returns FINISHED or DRAINED, once it is on disk."""
+"""Work of a rank between start and exit. Returns FINISHED or DRAINED once that is on disk."""
 
 
-def run_rank(files: RankFiles, world: World, load: Callable[[], Work], *, tells_host: bool = True) -> NoReturn:
-    """Run a rank, and end the process. Its parent's death is the caller's to notice.
+def run_rank(files: RankFiles, world: World, load: Callable[[], Work], *, notifies_host: bool = True) -> NoReturn:
+    """Run a rank and end the process. The caller watches for the death of the parent.
 
     Args:
-        load: imports what the work needs, and returns it.
-        tells_host: see DrainListener.
+        load: imports and returns the work.
+        notifies_host: passed to DrainListener.
     """
-    for stream in (sys.stdout, sys.stderr):  # a reward may print an answer, and the locale of a node lack a character
+    for stream in (sys.stdout, sys.stderr):  # a reward may print a character that the node's locale lacks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it prints its configuration and deprecations
     for library in ("httpx", "uvicorn"):
-        logging.getLogger(library).setLevel(logging.WARNING)  # they tell of every request
+        logging.getLogger(library).setLevel(logging.WARNING)  # they log every request
     timeline = Timeline()
     files.folder.mkdir(parents=True, exist_ok=True)
     activity = Activity(files, published=world.rank == 0)
     box = BlackBox(files, world.rank, world.size, activity)
     box.start()
-    drain = DrainListener(files, tells_host=tells_host)
+    drain = DrainListener(files, notifies_host=notifies_host)
 
     def exit_early() -> None:
         leave_early(files, world.rank, drain)
-        os._exit(EXIT_DRAINED)  # from the listener's thread: sys.exit would end that alone
+        os._exit(EXIT_DRAINED)  # this is the listener's thread: sys.exit would end only the thread
 
     drain.listen(early=exit_early)
     try:
-        gc.disable()  # what imports make is no garbage, and to look for some takes a sixth of their time
+        gc.disable()  # imports leave no garbage, and searching for it takes a sixth of their time
         work = load()
         gc.freeze()
         gc.enable()
@@ -80,13 +80,13 @@ def run_rank(files: RankFiles, world: World, load: Callable[[], Work], *, tells_
     except Exception as error:  # noqa: BLE001 - the one place that turns any failure into an error file
         code = EXIT_CONFIG if isinstance(error, ConfigurationError) else EXIT_CRASHED
         if drain.asked:
-            time.sleep(KILLED_TOO_S)  # what failed may be the connection to one that was killed: no crash to report
+            time.sleep(KILLED_TOO_S)  # the failure may be a lost connection to a killed rank: no crash to report
         box.report_failure(error, code)
         logging.shutdown()
         # A normal exit would wait for collectives that the other ranks will never join.
         os._exit(code)
     box.stop()
-    gc.freeze()  # the interpreter would look for garbage in all that torch has made, for seconds, before it ends
+    gc.freeze()  # otherwise the interpreter spends seconds on a last collection of torch's objects
     sys.exit(EXIT_CODES[outcome])
 
 
@@ -94,9 +94,9 @@ def run_rank(files: RankFiles, world: World, load: Callable[[], Work], *, tells_
 def gc_between_steps() -> Iterator[Callable[[int], None]]:
     """Disable automatic garbage collection and yield the function that every rank calls after each step.
 
-    Automatic collection starts on one rank now and on another then, and all others wait for it in their next
-    collective. Objects that exist already are never examined: the modules of torch and megatron-core alone would take
-    a third of a second.
+    Automatic collection starts at a different time on each rank, and all others wait for it in their next collective.
+    Collections skip the objects that exist already: the modules of torch and megatron-core alone take a third of a
+    second.
     """
 
     def collect(step: int) -> None:

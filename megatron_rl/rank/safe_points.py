@@ -1,4 +1,4 @@
-"""Safe points: where the ranks of a run agree to leave; and phases: what a rank shows of its life and time."""
+"""Safe points, where the ranks of a run agree to leave, and phases, which heartbeats and the timeline report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener, fits
 from megatron_rl.rank.groups import Groups, gathered
 
-LOOK_EVERY_S = 0.1
+POLL_S = 0.1
 
 PHASES = {
     "generate": "generating",
@@ -31,17 +31,17 @@ PHASES = {
     "wait": HEARTBEAT_WAIT,
     "drain": "leaving",
 }
-"""Category of the timeline -> what a heartbeat calls it."""
+"""Timeline category -> name in heartbeats."""
 
 Result = TypeVar("Result")
 
 
 class LeaveAgreed(Exception):
-    """Some rank was asked to leave, and all have agreed to do so here. Raised on all of them."""
+    """Some rank was asked to leave, and all agreed to leave here. Raised on all ranks."""
 
 
 class SafePoints:
-    """The safe points of one rank. Until the ranks are connected each decides for itself."""
+    """The safe points of one rank. Until the ranks are connected, each rank decides alone."""
 
     def __init__(self, activity: Activity, drain: DrainListener, timeline: Timeline) -> None:
         self.activity = activity
@@ -54,28 +54,28 @@ class SafePoints:
 
     @contextmanager
     def phase(self, category: str) -> Iterator[None]:
-        """A part of a step: says in the heartbeat what this rank is at, and in the timeline where its seconds go."""
+        """Report a part of a step in heartbeats and the timeline."""
         outer = self.activity.doing
         self.activity.begin(PHASES[category])
         with self.timeline.phase(category):
             yield
-        self.activity.begin(outer)  # not after an error: its report says what the rank was at
+        self.activity.begin(outer)  # not after an error: the error file names the part that failed
 
     def poll(self) -> bool:
-        """Note that this rank gets on with its work, and return whether it was asked to leave: then what is under way
-        may be cut short, since `agree` will end it on all ranks."""
+        """Record progress and return whether this rank was asked to leave. If so, the caller may cut its work short:
+        `agree` will end it on all ranks."""
         self.activity.beat()
         return self.drain.asked
 
     def agree(self, unfinished_s: float | None = None) -> None:
-        """Agree, at a safe point, whether to leave. Collective.
+        """Agree at a safe point whether to leave. Collective.
 
         Args:
-            unfinished_s: where leaving here would lose work that cannot be saved half done: the seconds until it is
-                done. Then the ranks leave only if the deadline comes first, by rank 0's clock.
+            unfinished_s: seconds until the current work is done, if leaving here would lose it. The ranks then leave
+                only if the deadline comes first by rank 0's clock.
 
         Raises:
-            LeaveAgreed: on all ranks where one was asked to leave.
+            LeaveAgreed: on all ranks, if one was asked to leave.
         """
         asked = self.poll()
         if self._control is None:
@@ -93,12 +93,12 @@ class SafePoints:
         if asked_anywhere:
             self.drain.asked = True
             if first:
-                self.drain.tell_host(rank=0)
+                self.drain.notify_host(rank=0)
         if leave:
             raise LeaveAgreed
 
     def gather(self, own: Tensor) -> list[Tensor]:
-        """[ranks] what each tells: numbers, in tensors of one shape. A safe point too, in the same message. Collective.
+        """[ranks] tensors of one shape, one from each rank. Also a safe point, at no extra message. Collective.
 
         Raises:
             LeaveAgreed: as `agree` does.
@@ -108,16 +108,16 @@ class SafePoints:
             return [own]
         with self.phase("wait"):
             mine = torch.cat((own.new_tensor([self.poll()]), own.flatten()))
-            of_all = gathered(mine, self._control)
-        if any(each[0] for each in of_all):
+            all_tensors = gathered(mine, self._control)
+        if any(each[0] for each in all_tensors):
             self.agree()
-        return [each[1:].view_as(own) for each in of_all]
+        return [each[1:].view_as(own) for each in all_tensors]
 
     async def run_until_asked(self, work: Awaitable[Result], sign_of_life: Callable[[], object]) -> Result | None:
-        """The result of `work`; None where it was given up because this rank was asked to leave.
+        """Return the result of `work`, or None if this rank was asked to leave and cancelled it.
 
         Args:
-            sign_of_life: something that changes when `work` gets on: merely waiting for it is none.
+            sign_of_life: returns a value that changes when `work` progresses; waiting alone is not progress.
         """
         task = asyncio.ensure_future(work)
         seen = None
@@ -127,7 +127,7 @@ class SafePoints:
                 with suppress(asyncio.CancelledError):
                     await task
                 return None
-            await asyncio.wait([task], timeout=LOOK_EVERY_S)
+            await asyncio.wait([task], timeout=POLL_S)
             if (sign := sign_of_life()) != seen:
                 seen = sign
                 self.activity.beat()

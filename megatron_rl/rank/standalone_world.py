@@ -1,4 +1,4 @@
-"""Worlds that are of no run: one process that has all of a model, or a few that hold it together."""
+"""Worlds outside a run: one process that holds a whole model, or a few that share it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from megatron_rl.rank.config import JobConfig, TrainingLayout
 from megatron_rl.rank.groups import Groups, check_divides, cut, disconnect
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""That what ranks do together may take."""
+"""Timeout of a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class StandaloneWorld:
-    """Of a rank in such a world."""
+    """A rank's view of a world that belongs to no run."""
 
     rank: int
     size: int
     local_rank: int
     store: dist.Store
-    """By which they meet."""
+    """Rendezvous of the ranks."""
 
     @classmethod
     def single(cls) -> StandaloneWorld:
-        """Of the only rank."""
+        """Return the world of a single rank."""
         return cls(0, 1, 0, dist.HashStore())
 
 
@@ -39,12 +39,11 @@ class StandaloneWorld:
 def connected(
     world: StandaloneWorld, device: Literal["cpu", "cuda"] = "cpu", threads: int = 1, tp: int = 1
 ) -> Iterator[tuple[Platform, Groups]]:
-    """The platform, while there are torch's and megatron-core's groups of ranks of which `tp` hold a model together.
-    Collective.
+    """Yield the platform and the groups of a world in which `tp` ranks share a model. Collective.
 
     threads: of OMP, MKL and torch.
 
-    Raises UnsupportedPlatform, as where there is no such device.
+    Raises UnsupportedPlatform, for example without the device.
     """
     platform = select(JobConfig(device=device, threads_per_rank=threads), world.local_rank)
     layout = TrainingLayout(tp=tp)
@@ -55,7 +54,7 @@ def connected(
     try:
         yield platform, cut(layout, COLLECTIVE_TIMEOUT)
     except BaseException:
-        if world.size == 1:  # else the end of NCCL's groups would wait for ranks that do something else
+        if world.size == 1:  # destroying NCCL's groups would wait for other ranks, which do not take part
             disconnect()
         raise
     disconnect()

@@ -1,4 +1,4 @@
-"""The place of a rank in its world, and that it does not outlive its parent. No torch."""
+"""A rank's number in its world, and its death with its parent. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """RANK, WORLD_SIZE and LOCAL_RANK; in a step of ours Slurm's counterparts, since an image may have its own idea
-        of the former; alone where there are none."""
+        """Read RANK, WORLD_SIZE and LOCAL_RANK; in a step of mrl Slurm's counterparts, because an image may set the
+        former to its own values. Return a world of one rank if they are not set."""
         if STEP_VARIABLE in os.environ:
             return cls(
                 rank=int(os.environ["SLURM_PROCID"]),
@@ -33,6 +33,6 @@ class World:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it (PARENT_VARIABLE) ends, however it ends."""
+    """Make the kernel kill this process when its parent (PARENT_VARIABLE) ends, however it ends."""
     if PARENT_VARIABLE in os.environ:
         death_with_parent(int(os.environ[PARENT_VARIABLE]))()

@@ -45,7 +45,7 @@ GONE_S = 60.0
 """Without a question of the run's first rank, which asks every few seconds, the run is over."""
 LEFT_S = 2.0
 """The same, of a replica that was asked to leave."""
-LOOK_EVERY_S = 0.1
+POLL_S = 0.1
 STOP_S = 10.0
 """That connections, and what the other ranks are at, have to end."""
 
@@ -148,7 +148,7 @@ async def _serve(
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             try:
                 while not (server.started or serving.done()):
-                    await asyncio.sleep(LOOK_EVERY_S)
+                    await asyncio.sleep(POLL_S)
                 write(replica.listener, address._replace(host=host, port=port, at=time.time()))
                 logger.info("replica %d answers at %s:%d", replica.number, host, port)
                 await _until_over(service, leader, drain, config.job.silence_limit_s)
@@ -180,4 +180,4 @@ async def _until_over(service: ReplicaService, leader: Leader, drain: DrainListe
         if silent > (limit_s if heard is None else GONE_S):
             logger.warning("the run has asked nothing for %.0f s: it is gone, and this replica ends", silent)
             return
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(POLL_S)

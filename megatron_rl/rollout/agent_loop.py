@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl.inference.api import RankEngine, ResumableInference
 from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.safe_points import LOOK_EVERY_S, SafePoints
+from megatron_rl.rank.safe_points import POLL_S, SafePoints
 
 STOP_S = 10.0
 """Seconds the agents' thread has to end."""
@@ -109,10 +109,10 @@ class AgentLoop(ABC):
 
     async def wait(self, tasks: Sequence[asyncio.Task[Any]], *, once: bool = False) -> None:
         """Wait until these tasks are done, one fails, this rank is asked to leave, or the loop is starved; with `once`,
-        for LOOK_EVERY_S at most. A heartbeat is sent whenever the tasks progress."""
+        for POLL_S at most. A heartbeat is sent whenever the tasks progress."""
         seen = None
         while pending := [task for task in tasks if not task.done()]:
-            done, _ = await asyncio.wait(pending, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
             if (progress := (self._inference.busy_s, len(done))) != seen:
                 seen = progress
                 self._safe_points.activity.beat()

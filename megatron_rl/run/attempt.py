@@ -31,7 +31,7 @@ from megatron_rl.platform.select import select
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener, fits, leave_early
 from megatron_rl.rank.groups import connect, disconnect
-from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed, SafePoints
+from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed, SafePoints
 from megatron_rl.rank.world import World
 from megatron_rl.run.setup import Run, set_up
 from megatron_rl.train_rl import begin_save, save_metrics, train
@@ -126,7 +126,7 @@ def finish(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
     Raises CheckpointError where it fails: without it the run is not finished.
     """
     while checkpointer.under_way is not None:
-        checkpointer.wait(until=time.monotonic() + LOOK_EVERY_S)
+        checkpointer.wait(until=time.monotonic() + POLL_S)
         safe_points.poll()
     checkpointer.wait(final=True)
 
@@ -142,7 +142,7 @@ def finish_export(run: Run) -> None:
             asked_to_leave = run.safe_points.poll()
             flag.fill_(run.exporter.busy and not asked_to_leave)
             dist.broadcast(flag, src=0, group=run.groups.control)
-            time.sleep(LOOK_EVERY_S * flag.item())
+            time.sleep(POLL_S * flag.item())
     save_metrics(run)
 
 
@@ -170,7 +170,7 @@ def see_through(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
         deadline = safe_points.drain.deadline() if first else None  # the host side may still be finding out
         if deadline is not None and time.time() > deadline - MARGIN_S:
             checkpointer.abandon("there is no time left")
-        checkpointer.wait(until=time.monotonic() + LOOK_EVERY_S)
+        checkpointer.wait(until=time.monotonic() + POLL_S)
         safe_points.poll()
 
 

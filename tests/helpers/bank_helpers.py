@@ -80,7 +80,7 @@ def collect(
 
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.engine, "step", counted)
-        patch.setattr(agent_loop, "LOOK_EVERY_S", 0.0)
+        patch.setattr(agent_loop, "POLL_S", 0.0)
         bank = bank or bank_in(Path(folder))
         groups = InFlightGroups(agent, stream.problem, run.engine, bank, run.config)
         try:

@@ -147,7 +147,7 @@ class Simulation:
             patch.setattr(generation_module.asyncio, "Runner", lambda: runner)
             patch.setattr(tensorboard, "SummaryWriter", _Silence)
             patch.setattr(save_module.futures, "wait", later.wait)
-            patch.setattr(safe_points_module, "LOOK_EVERY_S", 0.0)
+            patch.setattr(safe_points_module, "POLL_S", 0.0)
             for module in EXECUTORS:
                 patch.setattr(module, "ThreadPoolExecutor", later.executor)
             if files is None:

@@ -1,4 +1,4 @@
-"""The all-reduce between the nodes: real ranks over gloo, each of which says it is a node of its own."""
+"""The all-reduce between nodes: real ranks over gloo, each of which claims to be a node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = FabricTimeouts(meet=20.0, stage=15.0, slack=10.0)
 
 
 def rank_main(root: str, rank: int, size: int, node: str, trouble: str | None, limits: FabricTimeouts) -> None:
-    """One rank; `trouble` is what is wrong with its node."""
+    """Run one rank; `trouble` is the fault of its node."""
     os.environ["SLURMD_NODENAME"] = node
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     check.MEASURE_S, check.BYTES = 0.05, {"cpu": 1 << 16}
@@ -43,7 +43,7 @@ def rank_main(root: str, rank: int, size: int, node: str, trouble: str | None, l
 def fabric(
     root: Path, troubles: list[str | None], absent: tuple[int, ...] = (), limits: FabricTimeouts = LIMITS
 ) -> FabricReport:
-    """What rank 0 reported, with one rank for each node n0, n1, ..."""
+    """Report of rank 0, with one rank for each of the nodes n0, n1, ..."""
     context = multiprocessing.get_context("forkserver")
     size = len(troubles)
     ranks = [
@@ -65,7 +65,7 @@ def fabric(
     return report
 
 
-def test_sound_nodes_are_measured_together_and_that_is_all(tmp_path):
+def test_sound_nodes_are_only_measured_together(tmp_path):
     found = fabric(tmp_path, [None] * 3)
     assert found.hosts == ["n0", "n1", "n2"]
     assert found.bad == {}
@@ -94,13 +94,13 @@ def test_the_node_that_spoils_every_group_is_named(tmp_path, trouble, words, lim
     assert len(found.pairs) == 4
 
 
-def test_a_node_that_does_not_come_is_left_out_and_the_others_are_tried(tmp_path):
+def test_a_node_that_does_not_arrive_is_left_out_and_the_others_are_tested(tmp_path):
     found = fabric(tmp_path, [None] * 3, absent=(2,), limits=FabricTimeouts(meet=3.0, stage=15.0, slack=10.0))
     assert found.hosts == ["n0", "n1"]
     assert found.bad == {}
 
 
-def test_what_a_child_does_its_parent_survives():
+def test_a_parent_survives_the_end_of_its_child():
     def fail() -> AllReduce:
         raise RuntimeError("NCCL error\nin ncclCommInitRank")
 
@@ -110,7 +110,7 @@ def test_what_a_child_does_its_parent_survives():
     assert check.in_child(lambda: time.sleep(60) or AllReduce(), 0.2) == AllReduce(error="no end within 0 s")
 
 
-def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
+def test_two_nodes_that_are_slow_together_are_reported_and_neither_is_blamed():
     found = findings(["a", "b"], AllReduce(1.0), {(0, 1): AllReduce(1.0)}, 50.0, 12.34, {})
     assert found.bad == {}
     assert found.unexplained
@@ -122,7 +122,7 @@ def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
     ]
 
 
-def test_the_parents_import_neither_megatron_core_nor_touch_a_device():
+def test_the_parents_import_no_megatron_core_and_touch_no_device():
     found = "'megatron.core' in sys.modules, torch.cuda.is_initialized()"
     program = f"import sys, torch, megatron_rl.fabric.check; print({found})"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

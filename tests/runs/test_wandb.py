@@ -1,5 +1,5 @@
-"""Weights & Biases shows the record: one W&B run for a run, one value a step, whatever happens in between; and nothing
-that W&B does or fails to do touches the run. The real wandb, on a stand-in for its server and offline."""
+"""Weights & Biases shows the record: one W&B run per run with one value per step, and no failure of W&B affects the
+run. Uses the real wandb, with a stand-in for its server and offline."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ OF_ANOTHER_RUN = {
     "DISABLED": "true",
     "TAGS": "theirs",
 }
-"""Variables of a shell that an agent of W&B started; none of them is about our run."""
+"""Variables of a W&B agent's shell, none of which concerns the run."""
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no netrc, no cache of before
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # without the user's netrc and cache
     for name, value in OF_ANOTHER_RUN.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     monkeypatch.setattr(mirror, "FINISH_S", 60.0)  # on a busy machine wandb takes seconds to import
@@ -74,7 +74,7 @@ def step(record: MetricsWriter, number: int, loss: float) -> None:
 
 
 def left(run: RunDir, attempt: int, record: MetricsWriter, outcome: str | None) -> None:
-    """As rank 0 leaves; without an outcome it crashed."""
+    """Close the record as rank 0 does when it leaves; without an outcome it crashed."""
     if outcome:
         write(run.attempt(attempt).outcome, Outcome(outcome, 0))
     record.close()
@@ -104,7 +104,7 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-# The same run, however often it starts
+# One W&B run per run
 
 
 def test_a_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server: Server, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server
     assert (identity(run).url or "").endswith(f"/runs/{identity(run).id}")
 
 
-def test_a_fork_is_another_wandb_run_that_has_the_steps_of_its_source(server: Server, tmp_path: Path) -> None:
+def test_a_fork_is_another_wandb_run_with_the_steps_of_its_source(server: Server, tmp_path: Path) -> None:
     source = a_run(tmp_path / "source")
     write(source.wandb, WandbRun("of-the-source"))
     for number in (1, 2, 3):
@@ -160,7 +160,7 @@ def test_a_fork_is_another_wandb_run_that_has_the_steps_of_its_source(server: Se
     assert shown(server, target).config["fork"] == {"from": str(source.root), "step": 2}
 
 
-def test_what_nodes_without_internet_wrote_is_whole_and_sent_by_wandb_sync(server: Server, tmp_path: Path) -> None:
+def test_an_offline_record_is_complete_and_uploaded_by_wandb_sync(server: Server, tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine", mode="offline")
     for number in (1, 2, 3):
         append(run.metrics, MetricsLine(number, {"loss": float(number)}))
@@ -179,13 +179,13 @@ def test_what_nodes_without_internet_wrote_is_whole_and_sent_by_wandb_sync(serve
     assert shown(server, run).state == "finished"
 
 
-# Whatever becomes of W&B, the run goes on
+# Failures of W&B do not affect the run
 
 
-def test_a_wandb_that_cannot_start_is_said_once_and_catches_up_later(
+def test_a_wandb_that_cannot_start_is_logged_once_and_catches_up_later(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mirror, "AGAIN_S", 0.0)
+    monkeypatch.setattr(mirror, "RESTART_S", 0.0)
     monkeypatch.delenv("WANDB_API_KEY")
     run = a_run(tmp_path / "mine")
     record = record_of(run, 1)
@@ -206,7 +206,7 @@ def test_a_wandb_that_cannot_start_is_said_once_and_catches_up_later(
     assert shown(server, run).curve("loss") == [(each, each) for each in range(1, number + 1)]
 
 
-def test_a_server_that_never_answers_costs_the_end_of_a_run_seconds(
+def test_a_server_that_never_answers_delays_the_end_of_a_run_by_seconds(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mirror, "FINISH_S", 1.0)
@@ -246,7 +246,7 @@ def test_nothing_of_wandb_outlives_a_killed_rank(server: Server, tmp_path: Path)
     assert shown(server, run).state == "failed"
 
 
-def test_a_recipe_that_asks_for_it_where_it_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_with_wandb_is_refused_if_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     check_installed(LoggingConfig(wandb=WandbConfig(project="p")))
 
     def missing(name: str) -> str:
@@ -280,7 +280,7 @@ def test_the_rank_itself_never_imports_wandb() -> None:
 
 
 @given(looks=st.lists(st.sampled_from(["step", "evaluation", "look"]), max_size=40))
-def test_each_step_is_one_row_in_order_however_often_it_is_looked(
+def test_each_step_is_one_row_in_order_however_often_it_is_read(
     looks: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run = RunDir(tmp_path_factory.mktemp("run"))
@@ -302,7 +302,7 @@ def test_each_step_is_one_row_in_order_however_often_it_is_looked(
     assert [(row.step, row.values) for row in rows] == sorted(wanted.items())
 
 
-def test_a_line_that_is_being_written_or_was_torn_waits(tmp_path: Path) -> None:
+def test_a_line_that_is_being_written_or_torn_waits(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     record = RecordReader(run, run.attempt(1))
     run.metrics.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
@@ -312,7 +312,7 @@ def test_a_line_that_is_being_written_or_was_torn_waits(tmp_path: Path) -> None:
     assert [(row.step, row.values) for row in record.rows(complete=True)] == [(2, {"loss": 2.0}), (3, {"loss": 3.0})]
 
 
-def test_the_time_of_a_step_is_that_of_the_attempt_that_it_is_from(tmp_path: Path) -> None:
+def test_the_time_of_a_step_comes_from_its_own_attempt(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     lines = {
         1: [TimelineLine(0.5, 0, {}, resumed=0), TimelineLine(1.0, 1, {}), TimelineLine(2.0, 2, {})],

@@ -1,1 +1,1 @@
-"""The record, told to Weights & Biases by a process of its own."""
+"""Upload of the record to Weights & Biases by a separate process."""

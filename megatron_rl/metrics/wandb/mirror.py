@@ -1,9 +1,9 @@
-"""Weights & Biases, if the recipe asks for it: a process beside rank 0 that tells W&B what the record says.
+"""Weights & Biases, if the recipe asks for it: a process beside rank 0 uploads the record.
 
     rank 0 -> metrics.jsonl, evaluations.jsonl -> megatron_rl.metrics.wandb.upload -> wandb -> its service
 
-wandb's network, threads, helper process and exit hooks can wait for minutes. So they live where nothing waits for
-them: the child reads the record from the disk, and a run is neither slower nor shorter for what becomes of it.
+wandb's network, threads, helper process and exit hooks may block for minutes. In a child that reads the record from
+disk they block nothing: the run is neither slower nor shorter if they fail.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megatron_rl.metrics.config import LoggingConfig
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = 300.0
-"""Between two starts of a mirror that ended: a wrong key, no network, a full disk."""
+RESTART_S = 300.0
+"""Seconds between two starts of a child that ended, for example by a wrong key, no network or a full disk."""
 FINISH_S = 5.0
-"""For what W&B has not taken yet when the record is complete: ranks that leave have seconds."""
-LONGER_S = 1.0
-"""After FINISH_S the child ends itself; after this much more it is killed."""
+"""Seconds for the last uploads once the record is complete: ranks that leave have little time."""
+KILL_S = 1.0
+"""Further seconds until the child, which ends itself after FINISH_S, is killed."""
 
 
 def check_installed(config: LoggingConfig) -> None:
-    """Raises ConfigurationError where the recipe asks for W&B and there is no wandb."""
+    """Raise ConfigurationError if the recipe asks for W&B and wandb is not installed."""
     if config.wandb is None:
         return
     try:
-        importlib.metadata.version("wandb")  # a folder ./wandb, which it leaves behind, can be imported just as well
+        importlib.metadata.version("wandb")  # an import would also find the folder ./wandb that wandb leaves behind
     except importlib.metadata.PackageNotFoundError:
         raise ConfigurationError(
             f"logging.wandb: wandb is not installed where the ranks run; `{install_command('wandb')}` there, or set "
@@ -44,7 +44,7 @@ def check_installed(config: LoggingConfig) -> None:
 
 
 class Mirror:
-    """Owner of the child. Whatever goes wrong is said once and tried again: every start tells the whole record."""
+    """Owner of the child. Logs the first failure and retries: every start uploads the whole record."""
 
     def __init__(self, run_dir: RunDir, attempt: Attempt) -> None:
         program = module_command("megatron_rl.metrics.wandb.upload")
@@ -55,24 +55,24 @@ class Mirror:
         self._start()
 
     def restart_if_ended(self) -> None:
-        """Start the child again where it has ended, now and then. Returns at once."""
+        """Restart a child that has ended, at most every RESTART_S. Returns at once."""
         if self._process is not None and self._process.poll() is not None:
             self._end(self._process)
         if self._process is None and time.monotonic() >= self._again:
             self._start()
 
     def close(self) -> None:
-        """The record is complete. Returns with the child gone, within FINISH_S and a little more."""
+        """End the child of a complete record, within FINISH_S + KILL_S seconds."""
         if self._process is None:
             return
         assert self._process.stdin is not None  # a pipe
         self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(FINISH_S + LONGER_S)
+            self._process.wait(FINISH_S + KILL_S)
         self._end(self._process)
 
     def _start(self) -> None:
-        self._again = time.monotonic() + AGAIN_S
+        self._again = time.monotonic() + RESTART_S
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("wb") as log:
@@ -81,7 +81,7 @@ class Mirror:
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # what is sent to the ranks' group asks them to leave; it leaves after them
+                    start_new_session=True,  # signals to the ranks' process group must not end it before the ranks
                 )
         except OSError as error:
             self._miss(f"does not start: {error}")
@@ -91,7 +91,7 @@ class Mirror:
         if code is None:
             process.kill()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(LONGER_S)
+                process.wait(KILL_S)
             self._miss("did not end in time and was killed")
         elif code != 0:
             self._miss(f"ended: {self._last_line()}")
@@ -99,7 +99,7 @@ class Mirror:
 
     def _miss(self, why: str) -> None:
         if not self._warned:
-            logger.warning("W&B is behind; the run goes on, and will tell it everything later. Its process %s", why)
+            logger.warning("W&B is behind; the run continues and will upload the rest later. Its process %s", why)
         self._warned = True
 
     def _last_line(self) -> str:

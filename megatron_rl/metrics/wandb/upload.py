@@ -1,19 +1,19 @@
-"""The record of a run, told to Weights & Biases:
+"""Upload the record of a run to Weights & Biases:
 
     python -P -m megatron_rl.metrics.wandb.upload RUN_DIR </dev/null
 
-Started by mirror.py beside the run; by hand it tells what W&B missed of one that has ended. The end of standard input
-says that the record is complete, and so does the death of the process that started this one.
+mirror.py starts it beside the run; started by hand it uploads what W&B misses of a run that has ended. The record is
+complete when standard input ends or the parent process dies.
 
-A run goes on from a checkpoint, so steps that W&B was told of before a crash are run again. But the history of a W&B
-run only grows: resumed, it drops a step that is not beyond its last one (docs.wandb.ai/models/support/
-seeing_fewer_data_points_logged); rewinding it (`resume_from`) is a preview that a server of one's own lacks; and that
-beginning again under an old id replaces its history is nowhere promised (github.com/wandb/wandb/issues/1450, 3424,
-6216). So the run is resumed, W&B says which step it has come to, and is told the record from there on: each step once,
-those included that an earlier attempt could not send or that a fork has from its source. Of a step that was run twice
-W&B keeps the first value, metrics.jsonl the last; they differ where `resume.partial` or the device lets them.
+A run that resumes from a checkpoint repeats steps that W&B already has. But the history of a W&B run only grows: a
+resumed W&B run drops steps up to its last one (docs.wandb.ai/models/support/seeing_fewer_data_points_logged); rewinding
+it (`resume_from`) is a preview that self-hosted servers lack; and no documentation promises that a new run under an old
+id replaces the history (github.com/wandb/wandb/issues/1450, 3424, 6216). So the W&B run is resumed, W&B reports its
+last step, and the upload continues from there: each step once, including steps that an earlier attempt could not send
+and those a fork has from its source. W&B keeps the first value of a repeated step, metrics.jsonl the last; they differ
+if `resume.partial` or the device permits it.
 
-Offline nobody is there to ask. Then every attempt writes the whole record anew, in the place of the one before.
+Offline there is no server to ask. Every attempt then writes the whole record, in place of the previous one.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from megatron_rl.contract.run_records import Fork, WandbRun
 
 Line = TypeVar("Line", MetricsLine, TimelineLine)
 
-LOOK_EVERY_S = 5.0
+POLL_S = 5.0
 PATIENCE_S = 30.0
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SHOW_INFO": "false"}
-"""No telemetry of its own, from nodes that may reach nobody; in the log what went wrong, and nothing else."""
-OF_THE_USER = frozenset(
+"""No telemetry, as nodes may have no network, and only errors in the log."""
+USER_VARIABLES = frozenset(
     f"WANDB_{name}"
     for line in (
         "API_KEY IDENTITY_TOKEN_FILE CREDENTIALS_FILE ENTITY USERNAME USER_EMAIL",
@@ -56,21 +56,20 @@ OF_THE_USER = frozenset(
     )
     for name in line.split()
 )
-"""Variables that wandb may read: who is logged in, and how to reach the server from here. wandb reads a variable for
-each of its settings, and those that are about one run would bend this one: WANDB_SWEEP_ID of an agent's shell gives
-every attempt another id, WANDB_RESUME_FROM begins it elsewhere, WANDB_DISABLED drops it."""
+"""Variables that wandb may read: credentials and the way to the server. wandb reads a variable for each of its
+settings, and those of a single run would corrupt this one: WANDB_SWEEP_ID of an agent's shell gives every attempt
+another id, WANDB_RESUME_FROM starts it elsewhere, WANDB_DISABLED drops it."""
 
 
 class RecordRow(NamedTuple):
     step: int
     at: float | None
-    """Unix time of the step, where it is known."""
+    """Unix time of the step; None if unknown."""
     values: dict[str, float]
 
 
 class Tail(Generic[Line]):
-    """The lines of a JSON-lines file that grows, each once; without those that a full disk tore, which are written
-    again."""
+    """Reader of a growing JSON-lines file, each line once. Skips lines torn by a full disk, which are written again."""
 
     def __init__(self, kind: type[Line], path: Path) -> None:
         self._kind: type[Line] = kind
@@ -90,7 +89,7 @@ class Tail(Generic[Line]):
 
 
 class RecordReader:
-    """Rows of the record, one a step, each once and in order."""
+    """Rows of the record, one per step, each once and in order."""
 
     def __init__(self, run: RunDir, attempt: Attempt) -> None:
         self._steps = Tail(MetricsLine, run.metrics)
@@ -99,14 +98,14 @@ class RecordReader:
         self._at: dict[int, float] = {}
         for number in range(1, attempt.number):
             lines = read_lines(TimelineLine, run.attempt(number).timeline)
-            if not isinstance(lines, Unreadable):  # its steps are shown without their time
+            if not isinstance(lines, Unreadable):  # its steps are then shown without their time
                 self._at |= times(lines.records)
         self._rows: dict[int, dict[str, float]] = {}
         self._newest = -1
 
     def rows(self, *, complete: bool) -> list[RecordRow]:
-        """What is new. Unless the record is complete the last step is held back: its evaluation may be to come, in
-        the next attempt perhaps."""
+        """New rows. Holds the last step back unless the record is complete: its evaluation may still follow, perhaps in
+        the next attempt."""
         # In this order: the evaluation of a step is written before the step that follows.
         steps, evaluations = self._steps.new(), self._evaluations.new()
         for line in [*steps, *evaluations]:
@@ -118,35 +117,35 @@ class RecordReader:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """What of a line can be drawn, under the names of metrics/names.py."""
+    """Values of a line that can be drawn."""
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def times(lines: Iterable[TimelineLine]) -> dict[int, float]:
-    """{step: when it was done}; the line after a load is about the step that was gone on from."""
+    """{step: unix time of its end}. Omits lines of a load, which repeat the step that was resumed from."""
     return {line.step: line.at for line in lines if line.resumed is None}
 
 
 def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
-    """Tell W&B the record until `over` says that it is complete. Where W&B refuses, this process ends."""
-    import wandb  # a second to import, and a process that is not asked for must not need it
+    """Upload the record until `over` reports that it is complete. Ends the process if W&B refuses."""
+    import wandb  # takes a second, and is only installed where a recipe asks for it
 
     recipe = yaml.safe_load(run.resolved.read_text(encoding="utf-8"))
     asked = RunConfig.model_validate(recipe).logging.wandb
-    assert asked is not None  # or nobody would have started this
+    assert asked is not None  # the mirror starts only then
     found = read(WandbRun, run.wandb, PATIENCE_S)
     if isinstance(found, Unreadable):
-        leave(f"{found}: to begin a second W&B run for this one is not for me to decide")
+        leave(f"{found}: delete the file to start a second W&B run for this run")
     known = found if isinstance(found, WandbRun) else WandbRun(secrets.token_hex(8))
-    write(run.wandb, known)  # before W&B hears of it
-    shutil.rmtree(run.wandb_files, ignore_errors=True)  # an earlier attempt's, which this one repeats
+    write(run.wandb, known)  # before W&B learns the id
+    shutil.rmtree(run.wandb_files, ignore_errors=True)  # files of an earlier attempt, which this one repeats
     at_wandb = known.url is not None
     fork = if_readable(read(Fork, run.fork))
     try:
         wandb_run = wandb.init(
             id=known.id,
             resume="allow" if asked.mode == "online" else None,
-            name=None if at_wandb else run.root.resolve().name,  # somebody may have changed it there
+            name=None if at_wandb else run.root.resolve().name,  # the user may have renamed it at W&B
             project=asked.project,
             entity=asked.entity,
             group=asked.group,
@@ -155,11 +154,11 @@ def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
             dir=str(run.root),
             config=recipe | ({"fork": {"from": fork.source, "step": fork.step}} if fork else {}),
             settings=wandb.Settings(
-                console="off",  # logs/ has it, of every rank
-                disable_git=True,  # the code that runs is the snapshot, not the current directory
+                console="off",  # logs/ has the output of every rank
+                disable_git=True,  # the running code is the snapshot, not the current directory
                 save_code=False,
                 x_disable_meta=True,
-                x_disable_stats=True,  # one node of many would stand for all
+                x_disable_stats=True,  # they would show one node of many
             ),
         )
     except wandb.Error as error:
@@ -168,7 +167,7 @@ def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
     record = RecordReader(run, attempt)
     outcome = None
     while True:
-        ended = over.is_set()  # before the look at the record, which then holds all there is
+        ended = over.is_set()  # checked before reading the record, which is then complete
         if ended:
             left = if_readable(read(Outcome, attempt.outcome))
             outcome = left and left.outcome
@@ -178,14 +177,14 @@ def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
                 wandb_run.log(row.values | at, step=row.step)
         if ended:
             break
-        over.wait(LOOK_EVERY_S)
+        over.wait(POLL_S)
     if outcome == DRAINED:
-        wandb_run.mark_preempting()  # shown as preempted then, and not as failed
+        wandb_run.mark_preempting()  # W&B then shows the run as preempted instead of failed
     wandb_run.finish(exit_code=0 if outcome == FINISHED else 1)
 
 
 def end_in_time(owner: int, limit_s: float, over: threading.Event) -> None:
-    """Set `over` once the record is complete or `owner`, who writes it, is gone; `limit_s` later, end this process."""
+    """Set `over` once the record is complete or its writer, `owner`, is gone; end this process `limit_s` later."""
     while os.getppid() == owner and not select.select([sys.stdin], [], [], 1.0)[0]:
         pass
     over.set()
@@ -194,11 +193,9 @@ def end_in_time(owner: int, limit_s: float, over: threading.Event) -> None:
 
 
 def leave(why: str) -> NoReturn:
-    """End this process at once, without wandb's exit hooks. Its helper, wandb-core, looks whether it is there and
-    follows.
+    """End this process at once, without wandb's exit hooks. wandb's helper process, wandb-core, notices and follows.
 
-    Args:
-        why: one line; the last one of the log is said in that of the rank.
+    why: one line; rank 0 logs the last line of this process.
     """
     sys.stderr.write(why + "\n")
     os._exit(EXIT_CRASHED)
@@ -206,16 +203,16 @@ def leave(why: str) -> NoReturn:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_rl.metrics.wandb.upload", description="Tell W&B of a run."
+        prog="python -m megatron_rl.metrics.wandb.upload", description="Upload the record of a run to W&B."
     )
-    parser.add_argument("run_dir", type=Path, help="whose resolved.yaml has logging.wandb")
+    parser.add_argument("run_dir", type=Path, help="run directory whose resolved.yaml has logging.wandb")
     parser.add_argument(
-        "--limit", type=float, default=600.0, help="seconds for what is left when the record is complete"
+        "--limit", type=float, default=600.0, help="seconds for the upload after the record is complete"
     )
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, and sent to all processes of a step
-    for name in [name for name in os.environ if name.startswith("WANDB_") and name not in OF_THE_USER]:
+        signal.signal(number, signal.SIG_IGN)  # sent to all processes of a step, but meant for the ranks
+    for name in [name for name in os.environ if name.startswith("WANDB_") and name not in USER_VARIABLES]:
         del os.environ[name]
     os.environ |= ENVIRONMENT
     run = RunDir(options.run_dir)

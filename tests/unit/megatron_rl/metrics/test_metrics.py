@@ -1,4 +1,4 @@
-"""The record of a run: only registered names, only finite numbers, cut back at resume; sums over ranks."""
+"""The record of a run: registered names, finite numbers, cut back at resume; sums over ranks."""
 
 from __future__ import annotations
 
@@ -85,16 +85,16 @@ def test_a_record_is_cut_back_to_the_checkpoint_and_its_torn_line_dropped(tmp_pa
     assert path.read_text() == "".join(json.dumps({"step": step}) + "\n" for step in range(1, 6))
 
 
-def test_a_record_that_cannot_be_read_is_not_cut_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To take it for empty would be to lose it."""
+def test_an_unreadable_record_is_not_cut_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treating it as empty would lose it."""
     monkeypatch.setattr(writer_module, "PATIENCE_S", 0.0)
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(OSError, match="cannot be used"):
         cut_back(tmp_path / "metrics.jsonl", last_step=5)
 
 
-@pytest.mark.parametrize("damage", [slice(None), slice(100, 110)], ids=["all of it", "the end of what is kept"])
-def test_a_record_that_shows_garbage_for_a_moment_is_not_cut_back(tmp_path: Path, damage: slice) -> None:
+@pytest.mark.parametrize("damage", [slice(None), slice(100, 110)], ids=["all of it", "the end of the kept part"])
+def test_a_record_that_shows_garbage_is_not_cut_back(tmp_path: Path, damage: slice) -> None:
     path = tmp_path / "metrics.jsonl"
     good = "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(1, 6)).encode()
     path.write_bytes(good[: damage.start or 0] + bytes(len(good[damage])) + good[damage][:0])
@@ -104,16 +104,16 @@ def test_a_record_that_shows_garbage_for_a_moment_is_not_cut_back(tmp_path: Path
     assert path.read_bytes() == before
 
 
-def test_an_evaluation_before_the_first_step_is_kept_too(tmp_path: Path) -> None:
+def test_an_evaluation_before_the_first_step_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "evaluations.jsonl"
     path.write_bytes(bytes(30))
     with pytest.raises(OSError, match="that of step 0 is missing"):
         cut_back(path, last_step=0)
     cut_back(path, last_step=None)
-    assert path.read_bytes() == b"", "of what nothing is kept of, nothing can be lost"
+    assert path.read_bytes() == b"", "nothing is kept, so garbage loses nothing"
 
 
-def test_a_run_that_starts_from_nothing_needs_no_record_of_before(tmp_path: Path) -> None:
+def test_a_new_run_replaces_an_old_record(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for path in (run.metrics, run.evaluations):
         path.write_bytes(bytes(30))
@@ -121,21 +121,21 @@ def test_a_run_that_starts_from_nothing_needs_no_record_of_before(tmp_path: Path
     assert (run.metrics.read_bytes(), run.evaluations.read_bytes()) == (b"", b"")
 
 
-def test_a_line_that_was_torn_in_the_middle_and_written_again_is_dropped(tmp_path: Path) -> None:
+def test_a_line_torn_in_the_middle_and_written_again_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 2}\n')
     cut_back(path, last_step=2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_cutting_back_what_does_not_exist_makes_nothing(tmp_path: Path) -> None:
+def test_cutting_back_a_missing_record_creates_no_file(tmp_path: Path) -> None:
     cut_back(tmp_path / "metrics.jsonl", last_step=5)
     assert list(tmp_path.iterdir()) == []
 
 
 def make_first(run_dir: RunDir) -> None:
-    """TensorBoard reads files in the order of their names, which within a second and a process is that of a count's
-    text."""
+    """Rename the event file so that TensorBoard reads it first: it orders files by name, and the names of one second
+    and process end in a counter compared as text."""
     (events,) = run_dir.tensorboard.iterdir()
     events.rename(events.with_name("events.out.tfevents.0000000001.first"))
 
@@ -162,7 +162,7 @@ def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
     ]
 
 
-def test_an_attempt_that_begins_from_nothing_shows_no_evaluation_but_its_own(tmp_path: Path) -> None:
+def test_a_new_attempt_shows_only_its_own_evaluations(tmp_path: Path) -> None:
     first = writer(tmp_path)
     first.evaluation(0, {"eval/trained/greedy_accuracy": 0.25})
     first.close()
@@ -201,7 +201,7 @@ class View:
         return ["one group\n", "another\n"][:limit]
 
 
-def test_samples_and_histograms_are_written_now_and_then(tmp_path: Path) -> None:
+def test_samples_and_histograms_are_written_at_their_intervals(tmp_path: Path) -> None:
     record = writer(tmp_path)
     for step in (1, 2, 3):
         record.rollouts(step, View())
@@ -278,7 +278,7 @@ DEVICE = DeviceStats(peak_memory=3 * 2**29, power=1200.0, powers=2, flops=2e12, 
 def metrics(
     loss: LossStats | None = LOSS, update: UpdateStats = UPDATE, device: DeviceStats | None = None
 ) -> dict[str, Any]:
-    """Of a step that was so."""
+    """Metrics of a step with these statistics."""
     one = StepReport(3, StepStats(BATCH, loss, update, device), 1, 8, 10, 4, dropped={}, failures={"timeout": 1})
     return metrics_of(replace(one, ranks=2, seconds=dict.fromkeys(TIMED, 0.5)))
 
@@ -297,7 +297,7 @@ def test_batch_metrics_are_means_over_the_answers() -> None:
     assert (found["first_ordinal"], found["next_ordinal"], found["policy_version"]) == (8, 10, 4)
 
 
-def test_loss_metrics_are_means_over_the_trained_tokens_and_absent_where_not_measured() -> None:
+def test_loss_metrics_are_means_over_the_trained_tokens_and_absent_if_not_measured() -> None:
     found = metrics()
     assert found["loss"] == pytest.approx(0.3)
     assert found["grad_norm"] == 2.0
@@ -310,7 +310,7 @@ def test_loss_metrics_are_means_over_the_trained_tokens_and_absent_where_not_mea
         assert not {"entropy", "clip_fraction", "importance_ratio_max"} & nothing.keys()
 
 
-def test_tokens_without_a_finite_log_prob_are_counted_where_there_are_any() -> None:
+def test_tokens_without_a_finite_log_prob_are_counted_if_there_are_any() -> None:
     assert "nonfinite_tokens" not in {*metrics(), *metrics(None)}
     assert metrics(replace(LOSS, tokens=0, nonfinite=7))["nonfinite_tokens"] == 7
 
@@ -321,7 +321,7 @@ def test_a_skipped_update_is_counted_and_has_no_gradient_norm() -> None:
     assert "grad_norm" not in metrics(update=replace(UPDATE, applied=0, grad_norm=0))
 
 
-def test_seconds_and_throughput_are_of_the_phases_of_a_step() -> None:
+def test_seconds_and_throughput_follow_the_phases_of_a_step() -> None:
     found = metrics(update=replace(UPDATE, offloaded=64))
     assert found["time/step_s"] == 3.5
     assert {found[f"time/{phase.replace('-', '_')}_s"] for phase in TIMED} == {0.5}
@@ -330,26 +330,26 @@ def test_seconds_and_throughput_are_of_the_phases_of_a_step() -> None:
     assert found["throughput/generated_tokens_per_s"] == 20.0
 
 
-def test_what_is_moved_off_the_devices_is_said_where_anything_is() -> None:
+def test_offload_metrics_are_written_only_with_offloading() -> None:
     names = {"time/offload_s", "system/offloaded_bytes"}
     assert not names & metrics().keys()
     assert metrics(update=replace(UPDATE, offloaded=64))["system/offloaded_bytes"] == 64
 
 
-def test_what_the_devices_say_is_the_most_memory_the_mean_power_and_the_share_of_all_their_peaks() -> None:
+def test_device_metrics_are_peak_memory_mean_power_and_the_share_of_the_summed_peaks() -> None:
     found = metrics(device=DEVICE)
     assert (found["system/peak_memory_gib"], found["system/power_w"]) == (1.5, 600.0)
     assert found["throughput/mfu"] == 2e12 / (0.5 * 2 * 4e12)
 
 
-def test_what_devices_do_not_say_is_absent() -> None:
+def test_device_metrics_that_are_not_reported_are_absent() -> None:
     names = {"system/peak_memory_gib", "system/power_w", "throughput/mfu"}
     assert not names & metrics().keys()
     silent = metrics(device=replace(DEVICE, powers=0, peak_flops=0.0))
     assert names & silent.keys() == {"system/peak_memory_gib"}
 
 
-def test_every_field_of_the_statistics_says_how_it_adds_up(groups: Any) -> None:
+def test_every_field_of_the_statistics_declares_its_reduction(groups: Any) -> None:
     stats = StepStats(BATCH, LOSS, UPDATE, DEVICE)
     tally = Tally()
     stats.put(tally)
@@ -369,18 +369,18 @@ def report(batch: BatchStats, dropped: dict[int, str], failures: dict[str, int])
     return StepReport(3, StepStats(batch, LOSS, UPDATE, None), 1, 8, 10, 4, dropped, failures)
 
 
-def test_turns_and_calls_of_tools_are_told_where_there_are_any() -> None:
-    def told(**counted: int) -> tuple[Any, Any]:
-        found = metrics_of(replace(report(replace(BATCH, **counted), {}, {}), seconds=dict.fromkeys(TIMED, 1.0)))
-        return found.get("turns_mean"), found.get("tool_calls_mean")
+def test_turns_and_tool_calls_are_absent_without_any() -> None:
+    def found(**counted: int) -> tuple[Any, Any]:
+        values = metrics_of(replace(report(replace(BATCH, **counted), {}, {}), seconds=dict.fromkeys(TIMED, 1.0)))
+        return values.get("turns_mean"), values.get("tool_calls_mean")
 
-    assert told() == (None, None)
-    assert told(turns=6) == (1.5, None)
-    assert told(with_tools=2) == (1.0, 0.0), "none was called"
-    assert told(turns=9, with_tools=2, tool_calls=5) == (2.25, 2.5)
+    assert found() == (None, None)
+    assert found(turns=6) == (1.5, None)
+    assert found(with_tools=2) == (1.0, 0.0), "none was called"
+    assert found(turns=9, with_tools=2, tool_calls=5) == (2.25, 2.5)
 
 
-def test_components_of_the_rewards_are_means_over_the_answers_that_have_them(groups: Any) -> None:
+def test_reward_components_are_means_over_the_answers_that_have_them(groups: Any) -> None:
     one = replace(report(replace(BATCH, with_components=3), {}, {}), components={"short": (1.5, 3), "right": (1.0, 2)})
     timeline = Timeline()
     with timeline.phase("train"):
@@ -392,7 +392,7 @@ def test_components_of_the_rewards_are_means_over_the_answers_that_have_them(gro
     }
 
 
-def test_what_was_lost_and_dropped_is_that_of_all_ranks(groups: Any) -> None:
+def test_lost_and_dropped_answers_of_all_ranks_are_in_the_line(groups: Any) -> None:
     dropped, failures = {9: "prompt too long"}, {"timeout": 1}
     timeline = Timeline()
     with timeline.phase("train"):
@@ -402,15 +402,15 @@ def test_what_was_lost_and_dropped_is_that_of_all_ranks(groups: Any) -> None:
     assert found["failed_rollouts_by_reason"] == failures
 
 
-def test_reasons_that_quote_the_answers_make_no_line_of_their_own_length(groups: Any) -> None:
+def test_the_number_of_reasons_in_a_line_is_limited(groups: Any) -> None:
     failures = {"timeout": 9} | {f"could not convert {answer}": 1 for answer in range(2 * MOST_REASONS)}
     timeline = Timeline()
     with timeline.phase("train"):
         time.sleep(0.01)
     found, _ = step_lines(report(replace(BATCH, failed=49), {}, failures), timeline, groups.control)
-    told = found["failed_rollouts_by_reason"]
-    assert len(told) == MOST_REASONS + 1 and sum(told.values()) == sum(failures.values())
-    assert (told["timeout"], told["other reasons"]) == (9, MOST_REASONS + 1)
+    reasons = found["failed_rollouts_by_reason"]
+    assert len(reasons) == MOST_REASONS + 1 and sum(reasons.values()) == sum(failures.values())
+    assert (reasons["timeout"], reasons["other reasons"]) == (9, MOST_REASONS + 1)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_a_step_without_answers_ends_the_run(
         step_lines(report(batch, dropped, failures), Timeline(), groups.control)
 
 
-def test_where_all_answers_are_lost_the_error_has_the_trace_of_the_most_frequent_reason(groups: Any) -> None:
+def test_all_answers_lost_has_the_traceback_of_the_most_frequent_reason(groups: Any) -> None:
     failures = {"get_reward at mine.py:6: KeyError: 'a'": 5, "get_reward at mine.py:6: KeyError: 'b'": 2, "timeout": 1}
     lost = report(replace(LOST, failed=8), {}, failures)
     lost = replace(lost, tracebacks={"get_reward at mine.py:6: KeyError": "Traceback of line 6\n"})
@@ -444,7 +444,7 @@ def test_where_all_answers_are_lost_the_error_has_the_trace_of_the_most_frequent
     assert error.value.trace == "Traceback of line 6\n"
 
 
-def test_an_evaluation_says_how_it_was_asked(tmp_path: Path) -> None:
+def test_text_of_an_evaluation_is_in_the_record_but_not_in_tensorboard(tmp_path: Path) -> None:
     record = writer(tmp_path)
     record.evaluation(3, {"eval/aime/greedy_accuracy": 0.5, "eval/prompt_format": "boxed"})
     record.close()
@@ -457,10 +457,10 @@ def test_an_evaluation_says_how_it_was_asked(tmp_path: Path) -> None:
 # A full disk
 
 
-def test_the_record_waits_for_room_and_what_is_only_looked_at_is_left_out(
+def test_the_record_waits_for_room_and_optional_files_are_left_out(
     small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that fills the disk gives the space back while the record waits."""
+    """A save that fills the disk frees its space while the record waits."""
     record = writer(small_disk)
     record.step(1, line())
     ballast = small_disk / "ballast"

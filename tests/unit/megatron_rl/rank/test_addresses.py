@@ -1,4 +1,4 @@
-"""A listener is published under an address that the job's other nodes reach, on the interface the user named."""
+"""Listeners publish an address that the job's other nodes reach, on the interface the user named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank import addresses as addresses_module
-from megatron_rl.rank.addresses import address_towards, is_named, lead_gloo, node_names, own_address
+from megatron_rl.rank.addresses import address_towards, is_named, node_names, own_address, pin_gloo_interface
 
 INTERFACES = {"lo": "127.0.0.1", "eno1": "10.0.0.5", "eth0": "10.1.0.5", "eth1": "10.2.0.5", "docker0": "172.17.0.1"}
 DOWN = "eth1"
@@ -19,7 +19,7 @@ DOWN = "eth1"
 
 @pytest.fixture
 def node(monkeypatch):
-    """A node with these interfaces; say what its name and the job's environment are."""
+    """Factory of a node with INTERFACES, given its name's address and the job's environment."""
     addresses = {
         name: [
             SimpleNamespace(family=socket.AF_INET6, address="fe80::1"),
@@ -52,12 +52,12 @@ def node(monkeypatch):
 TWO = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURMD_NODENAME": "gpu07"}
 
 
-def test_the_node_is_known_by_its_name(node):
+def test_the_address_of_the_nodes_name_is_used(node):
     node("10.0.0.5", **TWO)
     assert own_address() == "10.0.0.5"
 
 
-def test_alone_a_node_may_keep_to_itself(node):
+def test_a_single_node_may_use_loopback(node):
     node("127.0.1.1")
     assert own_address() == "127.0.1.1"
     node(None)
@@ -65,23 +65,23 @@ def test_alone_a_node_may_keep_to_itself(node):
 
 
 @pytest.mark.parametrize("name_means", ["127.0.1.1", None])
-def test_among_several_nodes_it_is_known_by_the_way_to_another_one(node, name_means):
+def test_the_route_to_another_node_replaces_a_loopback_name(node, name_means):
     node(name_means, {"10.1.0.1": "10.1.0.5"}, **TWO, SLURM_LAUNCH_NODE_IPADDR="10.1.0.1")
     assert own_address() == "10.1.0.5"
 
 
-def test_where_the_step_was_launched_over_loopback_a_neighbour_shows_the_way(node):
+def test_a_step_launched_over_loopback_uses_the_route_to_a_neighbour(node):
     routes = {"127.0.0.1": "127.0.0.1", "gpu07": "127.0.1.1", "gpu08": "10.0.0.5"}
     node("127.0.1.1", routes, **TWO, SLURM_LAUNCH_NODE_IPADDR="127.0.0.1")
     assert own_address() == "10.0.0.5"
 
 
-def test_nodes_that_share_a_machine_meet_on_its_loopback(node):
+def test_nodes_on_one_machine_meet_on_loopback(node):
     node("127.0.0.1", {"127.0.0.1": "127.0.0.1", "gpu08": "127.0.0.1"}, **TWO, SLURM_LAUNCH_NODE_IPADDR="127.0.0.1")
     assert own_address() == "127.0.0.1"
 
 
-def test_an_address_that_nobody_reaches_is_refused_with_the_way_out(node):
+def test_an_unreachable_address_is_refused_with_a_remedy(node):
     node("127.0.1.1", **TWO)
     with pytest.raises(
         ConfigurationError, match=r"gpu07 does not know .*; set NCCL_SOCKET_IFNAME in the cluster profile"
@@ -93,34 +93,34 @@ def test_an_address_that_nobody_reaches_is_refused_with_the_way_out(node):
     ("names", "address"),
     [
         ("eth0", "10.1.0.5"),
-        ("eth", "10.1.0.5"),  # a prefix; eth1 is down
+        ("eth", "10.1.0.5"),  # prefix; eth1 is down
         ("=eth0", "10.1.0.5"),
         ("ib,eth", "10.1.0.5"),
         ("^lo,docker,eno", "10.1.0.5"),
-        ("^lo,docker", "10.0.0.5"),  # of those that are left the one of the node's name
+        ("^lo,docker", "10.0.0.5"),  # the address of the node's name is preferred among the rest
         ("^docker", "10.0.0.5"),
-        ("ib", "10.0.0.5"),  # there is none: the library itself will say so
+        ("ib", "10.0.0.5"),  # no such interface: the library itself will report it
         ("=eth", "10.0.0.5"),
         ("lo", "10.0.0.5"),
     ],
 )
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
-def test_the_users_interface_goes_first(node, variable, names, address):
+def test_the_users_interface_is_preferred(node, variable, names, address):
     node("10.0.0.5", **TWO, **{variable: names})
     assert own_address() == address
 
 
-def test_of_the_users_interfaces_the_one_towards_the_others_goes_first(node):
+def test_the_route_chooses_among_several_interfaces_of_the_user(node):
     node("127.0.1.1", {"10.1.0.1": "10.1.0.5"}, **TWO, SLURM_LAUNCH_NODE_IPADDR="10.1.0.1", NCCL_SOCKET_IFNAME="^lo")
     assert own_address() == "10.1.0.5"
 
 
-def test_gloos_own_variable_goes_before_nccls(node):
+def test_gloos_own_variable_overrides_nccls(node):
     node("127.0.1.1", **TWO, GLOO_SOCKET_IFNAME="eth0", NCCL_SOCKET_IFNAME="eno1")
     assert own_address() == "10.1.0.5"
 
 
-def test_names_are_matched_as_nccl_does():
+def test_interface_names_match_as_in_nccl():
     assert is_named("eth10", "eth1")
     assert not is_named("eth10", "=eth1")
     assert is_named("ib0", "=eth0,ib0")
@@ -131,31 +131,31 @@ def test_names_are_matched_as_nccl_does():
 
 
 @pytest.mark.parametrize(
-    ("name_means", "address", "led"),
+    ("name_means", "address", "interface"),
     [
         ("127.0.1.1", "10.1.0.5", "eth0"),
         (None, "10.1.0.5", "eth0"),
-        ("10.0.0.5", "10.1.0.5", None),  # gloo finds its way
-        ("127.0.1.1", "127.0.0.1", None),  # the ranks are all here
+        ("10.0.0.5", "10.1.0.5", None),  # the name is right
+        ("127.0.1.1", "127.0.0.1", None),  # all ranks are on this node
         ("127.0.1.1", "10.9.9.9", None),
         ("127.0.1.1", None, None),
     ],
 )
-def test_gloo_is_led_where_the_nodes_name_misleads_it(node, monkeypatch, name_means, address, led):
+def test_gloo_gets_the_interface_if_the_nodes_name_is_wrong(node, monkeypatch, name_means, address, interface):
     node(name_means, **TWO)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is put back afterwards
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # restored afterwards
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    lead_gloo(address)
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == led
+    pin_gloo_interface(address)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
 
 
-def test_gloo_keeps_to_what_the_user_says(node):
+def test_the_users_interface_of_gloo_stays(node):
     node("127.0.1.1", **TWO, GLOO_SOCKET_IFNAME="eno1")
-    lead_gloo("10.1.0.5")
+    pin_gloo_interface("10.1.0.5")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eno1"
 
 
-def test_the_way_to_this_very_node_is_known_and_to_nowhere_is_none():
+def test_the_route_to_this_node_is_known_and_an_unknown_host_has_none():
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert address_towards("no-such-host.invalid") is None
 
@@ -169,5 +169,5 @@ def test_the_way_to_this_very_node_is_known_and_to_nowhere_is_none():
         ("rack[1-2]-node[3,5]-ib", ["rack1-node3-ib", "rack1-node5-ib", "rack2-node3-ib", "rack2-node5-ib"]),
     ],
 )
-def test_slurms_lists_of_nodes_are_read(nodelist, names):
+def test_slurms_node_lists_are_expanded(nodelist, names):
     assert list(node_names(nodelist)) == names

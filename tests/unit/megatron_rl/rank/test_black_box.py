@@ -1,4 +1,4 @@
-"""The black box of a rank, for whoever has to explain its end: heartbeats, stacks, the error file."""
+"""The black box of a rank: heartbeats, stacks, the error file."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def start(attempt: Attempt, then: str, **environment: str) -> subprocess.Popen[s
 def wait_for(what: Callable[[], object]) -> None:
     give_up = time.monotonic() + 60  # seconds; a busy machine imports slowly
     while not what():
-        assert time.monotonic() < give_up, "waited in vain"
+        assert time.monotonic() < give_up, "timed out"
         time.sleep(0.02)
 
 
@@ -104,17 +104,17 @@ def reported(attempt: Attempt, error: Exception, exit_code: int = EXIT_CRASHED) 
 
 
 PLACE = f"test_black_box.py:{reported.__code__.co_firstlineno + 6}: raise error"
-"""As in the code of a task, which this file is for the ranks."""
+"""Place of the error. This file counts as code of the task."""
 
 
-def test_a_heartbeat_tells_where_the_main_thread_got_on_last(attempt):
+def test_a_heartbeat_shows_when_the_main_thread_last_made_progress(attempt):
     rank = start(attempt, "stuck_in_c()", MRL_SILENCE_S="0.5")
     try:
         wait_for(lambda: heartbeat(attempt).step == 41)
         stuck = heartbeat(attempt)
         assert (stuck.rank, stuck.ranks, stuck.phase, stuck.entered) == (3, 8, "generating", 1)
         wait_for(lambda: heartbeat(attempt).written > stuck.written + 0.2)
-        assert heartbeat(attempt).at == pytest.approx(stuck.at, abs=0.02), "it writes on and does not get on"
+        assert heartbeat(attempt).at == pytest.approx(stuck.at, abs=0.02), "heartbeats continue without progress"
     finally:
         rank.kill()
 
@@ -128,7 +128,7 @@ def test_a_rank_that_works_moves_its_heartbeat_and_ends_with_one_that_says_it_le
     assert heartbeat(attempt).phase == "left"
 
 
-def test_sigquit_shows_every_thread_even_where_the_main_one_hangs_in_c(attempt):
+def test_sigquit_dumps_every_thread_even_if_the_main_one_hangs_in_c(attempt):
     rank = start(attempt, "stuck_in_c()")
 
     def dump() -> str:
@@ -139,12 +139,12 @@ def test_sigquit_shows_every_thread_even_where_the_main_one_hangs_in_c(attempt):
     try:
         wait_for(lambda: dump().count("in stuck_in_c") >= 2)
         assert "_beat" in attempt.stacks(3).read_text(), "the heartbeat's thread too"
-        assert rank.poll() is None, "it lives on"
+        assert rank.poll() is None, "the rank survives"
     finally:
         rank.kill()
 
 
-def test_a_rank_whose_threads_work_tells_where_they_are_and_works_on(attempt):
+def test_a_rank_with_busy_threads_dumps_their_stacks_and_survives(attempt):
     rank = start(attempt, "threading.Thread(target=deep, daemon=True).start()\nstuck_in_c()")
     for _ in range(50):
         rank.send_signal(signal.SIGQUIT)
@@ -156,7 +156,7 @@ def test_a_rank_whose_threads_work_tells_where_they_are_and_works_on(attempt):
         rank.kill()
 
 
-def test_files_that_cannot_be_written_end_nothing(attempt, tmp_path):
+def test_files_that_cannot_be_written_do_not_end_the_rank(attempt, tmp_path):
     (tmp_path / "attempts").write_text("a file where a folder should be")
     (tmp_path / "logs").write_text("the same")
     rank = start(attempt, "works(); box.report_failure(RuntimeError('boom'), 1); sys.exit(5)", MRL_SILENCE_S="0.5")
@@ -166,7 +166,7 @@ def test_files_that_cannot_be_written_end_nothing(attempt, tmp_path):
     assert "boom" in said
 
 
-def test_the_error_file_says_who_where_when_and_what(attempt):
+def test_the_error_file_names_rank_step_phase_and_error(attempt):
     logging.getLogger().setLevel(logging.INFO)
     report = reported(attempt, ValueError("no such token\nwith details"))
     assert (report.rank, report.step, report.phase, report.exit_code) == (3, 41, "training", EXIT_CRASHED)
@@ -176,9 +176,9 @@ def test_the_error_file_says_who_where_when_and_what(attempt):
     assert report.host
 
 
-def test_a_bad_configuration_is_all_message_and_no_traceback(attempt):
+def test_a_configuration_error_has_its_whole_message_and_no_traceback(attempt):
     attempt.folder.mkdir(parents=True, exist_ok=True)
-    of_mrl = ValueError("model:\n  no such field")  # raised nowhere in a task's code
+    of_mrl = ValueError("model:\n  no such field")  # not raised in a task's code
     BlackBox(attempt, 3, 8, Activity(attempt, published=False)).report_failure(of_mrl, EXIT_CONFIG)
     report = error_file(attempt)
     assert report.error == "ValueError: model:\n  no such field"
@@ -195,13 +195,13 @@ def test_the_newest_log_lines_are_in_the_error_file(attempt):
     assert all(len(line) < LINE_LIMIT + 50 for line in log)
 
 
-def test_a_log_call_that_is_wrong_itself_is_no_reason_to_die(attempt):
+def test_a_faulty_log_call_does_not_end_the_rank(attempt):
     rank = start(attempt, "logging.error('%d', 'not a number')")
     rank.communicate(timeout=60)
     assert rank.returncode == 0
 
 
-def test_huge_messages_and_endless_tracebacks_are_cut(attempt):
+def test_huge_messages_and_tracebacks_are_cut(attempt):
     report = reported(attempt, RuntimeError("x" * 1_000_000))
     assert len(report.error) < MESSAGE_LIMIT + 100
     assert len(report.traceback) < 10_000
@@ -228,18 +228,18 @@ def test_huge_messages_and_endless_tracebacks_are_cut(attempt):
         (TimeoutError("the verifier timed out"), False),
     ],
 )
-def test_a_collective_that_timed_out_is_marked_as_another_ranks_fault(error, waited):
+def test_a_collective_that_timed_out_is_marked_as_the_fault_of_another_rank(error, waited):
     assert waited_in_vain(error) == waited
 
 
 @pytest.mark.parametrize(("limit", "period"), [(None, 10.0), ("1800", 10.0), ("5", 1.0)])
-def test_several_heartbeats_fit_into_the_silence_that_is_allowed(limit, period):
+def test_several_heartbeats_fit_into_the_silence_limit(limit, period):
     assert heartbeat_period(limit) == period
 
 
-def test_only_a_change_of_phase_is_published_and_a_full_disk_is_no_reason_to_end(attempt, caplog):
+def test_only_a_change_of_phase_is_published_and_a_missing_folder_is_tolerated(attempt, caplog):
     activity = Activity(attempt, published=True)
-    activity.enter("training", 1)  # there is no folder yet
+    activity.enter("training", 1)  # the folder does not exist yet
     assert "live view" in caplog.text
     attempt.folder.mkdir(parents=True)
     activity.enter("training", 2)

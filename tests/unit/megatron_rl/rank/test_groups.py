@@ -1,4 +1,4 @@
-"""The control group is gloo's, whatever the device talks over."""
+"""The control group uses gloo, whatever the backend of the device."""
 
 from __future__ import annotations
 
@@ -13,44 +13,47 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.config import TrainingLayout
-from megatron_rl.rank.groups import RECORDED, Groups, check_divides, watch_collectives
+from megatron_rl.rank.groups import FLIGHT_RECORDER_VARIABLES, Groups, check_divides, watch_collectives
 
 
-def test_where_all_is_gloo_it_is_the_world(groups: Groups) -> None:
+def test_a_gloo_world_is_its_own_control_group(groups: Groups) -> None:
     assert groups.control is groups.world
     assert dist.get_world_size(groups.data) == dist.get_world_size(groups.tensor) == 1
 
 
-def test_beside_another_backend_it_is_a_group_of_its_own_with_a_limit_of_its_own(
+def test_an_nccl_world_gets_a_gloo_control_group_with_its_own_timeout(
     groups: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPUs: a collective on tensors of the CPU, which no NCCL time-out ends."""
+    """The control group works on CPU tensors, and no NCCL timeout ends it."""
     backend = dist.get_backend
     monkeypatch.setattr(dist, "get_backend", lambda group=None: backend(group) if group else "nccl")
     made: list[Any] = []
     new_group = dist.new_group
     monkeypatch.setattr(dist, "new_group", lambda **options: made.append(options) or new_group(**options))
-    apart = Groups.from_megatron(timedelta(seconds=7))
-    assert apart.control is not apart.world
-    assert dist.get_backend(apart.control) == "gloo"
+    found = Groups.from_megatron(timedelta(seconds=7))
+    assert found.control is not found.world
+    assert dist.get_backend(found.control) == "gloo"
     assert made[0]["timeout"] == timedelta(seconds=7)
     flag = torch.ones(1)
-    dist.all_reduce(flag, group=apart.control)
+    dist.all_reduce(flag, group=found.control)
     assert flag.item() == 1
-    dist.destroy_process_group(apart.control)
+    dist.destroy_process_group(found.control)
 
 
-def test_nccl_writes_what_it_knows_beside_the_attempts_other_files_and_ends_no_rank_early(
+def test_nccl_writes_its_records_into_the_attempts_folder_and_ends_no_rank_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (*RECORDED, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
-        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+    for name in (*FLIGHT_RECORDER_VARIABLES, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
+        monkeypatch.setenv(name, "")  # restored afterwards
         monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     watch_collectives(tmp_path, 3600)
-    assert [name in os.environ for name in RECORDED] == [torch.__version__ >= "2.9", torch.__version__ < "2.9"]
+    assert [name in os.environ for name in FLIGHT_RECORDER_VARIABLES] == [
+        torch.__version__ >= "2.9",
+        torch.__version__ < "2.9",
+    ]
     assert Path(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]).parent == tmp_path
-    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "what the user asks for stays"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "the user's value stays"
     assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "3600", "eight minutes are less than job.silence_limit_s"
 
 
@@ -62,10 +65,10 @@ def test_nccl_writes_what_it_knows_beside_the_attempts_other_files_and_ends_no_r
         (4, {"tp": 2, "ep": 4}, r"placement\.training\.ep 4 does not divide cp x dp = 1 x 2 = 2"),
     ],
 )
-def test_ranks_that_cannot_be_cut_as_the_recipe_says_are_refused(ranks: int, layout: dict[str, int], said: str) -> None:
+def test_layouts_that_do_not_divide_the_ranks_are_refused(ranks: int, layout: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         check_divides(ranks, TrainingLayout(**layout))
 
 
-def test_layouts_that_divide_are_not() -> None:
+def test_a_layout_that_divides_the_ranks_is_accepted() -> None:
     check_divides(8, TrainingLayout(tp=2, pp=2, ep=2, sequence_parallel=True))

@@ -1,4 +1,4 @@
-"""What the phases of a rank have in common: signs of life, and how ranks agree to leave."""
+"""Safe points and phases: signs of life, and the ranks' agreement to leave."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def attempt(tmp_path: Path) -> Attempt:
     ("left_s", "seconds", "fit"),
     [(None, 1e9, True), (MARGIN_S + FIT * 10, 10.0, True), (MARGIN_S + FIT * 10 - 1, 10.0, False), (0.0, 0.0, False)],
 )
-def test_what_takes_half_as_long_again_must_still_be_done_in_time(
+def test_a_save_must_fit_one_and_a_half_times_into_the_remaining_time(
     left_s: float | None, seconds: float, fit: bool
 ) -> None:
     assert fits(100.0, None if left_s is None else 100.0 + left_s, seconds) is fit
 
 
-def test_a_rank_on_its_own_leaves_when_it_is_asked_to() -> None:
+def test_a_rank_without_a_world_leaves_when_asked() -> None:
     safe_points = quiet_safe_points()
     safe_points.agree()
     safe_points.drain.asked = True
@@ -50,18 +50,18 @@ def test_a_rank_on_its_own_leaves_when_it_is_asked_to() -> None:
         safe_points.agree()
 
 
-def test_ranks_that_tell_each_other_something_leave_there_too(groups: Any) -> None:
+def test_gathering_is_a_safe_point(groups: Any) -> None:
     safe_points = quiet_safe_points()
     safe_points.connect(groups)
-    told = torch.tensor([[1.5, 2.0]])
-    assert [each.tolist() for each in safe_points.gather(told)] == [told.tolist()]
+    numbers = torch.tensor([[1.5, 2.0]])
+    assert [each.tolist() for each in safe_points.gather(numbers)] == [numbers.tolist()]
     safe_points.drain.asked = True
     with pytest.raises(LeaveAgreed):
-        safe_points.gather(told)
+        safe_points.gather(numbers)
 
 
-def test_a_rank_that_nobody_asked_leaves_with_the_one_that_was(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one goes, and the others wait for it in the next collective."""
+def test_all_ranks_leave_if_one_was_asked(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the others would wait for the one that left in their next collective."""
     safe_points = quiet_safe_points()
     safe_points.connect(groups)
     agreed = torch.tensor([1, 1], dtype=torch.int32)
@@ -72,10 +72,10 @@ def test_a_rank_that_nobody_asked_leaves_with_the_one_that_was(groups: Any, monk
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, [1, 1]), (3, [1, 0])], ids=["the first one", "another one"])
-def test_the_first_ranks_clock_says_whether_there_is_time_to_finish(
+def test_rank_0s_clock_decides_whether_there_is_time_to_finish(
     rank: int, said: list[int], groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hosts' may be apart, and one that is ahead would have all of them leave too early."""
+    """The hosts' clocks may differ, and one that is ahead would make all ranks leave too early."""
     safe_points = quiet_safe_points()
     safe_points.connect(groups)
     flags: list[list[int]] = []
@@ -93,8 +93,8 @@ def test_the_first_ranks_clock_says_whether_there_is_time_to_finish(
     assert flags == [said, [1, 0]]
 
 
-def test_what_another_rank_tells_may_be_that_it_was_asked(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them know it then, and so all agree to leave; one that did not would wait for numbers that never come."""
+def test_ranks_learn_of_a_request_to_another_rank_by_gathering(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them then agree to leave; one that did not would wait for numbers that never come."""
     safe_points = quiet_safe_points()
     safe_points.connect(groups)
     of_all = [torch.tensor([0.0, 1.5]), torch.tensor([1.0, 2.5])]
@@ -104,7 +104,7 @@ def test_what_another_rank_tells_may_be_that_it_was_asked(groups: Any, monkeypat
         safe_points.gather(torch.tensor([1.5]))
 
 
-def test_a_heartbeat_says_what_failed_and_not_what_was_around_it() -> None:
+def test_after_an_error_the_heartbeat_names_the_innermost_phase() -> None:
     safe_points = quiet_safe_points()
     safe_points.activity.enter("training", 3)
     with safe_points.phase("train"):
@@ -115,8 +115,8 @@ def test_a_heartbeat_says_what_failed_and_not_what_was_around_it() -> None:
     assert safe_points.activity.doing == PHASES["wait"]
 
 
-def test_a_rank_that_follows_another_says_that_it_waits_in_the_same_phase() -> None:
-    """Then the one it waits for is behind: see launcher.host.judge.hang."""
+def test_a_following_rank_reports_that_it_waits_within_the_same_phase() -> None:
+    """launcher.host.judge.hang then finds that the rank it waits for is behind."""
     activity = quiet_safe_points().activity
     activity.begin("generating")
     entered, began = activity.entered, activity.last_beat
@@ -127,26 +127,26 @@ def test_a_rank_that_follows_another_says_that_it_waits_in_the_same_phase() -> N
     assert activity.last_beat > began
 
 
-@pytest.mark.parametrize("gets_on", [True, False])
-def test_merely_waiting_is_no_sign_of_life(gets_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reward that never comes must show as silence."""
+@pytest.mark.parametrize("progresses", [True, False])
+def test_waiting_is_no_sign_of_life(progresses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward that never arrives must show as silence."""
     safe_points = quiet_safe_points()
     beats: list[float] = []
     monkeypatch.setattr(safe_points.activity, "beat", lambda: beats.append(time.monotonic()))
-    monkeypatch.setattr(safe_points_module, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(safe_points_module, "POLL_S", 0.02)
 
     async def work() -> str:
         await asyncio.sleep(0.15)
-        while gets_on and len(beats) < 4:  # on a busy machine the looks come late
+        while progresses and len(beats) < 4:  # a busy machine polls late
             await asyncio.sleep(0.02)
         return "done"
 
-    waiting = safe_points.run_until_asked(work(), time.monotonic if gets_on else lambda: 0)
+    waiting = safe_points.run_until_asked(work(), time.monotonic if progresses else lambda: 0)
     assert asyncio.run(waiting) == "done"
-    assert len(beats) > 3 if gets_on else len(beats) == 1
+    assert len(beats) > 3 if progresses else len(beats) == 1
 
 
-def test_work_is_given_up_soon_after_the_request() -> None:
+def test_work_is_cancelled_soon_after_the_request() -> None:
     safe_points = quiet_safe_points()
     cancelled = []
 
@@ -177,30 +177,28 @@ def test_work_is_given_up_soon_after_the_request() -> None:
         ("", None),
     ],
 )
-def test_a_request_that_cannot_be_read_is_a_request_without_a_deadline(
-    text: str, deadline: float | None, attempt: Attempt
-) -> None:
+def test_an_unreadable_request_has_no_deadline(text: str, deadline: float | None, attempt: Attempt) -> None:
     attempt.drain.write_text(text, encoding="utf-8")
     assert DrainListener(attempt).deadline() == deadline
 
 
-def test_ranks_that_alone_were_asked_tell_the_host_side_and_leave_what_it_wrote(attempt: Attempt) -> None:
-    DrainListener(attempt).tell_host(rank=0)
-    told = if_readable(read(Drain, attempt.drain))
-    assert told is not None
-    assert (told.cause, told.by, told.deadline) == (SIGNALLED, "a request to rank 0", None)
+def test_ranks_asked_alone_notify_the_host_side_and_keep_an_existing_request(attempt: Attempt) -> None:
+    DrainListener(attempt).notify_host(rank=0)
+    written = if_readable(read(Drain, attempt.drain))
+    assert written is not None
+    assert (written.cause, written.by, written.deadline) == (SIGNALLED, "a request to rank 0", None)
     request = Drain("preempted", "Slurm", 1.0, deadline=21.0)
     write(attempt.drain, request)
-    DrainListener(attempt).tell_host(rank=0)
+    DrainListener(attempt).notify_host(rank=0)
     assert read(Drain, attempt.drain) == request
 
 
-def test_a_disk_that_is_full_at_the_request_ends_no_rank(
+def test_a_full_disk_at_the_request_ends_no_rank(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(drain_module, "write", full)
-    DrainListener(attempt).tell_host(rank=0)
-    assert "the host side cannot be told" in caplog.text
+    DrainListener(attempt).notify_host(rank=0)
+    assert "the host side cannot be notified" in caplog.text

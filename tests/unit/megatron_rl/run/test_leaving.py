@@ -107,7 +107,7 @@ def test_a_run_that_waits_for_its_last_save_is_not_silent(tmp_path: Path, monkey
         return write_part(*args)
 
     monkeypatch.setattr(writer_module, "write_part", slowly)
-    monkeypatch.setattr(attempt_module, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(attempt_module, "POLL_S", 0.02)
     safe_points, beats = quiet_safe_points(), []
     monkeypatch.setattr(safe_points.activity, "beat", lambda: beats.append(time.monotonic()))
     saver = checkpointer(tmp_path)
