@@ -55,7 +55,7 @@ class FabricTimeouts:
     """Limits in seconds."""
 
     meet: float = 120.0
-    """From the first rank's arrival to the last one's."""
+    """Time between the arrivals of the first and the last rank."""
     stage: float = 90.0
     """One group's initialisation and its all-reduces."""
     slack: float = 30.0

@@ -142,7 +142,7 @@ class StepStats:
     device: DeviceStats | None
     """None for devices that do not report their use."""
     environments: Mapping[str, EnvironmentStats] = field(default_factory=dict)
-    """By id: all environments of the recipe, the same on every rank; empty for a single one."""
+    """Environment id -> statistics, the same ids on every rank; empty if the recipe has one environment."""
 
     def put(self, tally: Tally) -> None:
         """Add all statistics to the tally, which reduces them over the ranks."""

@@ -1,1 +1,1 @@
-"""The only place that knows which device this is, and what megatron-core needs patched for it."""
+"""Devices: the only room that knows which device a rank uses, and patches of megatron-core for it."""

@@ -1,4 +1,4 @@
-"""What the rest of a rank asks of its device."""
+"""Interface of a device for the rest of a rank."""
 
 from __future__ import annotations
 
@@ -14,54 +14,55 @@ from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
 
 if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig  # who only asks for a device has no time for it
+    from megatron.core.transformer import TransformerConfig  # slow to import, and not needed to select a device
 
 
 AnyModule = TypeVar("AnyModule", bound=torch.nn.Module)
 
 
 class UnsupportedPlatform(ConfigurationError):
-    """This machine or its packages cannot run the recipe; the message says what to install."""
+    """This machine or its packages cannot run the recipe. The message says what to install."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """What a device says of itself."""
+    """Use of a device."""
 
     peak_memory: int
-    """Bytes: the most that torch's tensors held at once since it was asked before."""
+    """Bytes: the largest sum of torch's tensors since the last query."""
     power: float | None
-    """Watts, now; None where the driver does not say."""
+    """Watts at the moment; None if the driver does not report them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """Classes that stand for megatron-core's own in a layer, with the same names, weights and sharded state."""
+    """Replacements of megatron-core's layer classes, with the same names, weights and sharded state."""
 
     column: type
     """Column-parallel linear."""
     row: type
     """Row-parallel linear."""
     norm: type | None = None
-    """What stands in the place of a norm where the column-parallel linear behind it computes it."""
+    """Placeholder for a norm that the following column-parallel linear computes."""
 
 
 class GraphRecorder(Protocol):
-    """Records what a function has the device do, to have it done again without the host saying so operation by
-    operation: with the same sizes and numbers of the host's, on the same tensors."""
+    """Records the device work of a function and replays it without the host launching each operation: with the same
+    sizes and host values, on the same tensors."""
 
     def warm_up(self, function: Callable[[], None]) -> None:
-        """Call it in the way in which it will be recorded: what libraries need for that they take before."""
+        """Call the function the way it will be recorded, so that libraries allocate what they need."""
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Call it, and have the device do nothing of it. Returns what has it done, now and whenever it is called.
+        """Record the function without executing its device work. Returns a function that executes it, any number of
+        times.
 
-        The function has been called by `warm_up` before, never makes the host wait for the device, and what it makes
-        is not needed when it is through. Raises RuntimeError where it does what cannot be recorded.
+        `warm_up` has called the function before. It never makes the host wait for the device, and tensors it creates
+        are not needed after it returns. Raises RuntimeError for work that cannot be recorded.
         """
 
     def release(self) -> None:
-        """Let go of the memory of what was recorded, none of which may be done again."""
+        """Free the memory of all recordings, none of which may be replayed again."""
 
 
 class Platform(Protocol):
@@ -69,84 +70,81 @@ class Platform(Protocol):
     backend: str
     """torch.distributed backend."""
     transformer_overrides: dict[str, Any]
-    """Fields of TransformerConfig that this device dictates."""
+    """Fields of TransformerConfig required by this device."""
     tokens_between_syncs: int
-    """Tokens that the engine decodes until the host looks which answers have ended: to look is to wait until the device
-    has done all it was told."""
+    """Tokens that the engine decodes before the host checks for finished answers. The check waits for all queued device
+    work."""
     rows_multiple: int
-    """A multiple up to which the rows of matrix products are filled in generation, so that one of them does not depend
-    on how many others there are."""
+    """Number whose multiples the rows of generation's matrix products are padded to, so that a row's result does not
+    depend on the number of other rows."""
     transfers_beside_collectives: bool
-    """Whether weights may be on their way between worlds while the ranks of one use the device together."""
+    """Whether weights may be transferred between worlds while the ranks of one run collectives on the device."""
     computes_on_host: bool
-    """Whether operators run on the cores that tell of them: few long ones are then better than many short ones."""
+    """Whether operators run on the host's own cores: few long ones are then better than many short ones."""
     page_tokens: int
-    """Places of a page of the key/value cache, where the recipe says nothing else."""
+    """Default tokens per page of the key/value cache."""
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
-        """How this device's kernels for queries of this type attend within packed sequences.
+        """Return the attention layout of packed sequences for queries of this dtype.
 
-        part: [part] the packed tokens whose attention, to all that they see, is asked for, ascending, on the CPU; all
-            where None.
+        part: [part] indices of the packed tokens whose attention, to all that they see, is computed; ascending, on the
+            CPU. All tokens if None.
         """
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
-        """How this device's kernels for queries of this type attend to what lies in pages."""
+        """Return the attention to a paged cache for queries of this dtype."""
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which keys and values lie in pages, of a model of this type."""
+        """Dtype of cached keys and values for a model of this dtype."""
 
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
-        """Whether the tokens of a head lie together in each page of so many: so they are best gathered."""
+        """Whether pages of this size store the tokens of a head contiguously, which is best for gathering."""
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
-        """Records decode steps of a model of this type; None where they cannot be: the device knows no such thing, or
-        `paged_attention` to pages of so many tokens depends on what the host knows of their rows."""
+        """Recorder of decode steps for a model of this dtype; None if the device has none or if `paged_attention`
+        depends on values that only the host knows."""
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
-        """Whether such layouts may hold what the branches of a tree share once for each of them, in memory that packing
-        has to count.
+        """Whether layouts may copy shared tokens for each branch of a tree, so that packing must count that memory.
 
-        in_parts: whether they are of parts of the packed tokens.
+        in_parts: whether the layouts are for parts of the packed tokens.
         """
 
     @property
     def attention_kernels(self) -> str:
-        """By what, in words."""
+        """Description of the attention kernels, for people."""
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[tokens, ...] -> [rows, ...], a token as often as it is asked for. Its gradient is the sum of those, added up
-        in an order that does not change, and not in bf16 by many where the device would."""
+        """[tokens, ...] -> [rows, ...], with repetitions. The gradient of a repeated token is summed in a fixed order,
+        and not in bf16."""
 
     def linears(self, config: TransformerConfig) -> Linears | None:
-        """None where megatron-core's own are to be used."""
+        """Replacements of megatron-core's linears; None to use its own."""
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
-        """The module that `make` makes, on this device, its weights of this type."""
+        """Return the module that `make` creates, on this device, with weights of this dtype."""
 
     def host_memory(self, size: int) -> torch.Tensor:
-        """[size] bytes of the host that this device copies from and to by itself while the host goes on: pinned."""
+        """[size] bytes of host memory, pinned if the device can then copy while the host continues."""
 
     def synchronize(self) -> None:
-        """Wait for queued device work, so that a clock read afterwards is honest."""
+        """Wait for queued device work, so that clock readings are meaningful."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """What a thread enters whose copies to and from the device are beside the work of others; when it leaves, they
-        are done."""
+        """Context of a thread whose device copies run beside other work. Exit waits for the copies."""
         ...
 
     def device_use(self) -> DeviceUse | None:
-        """What the device held and draws, without waiting for it; None of a device that does not say."""
+        """Peak memory and power of the device, without waiting for it; None if unknown."""
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Floating-point operations per second that the device can do at most on the model's dtype; None where that is
-        not known."""
+        """Peak floating-point operations per second for the model's dtype; None if unknown."""
 
     def seed(self, seed: int) -> None:
-        """Seed what initial weights are drawn from. Needs megatron-core's parallel state."""
+        """Seed the generators of initial weights. Needs megatron-core's parallel state."""
 
     def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of this device's generators, on the CPU."""
+        """Return the states of this device's generators, as CPU tensors."""
 
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Set those of this device's generators that `state` has: it may come from another kind of device."""
+        """Set the generators of this device that `state` contains. It may come from another kind of device."""

@@ -1,9 +1,9 @@
-"""What attention is asked for: packed sequences, and who attends to whom in them.
+"""Packed sequences, and the interface of attention over them.
 
-Every forward of the model runs on a flat list of tokens, [tokens, 1, hidden] in megatron-core's
-[sequence, batch, hidden]. Who attends to whom is the business of a *layout* that travels through megatron-core as
-`packed_seq_params` and is called by every layer. Each platform makes layouts of whole sequences (training, scoring,
-prefill) for its own kernels; those of decoding are the inference engine's.
+Every forward pass of the model runs on a flat list of tokens, [tokens, 1, hidden] in megatron-core's
+[sequence, batch, hidden]. A *layout* knows which tokens attend to which. It travels through megatron-core as
+`packed_seq_params`, and every layer calls it. Each platform has layouts of whole sequences (training, scoring, prefill)
+for its own kernels; the inference engine has those of decoding.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """Trees of tokens, packed one after the other. All of it lies on the CPU.
+    """Trees of tokens, packed one after the other, on the CPU.
 
-    A tree is sequences that share beginnings, with every shared token packed once, in depth-first order; a sequence
-    that shares nothing is a tree without branches. A token is seen by itself and by those that continue it: query q of
-    a tree sees key k where k <= q < subtree_ends[k].
+    A tree holds sequences with shared prefixes: every shared token once, in depth-first order. A sequence that shares
+    nothing is a tree without branches. A token is visible to itself and to the tokens that continue it: query q of a
+    tree sees key k if k <= q < subtree_ends[k].
+
+    Example: the prompt [a, b] with the answers [c, d] and [e] is packed as [a, b, c, d, e] with subtree_ends
+    [5, 5, 4, 4, 5].
     """
 
     cu_seqlens: Tensor
-    """[trees + 1] int32, where each tree begins, and the end."""
+    """[trees + 1] int32, the start of each tree, and the end."""
     subtree_ends: Tensor
-    """[packed] int32, for each token the place behind the last one that continues it."""
+    """[packed] int32, for each token the index behind the last one that continues it."""
 
 
 def whole_sequences(lengths: Iterable[int]) -> PackedSequences:
@@ -45,6 +48,6 @@ class Layout(Protocol):
         query [tokens, heads, head_size], key and value [tokens, kv_heads, head_size]
         -> [tokens, heads * head_size]
 
-        Of a layout for a part of the packed tokens query and result are [part, ...].
+        For a layout of a part of the packed tokens, query and result are [part, ...].
         """
         ...

@@ -1,4 +1,4 @@
-"""What NVIDIA's data sheets say of its cards. Imports no torch."""
+"""Figures of NVIDIA's data sheets. No torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Card:
     """One kind of GPU."""
 
     name: str
-    """A part of torch's name of the device."""
+    """Part of torch's name of the device."""
     bf16_flops: float
-    """Peak of dense matrix products in bf16, a second."""
+    """Peak operations per second of dense matrix products in bf16."""
     memory_bytes_per_s: float
-    """Of its own memory."""
+    """Bandwidth of the card's memory."""
 
 
 CARDS = (
@@ -27,9 +27,9 @@ CARDS = (
     Card("H100", 989e12, 3.35e12),
     Card("A100", 312e12, 2.04e12),
 )
-"""The first whose name is part of a device's counts. The A100 is the one of 80 GB."""
+"""Cards in order of matching: the first whose name is part of a device's name. The A100 is the 80 GB model."""
 
 
 def find_card(device: str) -> Card | None:
-    """The card that a device is, by torch's name for it; None where its figures are not known."""
+    """Find the card by torch's name of the device; None if its figures are unknown."""
     return next((card for card in CARDS if card.name.lower() in device.lower()), None)

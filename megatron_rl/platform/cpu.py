@@ -1,7 +1,7 @@
-"""CPU ranks over gloo, and every patch megatron-core needs to run on them.
+"""CPU ranks over gloo, and the patches that megatron-core needs for them.
 
-megatron-core names CUDA in places that a CPU reaches too. Each patch below says which symbol, as of which
-version, and what fails without it. Nothing here is imported on CUDA.
+megatron-core names CUDA in code that CPUs run too. Each patch below names the symbol, the version, and what fails
+without it. CUDA ranks do not import this file.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CpuPlatform:
     backend = "gloo"
     attention_kernels = "torch's scaled_dot_product_attention, in buckets of one length"
     tokens_between_syncs = 1
-    # MKL (2024.2) adds up products of few rows in another order than those of many: of up to 3 rows a thread with AVX2,
-    # of more than 4 with AVX-512 and in its compatible mode. Seen in fp32; in bf16 there is no difference.
+    # MKL (2024.2) sums the terms of few rows in another order than those of many: up to 3 rows per thread with AVX2,
+    # more than 4 with AVX-512 and in its compatible mode. Seen in fp32; bf16 shows no difference.
     rows_multiple = 16
     transfers_beside_collectives = True
     computes_on_host = True
@@ -73,7 +73,7 @@ class CpuPlatform:
         return sparse_attention(rows)
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32  # that of torch's sparse kernels
+        return torch.float32  # required by torch's sparse kernels
 
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
         return True
@@ -122,7 +122,7 @@ class CpuPlatform:
 
 @functools.cache
 def install_patches() -> None:
-    """Patch megatron-core for the CPU, once per process. Raises UnsupportedPlatform where a symbol is gone."""
+    """Patch megatron-core for the CPU, once per process. Raises UnsupportedPlatform if a symbol is missing."""
     for name in _MODULES_NAMING_CUDA:
         _replace(name, "torch", _TorchOn(torch.device("cpu")))
     importlib.import_module("megatron.core.tensor_parallel.mappings").torch.distributed = UnevenCollectives()
@@ -133,7 +133,7 @@ def install_patches() -> None:
 
 @contextmanager
 def patched_for(device: torch.device) -> Iterator[None]:
-    """Meanwhile megatron-core finds this device, which is neither the CPU nor one of CUDA, where it names CUDA."""
+    """Make megatron-core use this device, neither the CPU nor CUDA, wherever it names CUDA."""
     install_patches()
     with ExitStack() as patches:
         for name in _MODULES_NAMING_CUDA:
@@ -145,7 +145,7 @@ def _replace(module_name: str, attribute: str, value: object) -> None:
     module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
         raise UnsupportedPlatform(
-            f"{module_name}.{attribute}, which the CPU platform patches, is gone from this megatron-core: "
+            f"{module_name}.{attribute}, which the CPU platform patches, is missing from this megatron-core: "
             "install a supported version (see megatron_rl/platform/select.py)"
         )
     setattr(module, attribute, value)
@@ -175,8 +175,8 @@ class UnevenCollectives:
 
 
 class _TorchOn:
-    """Stands in for the module-level name `torch` of one megatron-core module: tensors asked for on a CUDA
-    device are made on this one, which is the current device, all else is torch itself."""
+    """Replacement for the module-level name `torch` in one megatron-core module: creates tensors for a CUDA device on
+    the given device, which is also the current one. All else is torch itself."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -199,11 +199,11 @@ class _CudaOn:
         return self._device
 
     def current_stream(self) -> _NoStream:
-        """0.19.2 asks before it reduces gradients and uses it only with CUDA graphs."""
+        """Return a stream: 0.19.2 asks for it before it reduces gradients, and uses it only with CUDA graphs."""
         return _NO_STREAM
 
     def Stream(self) -> _NoStream:
-        """A dispatcher of experts makes one to copy to the host by."""
+        """Create a stream, which a dispatcher of experts uses for copies to the host."""
         return _NO_STREAM
 
     def stream(self, stream: _NoStream) -> AbstractContextManager[None]:
@@ -214,7 +214,7 @@ class _CudaOn:
 
 
 class _NoStream:
-    """Stands in for a stream, and for an event in it: what was asked for is done."""
+    """Replacement for a stream, and for an event in it: all work is done at once."""
 
     def record_event(self) -> _NoStream:
         return self
@@ -237,13 +237,14 @@ def _on(device: torch.device, factory: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """megatron-core's (0.16.1 and 0.19.2) leaves a tensor of the CPU a tensor, where its caller needs an array."""
+    """maybe_move_tensor_to_cpu for CPU tensors: megatron-core's own (0.16.1 and 0.19.2) does not convert them to the
+    array that its caller needs."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _patch_tensor_type() -> None:
-    """torch.Tensor.type: the optimizers (0.16.1 optimizer.py:671, distrib_optimizer.py:361, clip_grads.py:167)
-    compare its text with 'torch.cuda.FloatTensor' and refuse any other; on the CPU it must read so."""
+    """Patch torch.Tensor.type: the optimizers (0.16.1 optimizer.py:671, distrib_optimizer.py:361, clip_grads.py:167)
+    accept only the text 'torch.cuda.FloatTensor', so CPU tensors must return it."""
     original = torch.Tensor.type
 
     @functools.wraps(original)
@@ -255,6 +256,6 @@ def _patch_tensor_type() -> None:
 
 
 def _patch_tensor_cuda() -> None:
-    """torch.Tensor.cuda: tied embeddings of a pipeline's last stage (0.16.1 language_module.py:244) are moved to the
-    device before they are set equal to the first stage's; here they are where they belong."""
+    """Patch torch.Tensor.cuda: a pipeline's last stage moves tied embeddings to CUDA (0.16.1 language_module.py:244)
+    before it sets them equal to the first stage's. Here they stay."""
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]

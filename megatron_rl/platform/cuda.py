@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: one device per rank, NCCL, megatron-core as it comes."""
+"""NVIDIA GPUs: one device per rank, NCCL, megatron-core unpatched."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 class CudaPlatform:
     backend = "nccl"
-    # A look reads twice, which rows ended and what they sampled: at most one wait per 8 tokens. The last row of a batch
-    # is computed up to 15 times in vain, which is nothing beside answers of thousands of tokens.
+    # A check copies twice, the finished rows and their tokens: at most one wait per 8 tokens. The last row of a batch
+    # is computed up to 15 times too often, which is negligible for answers of thousands of tokens.
     tokens_between_syncs = 16
     rows_multiple = 1  # cuBLAS chooses another kernel every few rows
     transfers_beside_collectives = False
@@ -41,13 +41,13 @@ class CudaPlatform:
             raise UnsupportedPlatform("job.device is cuda but torch sees no GPU: use a GPU node or job.device=cpu")
         if local_rank >= torch.cuda.device_count():
             raise UnsupportedPlatform(
-                f"rank {local_rank} of this node has no GPU: torch sees {torch.cuda.device_count()} "
-                "(job.gpus_per_node is what every node must have)"
+                f"rank {local_rank} of this node has no GPU: torch sees {torch.cuda.device_count()}, and every node "
+                "needs job.gpus_per_node of them"
             )
-        # What NCCL registers of a graph's collectives it finds by addresses that expandable segments do not have.
+        # NCCL registers buffers of graphs by addresses, which expandable segments do not have.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision("highest")  # fp32 means fp32: NVIDIA's image allows TF32
+        torch.set_float32_matmul_precision("highest")  # NVIDIA's image allows TF32 for fp32
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
         self.made_of = made_of
@@ -55,12 +55,13 @@ class CudaPlatform:
 
     @cached_property
     def attention(self) -> CudaAttention:
-        """Found when it is first needed: the health check chooses a device too, and has no time for their packages."""
+        """Kernels, found on first use: the health check, which only selects a device, need not import their
+        packages."""
         return CudaAttention(find_varlen_kernel(), pages=find_paged_kernel())
 
     @cached_property
     def graphs(self) -> CudaGraphs:
-        """Of all engines of this process: cuBLAS keeps a workspace for every stream that it has seen."""
+        """Recorder of all engines of this process: cuBLAS keeps a workspace for every stream it has seen."""
         return CudaGraphs(self.device)
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
@@ -89,7 +90,7 @@ class CudaPlatform:
         return self.attention.description
 
     def linears(self, config: TransformerConfig) -> Linears | None:
-        # Here and below, because the health check has no time for megatron-core either.
+        # Imported here and below, because the health check does not need megatron-core.
         if self.made_of.name == TRANSFORMER_ENGINE:
             from megatron_rl.platform.te_linears import te_linears
 
@@ -112,7 +113,7 @@ class CudaPlatform:
 
     @cached_property
     def _beside(self) -> torch.cuda.Stream:
-        """One for all that is beside: torch keeps what a stream has let go of for that stream."""
+        """One stream for all work beside: torch caches freed memory per stream."""
         return torch.cuda.Stream(self.device)
 
     @contextmanager
@@ -122,7 +123,7 @@ class CudaPlatform:
         self._beside.synchronize()
 
     def device_use(self) -> DeviceUse | None:
-        peak = torch.cuda.max_memory_allocated(self.device)  # the allocator's own count: no work of the device
+        peak = torch.cuda.max_memory_allocated(self.device)  # the allocator's count, which needs no device work
         torch.cuda.reset_peak_memory_stats(self.device)
         return DeviceUse(peak, _power(self.device))
 
@@ -137,7 +138,7 @@ class CudaPlatform:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         torch.manual_seed(seed)
-        # As the first of all ranks: weights are drawn whole where a run begins with random ones (models.build_models).
+        # Seed as the first rank: every rank draws the whole weights of a random model (models.build_models).
         model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
 
     def rng_state(self) -> dict[str, torch.Tensor]:
@@ -151,7 +152,7 @@ class CudaPlatform:
 
 @cache
 def _nvml() -> ModuleType | None:
-    """What torch asks the driver through, where it is installed."""
+    """The module through which torch queries the driver; None if it is not installed."""
     try:
         import pynvml
     except ImportError:
@@ -160,7 +161,7 @@ def _nvml() -> ModuleType | None:
 
 
 def _power(device: torch.device) -> float | None:
-    """Watts that the driver says a device draws; None where it does not say."""
+    """Watts that a device draws by its driver; None if unknown."""
     nvml = _nvml()
     if nvml is None:
         return None

@@ -1,4 +1,4 @@
-"""How a GPU attends: by which kernels, and which of them for a micro-batch."""
+"""Attention kernels of a GPU, and the choice between them for a micro-batch."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from megatron_rl.platform.tree_attention import Attend as TreeAttend
 from megatron_rl.platform.varlen_attention import VarlenKernel, varlen_layout
 
 TREE_SPEED = 0.7
-"""Blocks that FlexAttention computes in the time in which a flash kernel computes one."""
+"""Blocks that FlexAttention computes in the time of one block of a flash kernel."""
 GATHERED_BLOCK = 2.0
-"""Blocks that a flash kernel computes while a block of rows is gathered, and its gradients are summed."""
+"""Blocks that a flash kernel computes in the time to gather a block of rows and sum its gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaAttention:
-    """The kernels of a rank."""
+    """The attention kernels of a rank."""
 
     varlen: VarlenKernel | None
-    """None: there is none on this machine."""
+    """None if this machine has none."""
     tree: TreeAttend = compiled_attention
     pages: PagedKernel | None = None
-    """Of decoding; None where there is none."""
+    """Kernel for decoding; None if this machine has none."""
 
     def layout(
         self, packed: PackedSequences, device: torch.device, dtype: torch.dtype, part: Tensor | None = None
     ) -> Layout:
-        """The faster one in half precision. In fp32 it is FlexAttention alone: flash kernels do not take it, and
-        torch's own attention falls to a kernel that holds all scores, where key/value heads are shared. So it is for a
-        part of the tokens, see `Platform.attention_layout`: a flash kernel would have to be given the chunks of each
-        tree apart, and the keys before them again for each."""
+        """Return the faster layout in half precision. In fp32 it is always FlexAttention: flash kernels do not support
+        fp32, and torch's own attention with grouped key/value heads falls back to a kernel that stores all scores. The
+        same holds for a part of the tokens (see `Platform.attention_layout`): a flash kernel would need the chunks of
+        each tree separately, and the keys before them again for each."""
         if self.varlen is None or not self.gathers_branches(dtype, in_parts=part is not None):
             return tree_layout(packed, device, self.tree, part)
         if tree_is_faster(packed.subtree_ends.numpy()):
@@ -46,59 +46,58 @@ class CudaAttention:
         return varlen_layout(packed, device, self.varlen.attend)
 
     def paged(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
-        """By a kernel that reads pages where there is one that takes them, else what they hold is gathered. Nothing of
-        the kernel's depends on `bounds`, so that it can be recorded once for all lengths; it reads as much of each row
-        as that has."""
+        """Return attention by a kernel that reads pages, if one supports them, else by gathering. The kernel does not
+        depend on `bounds`, so that one recording serves all lengths; it reads only the tokens that each row has."""
         if self.pages is None or not self.reads_pages(dtype, rows.page_tokens):
             return gathered_attention(rows)
         longest = rows.table.shape[1] * rows.page_tokens
         return KernelAttention(self.pages.attend, rows.table, rows.lengths.int(), longest)
 
     def reads_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
-        """Whether there is a kernel for pages of so many tokens."""
+        """Whether a kernel supports pages of this size."""
         return self.pages is not None and dtype is not torch.float32 and page_tokens % PAGE_MULTIPLE == 0
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
-        """Whether a micro-batch may go by a flash kernel, which the branches of trees are gathered for. Which one does
-        is known once it is packed: until then each counts as if it did."""
+        """Whether a micro-batch may use a flash kernel, which needs the branches of trees gathered. The choice is made
+        after packing; until then every micro-batch counts as if it did."""
         return self.varlen is not None and dtype is not torch.float32 and not in_parts
 
     @property
     def description(self) -> str:
-        """Of the kernels, in words."""
+        """Description of the kernels, for people."""
         if self.varlen is None:
-            return "FlexAttention: neither Transformer Engine, flash-attn nor torch 2.12 is here"
-        return f"{self.varlen.name}; FlexAttention where much is shared, in fp32, and under cp"
+            return "FlexAttention: Transformer Engine, flash-attn and torch 2.12 are all missing"
+        return f"{self.varlen.name}; FlexAttention if much is shared, in fp32, and under cp"
 
 
 def tree_is_faster(subtree_ends: NDArray[np.int32]) -> bool:
     """Whether FlexAttention over a micro-batch's trees is faster than a flash kernel over their branches.
 
-    Both go through blocks of 128 queries by 128 keys, of which the flash kernel computes n (n + 1) / 2 for a branch of
-    n blocks, and FlexAttention all that any of the trees' tokens need, each 1 / TREE_SPEED times as long. The branches
-    of trees have to be gathered, with all that is packed beside them, which takes as long as GATHERED_BLOCK blocks for
+    Both process blocks of 128 queries by 128 keys. A flash kernel computes n (n + 1) / 2 blocks for a branch of n
+    blocks. FlexAttention computes the blocks that any token of the trees needs, each 1 / TREE_SPEED times as slowly.
+    Gathering the branches of trees, and all that is packed beside them, takes the time of GATHERED_BLOCK blocks for
     each block of rows:
 
         flash = sum of n (n + 1) / 2 + GATHERED_BLOCK n over branches    flex = blocks / TREE_SPEED
 
-    A prompt of 2,048 tokens with 16 answers of 200: 2,736 + 576 blocks beside 593 / 0.7, which is a quarter. With two
-    answers of 8,000 to a prompt of 100: 4,160 + 256 beside 4,157 / 0.7, and branch by branch it goes. Where nothing is
-    shared, the blocks are the same and nothing is gathered.
+    Example: a prompt of 2,048 tokens with 16 answers of 200 has 2,736 + 576 against 593 / 0.7, so FlexAttention takes a
+    quarter of the time. Two answers of 8,000 to a prompt of 100 have 4,160 + 256 against 4,157 / 0.7, so the flash
+    kernel is faster. Without sharing the blocks are the same and nothing is gathered.
 
-    TREE_SPEED is near the low end of what FlexAttention's authors report beside FlashAttention-2 (arXiv 2412.05496).
-    GATHERED_BLOCK is counted. Attention takes 14 operations for a pair of tokens and an element of a query, forward
-    (4) and backward (10), at some 330 Tflop/s of an H100. A gathered row moves about 26 bytes for such an element, at
-    some 2.7 TB/s: query, key and value, of which there are 1 + 2 kv_heads / heads elements, between 1.25 and 1.5 in
-    the shipped recipes, are read and written in bf16 (4 bytes); their gradients likewise in another order (4), turned
-    into fp32 (6) and read to be summed (4). So a row takes the time of some 230 pairs, and a block of them that of
-    1.8 blocks of 128 x 128 pairs. Neither has been measured by us.
+    TREE_SPEED is near the low end of what FlexAttention's authors report against FlashAttention-2 (arXiv 2412.05496).
+    GATHERED_BLOCK is estimated. Attention takes 14 operations per pair of tokens and element of a query, forward (4)
+    and backward (10), at some 330 Tflop/s of an H100. A gathered row moves about 26 bytes per such element, at some
+    2.7 TB/s: query, key and value, 1 + 2 kv_heads / heads elements (between 1.25 and 1.5 in the shipped recipes), are
+    read and written in bf16 (4 bytes); their gradients likewise in another order (4), converted to fp32 (6) and read
+    for the sum (4). So a row takes the time of some 230 pairs, and a block of rows that of 1.8 blocks of 128 x 128
+    pairs. Neither figure has been measured here.
 
     subtree_ends: see `PackedSequences`.
     """
-    places = np.arange(len(subtree_ends))
-    leaves = subtree_ends == places + 1
-    ended = np.bincount(subtree_ends, minlength=len(subtree_ends) + 1).cumsum()[:-1]  # before or at each place
-    seen = (places + 1 - ended)[leaves]  # by the last token of each branch, which is its length
+    positions = np.arange(len(subtree_ends))
+    leaves = subtree_ends == positions + 1
+    ended = np.bincount(subtree_ends, minlength=len(subtree_ends) + 1).cumsum()[:-1]  # at or before each position
+    seen = (positions + 1 - ended)[leaves]  # length of each branch: tokens that its last token sees
     if seen.sum() == len(subtree_ends):
         return False
     lengths = -(-seen // BLOCK)

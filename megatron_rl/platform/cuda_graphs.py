@@ -1,9 +1,8 @@
-"""CUDA graphs: what a function has launched once is launched again as one.
+"""CUDA graphs: a recorded series of kernel launches is launched again as one.
 
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 
-Whatever a graph reads and writes it finds by its address. So who records sees to it that those tensors live, where they
-are, for as long as the graph does.
+A graph refers to tensors by address, so its owner must keep them alive and in place as long as the graph.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import torch
 
 
 class CudaGraphs:
-    """Implements `GraphRecorder`. Everything is recorded on one stream and shares one pool of memory: nothing that a
-    graph makes is needed once it is through, so the pool is as large as the largest of them needs.
+    """Recorder of all graphs on one stream with one memory pool: no graph needs its temporary tensors after it is done,
+    so the pool is as large as the largest graph needs.
 
-    NCCL's collectives are recorded with the rest. Its watchdog does not see them: where a rank is lost, the others are
-    told by the control group, of gloo, before their next step, and who hangs in one is silent.
+    Graphs include NCCL's collectives, which its watchdog does not see then. If a rank is lost, the others learn it from
+    the control group (gloo) before their next step, and a rank that hangs in a collective is silent.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +26,6 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, function: Callable[[], None]) -> None:
-        """See `GraphRecorder.warm_up`."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -35,15 +33,13 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """See `GraphRecorder.record`."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: a checkpoint may be written meanwhile, by a thread that pins memory and asks for events.
+        # thread_local: another thread may be writing a checkpoint, pinning memory and recording events.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             function()
         replay: Callable[[], None] = graph.replay
         return replay
 
     def release(self) -> None:
-        """See `GraphRecorder.release`."""
         torch.cuda.synchronize(self._device)
-        self._pool = torch.cuda.graph_pool_handle()  # a pool that all graphs have left is not to be had again
+        self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be reused

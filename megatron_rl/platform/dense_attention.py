@@ -1,4 +1,4 @@
-"""Attention over packed sequences by dense kernels: a few [batch, length] buckets, short trees under a mask."""
+"""Attention over packed sequences by dense kernels: a few [batch, length] buckets, and short trees under a mask."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_rl.platform.attention import PackedSequences
 
 LONGEST_MASKED_TREE = 128
-"""Tokens up to which a masked row beats one causal sequence per branch: it is quadratic in all branches together, they
-pay a kernel's fixed cost each. Measured on a CPU."""
+"""Tokens up to which a tree is one masked row instead of one causal sequence per branch. A masked row is quadratic in
+all branches together, sequences have a fixed cost each. Measured on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sequences of one length, as places in the packed tokens."""
+    """Sequences of one length, as indices into the packed tokens."""
 
     rows: Tensor
-    """[batch * length] index of the packed token at each place."""
+    """[batch * length] indices of packed tokens."""
     length: int
     visible: Tensor | None = None
-    """[batch, 1, length, length] which keys each query sees; None: all up to itself."""
+    """[batch, 1, length, length] keys that each query sees; None for causal attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class FanOut:
-    """How packed tokens that are needed at several places go to all of them, and their gradients come back."""
+    """Gathers packed tokens into rows, with repetitions, and sums their gradients."""
 
     rows: Tensor
-    """[places] index of the packed token at each place."""
+    """[rows] index of the packed token of each row."""
     order: Tensor
-    """[places] the places sorted by their packed token."""
+    """[rows] the rows sorted by their packed token."""
     counts: Tensor
-    """[tokens] at how many places each packed token stands."""
+    """[tokens] number of rows of each packed token."""
 
     @classmethod
     def of(cls, rows: Tensor, tokens: int) -> FanOut:
-        """On the device of `rows`, for which the host does not wait, as it would for bincount."""
+        """Build on the device of `rows`. Unlike with bincount, the host does not wait."""
         counts = torch.zeros(tokens, dtype=torch.long, device=rows.device).index_add_(0, rows, torch.ones_like(rows))
         return cls(rows, rows.argsort(stable=True), counts)
 
@@ -55,14 +55,14 @@ class FanOut:
         )
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """[tokens, ...] -> [places, ...]"""
+        """[tokens, ...] -> [rows, ...]"""
         gathered: Tensor = _Gather.apply(tokens, self)
         return gathered
 
 
 class _Gather(torch.autograd.Function):
-    """index_select, whose own backward on a GPU would add up a shared token's gradients in the tensor's type, in bf16
-    so, and in any order. This one adds them in fp32 and in that of the places."""
+    """index_select whose gradient of a repeated token is summed in fp32 in row order. torch's own backward on a GPU
+    sums in the tensor's dtype, possibly bf16, and in any order."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, fan_out: FanOut) -> Tensor:
@@ -80,18 +80,17 @@ class _Gather(torch.autograd.Function):
 class DenseLayout:
     """Causal attention within sequences that may share packed tokens.
 
-    Sequences are gathered into a few dense [batch, length] buckets. A sequence shorter than its bucket is
-    padded at the end, where causality hides the padding from every real token; its outputs are never read.
+    Sequences are gathered into a few dense [batch, length] buckets. A sequence shorter than its bucket is padded at the
+    end, where causality hides the padding from every real token; outputs of the padding are not read.
     """
 
     buckets: tuple[Bucket, ...]
     outputs: Tensor
-    """[tokens] where, in the concatenated bucket outputs, the result for each packed token stands."""
+    """[tokens] index of each packed token's result in the concatenated bucket outputs."""
     fan_out: FanOut | None = None
-    """Where branches share tokens that are gathered for each of them."""
+    """Set if branches share tokens, which are gathered for each of them."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `Layout.attend`."""
         gathered = zip(*(self._gathered(x) for x in (query, key, value)), strict=True)
         parts = []
         for bucket, qkv in zip(self.buckets, gathered, strict=True):
@@ -100,18 +99,18 @@ class DenseLayout:
         return torch.cat(parts).index_select(0, self.outputs)
 
     def _gathered(self, tokens: Tensor) -> Sequence[Tensor]:
-        """For each bucket its [rows, heads, head_size] of [tokens, heads, head_size]."""
+        """[tokens, heads, head_size] -> [rows, heads, head_size] for each bucket."""
         if self.fan_out is None:
             return [tokens.index_select(0, bucket.rows) for bucket in self.buckets]
         return self.fan_out.gather(tokens).split([len(bucket.rows) for bucket in self.buckets])
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
-    """[batch, seq, heads, head_size] -> the same; query i sees keys 0..i, or those that `visible` says."""
+    """[batch, seq, heads, head_size] -> the same; query i sees keys 0..i, or those in `visible`."""
     dtype = query.dtype
     if query.is_cpu:
-        # torch's backward in bf16 takes a CPU twice as long. Passes without one do the same: the ratio of two at the
-        # same weights is 1.
+        # torch's bf16 backward takes twice as long on a CPU. Passes without a backward convert too, so that two passes
+        # at the same weights agree and their ratio is 1.
         query, key, value = query.float(), key.float(), value.float()
     out = scaled_dot_product_attention(
         query.transpose(1, 2),
@@ -125,12 +124,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -
 
 
 def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:
-    """Layout of packed sequences, each tree attended to in the cheaper of two ways.
+    """Build the layout of packed sequences, with each tree in the cheaper of two forms.
 
-    A short tree is one row under a mask. In a long one most of such a row would be masked: there each branch is a
-    causal sequence, for which the tokens it shares are gathered again. Lengths of sequences are rounded up to a common
-    grid (an eighth of the next power of two), so that many different lengths make few buckets and less than a fifth of
-    a bucket is padding. All masked trees make one bucket.
+    A short tree is one row under a mask. In a long tree most of such a row would be masked, so each branch becomes a
+    causal sequence, for which shared tokens are gathered again. Lengths are rounded up to a common grid (an eighth of
+    the next power of two), so that there are few buckets and less than a fifth of each is padding. All masked trees
+    share one bucket.
     """
     edges, ends = packed.cu_seqlens.tolist(), packed.subtree_ends.tolist()
     by_length: dict[int, list[Sequence[int]]] = defaultdict(list)
@@ -153,36 +152,36 @@ def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:
         dense.append((length, trees, _visibility(trees, ends, length).to(device, non_blocking=True)))
     buckets = []
     read: list[int] = []  # packed tokens ...
-    places_read: list[int] = []  # ... and where their results stand
+    indices_read: list[int] = []  # ... and the indices of their results
     all_rows: list[int] = []
     start = 0
     for length, members, visible in dense:
         flat: list[int] = []
-        for places in members:
-            read.extend(places)
-            # Not those of the padding, which stands for a real token but has seen all that follow it.
-            places_read.extend(range(start + len(flat), start + len(flat) + len(places)))
-            flat.extend(places)
-            flat.extend([places[0]] * (length - len(places)))
+        for indices in members:
+            read.extend(indices)
+            # Skip the padding, which repeats a real token but has seen all that follow it.
+            indices_read.extend(range(start + len(flat), start + len(flat) + len(indices)))
+            flat.extend(indices)
+            flat.extend([indices[0]] * (length - len(indices)))
         buckets.append(Bucket(torch.tensor(flat, dtype=torch.long, device=device), length, visible))
         all_rows.extend(flat)
         start += len(flat)
     outputs = torch.empty(len(ends), dtype=torch.long)
-    outputs[torch.tensor(read, dtype=torch.long)] = torch.tensor(places_read, dtype=torch.long)
+    outputs[torch.tensor(read, dtype=torch.long)] = torch.tensor(indices_read, dtype=torch.long)
     fan_out = FanOut.of(torch.tensor(all_rows), len(ends)).to(device) if shares else None
     return DenseLayout(tuple(buckets), outputs.to(device, non_blocking=True), fan_out)
 
 
 def branches(subtree_ends: Tensor, first: int, stop: int) -> list[list[int]]:
-    """Places from the first token of the tree first..stop-1 to each token that none continues, in depth-first order."""
-    places = torch.arange(first, stop)
+    """Paths from the first token of the tree first..stop-1 to each of its leaves, in depth-first order."""
+    tokens = torch.arange(first, stop)
     ends = subtree_ends[first:stop]
-    leaves = places[ends == places + 1].tolist()
-    return [places[: leaf + 1 - first][ends[: leaf + 1 - first] > leaf].tolist() for leaf in leaves]
+    leaves = tokens[ends == tokens + 1].tolist()
+    return [tokens[: leaf + 1 - first][ends[: leaf + 1 - first] > leaf].tolist() for leaf in leaves]
 
 
 def _visibility(trees: Sequence[range], ends: Sequence[int], length: int) -> Tensor:
-    """[trees, 1, length, length] bool: a token sees itself and those it continues, padding at least itself."""
+    """[trees, 1, length, length] bool: a token sees itself and those it continues; padding sees at least itself."""
     rows = [
         [end - tree.start for end in ends[tree.start : tree.stop]] + list(range(len(tree) + 1, length + 1))
         for tree in trees

@@ -1,16 +1,16 @@
-"""Products by weights that do not change for a while, on a CPU.
+"""Products with weights that stay unchanged for a while, on a CPU.
 
-A row of the result is the same bit for bit however many other rows there are and wherever it stands among them: an
-answer must not depend on what else is answered at the same time. BLAS promises no such thing. Its kernels for a few
-rows add a row's terms in another order than those for many, and how few "a few" is depends on the processor.
+Each row of the result is the same bit for bit for any number of other rows and any order: an answer must not depend on
+what else is answered at the same time. BLAS does not guarantee that. Its kernels for a few rows sum the terms in
+another order than those for many, and the limit depends on the processor.
 
-Large weights are laid out once for oneDNN. In fp32 that takes three quarters of the time of torch's linear for 64 rows
-and half of it for 8, with the operation on the result included, in exchange for a second copy of the weights; in bf16,
-on a processor that multiplies it, two thirds of fp32's. oneDNN splits the terms of a sum by how many terms there are,
-not by how many rows, unless there is one row only.
+Large weights are repacked once for oneDNN. In fp32 that takes three quarters of the time of torch's linear for 64 rows
+and half of it for 8, including the operation on the result, at the price of a second copy of the weights. In bf16, on a
+processor that multiplies it, it takes two thirds of the time of fp32. oneDNN splits the terms of a sum by their number,
+not by the number of rows, except for a single row.
 
-Small weights are multiplied by BLAS where they are, in blocks that all have the same number of rows. Several threads
-would share a block out by how many blocks there are, so this is for one thread; with more, all weights are laid out.
+Small weights stay in place and are multiplied by BLAS in blocks of a fixed number of rows. Several threads would split
+a block by the number of blocks, so this is for one thread; with more threads, all weights are repacked.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 TYPICAL_ROWS = 64
-"""For which the layout is chosen; others are multiplied by the same."""
+"""Rows for which the oneDNN layout is chosen; it serves other numbers too."""
 
 LEAST_PACKED = 2**16
-"""Numbers in the smallest weight that is laid out. Laying out a smaller one takes longer, some tenths of a millisecond,
-than a phase of generation gains."""
+"""Elements of the smallest weight that is repacked. For smaller ones repacking, some tenths of a millisecond, takes
+longer than a phase of generation gains."""
 
 BLOCK_ROWS = 64
-"""Rows of each product by BLAS. Its kernels take up to 8 or 16 rows at once, and a block is a whole number of those."""
+"""Rows of each BLAS product: a multiple of the 8 or 16 rows that its kernels process at once."""
 
 
 class FrozenLinear(Protocol):
-    """[rows, inputs] -> [rows, outputs] of their type, not for training."""
+    """A product [rows, inputs] -> [rows, outputs] of one dtype, not for training."""
 
     rows_multiple: ClassVar[int]
-    """The number of rows must be a multiple of this."""
+    """Divisor of the allowed numbers of rows."""
 
     def __call__(self, rows: Tensor) -> Tensor: ...
 
@@ -55,8 +55,8 @@ class FrozenLinear(Protocol):
 
 
 def freeze(weight: Tensor, bias: Tensor | None = None) -> FrozenLinear:
-    """The weight, [outputs, inputs], is copied if it is laid out for oneDNN, else read where it is, as the bias,
-    [outputs], always is."""
+    """Freeze a weight [outputs, inputs]. It is copied if it is repacked for oneDNN, else referenced, as the bias
+    [outputs] is in both cases."""
     if weight.numel() < LEAST_PACKED and torch.get_num_threads() == 1:
         return PlainLinear(weight.t(), bias)
     return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TYPICAL_ROWS), bias)
@@ -64,7 +64,7 @@ def freeze(weight: Tensor, bias: Tensor | None = None) -> FrozenLinear:
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """Implements `FrozenLinear` by torch's own operators."""
+    """FrozenLinear of torch's own operators."""
 
     columns: Tensor
     """[inputs, outputs]"""
@@ -94,10 +94,10 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """Implements `FrozenLinear` by oneDNN's."""
+    """FrozenLinear of oneDNN."""
 
     weight: Tensor
-    """In oneDNN's layout."""
+    """Weight in oneDNN's layout."""
     bias: Tensor | None
 
     rows_multiple: ClassVar[int] = 4
@@ -106,28 +106,25 @@ class PackedLinear:
         return self._pointwise(rows, "none")
 
     def silu(self, rows: Tensor) -> Tensor:
-        """See `FrozenLinear.silu`."""
         return self._pointwise(rows, "swish")
 
     def added(self, rows: Tensor, other: Tensor) -> Tensor:
-        """See `FrozenLinear.added`."""
         return self._binary(rows, other, "add")
 
     def multiplied(self, rows: Tensor, other: Tensor) -> Tensor:
-        """See `FrozenLinear.multiplied`."""
         return self._binary(rows, other, "mul")
 
     def _pointwise(self, rows: Tensor, operation: str) -> Tensor:
-        made: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, self.weight, self.bias, operation, [], "")
-        return made
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, self.weight, self.bias, operation, [], "")
+        return result
 
     def _binary(self, rows: Tensor, other: Tensor, operation: str) -> Tensor:
-        made: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, other, self.weight, self.bias, operation)
-        return made
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, other, self.weight, self.bias, operation)
+        return result
 
 
 def freezes(dtype: torch.dtype) -> bool:
-    """Whether there can be such of this type here."""
+    """Whether this machine supports frozen linears of this dtype."""
     if not torch.backends.mkldnn.is_available():
         return False
     multiplies_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()

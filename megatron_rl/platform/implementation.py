@@ -1,6 +1,6 @@
-"""Who makes the linears and norms of a layer: Transformer Engine or megatron-core itself.
+"""Choice between Transformer Engine and megatron-core for the linears and norms of a layer.
 
-To be asked before megatron-core is imported, which finds Transformer Engine then or never: see megatron_core.py.
+Choose before importing megatron-core, which looks for Transformer Engine only then: see megatron_core.py.
 """
 
 from __future__ import annotations
@@ -19,41 +19,40 @@ LOCAL = "local"
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """What was chosen, and why."""
+    """The chosen implementation and the reason."""
 
     name: str
     """TRANSFORMER_ENGINE or LOCAL."""
     reason: str
     fp8: str | None = None
-    """Format of the layers' products, hybrid or e4m3; None: the model's own type."""
+    """Format of the layers' products, hybrid or e4m3; None for the model's dtype."""
 
     @property
     def transformer_overrides(self) -> dict[str, Any]:
-        """Fields of TransformerConfig that follow."""
+        """Fields of TransformerConfig that follow from the choice."""
         if self.name == LOCAL:
             return {}
-        # Else the gradient of the first micro-batch that it sees would be written over the sum of all, and weights in
-        # FP8 would stay what they were then.
+        # With the cache, the gradient of the first micro-batch overwrites the sum of all, and FP8 weights never change.
         overrides: dict[str, Any] = {"disable_parameter_transpose_cache": True}
         if self.fp8 is not None:
-            overrides |= {"fp8": self.fp8, "fp8_recipe": "tensorwise"}  # which has no state between runs
+            overrides |= {"fp8": self.fp8, "fp8_recipe": "tensorwise"}  # a recipe without state between runs
         return overrides
 
 
-UNASKED = Implementation(LOCAL, "nobody asked for another")
+UNASKED = Implementation(LOCAL, "no other was requested")
 
 
 def choose_implementation(config: RunConfig) -> Implementation:
-    """What `training.transformer_impl` comes to on this machine. Imports Transformer Engine where it is to be used.
+    """Resolve `training.transformer_impl` on this machine. Imports Transformer Engine if it is used.
 
-    Raises ConfigurationError where the recipe asks for it and cannot have it.
+    Raises ConfigurationError if the recipe demands Transformer Engine and it cannot be used.
     """
     asked, fp8 = config.training.transformer_impl, config.training.fp8
     if asked == LOCAL:
-        return Implementation(LOCAL, "the recipe asks for it")
+        return Implementation(LOCAL, "the recipe requests it")
     against = config.without_transformer_engine or _missing()
     if against is None:
-        reason = "the recipe asks for it" if asked != "auto" else "it is installed"
+        reason = "the recipe requests it" if asked != "auto" else "it is installed"
         return Implementation(TRANSFORMER_ENGINE, reason, None if fp8 == "none" else fp8)
     if asked != "auto":
         raise ConfigurationError(f"training.transformer_impl is {asked}, but {against}: use an image that has it")
@@ -64,7 +63,7 @@ def choose_implementation(config: RunConfig) -> Implementation:
 
 @cache
 def _missing() -> str | None:
-    """Why Transformer Engine cannot be imported."""
+    """Return why Transformer Engine cannot be imported; None if it can."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError) as error:  # OSError: one of its libraries is missing

@@ -1,16 +1,16 @@
-"""Import this before megatron-core: what it would load on import, and no run of ours needs by then, is not loaded.
+"""Imports megatron-core without what its import would load and mrl does not need. Import this before megatron-core.
 
-It decorates some seventy functions with torch.compile, which loads torch's compilers, and asks whether there is a
-wandb, which in a run of ours is another process's (metrics/wandb/). Together half of what a rank takes to start.
+megatron-core decorates some seventy functions with torch.compile, which loads torch's compilers, and looks for wandb,
+which mrl runs in a separate process (metrics/wandb/). Together that takes half of a rank's start.
 
-Nor does it find Apex and Transformer Engine, which are in NVIDIA's images, but for the latter where it was imported
-before, by who wants its linears (implementation.py). Where megatron-core can import them it takes their norm for the
-last layer and their Adam, whatever the layers are made of: a CPU can run neither, and a checkpoint of one device would
-lack what the other asks for. So Adam is torch's in any case, and without Transformer Engine's linears the modules of a
-run are the same everywhere. Who wants a kernel of theirs can import them himself, after this.
+It also must not find Apex and Transformer Engine, which NVIDIA's images contain, unless implementation.py imported the
+latter before because its linears are used. If it can import them, it uses their norm for the last layer and their Adam,
+whatever the layers are made of: a CPU can run neither, and a checkpoint of one device would lack state that the other
+needs. So Adam is always torch's, and without Transformer Engine's linears a run has the same modules everywhere. Code
+that needs one of their kernels can import it after this.
 
-Nor are its warnings shown, nor those of torch.distributed about it, thirty at the head of every log: who starts a run
-can do nothing about them. PYTHONWARNINGS=default shows them.
+Warnings of megatron-core, and of torch.distributed about it, are hidden: there are thirty at the head of every log, and
+users can do nothing about them. PYTHONWARNINGS=default shows them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 
 def _compiled_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """torch.compile, put off until the first call."""
+    """torch.compile, deferred to the first call."""
     if function is None:
         return functools.partial(_compiled_when_called, **options)
     compile_ = functools.cache(lambda: _compile(function, **options))
@@ -41,9 +41,9 @@ def _compiled_when_called(function: Callable[..., Any] | None = None, **options:
 
 @contextmanager
 def not_found(*names: str) -> Iterator[None]:
-    """Who imports these meanwhile finds none of them."""
+    """Make these modules look uninstalled in a `with` block."""
     found = {name: sys.modules[name] for name in names if name in sys.modules}
-    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: as if they were not installed
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None makes an import fail
     try:
         yield
     finally:
@@ -63,7 +63,7 @@ with (
     not_found(*(name for name in _NOT_FOUND if name not in sys.modules), _NEVER_FOUND),
     mock.patch.object(torch, "compile", _compiled_when_called),
 ):
-    # All that asks for them.
+    # Only these parts of megatron-core look for them.
     import megatron.core.dist_checkpointing
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401

@@ -1,4 +1,4 @@
-"""What megatron-core lacks, or does slowly, where there is neither Transformer Engine nor Apex."""
+"""Patches for what megatron-core lacks or does slowly without Transformer Engine and Apex."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 def patch_router() -> None:
-    """Define what the router's product asks for before it goes without: 0.16.1 knows the name only where Transformer
-    Engine is.
+    """Define a name that the router's product looks up before it runs without it: 0.16.1 defines it only with
+    Transformer Engine.
 
-    Nor compile what counts tokens for an expert bias: no model here has one, but every layer asks, and torch's
-    compilers would be loaded, in two seconds of every rank, to do nothing.
+    Also undo the compilation of the function that counts tokens for an expert bias: no model here has one, but every
+    layer calls it, and loading torch's compilers would take every rank two seconds.
     """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
@@ -24,21 +24,20 @@ def patch_router() -> None:
 
 
 def patch_multi_tensor() -> None:
-    """Replace what megatron-core (0.16.1 and 0.19.2) computes over all gradients at once, where it has chosen its own
-    stand-ins: they look at the norm of every tensor on the host, hundreds of waits an update, and scale one after the
-    other."""
+    """Replace megatron-core's own fallbacks (0.16.1 and 0.19.2) for operations on all gradients: they read the norm of
+    every tensor on the host, which waits hundreds of times per update, and scale tensors one by one."""
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _l2_norm
         clip_grads.multi_tensor_scale_impl = _scale
 
 
 def _l2_norm(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], _each: bool = False) -> tuple[Tensor, None]:
-    """[1], the norm of all of them."""
+    """[1] norm of all tensors."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors[0])))[None], None
 
 
 def _scale(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], scale: float) -> None:
-    """The second list becomes the first times `scale`."""
+    """Set the tensors of the second list to those of the first times `scale`."""
     sources, targets = tensors
     if all(source is target for source, target in zip(sources, targets, strict=True)):
         torch._foreach_mul_(targets, scale)

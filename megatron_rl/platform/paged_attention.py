@@ -1,8 +1,8 @@
-"""Attention of one new token a sequence to keys and values that lie in pages: what is asked for, and by gathering.
+"""Attention of one new token per sequence to a paged cache: the interface, and an implementation that gathers.
 
-What reads pages itself are a GPU's kernels (paged_kernels.py) and a CPU's (sparse_attention.py). Elsewhere what a
-sequence has is gathered, layer by layer, and attended to by torch's dense kernel, which is half as fast again
-where the tokens of a head lie together.
+GPU kernels (paged_kernels.py) and CPU kernels (sparse_attention.py) read pages in place. Elsewhere the pages of a
+sequence are gathered, layer by layer, for torch's dense kernel, which is half as fast again if the tokens of a head
+are contiguous.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Sequences in pages, each with one new token, its last."""
+    """Sequences in pages, each with one new token at its end."""
 
     table: Tensor
-    """[rows, pages] int32, on the device: the pages of each, from its first token on; more than it has are any."""
+    """[rows, pages] int32 on the device: pages of each row from its first token on, padded with arbitrary ones."""
     lengths: Tensor
-    """[rows] on the device: tokens of each."""
+    """[rows] on the device: tokens of each row."""
     bounds: NDArray[np.int64]
-    """[rows] the most that `lengths` can be, as far as the host knows without looking."""
+    """[rows] upper bounds of `lengths` that the host knows without waiting for the device."""
     page_tokens: int
     heads: int
-    """Of the queries, the same number for each of ..."""
+    """Query heads, a multiple of `kv_heads`."""
     kv_heads: int
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest, at most."""
+        """Upper bound of the longest row's tokens."""
         return min(int(self.bounds.max()), self.table.shape[1] * self.page_tokens)
 
 
 class PagedAttention(Protocol):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of one layer.
+        """Attend in one layer.
 
-        query [rows, heads, head_size], keys and values of all pages, the new tokens' among them, [pages, page_tokens,
-        kv_heads, head_size], or [pages, kv_heads, page_tokens, head_size] where they are gathered -> [rows, heads *
+        query [rows, heads, head_size]; keys and values of all pages, including the new tokens, [pages, page_tokens,
+        kv_heads, head_size], or [pages, kv_heads, page_tokens, head_size] if they are gathered -> [rows, heads *
         head_size]
         """
         ...
@@ -51,30 +51,29 @@ class PagedAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatheredAttention:
-    """Implements `PagedAttention`: all rows are gathered up to the same length."""
+    """PagedAttention that gathers all rows up to the same length."""
 
     parts: Tensor
-    """[rows * kv_heads * pages] page * kv_heads + head, as they are gathered."""
+    """[rows * kv_heads * pages] page * kv_heads + head, in gathered order."""
     visible: Tensor
-    """[rows, 1, 1, length] which of the tokens gathered each row sees."""
+    """[rows, 1, 1, length] gathered tokens that each row sees."""
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `PagedAttention.attend`."""
         rows, heads, head_size = query.shape
         kv_heads, length = keys.shape[1], self.visible.shape[-1]
         keys, values = (
             each.flatten(0, 1).index_select(0, self.parts).view(rows, kv_heads, -1, head_size)[:, :, :length]
             for each in (keys, values)
         )
-        # The query heads that share a key/value head stand in for query positions: grouped-query attention
-        # without repeating keys and values.
+        # The query heads of a key/value head take the dimension of query positions: grouped-query attention without
+        # repeating keys and values.
         query = query.view(rows, kv_heads, heads // kv_heads, head_size)
         out = scaled_dot_product_attention(query, keys, values, attn_mask=self.visible)
         return out.reshape(rows, heads * head_size)
 
 
 def gathered_attention(rows: PagedRows) -> GatheredAttention:
-    """All rows up to the longest: the host need not know how long each is."""
+    """Gather all rows up to the longest, so that the host need not know the others' lengths."""
     device, length = rows.table.device, rows.longest
     heads = torch.arange(rows.kv_heads, device=device)
     pages = rows.table[:, : -(-length // rows.page_tokens)]

@@ -1,7 +1,4 @@
-"""Kernels of a GPU that read keys and values from pages, by whoever has brought one.
-
-They take half precision alone.
-"""
+"""GPU kernels that read keys and values from pages, from flash-attn or torch. Half precision only."""
 
 from __future__ import annotations
 
@@ -15,24 +12,25 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 PAGE_MULTIPLE = 256
-"""Of the places of a page: what flash-attn's second generation asks for, torch's own kernel included."""
+"""Divisor of page sizes that flash-attn 2 requires, including torch's own kernel."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
 """query [rows, heads, head_size], keys and values [pages, page_tokens, kv_heads, head_size], table [rows, pages] int32,
-lengths [rows] int32, the most that one can be -> [rows, heads, head_size]: attention of the last token of each row."""
+lengths [rows] int32, upper bound of the lengths -> [rows, heads, head_size]: attention of the last token of each
+row."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKernel:
-    """A flash kernel for pages and whose it is."""
+    """A flash kernel for pages and the name of its package."""
 
     name: str
     attend: Attend
 
 
 def find_paged_kernel() -> PagedKernel | None:
-    """The first that can be imported: flash-attn's, which is made for single queries; torch's own, from 2.13 on. None
-    without either."""
+    """Return the first kernel that can be imported: flash-attn's, which is made for single queries, or torch's own,
+    since 2.13; None without either."""
     for find in (_flash_attn, _torch):
         try:
             kernel = find()
@@ -57,8 +55,7 @@ def _flash_attn() -> PagedKernel:
 
 
 def _torch() -> PagedKernel | None:
-    # 2.12 has the same parameters, but takes num_splits for FlashAttention 3 alone, which is no part of it: "num_splits
-    # requires FA3".
+    # torch 2.12 has the same parameters, but accepts num_splits only with FlashAttention 3, which it does not contain.
     if torch.__version__ < "2.13":
         return None
     from torch.nn.attention.varlen import varlen_attn
@@ -70,7 +67,7 @@ def _torch() -> PagedKernel | None:
             keys,
             values,
             edges,
-            edges * longest,  # not read, as there are `seqused_k`, but asked for: "must be both set or both not set"
+            edges * longest,  # not read because of `seqused_k`, but required
             1,
             longest,
             window_size=(-1, 0),
@@ -79,7 +76,7 @@ def _torch() -> PagedKernel | None:
             block_table=table,
             num_splits=1,
         )
-        assert isinstance(attended, Tensor)  # without what else it can return
+        assert isinstance(attended, Tensor)  # no extra results were requested
         return attended
 
     return PagedKernel(f"torch {torch.__version__} varlen_attn", attend)
@@ -87,7 +84,7 @@ def _torch() -> PagedKernel | None:
 
 @dataclass(frozen=True, slots=True)
 class KernelAttention:
-    """Implements `PagedAttention` for one token of the same rows in every layer."""
+    """PagedAttention by a kernel, with the same rows in every layer."""
 
     kernel: Attend
     table: Tensor
@@ -96,5 +93,4 @@ class KernelAttention:
     longest: int
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `PagedAttention.attend`."""
         return self.kernel(query, keys, values, self.table, self.lengths, self.longest).flatten(1)

@@ -1,4 +1,4 @@
-"""Attention of some of the packed tokens to all that they see, by dense kernels under masks."""
+"""Attention of a part of the packed tokens to all that they see, by dense kernels under masks."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from megatron_rl.platform.dense_attention import LONGEST_MASKED_TREE, FanOut, br
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """Queries that attend to the same keys, each to those that it sees of them."""
+    """Queries with a common list of keys, of which each sees some."""
 
     queries: Tensor
-    """[queries] index among those of the part."""
+    """[queries] indices into the part."""
     keys: Tensor
-    """[keys] packed tokens, ascending."""
+    """[keys] packed tokens in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Rows of about the same size, filled up to one."""
+    """Query blocks of similar size, padded to the same."""
 
     queries: Tensor
-    """[rows, queries] index among those of the part."""
+    """[rows, queries] indices into the part."""
     keys: Tensor
     """[rows, keys] packed tokens."""
     visible: Tensor
-    """[rows, 1, queries, keys] which keys each query sees."""
+    """[rows, 1, queries, keys] keys that each query sees."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Attention of a part of the packed tokens. Keys and values are those of all."""
+    """Attention of a part of the packed tokens to the keys and values of all."""
 
     buckets: tuple[Bucket, ...]
     outputs: Tensor
-    """[part] where, in the concatenated bucket outputs, the result for each token stands."""
+    """[part] index of each token's result in the concatenated bucket outputs."""
     keys: FanOut
-    """Of all buckets: late queries attend to the keys of early ones as well."""
+    """Keys of all buckets: late queries also attend to the keys of early ones."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `Layout.attend`; query [part, heads, head_size], -> [part, heads * head_size]."""
+        """Attend as in `Layout.attend`: query [part, heads, head_size] -> [part, heads * head_size]."""
         sizes = [bucket.keys.numel() for bucket in self.buckets]
         gathered = zip(*(self.keys.gather(x).split(sizes) for x in (key, value)), strict=True)
         parts = []
@@ -65,14 +65,14 @@ class PartLayout:
 
 
 def part_layout(packed: PackedSequences, part: Tensor, device: torch.device) -> PartLayout:
-    """Layout of the packed tokens `part`, [part], ascending, at least one.
+    """Build the layout of the packed tokens `part`, [part], ascending, at least one.
 
-    Lengths are rounded up to the grid of `bucket_length`, so that there are few buckets; all short trees make one.
+    Lengths are rounded up to the grid of `bucket_length`, so that there are few buckets. Short trees share one.
     """
     by_size: dict[tuple[int, int], list[QueryBlock]] = defaultdict(list)
     short: list[QueryBlock] = []
-    places = torch.searchsorted(part, packed.cu_seqlens.long()).tolist()
-    for (first, stop), (begin, end) in zip(pairwise(packed.cu_seqlens.tolist()), pairwise(places), strict=True):
+    edges = torch.searchsorted(part, packed.cu_seqlens.long()).tolist()
+    for (first, stop), (begin, end) in zip(pairwise(packed.cu_seqlens.tolist()), pairwise(edges), strict=True):
         if begin == end:
             continue
         if stop - first <= LONGEST_MASKED_TREE:
@@ -94,10 +94,10 @@ def part_layout(packed: PackedSequences, part: Tensor, device: torch.device) -> 
 
 
 def query_blocks(subtree_ends: Tensor, first: int, stop: int, part: Tensor) -> Iterator[QueryBlock]:
-    """Each of the `part` of the tree first..stop-1 once, in runs that follow one another in a branch, with the branch
-    up to the last of the run: so the queries of a row are its last keys, and the mask is a causal one that ends where
-    both end, which kernels for sequences of different lengths need no mask for."""
-    before = first - 1  # last place of the branch before: what is up to there has had its turn
+    """Split the `part` of the tree first..stop-1 into runs of consecutive tokens of a branch, each token once. The keys
+    of a run are the branch up to its last token, so its queries are its last keys, and its mask is a causal one aligned
+    at the end, which kernels for different lengths of queries and keys support without a mask."""
+    before = first - 1  # last token of the previous branch: tokens up to there are done
     for branch in branches(subtree_ends, first, stop):
         path = torch.tensor(branch)
         found = torch.searchsorted(part, path)
@@ -112,7 +112,7 @@ def query_blocks(subtree_ends: Tensor, first: int, stop: int, part: Tensor) -> I
 def _bucket(
     members: list[QueryBlock], queries: int, keys: int, subtree_ends: Tensor, part: Tensor, device: torch.device
 ) -> Bucket:
-    """Filled up with a row's first query, whose results are not read, and with keys that nobody sees."""
+    """Pad blocks with their first query, whose results are not read, and with keys that no query sees."""
     of_rows = torch.stack([_filled(row.queries, queries, int(row.queries[0])) for row in members])
     nowhere = len(subtree_ends)
     of_keys = torch.stack([_filled(row.keys, keys, nowhere) for row in members]).to(device, non_blocking=True)

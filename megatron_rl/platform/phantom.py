@@ -1,10 +1,10 @@
-"""A device that is not there: torch's fake tensors compute shapes, types and devices, and hold no number.
+"""A device that does not exist: torch's fake tensors have shapes, dtypes and devices, but no values.
 
-A tensor of the CPU beside one of the phantom raises, and so does all that would make the host look at a number (item,
-tolist, bool, nonzero), unless it is told to see ones.
+Mixing CPU tensors with the phantom's raises, and so does every operation that would make the host read a value (item,
+tolist, bool, nonzero), unless the phantom is set to return ones.
 
-The phantom may call itself CUDA as long as nobody wants gradients: autograd asks for CUDA's own streams then.
-ACCELERATOR is a device that it asks for nothing.
+The phantom may pose as CUDA if gradients are not needed: autograd would ask for CUDA streams. ACCELERATOR is a device
+without streams.
 """
 
 from __future__ import annotations
@@ -41,40 +41,38 @@ from megatron_rl.platform.paged_kernels import PagedKernel
 from megatron_rl.platform.varlen_attention import VarlenKernel
 
 ACCELERATOR = torch.device("lazy", 0)
-"""An accelerator that this build of torch knows by name alone: gradients are computed as on a CPU."""
+"""An accelerator that this build of torch knows only by name. Gradients are computed as on a CPU."""
 
-_TYPES: Any = DeviceType  # an enumeration of C++'s, of which torch's stubs know the half
+_TYPES: Any = DeviceType  # an enumeration of C++ that torch's stubs list only in part
 _KINDS = {"cuda": int(_TYPES.CUDA), "lazy": int(_TYPES.Lazy)}
 _META = int(_TYPES.Meta)
 _COPIES = (torch.ops.aten._to_copy, torch.ops.aten.to)
-"""To another device: the second one arrives whole in inference mode alone."""
+"""Copies to another device. The second operator arrives whole only in inference mode."""
 _resize = UntypedStorage.resize_
 
 
 class PhantomDevice(TorchDispatchMode):
-    """Within it tensors on `device` are fake, and those of the CPU are real.
+    """Mode in which tensors on `device` are fake and those of the CPU real.
 
-    torch's C++ side asks a device for its guard even to slice a tensor: that of the meta device, which does nothing,
-    stands in for one that is not there.
+    torch's C++ code needs a guard of the device even to slice a tensor. The guard of the meta device, which does
+    nothing, replaces a missing one.
     """
 
     def __init__(self, device: torch.device = ACCELERATOR, *, reads_ones: bool = False) -> None:
-        """
-        reads_ones: the host sees ones where it looks at the device's numbers, instead of an error.
-        """
+        """reads_ones: the host reads ones from the device instead of raising."""
         super().__init__()
         self.device = device
         self._reads_ones = reads_ones
         self.waits = 0
-        """Copies between the devices that the host waits for: all that are not asynchronous, and those from the GPU to
-        memory that is not pinned."""
+        """Copies between devices that the host waits for: synchronous ones, and those from the device to memory that is
+        not pinned."""
         self.memory = Memory()
         self._pinned: dict[int, Tensor] = {}  # by address
         self._fake = FakeTensorMode()
         self._patches = ExitStack()
 
     def __enter__(self) -> Self:
-        if not hasattr(torch, self.device.type):  # checkpointing asks for it
+        if not hasattr(torch, self.device.type):  # required by checkpointing
             torch._register_device_module(self.device.type, ModuleType(f"torch.{self.device.type}"))
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         size = max(_META, *_KINDS.values()) + 1
@@ -83,10 +81,10 @@ class PhantomDevice(TorchDispatchMode):
         self._guards[_KINDS[self.device.type]] = self._guard or self._guards[_META]
         for patch in (
             patched_for(self.device),
-            # As it was, at the end: `patch_multi_tensor` replaces it.
+            # Restores them at the end: `patch_multi_tensor` replaces them.
             mock.patch.object(clip_grads, "l2_norm_impl", clip_grads.l2_norm_impl),
             mock.patch.object(clip_grads, "multi_tensor_scale_impl", clip_grads.multi_tensor_scale_impl),
-            # megatron-core sets `data` of a tensor that is no view, which a fake one does not survive.
+            # megatron-core sets `data` of a tensor that is not a view, which fake tensors do not support.
             mock.patch.object(transformer_block, "make_viewless_tensor", lambda inp, **_: inp),
             mock.patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: [self.device.type]),
             mock.patch.object(UntypedStorage, "resize_", self.memory.resize),
@@ -125,58 +123,58 @@ class PhantomDevice(TorchDispatchMode):
                     return torch.ones(out.shape, dtype=out.dtype)
         elif func is torch.ops.aten.copy_.default:
             self._count_wait(args[1], given[0], _non_blocking(func, args, kwargs))
-        for made in tree_leaves(out):
-            if isinstance(made, FakeTensor) and made.device.type == self.device.type:
-                self.memory.hold(made)
+        for result in tree_leaves(out):
+            if isinstance(result, FakeTensor) and result.device.type == self.device.type:
+                self.memory.hold(result)
         return out
 
     def empty(self, like: Tensor, device: torch.device | None = None) -> Tensor:
-        """A fake tensor of this shape and type."""
-        made = FakeTensor(self._fake, torch.empty(like.shape, dtype=like.dtype, device="meta"), device or self.device)
-        self.memory.hold(made)
-        return made
+        """Create a fake tensor of the same shape and dtype."""
+        fake = FakeTensor(self._fake, torch.empty(like.shape, dtype=like.dtype, device="meta"), device or self.device)
+        self.memory.hold(fake)
+        return fake
 
     def move(self, module: Module, *, requires_grad: bool) -> None:
-        """Replace the weights of a module, which may be on the meta device, by fake ones, and what else it has there by
-        ones of the CPU."""
+        """Replace the weights of a module, possibly on the meta device, by fake ones, and its other meta tensors by CPU
+        tensors of ones."""
         for part in module.modules():
             for name, weight in list(part.named_parameters(recurse=False)):
                 fake = Parameter(self.empty(weight), requires_grad=requires_grad)
-                fake.__dict__.update(weight.__dict__)  # what megatron-core has noted about it
+                fake.__dict__.update(weight.__dict__)  # keeps megatron-core's attributes
                 part.register_parameter(name, fake)
             for name, value in list(vars(part).items()):
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(part, name, torch.ones(value.shape, dtype=value.dtype))
 
     def host_memory(self, size: int) -> Tensor:
-        """[size] bytes of the CPU that count as pinned."""
-        made = torch.empty(size, dtype=torch.uint8)
-        self._pinned[made.untyped_storage().data_ptr()] = made
-        return made
+        """[size] bytes of CPU memory that count as pinned."""
+        memory = torch.empty(size, dtype=torch.uint8)
+        self._pinned[memory.untyped_storage().data_ptr()] = memory
+        return memory
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
     def _count_wait(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
-        waited_for = target.device.type == "cpu" and target.untyped_storage().data_ptr() not in self._pinned
-        self.waits += source.device != target.device and (waited_for or not non_blocking)
+        waits = target.device.type == "cpu" and target.untyped_storage().data_ptr() not in self._pinned
+        self.waits += source.device != target.device and (waits or not non_blocking)
 
 
 def _non_blocking(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a copy was asked not to be waited for."""
-    place = [argument.name for argument in func._schema.arguments].index("non_blocking")
-    asked: bool = args[place] if len(args) > place else kwargs.get("non_blocking", False)
+    """Whether a copy was requested with non_blocking."""
+    index = [argument.name for argument in func._schema.arguments].index("non_blocking")
+    asked: bool = args[index] if len(args) > index else kwargs.get("non_blocking", False)
     return asked
 
 
 def _attend_in_trees(query: Tensor, key: Tensor, value: Tensor, _mask: BlockMask) -> Tensor:
-    """As FlexAttention, by a flash kernel that is not there either: the same shapes, and the same memory."""
+    """FlexAttention with the shapes and the memory of a flash kernel."""
     attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
     return attended
 
 
 def _attend_in_sequences(query: Tensor, key: Tensor, value: Tensor, _cu_seqlens: Tensor, _longest: int) -> Tensor:
-    """As a kernel of variable lengths, of which all need the same memory."""
+    """A kernel for variable lengths. All such kernels need the same memory."""
     query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
     attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
     return attended[0].transpose(0, 1)
@@ -185,7 +183,7 @@ def _attend_in_sequences(query: Tensor, key: Tensor, value: Tensor, _cu_seqlens:
 def _attend_in_pages(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, _longest: int
 ) -> Tensor:
-    """As a kernel that reads pages: their places are of its types, and all it makes is a result."""
+    """A kernel that reads pages: checks dtypes and allocates only its result."""
     assert table.dtype is lengths.dtype is torch.int32
     assert keys.shape == values.shape
     assert keys.shape[-1] == query.shape[-1]
@@ -194,13 +192,13 @@ def _attend_in_pages(
 
 @dataclass(slots=True)
 class Peak:
-    """The most that was held at once while somebody watched."""
+    """Largest number of bytes held at once within a `watched` block."""
 
     bytes: int = 0
     held_by: Counter[str] = field(default_factory=Counter)
-    """Bytes by what they are for."""
+    """Bytes by holder."""
     age: int = 0
-    """How many tensors had been held by then."""
+    """Number of tensors created before the peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +208,11 @@ class _Held:
     holder: str
     bytes: int
     age: int
-    """How many there had been before it."""
+    """Number of tensors created before it."""
 
 
 class Memory:
-    """Bytes of the tensors of one device, by what they are for."""
+    """Bytes of one device's tensors, by holder."""
 
     def __init__(self) -> None:
         self._live: dict[int, _Held] = {}  # by address of the storage
@@ -226,7 +224,7 @@ class Memory:
 
     @contextmanager
     def held_by(self, holder: str) -> Iterator[None]:
-        """What is made meanwhile is for this."""
+        """Assign tensors created in a `with` block to this holder."""
         outer, self._holder = self._holder, holder
         try:
             yield
@@ -234,7 +232,7 @@ class Memory:
             self._holder = outer
 
     def assign(self, holder: str, tensors: Iterable[Tensor]) -> None:
-        """Tensors that exist are for this, and were so at the peak of a `watched` block that has not ended."""
+        """Assign existing tensors to a holder, also in the peaks of open `watched` blocks."""
         for tensor in tensors:
             address = tensor.untyped_storage()._cdata
             before = self._live[address]
@@ -246,7 +244,7 @@ class Memory:
 
     @contextmanager
     def watched(self) -> Iterator[Peak]:
-        """The peak of a `with` block, but for the blocks within it that are watched themselves."""
+        """Yield the peak of a `with` block, not counting nested watched blocks."""
         peak = Peak()
         self._watching.append(peak)
         self._note()
@@ -256,7 +254,7 @@ class Memory:
             self._watching.pop()
 
     def hold(self, tensor: Tensor) -> None:
-        """A tensor is there, until its storage is freed."""
+        """Count a tensor until its storage is freed."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._live:
             return
@@ -270,7 +268,7 @@ class Memory:
 
     @property
     def resize(self) -> Callable[[UntypedStorage, int], None]:
-        """What `resize_` of a storage is replaced by."""
+        """Replacement for `UntypedStorage.resize_`."""
 
         def resize(storage: UntypedStorage, size: int) -> None:
             _resize(storage, size)
@@ -294,7 +292,7 @@ class Memory:
 
 
 class PhantomGraphs:
-    """Implements `GraphRecorder`: what was recorded is computed anew, with the same shapes, and the same memory."""
+    """GraphRecorder that runs the function again, with the same shapes and memory."""
 
     def warm_up(self, function: Callable[[], None]) -> None:
         function()
@@ -307,12 +305,12 @@ class PhantomGraphs:
 
 
 class PhantomPlatform(CudaPlatform):
-    """The CUDA platform without a GPU: its layouts and its looks at results, on a device of another name."""
+    """The CUDA platform without a GPU: its layouts and waits, on a device of another name."""
 
     transformer_overrides = CpuPlatform.transformer_overrides
 
     def __init__(self, phantom: PhantomDevice) -> None:
-        """phantom: that has been entered."""
+        """phantom: a device whose context is entered."""
         self.device = phantom.device
         self.attention = CudaAttention(
             VarlenKernel("phantom", _attend_in_sequences), _attend_in_trees, PagedKernel("phantom", _attend_in_pages)
@@ -321,7 +319,7 @@ class PhantomPlatform(CudaPlatform):
         self._phantom = phantom
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
-        """Made on the meta device, where nothing is drawn, and then given to the phantom."""
+        """Build the module on the meta device, where no weights are drawn, and move it to the phantom."""
         patch_multi_tensor()
         with torch.device("meta"):
             module = make().to(dtype=dtype)

@@ -1,4 +1,4 @@
-"""Which platform a run has.
+"""Selection of a run's platform.
 
 platform = select(config.job)     # versions checked, patches installed (CPU), device chosen
 platform.device, platform.backend, platform.transformer_overrides
@@ -17,11 +17,11 @@ SUPPORTED_MEGATRON = ((0, 16, 1), (0, 20, 0))  # first supported, first unsuppor
 
 
 def select(job: JobConfig, local_rank: int = 0, made_of: Implementation = UNASKED) -> Platform:
-    """The platform of `job.device`.
+    """Return the platform of `job.device`.
 
-    made_of: who makes the layers, of a CPU megatron-core in any case.
+    made_of: implementation of the layers; on a CPU always megatron-core.
 
-    Raises UnsupportedPlatform for an unsupported megatron-core, a patched symbol that is gone, or a missing GPU.
+    Raises UnsupportedPlatform for an unsupported megatron-core, a missing patched symbol, or a missing GPU.
     """
     check_megatron_version()
     if job.device == "cpu":

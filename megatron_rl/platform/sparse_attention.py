@@ -1,9 +1,9 @@
-"""Attention of one new token a sequence to keys and values in pages, read where they lie: on a CPU, in fp32 whatever
-the model's type, which takes half the time of gathering bf16 and attending to that.
+"""Attention of one new token per sequence to a paged cache, on a CPU and always in fp32, which takes half the time of
+gathering bf16 and attending to that.
 
-What the queries see is a sparse matrix, [queries, places of the cache], and torch has kernels for such: the products
-that it asks for (`sampled_addmm`), and sums of weighted rows of a table (`embedding_bag`). So nothing is gathered, next
-to nothing computed for padding, and what a query gets depends on its own sequence alone, bit for bit.
+What the queries see is a sparse matrix, [queries, tokens of the cache], for which torch has kernels: selected products
+(`sampled_addmm`), and sums of weighted rows of a table (`embedding_bag`). So nothing is gathered, almost nothing is
+computed for padding, and the result of a query depends on its own sequence alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,47 +20,46 @@ from torch import Tensor
 from megatron_rl.platform.paged_attention import PagedRows
 
 LANES = 16
-"""Numbers that are added up at once, at most: of fewer, the order depends on how many there are."""
+"""Largest number of elements that are summed at once. The order of a sum of fewer depends on their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Room behind the pages of each query, where some have more: as many as the longest and full vectors need."""
+    """Padding of queries with fewer pages than the longest, up to a multiple of full vectors."""
 
     targets: Tensor
-    """[seen] where in `scores` each page of a query is."""
+    """[seen] index in `scores` of each page of a query."""
     scores: Tensor
-    """[queries * pages, page_tokens] minus infinity where there is none."""
+    """[queries * pages, page_tokens] minus infinity in the padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparseAttention:
-    """Implements `PagedAttention` where the tokens of a head lie together in a page.
+    """PagedAttention for pages with contiguous tokens of a head.
 
-    Each head of each row is a query, and sees all of the pages that its sequence has tokens in.
+    Each head of each row is a query. It sees all pages in which its sequence has tokens.
     """
 
     offsets: Tensor
-    """[queries + 1] where in `places` each begins, and the end."""
-    places: Tensor
-    """[seen * page_tokens] of keys and values: (page * kv_heads + head) * page_tokens + where in the page."""
+    """[queries + 1] start of each query in `entries`, and the end."""
+    entries: Tensor
+    """[seen * page_tokens] rows of keys and values: (page * kv_heads + head) * page_tokens + index in the page."""
     beyond: Tensor
     """[seen * page_tokens] minus infinity behind the last token of a sequence, else 0."""
     products: Tensor
-    """Sparse [queries, places of the cache up to the last that is seen]: of one layer after the other."""
+    """Sparse [queries, tokens of the cache up to the last one seen]; reused by every layer."""
     gaps: Gaps | None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `PagedAttention.attend`."""
         rows, _, head_size = query.shape
         dtype = query.dtype
         query, keys, values = (each.reshape(-1, head_size) for each in (query.to(keys.dtype), keys, values))
         keys = keys[: self.products.shape[1]]
-        products = self.products.values().copy_(self.beyond)  # which the products are added to
+        products = self.products.values().copy_(self.beyond)  # sampled_addmm adds to it
         torch.sparse.sampled_addmm(self.products, query, keys.t(), alpha=head_size**-0.5, out=self.products)
         attended: Tensor = torch.embedding_bag(
             values,
-            self.places,
+            self.entries,
             self.offsets,
             mode=0,
             per_sample_weights=self._softmax(products, query.shape[0]),
@@ -69,7 +68,7 @@ class SparseAttention:
         return attended.view(rows, -1).to(dtype)
 
     def _softmax(self, products: Tensor, queries: int) -> Tensor:
-        """Of each query's, [seen * page_tokens] -> the same."""
+        """Softmax within each query, [seen * page_tokens] -> the same."""
         if self.gaps is None:
             return products.view(queries, -1).softmax(-1).view(-1)
         scores = self.gaps.scores
@@ -79,8 +78,8 @@ class SparseAttention:
 
 
 def sparse_attention(rows: PagedRows) -> SparseAttention:
-    """All rows at once, however different their lengths, on a device whose `bounds` are exact."""
-    _warn_of_nothing()
+    """Build the attention of all rows at once, whatever their lengths, on a device whose `bounds` are exact."""
+    _silence_beta_warning()
     tokens, repeated = rows.page_tokens, rows.heads // rows.kv_heads
     pages = -(-rows.bounds // tokens).astype(np.int32)
     of_query = np.repeat(pages, rows.heads)
@@ -91,11 +90,11 @@ def sparse_attention(rows: PagedRows) -> SparseAttention:
     row, head = query // rows.heads, query % rows.heads // repeated
     page = rows.table.numpy()[row, number]
     within = np.arange(tokens, dtype=np.int32)
-    places = (((page * rows.kv_heads + head) * tokens)[:, None] + within).ravel()
+    entries = (((page * rows.kv_heads + head) * tokens)[:, None] + within).ravel()
     left = rows.bounds.astype(np.int32)[row] - number * tokens
     beyond = torch.from_numpy(np.where(within < left[:, None], np.float32(0), np.float32(-np.inf)).ravel())
     offsets *= tokens
-    at, of = torch.from_numpy(places), torch.from_numpy(offsets)
+    at, of = torch.from_numpy(entries), torch.from_numpy(offsets)
     shape = len(of_query), (int(page.max()) + 1) * rows.kv_heads * tokens
     products = torch.sparse_csr_tensor(of, at, torch.empty_like(beyond), shape, check_invariants=False)
     multiple = LANES // math.gcd(LANES, tokens)
@@ -108,8 +107,8 @@ def sparse_attention(rows: PagedRows) -> SparseAttention:
 
 
 @cache
-def _warn_of_nothing() -> None:
-    """torch says of its first sparse matrix that not all can be done with such."""
+def _silence_beta_warning() -> None:
+    """Make torch's first sparse matrix, of which it warns that support is in beta, without the warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
         torch.empty(0, 0, layout=torch.sparse_csr)

@@ -1,10 +1,10 @@
-"""Transformer Engine's linears in a layer, each with the norm before it, under the names of megatron-core's own layer.
+"""Transformer Engine's linears, each with the norm before it, under the names of megatron-core's own layer.
 
-Its column-parallel linear keeps the weight of the norm, and each module what FP8 needs between runs. Here that weight
-is the norm's again, and there is nothing else: parameters, checkpoints and what is sent between ranks have the same
-names and shapes whichever made the layer.
+Its column-parallel linear owns the weight of the norm, and each module the FP8 state between runs. Here the weight
+belongs to the norm again and there is no such state, so that parameters, checkpoints and transfers have the same names
+and shapes with either implementation.
 
-Imported where Transformer Engine is used alone, with which megatron-core has been imported then.
+Imported only if Transformer Engine is used, and was found when megatron-core was imported.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron_rl.platform.api import Linears, UnsupportedPlatform
 
 if not HAVE_TE:
     raise UnsupportedPlatform(
-        "this megatron-core does not find in this Transformer Engine what it needs: use releases that go together, or "
+        "this megatron-core misses parts of this Transformer Engine: use releases that fit together, or "
         "training.transformer_impl=local"
     )
 
 
 class _WithoutState(Module):
-    """Says of its extra state what megatron-core's own linears say, for the sake of the keys of a checkpoint."""
+    """Reports the extra state of megatron-core's own linears, so that checkpoints have the same keys."""
 
     def get_extra_state(self) -> None:
         return None
@@ -47,14 +47,14 @@ class RowLinear(_WithoutState, TERowParallelLinear):
 
 
 class NormOfLinear(Module):
-    """Stands in the place of a norm that the linear behind it computes, and holds its weight."""
+    """Placeholder for a norm that the following linear computes. Holds its weight."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
-        """As megatron-core makes norms. The linear knows all of that itself."""
+        """Has the signature of megatron-core's norms. The linear knows the values itself."""
         super().__init__()
 
     def take_weight(self, linear: Module) -> None:
-        """Make the weight of the norm a parameter of this module alone, where the linear finds it all the same."""
+        """Move the weight of the norm to this module's parameters; the linear still finds it as an attribute."""
         self.weight = linear._parameters.pop("layer_norm_weight")
         linear.__dict__["layer_norm_weight"] = self.weight
 
@@ -63,5 +63,4 @@ class NormOfLinear(Module):
 
 
 def te_linears() -> Linears:
-    """See `Platform.linears`."""
     return Linears(NormedColumnLinear, RowLinear, NormOfLinear)

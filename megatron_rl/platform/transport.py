@@ -1,8 +1,8 @@
-"""Sending tensors between processes of different worlds: a backend of torch.distributed by itself.
+"""Transports of tensors between processes of different worlds: backends of torch.distributed without its world.
 
-torch.distributed knows one world a process. Its backends do not need one: each is given a store, a rank and a size. So
-one made here belongs to nobody's world, ends without ending any, and its errors are exceptions of this module's
-callers: a world's watchdog would end the process. As of torch 2.11 to 2.13; nothing else names these classes.
+torch.distributed knows one world per process. Its backends need none: each gets a store, a rank and a size. So a
+transport can end without ending a world, and its errors are ordinary exceptions, whereas the watchdog of a world would
+end the process. Written for torch 2.11 to 2.13; nothing else uses these classes.
 """
 
 from __future__ import annotations
@@ -20,50 +20,49 @@ import torch.distributed as dist
 from torch import Tensor
 
 Message = tuple[int, Tensor]
-"""The other rank and what is sent to it, or where to put what it sends: contiguous, on `Transport.device`."""
+"""Rank of the peer, and the contiguous tensor on `Transport.device` to send or to fill."""
 POLL_S = 0.0001
-ABORTS = 1
-"""Tag of what nobody sends."""
+UNUSED_TAG = 1
+"""Tag that no message has."""
 
 
 class Transport(Protocol):
-    """One rank's end of a backend. What fails raises RuntimeError; after that it is of no use but to be closed."""
+    """One rank's end of a transport. Methods raise RuntimeError; after that the transport can only be closed."""
 
     device: torch.device
-    """Where messages are."""
+    """Device of the messages."""
 
     def connect(self) -> None:
-        """Collective, once, before anything else."""
+        """Connect to all ranks. Collective; call once before anything else."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Send and receive the messages, in the order in which their peers name them. Returns when they have gone and
-        come."""
+        """Send and receive messages, in the order in which the peers name them. Returns once all are transferred."""
 
     def gather(self, content: Tensor) -> list[Tensor]:
-        """What each rank gives, on the CPU. Collective. content: of one size and type on all."""
+        """Gather tensors of one shape and dtype from all ranks, on the CPU. Collective."""
 
     def abort(self) -> None:
-        """End what others wait for in this process, from another thread; they get RuntimeError."""
+        """End the waits of other threads of this process with RuntimeError."""
 
     def close(self) -> None:
-        """Let go of its connections and threads. Nothing is waited for."""
+        """Release connections and threads without waiting."""
 
 
 class GlooTransport:
-    """On the CPU. Whoever waits for a process that is gone or has closed its end gets an error at once, and one that is
-    merely silent is waited for as long as `timeout` says, or until this is given up."""
+    """Transport between CPUs. Waiting for a process that ended or closed its transport fails at once; waiting for a
+    silent one lasts until `timeout` or `abort`."""
 
     device = torch.device("cpu")
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._begins: tuple[Any, ...] = (store, rank, size, timeout)
+        self._arguments: tuple[Any, ...] = (store, rank, size, timeout)
         self._size = size
         self._neighbour = (rank + 1) % size
         self._backend: Any = None
 
     def connect(self) -> None:
-        begins, self._begins = self._begins, ()  # the backend keeps the store, and no one else
-        self._backend = dist.ProcessGroupGloo(*begins)
+        arguments, self._arguments = self._arguments, ()  # only the backend keeps the store
+        self._backend = dist.ProcessGroupGloo(*arguments)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         works = [
@@ -79,24 +78,24 @@ class GlooTransport:
         return parts
 
     def abort(self) -> None:
-        """See `Transport.abort`: a wait that has lasted too long ends all others, with gloo, so one is made to."""
+        # A wait that times out makes gloo end all other waits, so provoke one.
         if (backend := self._backend) is not None:
             with suppress(RuntimeError):
-                backend.recv([torch.empty(1, dtype=torch.uint8)], self._neighbour, ABORTS).wait(
+                backend.recv([torch.empty(1, dtype=torch.uint8)], self._neighbour, UNUSED_TAG).wait(
                     timedelta(milliseconds=1)
                 )
 
     def close(self) -> None:
-        self._backend, self._begins = None, ()
+        self._backend, self._arguments = None, ()
 
 
 class NcclTransport:
-    """On this process's GPU, by a communicator that is made without blocking: only such a one can be given up while it
-    connects.
+    """Transport between this process's GPU and others, over a non-blocking communicator: only such a one can be aborted
+    while it connects.
 
-    The host waits for each exchange: where all streams share one queue to the device (CUDA_DEVICE_MAX_CONNECTIONS=1),
-    an operation of this stream that waited there for other worlds would hold up the collectives of this one behind it,
-    and those of its other ranks, which the same transfer may be waiting for.
+    The host waits for each exchange. If all streams share one queue to the device (CUDA_DEVICE_MAX_CONNECTIONS=1), an
+    operation that waited there for another world would block the collectives of this world behind it, and those of its
+    other ranks, for which the same transfer may be waiting.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -108,14 +107,14 @@ class NcclTransport:
         options._timeout = timeout
         options.config.blocking = 0
         with _environment(
-            TORCH_NCCL_ASYNC_ERROR_HANDLING="2",  # abort the communicator, and not the process
+            TORCH_NCCL_ASYNC_ERROR_HANDLING="2",  # abort the communicator instead of the process
             TORCH_NCCL_NONBLOCKING_TIMEOUT=str(int(timeout.total_seconds())),
         ):
             self._backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
 
     def connect(self) -> None:
         self._backend.eager_connect_single_device(self.device)
-        self.gather(torch.zeros(1))  # all are there: pairs connect in their first exchange, which may be of a few
+        self.gather(torch.zeros(1))  # wait for all ranks: pairs connect in their first exchange, which may involve few
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         if not (sends or receives):
@@ -137,7 +136,7 @@ class NcclTransport:
         return [part.cpu() for part in parts]
 
     def _wait(self) -> None:
-        """For what the current stream was told so far."""
+        """Wait until the current stream is done."""
         done = torch.cuda.Event()
         done.record()
         give_up = time.monotonic() + self._timeout.total_seconds()
@@ -145,7 +144,7 @@ class NcclTransport:
             self._check()
             if time.monotonic() > give_up:
                 self.abort()
-                raise RuntimeError(f"the GPU was not through with it within {self._timeout}")
+                raise RuntimeError(f"the GPU did not finish a transfer within {self._timeout}")
             time.sleep(POLL_S)
         self._check()
 
@@ -155,12 +154,12 @@ class NcclTransport:
             self._backend.abort()
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # of what is already in disorder
+        with suppress(RuntimeError):  # the communicator may already be broken
             self.abort()
 
     def _check(self) -> None:
         if self._aborted.is_set():
-            raise RuntimeError("the transfer was given up: another rank is gone")
+            raise RuntimeError("the transfer was aborted: another rank is gone")
 
 
 TRANSPORTS: dict[str, type[GlooTransport] | type[NcclTransport]] = {"gloo": GlooTransport, "nccl": NcclTransport}
@@ -168,7 +167,7 @@ TRANSPORTS: dict[str, type[GlooTransport] | type[NcclTransport]] = {"gloo": Gloo
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """The backend reads these when it is made; those of the world are to stay."""
+    """Set variables that the backend reads at its creation, and restore those of the world."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

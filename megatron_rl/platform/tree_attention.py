@@ -1,9 +1,9 @@
-"""Attention over packed trees as they are, by FlexAttention (arXiv 2412.05496): nothing that is shared is gathered, and
-no pair of tokens is computed twice.
+"""Attention over packed trees in place, by FlexAttention (arXiv 2412.05496): shared tokens are not gathered, and no
+pair of tokens is computed twice.
 
-One kernel goes through the blocks of queries and keys that have anything to do with one another. Which these are
-follows from the ends of subtrees, and is found on the host, once for all layers. torch compiles it at the first
-micro-batch, and twice more at most: for several blocks instead of one, and for another number of them.
+One kernel visits the blocks of queries and keys that see one another. The host finds these blocks from the ends of
+subtrees, once for all layers. torch compiles the kernel at the first micro-batch, and at most twice more: for several
+blocks instead of one, and for another number of blocks.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from megatron_rl.platform.attention import PackedSequences
 
 BLOCK = 128
-"""Tokens of a block of queries, and of one of keys."""
+"""Tokens of a block of queries or keys."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]
-"""query [1, heads, queries, head_size], key and value [1, kv_heads, tokens, head_size], which blocks of them to look at
+"""query [1, heads, queries, head_size], key and value [1, kv_heads, tokens, head_size], mask of blocks
 -> [1, heads, queries, head_size]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of queries (rows) and keys (columns), by what the queries see of the keys."""
+    """Blocks of queries (rows) and keys (columns), by the pairs that see each other."""
 
     partly: NDArray[np.bool_]
-    """[blocks, blocks] some of them, or all but for what is behind the last token."""
+    """[blocks, blocks] at least one pair, but not all; or all except those behind the last token."""
     wholly: NDArray[np.bool_]
-    """[blocks, blocks] each query all of the keys."""
+    """[blocks, blocks] all pairs."""
 
     @classmethod
     def of(cls, subtree_ends: NDArray[np.int32], queries: NDArray[np.int64] | None = None) -> Blocks:
         """
         Args:
             subtree_ends: see `PackedSequences`.
-            queries: places of those that attend, ascending; all where None. Where a block has gaps between them, what
-                it would see there counts as seen in part.
+            queries: tokens that attend, ascending; all if None. Pairs in the gaps of a block count as partly seen.
         """
         tokens = len(subtree_ends)
         if queries is None:
@@ -53,7 +52,7 @@ class Blocks:
         last_query = queries[np.minimum(rows + BLOCK, len(queries)) - 1][:, None]
         last_ends = np.maximum.reduceat(subtree_ends, keys)
         first_ends = np.minimum.reduceat(subtree_ends, keys)
-        # Of earlier keys a query sees those that end behind it: the first query of a block sees the most.
+        # A query sees earlier keys whose subtree ends behind it: the first query of a block sees the most.
         seen = (keys <= last_query) & (last_ends > first_query)
         full = (rows + BLOCK <= len(queries))[:, None] & (keys + BLOCK <= tokens)
         wholly = full & (keys + BLOCK - 1 <= first_query) & (first_ends > last_query)
@@ -61,29 +60,28 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """How many are computed."""
+        """Number of blocks that are computed."""
         return int(self.partly.sum() + self.wholly.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """Attention of all trees of a micro-batch at once."""
+    """Attention of all trees of a micro-batch in one kernel."""
 
     kernel: Attend
     mask: BlockMask
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `Layout.attend`."""
-        value = value.contiguous()  # see `VarlenLayout.attend`
+        value = value.contiguous()  # as in `VarlenLayout.attend`
         query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
         attended = self.kernel(query, key, value, self.mask)
         return attended[0].transpose(0, 1).flatten(1)
 
 
 def compiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
-    """FlexAttention by the kernel that torch makes of it; not compiled it would hold all scores. In fp32 it multiplies
-    in what `torch.set_float32_matmul_precision` says."""
-    # Else torch takes another kernel for less than 128 tokens, and compiles for that.
+    """Attend by FlexAttention's compiled kernel; uncompiled it would store all scores. Its precision in fp32 is that of
+    `torch.set_float32_matmul_precision`."""
+    # Otherwise torch uses and compiles another kernel for less than 128 tokens.
     options = {"FORCE_USE_FLEX_ATTENTION": True}
     attended: Tensor = _compiled()(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)
     return attended
@@ -91,19 +89,18 @@ def compiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMas
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)  # not for one number of tokens
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)  # for any number of tokens
     return compiled
 
 
 def tree_layout(
     packed: PackedSequences, device: torch.device, kernel: Attend = compiled_attention, part: Tensor | None = None
 ) -> TreeLayout:
-    """Layout of packed sequences, or of a part of them (see `Platform.attention_layout`), all of which are attended to
-    in one kernel."""
+    """Build the layout of packed sequences, or of a part of them (see `Platform.attention_layout`), for one kernel."""
     blocks = Blocks.of(packed.subtree_ends.numpy(), None if part is None else part.numpy())
     ends = packed.subtree_ends.to(device, non_blocking=True)
-    places = torch.arange(len(ends)) if part is None else part
-    at = places.to(device, non_blocking=True)
+    queries = torch.arange(len(ends)) if part is None else part
+    at = queries.to(device, non_blocking=True)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= at[query]) & (at[query] < ends[key])
@@ -113,13 +110,13 @@ def tree_layout(
         *_in_order(blocks.wholly),
         BLOCK_SIZE=BLOCK,
         mask_mod=sees,
-        seq_lengths=(len(places), len(ends)),
+        seq_lengths=(len(queries), len(ends)),
     )
     return TreeLayout(kernel, mask.to(device))
 
 
 def _in_order(blocks: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-    """[1, 1, rows] how many of each row, and [1, 1, rows, columns] which: these first."""
+    """[1, 1, rows] number of blocks in each row, and [1, 1, rows, columns] their columns, which come first."""
     counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))
     order = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
     return counts[None, None], order[None, None]

@@ -1,7 +1,6 @@
-"""Attention over packed sequences by flash kernels of variable lengths: no padding, no scores in memory.
+"""Attention over packed sequences by flash kernels for variable lengths: no padding, no scores in memory.
 
-They take half precision alone. What is shared has to be gathered for each branch: see cuda_attention.py for when that
-pays.
+Half precision only. Shared tokens must be gathered for each branch: cuda_attention.py decides when that pays.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ logger = logging.getLogger(__name__)
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 """query [tokens, heads, head_size], key and value [tokens, kv_heads, head_size], cu_seqlens [sequences + 1] int32 on
-their device, tokens of the longest sequence -> [tokens, heads, head_size]: causal attention within each sequence."""
+the same device, tokens of the longest sequence -> [tokens, heads, head_size]: causal attention within each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenKernel:
-    """A flash kernel and whose it is."""
+    """A flash kernel and the name of its package."""
 
     name: str
     attend: Attend
 
 
 def find_varlen_kernel() -> VarlenKernel | None:
-    """The first that can be imported: Transformer Engine's, which takes the fastest that it knows for the GPU, cuDNN's
-    or flash-attn's; flash-attn's; torch's own, which has grouped queries from 2.12 on. None without any."""
+    """Return the first kernel that can be imported: Transformer Engine's, which selects the fastest for the GPU,
+    cuDNN's or flash-attn's; flash-attn's; torch's own, with grouped queries since 2.12. None without any."""
     for find in (_transformer_engine, _flash_attn, _torch):
         try:
             kernel = find()
@@ -73,7 +72,7 @@ def _transformer_engine() -> VarlenKernel:
             cu_seqlens_kv=cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            pad_between_seqs=False,  # else the host asks the device
+            pad_between_seqs=False,  # otherwise the host reads it from the device
         )
         return attended.view(query.shape)
 
@@ -102,7 +101,7 @@ def _torch() -> VarlenKernel | None:
         attended = varlen_attn(
             query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), enable_gqa=True
         )
-        assert isinstance(attended, Tensor)  # without what else it can return
+        assert isinstance(attended, Tensor)  # no extra results were requested
         return attended
 
     return VarlenKernel(f"torch {torch.__version__} varlen_attn", attend)
@@ -110,30 +109,29 @@ def _torch() -> VarlenKernel | None:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """Trees taken apart: each branch as a sequence of its own, from the first token of its tree on."""
+    """Trees split into branches: each is a sequence from the root of its tree to a leaf."""
 
     fan_out: FanOut
-    """From the packed tokens to those of all branches."""
+    """Gathers the tokens of all branches."""
     outputs: Tensor
-    """[tokens] a place in the branches where each packed token stands."""
+    """[tokens] index of a copy of each packed token in the branches."""
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenLayout:
-    """Causal attention within sequences one after the other: the packed ones, or all branches of them."""
+    """Causal attention within consecutive sequences: the packed ones, or all branches of their trees."""
 
     kernel: Attend
     cu_seqlens: Tensor
     """[sequences + 1] int32, on the device."""
     longest: int
-    """Tokens of the longest."""
+    """Tokens of the longest sequence."""
     branches: Branches | None = None
-    """Where trees have several."""
+    """Set if trees have several branches."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `Layout.attend`."""
         if self.branches is None:
-            # A view of all that the projection made would keep that for the backward pass, instead of a part of it.
+            # A view would keep the projection's whole output for the backward pass.
             return self.kernel(query, key, value.contiguous(), self.cu_seqlens, self.longest).flatten(1)
         query, key, value = (self.branches.fan_out.gather(each) for each in (query, key, value))
         attended = self.kernel(query, key, value, self.cu_seqlens, self.longest)
@@ -141,15 +139,15 @@ class VarlenLayout:
 
 
 def varlen_layout(packed: PackedSequences, device: torch.device, kernel: Attend) -> VarlenLayout:
-    """Layout of packed sequences, each branch of which is attended to by itself."""
+    """Build the layout of packed sequences in which each branch attends separately."""
     edges, ends = packed.cu_seqlens.tolist(), packed.subtree_ends
     found = [each for first, stop in pairwise(edges) for each in branches(ends, first, stop)]
     lengths = [len(each) for each in found]
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
     if sum(lengths) == len(ends):
         return VarlenLayout(kernel, cu_seqlens, max(lengths))
-    rows = torch.tensor([place for each in found for place in each])
+    rows = torch.tensor([token for each in found for token in each])
     outputs = torch.empty(len(ends), dtype=torch.long)
-    outputs[rows] = torch.arange(len(rows))  # of a shared token any: it sees the same in each branch
+    outputs[rows] = torch.arange(len(rows))  # any copy of a shared token: all see the same
     taken_apart = Branches(FanOut.of(rows, len(ends)).to(device), outputs.to(device, non_blocking=True))
     return VarlenLayout(kernel, cu_seqlens, max(lengths), taken_apart)

@@ -1,4 +1,4 @@
-"""megatron-core's linears where nothing is split: torch's linear instead of an autograd function that may communicate.
+"""megatron-core's linears without tensor parallelism: torch's linear instead of an autograd function that communicates.
 
 Modules, names and sharded state are megatron-core's; only `forward` differs.
 """
@@ -30,7 +30,7 @@ def _whole(module: ColumnParallelLinear | RowParallelLinear, input_: Tensor) -> 
 
 
 def whole_linears(config: TransformerConfig) -> Linears | None:
-    """See `Platform.linears`."""
+    """Linears for a rank that has whole layers; None if the layers are split."""
     if config.tensor_model_parallel_size > 1 or config.gradient_accumulation_fusion:
         return None
     return Linears(WholeColumnLinear, WholeRowLinear)

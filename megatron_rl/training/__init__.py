@@ -1,1 +1,1 @@
-"""What trains: batches, forward and backward, optimizer."""
+"""Training: batches, forward and backward passes, optimizer."""

@@ -1,11 +1,13 @@
 """Adam's state as boxes of the model's own tensors: a checkpoint of it loads into any layout.
 
 megatron-core's distributed optimizer gives each data-parallel rank a range of a parameter's elements in row-major
-order. megatron-core (0.16.1 and 0.19.2) either saves what lies in its buckets as it is, which loads into other
-data-parallel sizes only, or first gathers all of it on every rank, which holds up training and takes a whole replica's
-memory on each. But a range of a matrix is at most three boxes (the end of a row, whole rows, the beginning of a row),
-and boxes of the model's tensors are what a checkpoint consists of. So each rank saves what it has and sends nothing,
-and any other tensor-, pipeline- or data-parallel size, with the distributed optimizer or without, finds its own boxes.
+order. megatron-core (0.16.1 and 0.19.2) either saves its buckets as they are, which loads only into other data-parallel
+sizes, or first gathers everything on every rank, which stops the training and needs a whole replica's memory on each.
+But a range of a matrix is at most three boxes (the end of a row, whole rows, the start of a row), and checkpoints
+consist of boxes of the model's tensors. So each rank saves its own boxes and sends nothing, and any other tensor-,
+pipeline- or data-parallel size, with or without the distributed optimizer, finds its boxes.
+
+Example: elements 3..9 of a [4, 3] matrix are the box of rows 1 and 2 and the box of the first element of row 3.
 """
 
 from __future__ import annotations
@@ -26,33 +28,33 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What this rank's optimizer holds of one of the model's parameters."""
+    """The part of one model parameter that this rank's optimizer holds."""
 
     parameter: Parameter
     start: int
-    """Its elements from here on, in row-major order ..."""
+    """First element of the part, in row-major order."""
     tensors: dict[str, Tensor]
-    """... as Adam has them: both moments, and `param`, the fp32 weights, where the model's own are not fp32."""
+    """Adam's flat tensors from there on: both moments, and `param`, the fp32 weights of a model that is not fp32."""
     replicated: bool
-    """Whether every data-parallel rank holds the same: the optimizer is not distributed."""
+    """Whether every data-parallel rank holds the same part: the optimizer is not distributed."""
 
 
 def adam_tensors(optimizer: Any, parameters: Iterable[Parameter]) -> Iterator[Tensor]:
-    """Adam's moments and fp32 weights on this rank, each with a storage of its own. optimizer: as below."""
+    """Adam's moments and fp32 weights on this rank, each with its own storage. optimizer: as below."""
     return chain.from_iterable(share.tensors.values() for share in _shares(optimizer, parameters))
 
 
 def sharded_adam_state(
     optimizer: Any, parameters: Iterable[Parameter], model_state: dict[str, Any], held: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Adam's moments and fp32 weights on this rank, in megatron-core's sharded form.
+    """Return Adam's moments and fp32 weights on this rank in megatron-core's sharded form.
 
-    All of it are views: to load it is to fill the optimizer in place. The count of updates is `get_step`.
+    All are views: loading into them fills the optimizer in place. `get_step` has the count of updates.
 
     Args:
         optimizer: of megatron-core, not a chain of them.
         model_state: the model's sharded state with these parameters, neither saved nor loaded yet.
-        held: where the numbers of one of `adam_tensors` are.
+        held: maps one of `adam_tensors` to the tensor that holds its values now.
     """
     of_parameter = {
         id(item.data): item
@@ -62,7 +64,7 @@ def sharded_adam_state(
     state: dict[str, Any] = {}
     for share in _shares(optimizer, parameters):
         place = of_parameter[id(share.parameter)]
-        # A factory where gate and up projection, two tensors of the model, are one parameter.
+        # Gate and up projection, two tensors of a checkpoint, are one parameter: a factory builds both.
         parts = place.build() if isinstance(place, ShardedTensorFactory) else [place]
         for part in parts:
             for name in share.tensors:
@@ -73,15 +75,15 @@ def sharded_adam_state(
 
 
 def begin(adam: torch.optim.Optimizer) -> None:
-    """Make Adam's state, all zero, which it would make itself in its first update: so there is something to load into,
-    and to save where no update was applied yet."""
+    """Create Adam's state, all zero, instead of in its first update: loading needs it, as does saving before an update
+    was applied."""
     weights = [weight for group in adam.param_groups for weight in group["params"]]
     if not weights:
         return
     rates = [group["lr"] for group in adam.param_groups]
     for group in adam.param_groups:
-        group["lr"] = 0.0  # so the weights do not decay either
-    # One for all: gradients of their own would take a third of the state.
+        group["lr"] = 0.0  # also prevents weight decay
+    # One tensor for all gradients: separate ones would need a third of the state's memory.
     zeros = torch.zeros_like(max(weights, key=torch.numel)).view(-1)
     for weight in weights:
         weight.grad = zeros[: weight.numel()].view(weight.shape)
@@ -93,26 +95,27 @@ def begin(adam: torch.optim.Optimizer) -> None:
 
 
 def get_step(adam: torch.optim.Optimizer) -> int:
-    """How many updates Adam has made; 0 where it has no weights on this rank."""
+    """Number of Adam's updates; 0 without weights on this rank."""
     return max((int(counter["step"]) for counter in _counters(adam)), default=0)
 
 
 def set_step(adam: torch.optim.Optimizer, step: int) -> None:
-    """Each counter stays a tensor of its own: with one for all, which is what DistributedOptimizer.load_state_dict
-    leaves in torch's Adam (0.16.1 and 0.19.2), every parameter's update would count for all."""
+    """Set the number of Adam's updates. Each counter stays a separate tensor: with a shared one, which
+    DistributedOptimizer.load_state_dict leaves in torch's Adam (0.16.1 and 0.19.2), every parameter's update would
+    count for all."""
     for counter in _counters(adam):
         counter["step"] = torch.full_like(counter["step"], step) if torch.is_tensor(counter["step"]) else step
 
 
 def _counters(adam: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
-    """torch's Adam counts for each parameter, Transformer Engine's and Apex's for each group."""
+    """Dictionaries with a counter `step`: one per parameter in torch's Adam, one per group in TE's and Apex's."""
     return (part for part in (*adam.state.values(), *adam.param_groups) if "step" in part)
 
 
 def _shares(optimizer: Any, parameters: Iterable[Parameter]) -> Iterator[Share]:
     if not isinstance(optimizer, DistributedOptimizer):
         for parameter in parameters:
-            main = getattr(parameter, "main_param", parameter)  # there where the model is not fp32
+            main = getattr(parameter, "main_param", parameter)  # set if the model is not fp32
             if main in optimizer.optimizer.state:
                 yield _share(optimizer, parameter, main, 0, replicated=True)
         return
@@ -132,9 +135,11 @@ def _share(optimizer: Any, parameter: Parameter, main: Tensor, start: int, *, re
 
 
 def _pieces(key: str, flat: Tensor, share: Share, part: ShardedTensor) -> Iterator[ShardedTensor]:
-    """The boxes of the whole model's tensor that a share fills. flat: one of its tensors. part: what of the model's
-    this rank's parameter, or one of the two tensors in it, is."""
-    first = part.data.storage_offset() - share.parameter.storage_offset() - share.start  # of the part, in `flat`
+    """Boxes of the whole model's tensor that a share fills.
+
+    flat: one of the share's tensors. part: this rank's parameter, or one of two tensors in it, within the model.
+    """
+    first = part.data.storage_offset() - share.parameter.storage_offset() - share.start  # index of the part in `flat`
     start = max(0, -first)
     end = max(start, min(part.data.numel(), len(flat) - first))
     layers, whole = part.prepend_axis_num, first + start
@@ -157,12 +162,12 @@ def _pieces(key: str, flat: Tensor, share: Share, part: ShardedTensor) -> Iterat
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and size."""
+"""Offset and size, per dimension."""
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """The elements start..end-1, in row-major order, of a tensor of this shape as boxes that follow one another: the
-    fewest there can be, at most 2 * dimensions - 1."""
+    """Cover the elements start..end-1, in row-major order, of a tensor of this shape by consecutive boxes: the fewest
+    possible, at most 2 * dimensions - 1."""
     if len(shape) == 1:
         if start < end:
             yield (start,), (end - start,)

@@ -1,4 +1,4 @@
-"""A rank's trajectories as what an update reads: tensors, and micro-batches that all ranks have equally many of.
+"""A rank's trajectories as the input of updates: tensors and micro-batches, equally many on every rank.
 
 chosen trajectories -> UpdatePart -> (all ranks agree on normaliser and number of micro-batches) -> UpdateBatch
 """
@@ -30,8 +30,8 @@ from megatron_rl.rollout.batch import RolloutBatch
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """The rank's share of a step's batch. What is [trained tokens] is of the tokens in the loss masks of all
-    trajectories, concatenated, and lies on the device; the rest is on the CPU."""
+    """A rank's share of a step's batch. [trained tokens] are those in the loss masks of all trajectories, concatenated,
+    on the device; all else is on the CPU."""
 
     trajectories: Sequence[Trajectory]
     group: Tensor
@@ -41,19 +41,19 @@ class TrainingBatch:
     advantages: Tensor
     """[trajectories]"""
     signal: Tensor
-    """[groups] whether there is something to learn from: see `has_signal`."""
+    """[groups] whether the group has a learning signal: see `has_signal`."""
     lengths: Tensor
     """[trajectories] trained tokens."""
     carries_loss: Tensor
-    """[trajectories] 1, or 0 where it is masked as overlong."""
+    """[trajectories] 1, or 0 if masked as overlong."""
     has_gradient: Sequence[bool]
-    """[trajectories] whether it goes through the model: see `has_gradient`."""
+    """[trajectories] whether it is run through the model: see `has_gradient`."""
     trajectory_of_token: Tensor
     """[trained tokens]"""
     inference_logprobs: Tensor
-    """[trained tokens] of the engine."""
+    """[trained tokens] log-probs of the engine."""
     current: Tensor | None
-    """[trained tokens] whether the weights that sampled it are those that are trained; None where all were."""
+    """[trained tokens] whether the current weights sampled the token; None if they sampled all."""
 
 
 def training_batch(
@@ -63,9 +63,9 @@ def training_batch(
     device: torch.device,
     rewards: RewardMoments | None = None,
 ) -> TrainingBatch:
-    """Advantages and trained tokens of these groups.
+    """Compute advantages and trained tokens of these groups.
 
-    policy_version: of the weights that are to be trained on them. rewards: see `assign_credit`.
+    policy_version: of the weights to train. rewards: see `assign_credit`.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     credit = assign_credit(groups, config, rewards)
@@ -91,7 +91,7 @@ def training_batch(
 
 
 def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: int, packed_tokens: int) -> BatchStats:
-    """What the trajectories look like, before training on them."""
+    """Statistics of the trajectories before training on them."""
     answer_lengths = [t.answer_length for t in batch.trajectories]
     staleness = [0]
     if batch.current is not None:
@@ -128,7 +128,7 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
 def environment_stats(
     batch: TrainingBatch, groups: Sequence[TrajectoryGroup], ids: Sequence[str]
 ) -> dict[str, EnvironmentStats]:
-    """The same of each environment's groups, where several are trained on."""
+    """Statistics of each environment's groups; for recipes with several environments."""
     found = {}
     for id in ids:
         its = [group.problem.environment == id for group in groups]  # [groups]
@@ -145,20 +145,20 @@ def environment_stats(
 
 @dataclass(frozen=True, slots=True)
 class UpdatePart:
-    """What of a batch goes into one optimizer step on this rank, before the ranks have agreed on it."""
+    """A rank's part of one optimizer step, before the ranks agree on it."""
 
     packing: Packing
-    """Of the chosen trajectories but those without a gradient, which are in the mean as zeros."""
+    """Packing of the chosen trajectories with a gradient; the others count as zeros in the mean."""
     bins: Sequence[Sequence[int]]
-    """Fewest that were found for them: see `Packing.bins`."""
+    """Fewest bins found for them: see `Packing.bins`."""
     room: Room
-    """Of a micro-batch."""
+    """Capacity of a micro-batch."""
     normaliser: float
-    """This rank's part, see `local_normaliser`: of all chosen trajectories, also those that are not packed."""
+    """This rank's part of the normaliser (`local_normaliser`), over all chosen trajectories."""
 
 
 def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, platform: Platform) -> UpdatePart:
-    """The chosen trajectories' part of an update."""
+    """Pack the chosen trajectories for an update."""
     tokens = [trajectory.tokens for trajectory in batch.trajectories]
     masks = [trajectory.loss_mask for trajectory in batch.trajectories]
     packing = Packing(tokens, masks, (each for each in chosen if batch.has_gradient[each]))
@@ -174,33 +174,32 @@ def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What the ranks have agreed on for one optimizer step."""
+    """Agreement of the ranks on one optimizer step."""
 
     microbatches: int
-    """As many as the rank needs that needs most."""
+    """Largest number that any rank needs."""
     normaliser: float
-    """Of the global batch."""
+    """Normaliser of the global batch."""
 
 
 def agree(parts: Sequence[UpdatePart], groups: Groups) -> list[Agreed]:
-    """For each update its normaliser and the number of its micro-batches: those of all ranks with the same part of the
-    model. Collective over all ranks, and no device waits."""
-    mine = [[part.normaliser, float(len(part.bins))] for part in parts]
-    table = torch.tensor(mine, dtype=torch.float64)
-    of_all = gathered(table, groups.control)
-    everyone = torch.stack([of_all[rank] for rank in dist.get_process_group_ranks(groups.data)])  # [ranks, updates, 2]
-    normalisers, counts = everyone[..., 0].sum(0).tolist(), everyone[..., 1].amax(0).int().tolist()
+    """Agree on normaliser and number of micro-batches of each update, over the ranks with the same part of the model.
+    Collective over all ranks; waits for no device."""
+    own = torch.tensor([[part.normaliser, float(len(part.bins))] for part in parts], dtype=torch.float64)
+    of_world = gathered(own, groups.control)
+    of_data = torch.stack([of_world[rank] for rank in dist.get_process_group_ranks(groups.data)])  # [ranks, updates, 2]
+    normalisers, counts = of_data[..., 0].sum(0).tolist(), of_data[..., 1].amax(0).int().tolist()
     return [Agreed(count, normaliser) for count, normaliser in zip(counts, normalisers, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateBatch:
-    """What this rank runs in one optimizer step."""
+    """A rank's work in one optimizer step."""
 
     microbatches: Sequence[MicroBatch]
-    """As many on every rank, empty ones at the end where this one has fewer trajectories."""
+    """Equally many on every rank, padded with empty ones."""
     normaliser: float
-    """Of the global batch."""
+    """Normaliser of the global batch."""
 
     @property
     def packed_tokens(self) -> int:
@@ -208,7 +207,7 @@ class UpdateBatch:
 
 
 def update_batch(part: UpdatePart, agreed: Agreed) -> UpdateBatch:
-    """A rank that needs fewer micro-batches than another spreads its part evenly over as many."""
+    """Form the agreed number of micro-batches. A rank that needs fewer spreads its trajectories evenly over them."""
     bins = part.bins
     if len(bins) < agreed.microbatches:
         bins = part.packing.bins(part.room, agreed.microbatches)
@@ -217,7 +216,7 @@ def update_batch(part: UpdatePart, agreed: Agreed) -> UpdateBatch:
 
 
 def microbatch_room(config: RunConfig, platform: Platform) -> Room:
-    """Of a micro-batch, which context-parallel ranks share out. What attention gathers counts where it does."""
+    """Capacity of a micro-batch over its context-parallel ranks. Counts gathered prefixes if attention gathers them."""
     cp = config.placement.training.cp
     gathers = platform.gathers_branches(DTYPES[config.model.dtype], in_parts=cp > 1)
     return Room(cp * config.training.tokens_per_microbatch, rows_per_token(config.model) if gathers else ROWS_ARE_FREE)

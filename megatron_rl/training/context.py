@@ -1,8 +1,8 @@
-"""Attention where context-parallel ranks share out the tokens: each gathers the keys and values of all.
+"""Context-parallel attention: each rank gathers the keys and values of all ranks.
 
-They are small where queries are grouped, and the queries stay where they are (arXiv 2407.21783, section 3.3.2). A ring
-(arXiv 2310.01889) would hold two ranks' keys and values at a time instead of all, and send while it attends; it would
-have to add up parts of a softmax, and know of trees in each.
+Keys and values are small with grouped queries, and the queries stay on their rank (arXiv 2407.21783, section 3.3.2). A
+ring (arXiv 2310.01889) would hold two ranks' keys and values instead of all and send while it attends, but would have
+to merge partial softmaxes and handle trees in each.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from megatron_rl.platform.attention import Layout
 
 @dataclass(frozen=True, slots=True)
 class ContextLayout:
-    """Attention of this rank's tokens to those of all."""
+    """Attention of this rank's tokens to the tokens of all ranks."""
 
     part: Layout
-    """Of this rank's queries to all keys, wherever they come from."""
+    """Layout of this rank's queries and all keys."""
     places_of_ranks: Tensor
-    """[ranks, part] the packed tokens of each rank."""
+    """[ranks, part] index of each rank's tokens among the packed ones."""
     group: dist.ProcessGroup
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `Layout.attend`; all of them [part, ...]. Collective over the group, and so is its backward pass."""
+        """Attend as in `Layout.attend`, all tensors [part, ...]. Collective over the group, also in the backward
+        pass."""
         key, value = _GatherContext.apply(key, value, self.places_of_ranks.flatten(), self.group)
         return self.part.attend(layer, query, key, value)
 
 
 class _GatherContext(torch.autograd.Function):
-    """Keys and values of all ranks in the order of the whole, each [part, kv_heads, head_size] -> [packed, ...].
+    """Gather keys and values of all ranks in packed order, each [part, kv_heads, head_size] -> [packed, ...].
 
-    The gradient of a token is the sum of what all ranks' queries say of it, added up in fp32 as where one has them all.
+    The gradient of a token is the sum over all ranks' queries, in fp32 as on a single rank.
     """
 
     @staticmethod
@@ -45,7 +46,7 @@ class _GatherContext(torch.autograd.Function):
         both = torch.cat((key, value), dim=1)
         gathered = both.new_empty((len(places), *both.shape[1:]))
         dist.all_gather_into_tensor(gathered, both, group=group)
-        # Each in memory of its own: the backward pass keeps all of what it keeps a view of.
+        # Separate tensors: the backward pass would keep the whole of what it has a view of.
         return tuple(torch.empty_like(each).index_copy_(0, places, each) for each in gathered.chunk(2, dim=1))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""megatron-core's DDP and Adam, a pure learning-rate schedule, and one guarded update."""
+"""megatron-core's DDP and Adam, with a learning-rate schedule and updates that skip non-finite gradients."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from megatron_rl.training.offload import HostState, Unused
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
-    """Of the whole model, before clipping."""
+    """Norm over the whole model, before clipping."""
     learning_rate: float
     applied: bool
-    """False where the gradient was not finite: weights and Adam's state are as before."""
+    """False if the gradient was not finite: weights and Adam's state are unchanged."""
 
 
 class PolicyOptimizer:
-    """The policy under data parallelism: gradients are summed over ranks, the caller weights the loss.
+    """Optimizer of the policy under data parallelism. Sums gradients over ranks; the caller weights the loss. Calls:
 
     zero_grad   forward and backward passes   reload   update   offload
     """
@@ -51,7 +51,7 @@ class PolicyOptimizer:
         total_updates: int,
         offload: Offload = "none",
     ) -> None:
-        """offload: what `offload` takes off the device; until its first call all is there."""
+        """offload: state that `offload` takes off the device. All state starts on the device."""
         self.config = config
         self.total_updates = total_updates
         self.ddp = DistributedDataParallel(
@@ -63,7 +63,7 @@ class PolicyOptimizer:
         )
         for module in policy.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
-                # Transformer Engine's: its products add to the sums of gradients, which weights have from here on.
+                # Transformer Engine's products then add to the gradient buffers that DDP gave the weights.
                 module.fuse_wgrad_accumulation = True
         dtype = DTYPES[model.dtype]
         self.megatron: Any = get_megatron_optimizer(
@@ -83,7 +83,7 @@ class PolicyOptimizer:
             use_gloo_process_groups=False,
         )
         for part in self._parts():
-            if isinstance(part.optimizer, torch.optim.Adam):  # neither Transformer Engine's nor Apex's, both fused
+            if isinstance(part.optimizer, torch.optim.Adam):  # Transformer Engine's and Apex's are always fused
                 for group in part.optimizer.param_groups:
                     group["fused"] = True
             begin(part.optimizer)
@@ -99,20 +99,20 @@ class PolicyOptimizer:
 
     @property
     def host_bytes(self) -> int:
-        """Of Adam's state that `offload` takes to the host's memory."""
+        """Bytes of Adam's state that `offload` moves to host memory."""
         return self._host.bytes if self._host else 0
 
     def offload(self) -> None:
-        """Take off the device what nothing needs until the next update: the memory of the gradients, which that one
-        begins with zeros, and Adam's state and fp32 weights; as much of it as was asked for."""
+        """Take off the device what is unused until the next update, as configured: gradient buffers, whose values are
+        dropped, and Adam's state and fp32 weights."""
         if self._gradients:
-            self.megatron.zero_grad()  # some are views of the buffers, the others copies
+            self.megatron.zero_grad()  # some gradients are views of the buffers, the others copies
             self._gradients.release()
         if self._host:
             self._host.offload()
 
     def reload(self) -> None:
-        """Have Adam's state on the device again, for `update`."""
+        """Move Adam's state back to the device for `update`."""
         if self._host and self._host.away:
             self._host.reload()
 
@@ -123,7 +123,7 @@ class PolicyOptimizer:
         self.megatron.zero_grad()
 
     def update(self, updates_done: int) -> Update:
-        """Sum the gradients over the data-parallel ranks and step, unless they are not finite. Collective."""
+        """Sum the gradients over the data-parallel ranks and step if they are finite. Collective."""
         finalize_model_grads([self.ddp])
         rate = learning_rate(updates_done, self.total_updates, self.config)
         overflow = self.megatron.prepare_grads()
@@ -135,13 +135,13 @@ class PolicyOptimizer:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), self.config.clip_grad, grad_norm)
         for group in self.megatron.param_groups:
             group["lr"] = rate
-            # megatron-core leaves this to its scheduler, which is not used here: norms and biases do not decay.
+            # megatron-core leaves this to its scheduler, which is not used: norms and biases do not decay.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         self.megatron.step_with_ready_grads()
         return Update(grad_norm, rate, applied=True)
 
     def sharded_state(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Adam's state in megatron-core's sharded form, wherever it is: see `sharded_adam_state`."""
+        """Return Adam's state in megatron-core's sharded form, on the device or the host: see `sharded_adam_state`."""
         state: dict[str, Any] = {"step": get_step(self._parts()[0].optimizer)}
         for part in self._parts():
             state |= sharded_adam_state(part, self.ddp.module.parameters(), model_state, self._held)
@@ -151,6 +151,6 @@ class PolicyOptimizer:
         return self._host.held(tensor) if self._host else tensor
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a sharded state of this optimizer that has been loaded, which filled all but the count."""
+        """Resume from a loaded sharded state of this optimizer: loading filled all but the number of updates."""
         for part in self._parts():
             set_step(part.optimizer, state["step"])

@@ -1,8 +1,7 @@
-"""A rank's place in the pipeline of its replica, and what passes between its stages.
+"""A rank's stage in the pipeline of its replica, and the tensors sent between stages.
 
-Hidden states go one way and their gradients the other, each over a group of its own: within one they are received in
-the order in which they were sent, so no stage waits for another that waits for it. Nothing but tensors is sent: every
-stage has the micro-batches themselves, and knows by them what it will receive.
+Hidden states and their gradients use separate groups, each of which receives in the order of sending, so that stages
+never wait for each other in a circle. Only tensors are sent: every stage has the micro-batches and so knows the shapes.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from megatron_rl.rank.groups import Groups
 
 
 class Pipeline:
-    """The neighbours of one rank. Where there is one stage it is the first and the last."""
+    """The neighbours of one rank. A single stage is both the first and the last."""
 
     def __init__(self, groups: Groups | None = None) -> None:
-        """groups: of the rank; None of one that is alone."""
+        """groups: of the rank; None without a pipeline."""
         stages = groups.pipeline.size() if groups else 1
         stage = groups.pipeline.rank() if groups else 0
         self.first = stage == 0
@@ -33,39 +32,36 @@ class Pipeline:
         self._sent: dict[dist.ProcessGroup, tuple[dist.Work, Tensor]] = {}
 
     def send_forward(self, hidden: Tensor) -> None:
-        """Give the next stage what this one has made."""
+        """Send this stage's output to the next stage."""
         assert self._groups is not None
         self._send(hidden, self._stage + 1, self._groups.pipeline)
 
     def receive_forward(self, empty: Callable[[], Tensor]) -> Tensor | None:
-        """What the stage before has made; None on the first.
-
-        empty: makes the tensor that is filled.
-        """
+        """Return the previous stage's output; None on the first stage. empty: creates the tensor to fill."""
         if self.first:
             return None
         assert self._groups is not None
         return self._receive(empty(), self._stage - 1, self._groups.pipeline)
 
     def send_backward(self, gradient: Tensor) -> None:
-        """Give the stage before the gradient of what it has made."""
+        """Send the gradient of this stage's input to the previous stage."""
         assert self._groups is not None
         self._send(gradient, self._stage - 1, self._groups.model)
 
-    def receive_backward(self, made: Tensor) -> Tensor | None:
-        """The gradient of what this stage has made; None on the last, whose losses have it."""
+    def receive_backward(self, output: Tensor) -> Tensor | None:
+        """Return the gradient of this stage's output; None on the last stage, where the loss provides it."""
         if self.last:
             return None
         assert self._groups is not None
-        return self._receive(torch.empty_like(made), self._stage + 1, self._groups.model)
+        return self._receive(torch.empty_like(output), self._stage + 1, self._groups.model)
 
     def flush(self) -> None:
-        """Wait until all that was sent is received."""
+        """Wait until all sent tensors are received."""
         while self._sent:
             self._sent.popitem()[1][0].wait()
 
     def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
-        """Send without waiting; what was sent before has been received by then, as a rule, and is let go."""
+        """Send without waiting, except for the previous send, which is usually complete."""
         if group in self._sent:
             self._sent.pop(group)[0].wait()
         tensor = tensor.contiguous()

@@ -1,11 +1,11 @@
-"""The one place where micro-batches go through the model, all of it or one stage of a pipeline.
+"""The forward and backward passes of micro-batches, through a whole model or one pipeline stage.
 
-The schedule of a pipeline is one forward, one backward (arXiv 2104.04473, section 2.2.1): a stage begins as many
-micro-batches as there are stages behind it, and from then on finishes one for every one that it begins, so that it
-never holds the activations of more. What stands idle is (stages - 1) / (stages - 1 + micro-batches) of the pass.
+The pipeline schedule is one forward, one backward (arXiv 2104.04473, section 2.2.1): a stage starts one
+micro-batch for each stage behind it, and then finishes one for each further one it starts, so that it holds the
+activations of no more. The idle share of a pass is (stages - 1) / (stages - 1 + micro-batches).
 
-Where ranks wait for one another within a pass, stages of a pipeline or parts of a layer, none of them may leave it by
-itself: `stop` is for ranks that nobody waits for. The others end the pass, and agree behind it.
+Ranks that wait for one another within a pass, as pipeline stages and tensor-parallel ranks do, cannot leave it alone:
+`stop` is for ranks that nobody waits for. The others finish the pass and agree afterwards.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from megatron_rl.training.pipeline import Pipeline
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """What a rank's part of the model reads of a micro-batch: all of its tokens, or those that this context-parallel
-    rank works on. It lies on the model's device."""
+    """A micro-batch as a rank's part of the model reads it: all tokens, or the part of a context-parallel rank. On the
+    model's device."""
 
     tokens: Tensor
     """[part]"""
     positions: Tensor
-    """[part] within their sequence."""
+    """[part] positions within their sequences."""
     select: Tensor
-    """[selected] the token of the part whose logits predict each of the trained ones that are predicted here."""
+    """[selected] indices into the part: tokens whose logits predict a trained token."""
     targets: Tensor
-    """[selected] those."""
+    """[selected] the predicted tokens."""
     trained: Tensor
-    """[selected] which of the batch's trained tokens they are: see `MicroBatch.trained`."""
+    """[selected] indices of the targets among the batch's trained tokens: see `MicroBatch.trained`."""
     layout: Layout
 
     @classmethod
     def of(cls, policy: Policy, batch: MicroBatch, context: dist.ProcessGroup | None = None) -> ModelInput:
-        """context: the ranks that share out the tokens; None where this one has all."""
+        """context: ranks that share the tokens; None if this rank has all."""
         part: MicroBatch | ContextPart = batch
         if context is None or context.size() == 1:
             layout = policy.layout(batch)
@@ -69,27 +69,26 @@ def forward_backward(
     """Add the gradients of the micro-batches' losses to the model's.
 
     Args:
-        inputs: of the same micro-batches on all ranks of a replica, and as many on every replica; see
-            `MicroBatch.empty`.
-        loss: of [selected, hidden], what the last stage's output layer makes logits of, and their input: a scalar with
-            gradient. Called on the last stage alone.
-        pipeline: that the policy is a stage of.
-        stop: asked before every micro-batch; True leaves out the rest.
+        inputs: the same micro-batches on all ranks of a replica, and equally many on every replica (see
+            `MicroBatch.empty`).
+        loss: scalar with gradient of the predictors [selected, hidden], which the output layer turns into logits, and
+            their input. Called only on the last stage.
+        stop: called before every micro-batch; True skips the rest.
     """
-    under_way: deque[tuple[Tensor | None, Tensor]] = deque()  # what was received, and what was made of it
+    started: deque[tuple[Tensor | None, Tensor]] = deque()  # input and output of this stage
     for each in inputs:
         if stop():
             break
-        received, made = _forward(policy, each, pipeline)
+        received, output = _forward(policy, each, pipeline)
         if pipeline.last:
-            made = loss(policy.predictors(made, each.select), each)
+            output = loss(policy.predictors(output, each.select), each)
         else:
-            pipeline.send_forward(made.detach())
-        under_way.append((received, made))
-        if len(under_way) > pipeline.behind:
-            _backward(*under_way.popleft(), pipeline)
-    while under_way:
-        _backward(*under_way.popleft(), pipeline)
+            pipeline.send_forward(output.detach())
+        started.append((received, output))
+        if len(started) > pipeline.behind:
+            _backward(*started.popleft(), pipeline)
+    while started:
+        _backward(*started.popleft(), pipeline)
     pipeline.flush()
 
 
@@ -101,21 +100,21 @@ def forward(
     *,
     stop: Callable[[], bool],
 ) -> None:
-    """Hand to `receive` what `forward_backward` hands to `loss`, without gradients. The other arguments as there."""
+    """Pass to `receive` what `forward_backward` passes to `loss`, without gradients. Other arguments as there."""
     with torch.no_grad():
         for each in inputs:
             if stop():
                 break
-            _, made = _forward(policy, each, pipeline)
+            _, output = _forward(policy, each, pipeline)
             if pipeline.last:
-                receive(policy.predictors(made, each.select), each)
+                receive(policy.predictors(output, each.select), each)
             else:
-                pipeline.send_forward(made)
+                pipeline.send_forward(output)
     pipeline.flush()
 
 
 def _forward(policy: Policy, each: ModelInput, pipeline: Pipeline) -> tuple[Tensor | None, Tensor]:
-    """What this stage received and what it made of it."""
+    """Input and output of this stage."""
     shape, dtype = policy.hidden_shape(len(each.tokens)), policy.config.params_dtype
     received = pipeline.receive_forward(partial(torch.empty, shape, dtype=dtype, device=policy.device))
     if received is not None:
@@ -123,8 +122,8 @@ def _forward(policy: Policy, each: ModelInput, pipeline: Pipeline) -> tuple[Tens
     return received, policy.hidden(each.tokens, each.positions, each.layout, received)
 
 
-def _backward(received: Tensor | None, made: Tensor, pipeline: Pipeline) -> None:
-    made.backward(pipeline.receive_backward(made))
+def _backward(received: Tensor | None, output: Tensor, pipeline: Pipeline) -> None:
+    output.backward(pipeline.receive_backward(output))
     if received is not None:
         assert received.grad is not None
         pipeline.send_backward(received.grad)

@@ -1,8 +1,8 @@
-"""Teaching a tiny base model the answer format before RL (`model.init: supervised`).
+"""Supervised training of a tiny base model on the answer format before RL (`model.init: supervised`).
 
-A fixed number of steps with its own seed on the environment's worked examples. Every rank does the same work
-without communication, so the result does not depend on how many there are, and it is cached under everything it
-depends on: cached or not, the run starts from the same bits.
+Takes a fixed number of steps, with its own seed, on the environment's worked examples. Every rank does the same work
+without communication, so the result does not depend on the number of ranks. A cache keyed by everything the result
+depends on makes no difference: the run starts from the same bits.
 """
 
 from __future__ import annotations
@@ -53,14 +53,12 @@ def teach(
     *,
     writer: bool,
 ) -> None:
-    """Give `policy` the taught weights, from the cache where they are in it.
+    """Give `policy` the taught weights, from the cache if they are in it.
 
-    policy: the whole model, with the random weights of seed `model.supervised.seed`.
-    writer: whether this rank puts the result into the cache.
+    policy: the whole model, with random weights from seed `model.supervised.seed`.
+    writer: whether this rank writes the cache.
 
-    Where this rank is asked to leave meanwhile it returns with weights that are of no use.
-
-    Raises NoDemonstrations.
+    Returns early, with useless weights, if this rank was asked to leave. Raises NoDemonstrations.
     """
     demonstrations = environment.demonstrations() if isinstance(environment, Demonstrator) else []
     if not demonstrations:
@@ -81,11 +79,11 @@ def teach(
 
 
 Example = tuple[list[int], list[bool]]
-"""Tokens of a worked example, and which of them are learned."""
+"""Tokens of a worked example, and a mask of the learned ones."""
 
 
 def token_example(prompt: str, answer: str, tokenizer: Tokenizer) -> Example:
-    """Tokens of a worked example, and which of them are learned: the answer and its end."""
+    """Tokenize a worked example. The answer and its end token are learned."""
     asked, answered = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_id]
     return asked + answered, [False] * len(asked) + [True] * len(answered)
 
@@ -124,13 +122,13 @@ def _train(
 
 
 def cache_path(config: RunConfig, examples: Sequence[Example]) -> Path:
-    """Where the weights are kept that these examples have taught under this configuration; MRL_CACHE (CACHE_VARIABLE)
-    moves the cache."""
+    """Cache file of the weights taught by these examples under this configuration. MRL_CACHE (CACHE_VARIABLE) moves the
+    cache."""
     depends_on = {
         "model": config.model.model_dump(exclude={"checkpoint", "init", "init_seed"}),
         "tokenizer": config.tokenizer.model_dump(),
         "environment": config.task.model_dump(),
-        "examples": hashlib.sha256(repr([*examples]).encode()).hexdigest(),  # its code and files may have changed
+        "examples": hashlib.sha256(repr([*examples]).encode()).hexdigest(),  # the environment's code may have changed
         "device": [config.job.device, config.job.threads_per_rank],
         "versions": [importlib.metadata.version(package) for package in ("torch", "megatron-core", "mrl")],
     }
@@ -151,11 +149,11 @@ def _read(path: Path) -> dict[str, torch.Tensor] | None:
 
 
 def _write(path: Path, policy: Policy) -> None:
-    """A cache that cannot be written costs the next run some seconds, not this one its life."""
+    """Write the cache, with a warning if that fails: it only costs the next run some seconds."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     weights = {name: tensor for name, tensor in policy.state_dict().items() if torch.is_tensor(tensor)}
     content = io.BytesIO()
-    torch.save(weights, content)  # to memory: on a full disk it would raise a RuntimeError that names none
+    torch.save(weights, content)  # in memory: on a full disk torch raises a RuntimeError without an errno
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content.getvalue())

@@ -52,7 +52,7 @@ class GradientsNotFinite(RuntimeError):
 
 
 class Trainer:
-    """Owns the optimizer's progress; everything it counts goes into the checkpoint."""
+    """Runs GRPO steps and counts updates. The counters go into the checkpoint."""
 
     def __init__(
         self,
@@ -76,17 +76,17 @@ class Trainer:
         self.policy_version = policy_version
         self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True
-        """Whether weights and optimizer are those that a step began with or ended with."""
+        """False only within a step, when weights and optimizer are between two of its updates."""
         self._pipeline = Pipeline(groups)
 
     def train(self, rollouts: RolloutBatch, step: int, weights_change: Callable[[], None] = lambda: None) -> StepStats:
-        """All passes and updates over one batch, and what this rank counted of them: of the ranks of a replica, which
-        all need its batch, the one that `Groups.reports`. Collective.
+        """Run all passes and updates over one batch. Return what this rank counted: on the ranks of a replica, which
+        all need its batch, only the one that `Groups.reports` counts. Collective.
 
-        weights_change: called before each update, on all ranks. It may take its time; what it raises ends the step.
+        weights_change: called on all ranks before each update. It may block; an exception ends the step.
 
-        Raises LeaveAgreed where a rank was asked to leave: before the first update with all as it was. After that the
-        step is finished if there is time for it, else `between_steps` is false: nothing here can be saved.
+        Raises LeaveAgreed if a rank was asked to leave: before the first update with everything unchanged. Later the
+        step is finished if there is time, otherwise `between_steps` is false and nothing can be saved.
         """
         grpo = self.config.grpo
         batch = training_batch(
@@ -99,7 +99,9 @@ class Trainer:
         mine = [update_batch(part, of_all) for part, of_all in zip(parts, agreed, strict=True)]
         packed_tokens = sum(update.packed_tokens for update in mine[: grpo.updates_per_pass])
         seen = batch_stats(batch, rollouts, self.policy_version, packed_tokens)
-        if not self.groups.reports:  # what a driver has lost or dropped is its own, whoever trains on the rest
+        if (
+            not self.groups.reports
+        ):  # every driver counts its own lost and dropped answers, even if others train on the rest
             own = {name: getattr(seen, name) for name in ("failed", "dropped", "overdue_tokens")}
             seen = replace(uncounted(BatchStats), **own)
         ids = self.config.environment_ids
@@ -133,7 +135,7 @@ class Trainer:
         return StepStats(seen, loss, _update_stats(updates, self.optimizer.host_bytes), device, environments)
 
     def _chosen(self, batch: TrainingBatch, positions: Sequence[int], step: int) -> list[list[int]]:
-        """For every update of the step the trajectories it trains on; for one update where all are the same.
+        """Trajectories of each update of the step; of a single update if all are the same.
 
         positions: of the rank's groups in the global batch.
         """
@@ -155,9 +157,9 @@ class Trainer:
         return UpdateInput(inputs, per_trajectory)
 
     def score(self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput]) -> Tensor:
-        """[trained tokens] log-probs under `policy`, without gradient, of those in `inputs`, else 0; not of all where
-        this rank was asked to leave meanwhile, and of none where it is no last stage of a pipeline. Collective over the
-        context-parallel ranks, each of which may need in one update what another predicts in the pass before it."""
+        """[trained tokens] log-probs under `policy`, without gradient: 0 for tokens outside `inputs`, for the rest of
+        the pass if this rank is asked to leave, and for all unless it is the last pipeline stage. Collective over the
+        context-parallel ranks: one rank may predict in this pass what another trains on in an update."""
         scores = torch.zeros_like(batch.inference_logprobs)
         output = policy.output() if self._pipeline.last else None
 
@@ -173,7 +175,7 @@ class Trainer:
         return scores
 
     def _leaves(self) -> bool:
-        """Note that this rank gets on, and return whether it was asked to leave and may do so within a pass."""
+        """Record progress, and return whether this rank was asked to leave and may do so within a pass."""
         return self.safe_points.poll() and not self.groups.in_step
 
     def _update(
@@ -187,12 +189,12 @@ class Trainer:
         unfinished_s: float | None,
         weights_change: Callable[[], None],
     ) -> Update:
-        """One optimizer step; what its losses saw goes into `losses`.
+        """Take one optimizer step and append the statistics of its losses to `losses`.
 
         Args:
-            before: [trained tokens] log-probs at the weights before the first update; None where this is the first.
+            before: [trained tokens] log-probs at the weights before the first update; None if this is the first.
             of_answers: [trained tokens] see `TrainedTokens.answer_log_ratios`.
-            reference: [trained tokens] log-probs of the reference policy, where there is one.
+            reference: [trained tokens] log-probs of the reference policy, if there is one.
             unfinished_s: see SafePoints.agree.
             weights_change: see `train`.
         """
@@ -207,7 +209,7 @@ class Trainer:
             inference = batch.inference_logprobs[index]
             old = logprobs.detach() if before is None else before[index]
             if batch.current is not None and self.config.grpo.importance is None:
-                # Only the engine knows what the log-probs of older weights were.
+                # Log-probs of older weights are known from the engine alone.
                 old = torch.where(batch.current[index], old, inference)
             tokens = TrainedTokens(
                 logprobs=logprobs,
@@ -224,7 +226,7 @@ class Trainer:
             return value
 
         self.optimizer.zero_grad()
-        first = unfinished_s is None  # later ones are finished: what they began cannot be saved half done
+        first = unfinished_s is None  # later updates always finish: a half-done step cannot be saved
         forward_backward(self.policy, update.inputs, loss, self._pipeline, stop=lambda: self._leaves() and first)
         weights_change()
         self.safe_points.agree(unfinished_s)
@@ -244,9 +246,9 @@ class Trainer:
         return uncounted(LossStats, *(name for name, is_absent in absent.items() if is_absent))
 
     def _device_stats(self, mine: Sequence[UpdateBatch], updates: int) -> DeviceStats | None:
-        """What this step took of the device.
+        """Return the device use of this step.
 
-        mine: what is counted here of what this rank trained on; `updates` may go round it several times.
+        mine: parts of the batch that this rank counts; `updates` may repeat them.
         """
         used = self.platform.device_use()
         if used is None:
@@ -288,12 +290,12 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class UpdateInput:
-    """What one optimizer step reads, on the device."""
+    """Input of one optimizer step, on the device."""
 
     inputs: Sequence[ModelInput]
-    """As many on every rank."""
+    """Equally many on every rank."""
     per_trajectory: Tensor
-    """[2, trajectories] weight of each of their tokens in the global mean, and advantage."""
+    """[2, trajectories] weight of each token of the trajectory in the global mean, and its advantage."""
 
 
 def _update_stats(updates: Sequence[Update], offloaded: int) -> UpdateStats:

@@ -1,4 +1,4 @@
-"""Which node is to blame if some pairs of nodes are slow."""
+"""Nodes to blame if some pairs of nodes are slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who attends to whom: every sequence to itself, causally, whatever it is packed with."""
+"""Every sequence attends to itself alone, causally, whatever is packed with it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @examples(30)
 @given(LENGTHS)
-def test_every_sequence_is_attended_as_if_alone(lengths: list[int]) -> None:
+def test_every_sequence_attends_as_if_alone(lengths: list[int]) -> None:
     sequences = side_by_side(lengths)
     query, key, value = random_qkv(sum(lengths))
     out = dense_layout(whole_sequences(lengths), CPU).attend(1, query, key, value)
@@ -59,7 +59,7 @@ def test_every_sequence_is_attended_as_if_alone(lengths: list[int]) -> None:
 
 
 FEW_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
-"""With which answers often begin alike."""
+"""Tokens of answers that often share prefixes."""
 
 
 @examples(30)
@@ -68,10 +68,10 @@ FEW_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
     answers=st.lists(FEW_TOKENS, min_size=1, max_size=6),
     longest_masked_tree=st.sampled_from([0, LONGEST_MASKED_TREE]),
 )
-def test_what_is_shared_serves_every_branch(
+def test_shared_tokens_serve_every_branch(
     prompt: list[int], answers: list[list[int]], longest_masked_tree: int
 ) -> None:
-    """Under a mask or branch by branch, each token sees what it continues, as if its sequence stood alone."""
+    """Each token sees the tokens it continues as if its sequence stood alone, under a mask or branch by branch."""
     rows = [prompt + answer for answer in answers]
     (micro,) = pack(rows, [[False] * len(prompt) + [True] * len(answer) for answer in answers], range(len(rows)), 10**6)
     query, key, value = random_qkv(len(micro.tokens))
@@ -87,8 +87,8 @@ def test_what_is_shared_serves_every_branch(
     assert all(any(beginning[: len(row) - 1] == tuple(row[:-1]) for beginning in beginnings) for row in rows)
 
 
-def test_gradients_of_shared_tokens_are_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of 64 branches of a prompt, of two lengths, in bf16: the sum of what each branch gives, rounded once."""
+def test_gradients_of_shared_tokens_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of 64 branches of a prompt, of two lengths, in bf16 are summed exactly and rounded once."""
     prompt = [3] * 40
     answers = [[i % 3, i // 3 % 3, i // 9 % 3, *([1] * 60 if i % 2 else [5, 5])] for i in range(64)]
     rows = [prompt + answer for answer in answers]
@@ -109,9 +109,9 @@ def test_gradients_of_shared_tokens_are_added_up_in_fp32(monkeypatch: pytest.Mon
     torch.testing.assert_close(gradient.double(), exact, rtol=2**-8, atol=1e-5)
 
 
-def test_a_gpu_adds_up_what_many_answers_say_of_one_token_in_fp32() -> None:
-    """As of the last token of a prompt, which predicts the first of each of 64 answers; one by one in bf16, as the GPU
-    would itself, it would be twice as wrong as what is rounded once can be."""
+def test_a_gpu_sums_the_gradients_of_a_repeated_token_in_fp32() -> None:
+    """The last token of a prompt predicts the first token of 64 answers. Summed one by one in bf16, as the GPU itself
+    would, the error would be twice that of rounding once."""
     rows = torch.tensor([0] + [2] * 64)
     of_rows = torch.randn(len(rows), 1, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     tokens = torch.ones(4, 1, 256, dtype=torch.bfloat16, requires_grad=True)
@@ -126,7 +126,9 @@ def test_a_gpu_adds_up_what_many_answers_say_of_one_token_in_fp32() -> None:
     assert (one_by_one - exact[2]).norm() > 2 * 2**-8 * exact[2].norm()
 
 
-def test_the_policy_lets_the_platform_gather_what_it_selects(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_gathers_selected_tokens_through_the_platform(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gathered = []
 
     def gather(tokens: Tensor, rows: Tensor) -> Tensor:
@@ -139,7 +141,7 @@ def test_the_policy_lets_the_platform_gather_what_it_selects(policy: Policy, mon
     assert gathered == [[0, 0, 2]]
 
 
-def test_a_micro_batch_that_selects_nothing_has_a_gradient_of_zero() -> None:
+def test_a_micro_batch_without_predictions_has_a_gradient_of_zero() -> None:
     tokens = torch.ones(1, 1, 8, dtype=torch.bfloat16, requires_grad=True)
     PhantomPlatform(PhantomDevice()).gather(tokens, torch.zeros(0, dtype=torch.long)).sum().backward()
     assert tokens.grad is not None
@@ -154,8 +156,8 @@ def policy(platform: Any, groups: Any) -> Policy:
 @pytest.mark.bits
 @examples(15)
 @given(LENGTHS, st.data())
-def test_nothing_leaks_from_one_sequence_into_another(policy: Policy, lengths: list[int], data: Any) -> None:
-    """Through the whole model: with every other sequence's tokens changed, a sequence's logits keep their bits.
+def test_sequences_do_not_influence_one_another(policy: Policy, lengths: list[int], data: Any) -> None:
+    """A sequence's logits from the whole model keep their bits if every other sequence's tokens change.
 
     The lengths stay, so the same buckets are padded with other tokens: padding does not leak either.
     """

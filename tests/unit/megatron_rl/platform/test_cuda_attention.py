@@ -1,5 +1,5 @@
-"""Attention of a GPU, as far as it can be tried without one: what goes into its kernels and what is made of theirs,
-which of them is taken, and FlexAttention as torch computes it on a CPU."""
+"""GPU attention as far as it can be tested without a GPU: inputs and outputs of its kernels, the choice between them,
+and FlexAttention as torch computes it on a CPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def not_compiled(query: Tensor, key: Tensor, value: Tensor, mask: flex.BlockMask
 
 
 def causal_in_sequences(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """What every kernel of variable lengths is to compute."""
+    """Reference result of every kernel for variable lengths."""
     assert cu_seqlens.dtype is torch.int32
     edges = cu_seqlens.tolist()
     assert (edges[-1], longest) == (len(query), max(stop - first for first, stop in pairwise(edges)))
@@ -79,13 +79,13 @@ TREES = st.builds(
 
 @examples(20)
 @given(TREES)
-def test_each_branch_is_given_to_a_flash_kernel_as_a_sequence(micro: MicroBatch) -> None:
+def test_each_branch_is_a_sequence_of_the_flash_kernel(micro: MicroBatch) -> None:
     query, key, value = random_qkv(len(micro.tokens))
     attended = varlen_layout(micro, CPU, causal_in_sequences).attend(1, query, key, value)
     torch.testing.assert_close(attended.double(), by_definition(query, key, value, seen_in_trees(micro)))
 
 
-def test_what_shares_nothing_is_not_gathered_for_it() -> None:
+def test_sequences_without_sharing_are_not_gathered() -> None:
     lengths = [5, 1, 7]
     layout = varlen_layout(whole_sequences(lengths), CPU, causal_in_sequences)
     assert layout.branches is None
@@ -95,8 +95,8 @@ def test_what_shares_nothing_is_not_gathered_for_it() -> None:
     torch.testing.assert_close(layout.attend(1, query, key, value).double(), expected)
 
 
-def test_gradients_of_what_branches_share_are_added_up_in_fp32() -> None:
-    """In bf16, of 64 branches of a prompt: the sum of what the kernel gives for each, rounded once."""
+def test_gradients_of_tokens_shared_by_branches_are_summed_in_fp32() -> None:
+    """The bf16 gradients of 64 branches of a prompt are summed exactly and rounded once."""
     micro = answers_to([3] * 4, [[1, i, *([2] * (i % 3))] for i in range(64)])
     of_rows: list[Tensor] = []
 
@@ -115,7 +115,7 @@ def test_gradients_of_what_branches_share_are_added_up_in_fp32() -> None:
     torch.testing.assert_close(value.grad.double(), exact, rtol=2**-8, atol=1e-5)
 
 
-# Kernels of other packages: what stands in for them has their signatures, and computes what they document.
+# Kernels of other packages, replaced by functions with their signatures that compute what they document.
 
 
 def flash_attn_varlen_func(  # flash-attn 2.7.4 and 2.8.3
@@ -142,7 +142,7 @@ def flash_attn_varlen_func(  # flash-attn 2.7.4 and 2.8.3
     return causal_in_sequences(q, k, v, cu_seqlens_q, max_seqlen_q)
 
 
-class DotProductAttention(torch.nn.Module):  # Transformer Engine 2.4; 2.9 takes the same, and more behind it
+class DotProductAttention(torch.nn.Module):  # Transformer Engine 2.4; 2.9 has further parameters at the end
     def __init__(
         self,
         num_attention_heads: int,
@@ -165,7 +165,7 @@ class DotProductAttention(torch.nn.Module):  # Transformer Engine 2.4; 2.9 takes
         softmax_scale: float | None = None,
     ) -> None:
         super().__init__()
-        # Of packed sequences (thd) it takes no mask but these two, with and without causality.
+        # Packed sequences (thd) support only these two masks, with and without causality.
         assert (qkv_format, attn_mask_type, attention_dropout) == ("thd", "padding_causal", 0.0)
         self.shape = num_attention_heads, num_gqa_groups, kv_channels
 
@@ -200,9 +200,9 @@ class DotProductAttention(torch.nn.Module):  # Transformer Engine 2.4; 2.9 takes
 
 
 def package(name: str, **names: Any) -> ModuleType:
-    made = ModuleType(name)
-    vars(made).update(names, __version__="1.2.3", __path__=[])
-    return made
+    module = ModuleType(name)
+    vars(module).update(names, __version__="1.2.3", __path__=[])
+    return module
 
 
 FLASH_ATTN = {"flash_attn": package("flash_attn", flash_attn_varlen_func=flash_attn_varlen_func)}
@@ -241,7 +241,7 @@ NOTHING_ELSE = {"flash_attn": None, "transformer_engine": None}
         (FLASH_ATTN | {"transformer_engine": None}, "flash-attn 1.2.3"),
     ],
 )
-def test_a_kernel_of_another_package_is_asked_for_causal_attention_within_each_sequence(
+def test_kernels_of_other_packages_get_causal_attention_within_each_sequence(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, Any], name: str
 ) -> None:
     for module, stand_in in installed.items():
@@ -256,7 +256,7 @@ def test_a_kernel_of_another_package_is_asked_for_causal_attention_within_each_s
 
 
 def test_torchs_own_kernel_takes_grouped_queries_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real one, as far as shapes, types and devices go."""
+    """Runs the real kernel on fake tensors, which check shapes, dtypes and devices."""
     for module in NOTHING_ELSE:
         monkeypatch.setitem(sys.modules, module, None)
     kernel = find_varlen_kernel()
@@ -271,7 +271,7 @@ def test_torchs_own_kernel_takes_grouped_queries_on_a_gpu(monkeypatch: pytest.Mo
     assert (attended.shape, attended.dtype, attended.device) == ((10, HEADS * HEAD_SIZE), torch.bfloat16, GPU)
 
 
-def test_without_any_kernel_of_variable_lengths_all_goes_through_flex_attention(
+def test_flex_attention_is_used_without_any_kernel_for_variable_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module, stand_in in (OLD_TORCH | NOTHING_ELSE).items():
@@ -282,7 +282,7 @@ def test_without_any_kernel_of_variable_lengths_all_goes_through_flex_attention(
     assert "neither Transformer Engine, flash-attn nor torch 2.12" in attention.description
 
 
-def test_a_package_whose_library_is_missing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_with_a_missing_library_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(ModuleType):
         def __getattr__(self, name: str) -> Any:
             raise OSError("libcudart.so.12: cannot open shared object file")
@@ -304,9 +304,7 @@ def test_a_package_whose_library_is_missing_is_passed_over(monkeypatch: pytest.M
     answers=st.lists(st.integers(1, 200), min_size=1, max_size=6),
     alone=st.lists(st.integers(1, 300), max_size=2),
 )
-def test_the_blocks_to_look_at_are_those_that_torch_finds_token_by_token(
-    prompt: int, answers: list[int], alone: list[int]
-) -> None:
+def test_blocks_are_those_that_torch_finds_token_by_token(prompt: int, answers: list[int], alone: list[int]) -> None:
     rows = [[3] * prompt + [number] * answer for number, answer in enumerate(answers)] + [
         [5] * length for length in alone
     ]
@@ -321,10 +319,10 @@ def test_the_blocks_to_look_at_are_those_that_torch_finds_token_by_token(
             assert torch.equal(getattr(mask, name), getattr(expected, name)), name
 
 
-def test_trees_are_attended_to_as_they_are_by_a_kernel_that_is_not_compiled_for_each_of_them() -> None:
-    """Beside a formula in float64, on a CPU, with one micro-batch after the other: at the second torch learns that the
-    numbers of blocks differ."""
-    from torch._dynamo.testing import CompileCounter  # which takes long to import
+def test_trees_attend_in_place_with_a_kernel_that_is_not_compiled_for_each() -> None:
+    """Compares with a formula in float64, on a CPU, for two micro-batches: at the second torch learns that the numbers
+    of blocks differ."""
+    from torch._dynamo.testing import CompileCounter  # slow to import
 
     counter = CompileCounter()
     compiled = torch.compile(flex.flex_attention, dynamic=True, backend=counter)
@@ -341,8 +339,8 @@ def test_trees_are_attended_to_as_they_are_by_a_kernel_that_is_not_compiled_for_
     assert counter.frame_count == 2
 
 
-def test_a_part_of_the_tokens_attends_to_all_that_it_sees_of_trees_that_are_cut_anywhere() -> None:
-    """Every other chunk of some hundred tokens, as context-parallel ranks have them, beside a formula in float64."""
+def test_a_part_of_the_tokens_attends_to_all_that_it_sees_of_trees_cut_anywhere() -> None:
+    """Compares every other chunk of some hundred tokens, as on context-parallel ranks, with a formula in float64."""
     micro = answers_to([7] * 150, [[number] * 140 for number in range(3)])
     tokens = len(micro.tokens)
     part = torch.cat([torch.arange(first, min(first + 97, tokens)) for first in range(20, tokens, 230)])
@@ -353,11 +351,11 @@ def test_a_part_of_the_tokens_attends_to_all_that_it_sees_of_trees_that_are_cut_
     torch.testing.assert_close(attended.double(), expected, rtol=1e-5, atol=1e-5)
     assert isinstance(layout, TreeLayout)
     computed = layout.mask.kv_num_blocks.sum() + layout.mask.full_kv_num_blocks.sum()
-    assert computed < layout.mask.kv_num_blocks.numel() * -(-tokens // 128)  # and not to what it does not
+    assert computed < layout.mask.kv_num_blocks.numel() * -(-tokens // 128)  # blocks that nothing sees are skipped
 
 
-def test_its_gradients_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch computes them without a compiler, which it does on a CPU only where it is not asked whether it can."""
+def test_flex_gradients_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses torch's uncompiled FlexAttention, which works on a CPU only if its check is skipped."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
@@ -373,7 +371,7 @@ def test_its_gradients_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(torch.autograd.grad(attended, qkv, of_result), theirs)
 
 
-# Which of them
+# Choice of the kernel
 
 
 def tree_of(prompt: int, answer: int, branches: int) -> np.ndarray:
@@ -395,14 +393,12 @@ def tree_of(prompt: int, answer: int, branches: int) -> np.ndarray:
         (12288, 0, 1, False),  # nothing is shared
     ],
 )
-def test_a_tree_is_attended_to_as_it_is_where_enough_is_shared(
-    prompt: int, answer: int, branches: int, faster: bool
-) -> None:
+def test_trees_attend_in_place_if_enough_is_shared(prompt: int, answer: int, branches: int, faster: bool) -> None:
     assert tree_is_faster(tree_of(prompt, answer, branches) if answer else np.full(prompt, prompt, np.int32)) == faster
 
 
-def test_much_that_is_not_shared_beside_it_is_not_gathered_for_a_small_tree() -> None:
-    """All that is packed together is gathered or nothing is."""
+def test_a_small_tree_beside_much_unshared_is_not_gathered() -> None:
+    """Either all that is packed together is gathered, or nothing."""
     alone, tree = np.full(4096, 4096, np.int32), tree_of(256, 64, 2)
     assert not tree_is_faster(np.concatenate((alone, 4096 + tree)))
     assert tree_is_faster(np.concatenate((tree_of(2048, 200, 16), 5248 + tree)))
@@ -429,7 +425,7 @@ def test_the_kernel_follows_from_type_and_sharing() -> None:
     assert type(attention.layout(shared, CPU, torch.bfloat16, part)) is TreeLayout
 
 
-def test_branches_are_gathered_for_a_flash_kernel_alone() -> None:
+def test_branches_are_gathered_only_for_a_flash_kernel() -> None:
     attention = CudaAttention(VarlenKernel("one", causal_in_sequences))
     assert attention.gathers_branches(torch.bfloat16, in_parts=False)
     assert not attention.gathers_branches(torch.bfloat16, in_parts=True)
@@ -437,7 +433,7 @@ def test_branches_are_gathered_for_a_flash_kernel_alone() -> None:
     assert not CudaAttention(None).gathers_branches(torch.bfloat16, in_parts=False)
 
 
-def test_an_empty_micro_batch_goes_through() -> None:
+def test_an_empty_micro_batch_is_supported() -> None:
     layout = CudaAttention(VarlenKernel("one", causal_in_sequences)).layout(MicroBatch.empty(), CPU, torch.bfloat16)
     query, key, value = random_qkv(1, torch.bfloat16)
     assert torch.equal(layout.attend(1, query, key, value), value.repeat_interleave(2, dim=1).flatten(1))

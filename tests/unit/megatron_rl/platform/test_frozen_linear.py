@@ -1,4 +1,4 @@
-"""A row of a product is the same bit for bit however many other rows there are and wherever it stands among them."""
+"""A row of a product is the same bit for bit for any number and order of other rows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def results(linear: FrozenLinear, rows: Tensor, other: Tensor) -> list[Tensor]:
     return [linear(rows), linear.silu(rows), linear.added(rows, other), linear.multiplied(rows, other)]
 
 
-def test_each_operation_is_done_to_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_operation_applies_to_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, weight, bias, other = (
         torch.randn(size, generator=generator) for size in ((64, 24), (40, 24), (40,), (64, 40))

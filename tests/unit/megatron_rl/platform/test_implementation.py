@@ -1,4 +1,4 @@
-"""What `training.transformer_impl` comes to on a machine, and where that is said."""
+"""The choice of `training.transformer_impl` on a machine, and its record."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_where_it_is_installed_it_is_used_unless_the_recipe_says_otherwise() -> None:
+def test_an_installed_transformer_engine_is_used_unless_the_recipe_says_otherwise() -> None:
     assert choose_implementation(run_on_gpus("auto")) == Implementation(TRANSFORMER_ENGINE, "it is installed")
     assert choose_implementation(run_on_gpus("transformer_engine")).name == TRANSFORMER_ENGINE
-    assert choose_implementation(run_on_gpus("local")) == Implementation(LOCAL, "the recipe asks for it")
+    assert choose_implementation(run_on_gpus("local")) == Implementation(LOCAL, "the recipe requests it")
 
 
-def test_where_it_is_not_it_is_done_without_unless_the_recipe_asks_for_it() -> None:
+def test_a_missing_transformer_engine_is_an_error_only_if_the_recipe_requests_it() -> None:
     found = choose_implementation(run_on_gpus("auto"))
     assert found.name == LOCAL
     assert found.reason == "Transformer Engine cannot be imported (No module named 'transformer_engine')"
@@ -57,7 +57,7 @@ def test_where_it_is_not_it_is_done_without_unless_the_recipe_asks_for_it() -> N
     ],
 )
 @pytest.mark.usefixtures("installed")
-def test_what_it_cannot_do_as_the_rest_of_a_run_needs_it_is_done_without(sections: dict[str, Any], why: str) -> None:
+def test_runs_that_transformer_engine_does_not_support_use_megatron_core(sections: dict[str, Any], why: str) -> None:
     found = choose_implementation(run_on_gpus("auto", **sections))
     assert found.name == LOCAL
     assert found.reason.startswith(why)
@@ -66,7 +66,7 @@ def test_what_it_cannot_do_as_the_rest_of_a_run_needs_it_is_done_without(section
 
 
 @pytest.mark.usefixtures("installed")
-def test_products_are_in_fp8_where_the_recipe_asks_for_them() -> None:
+def test_products_are_in_fp8_if_the_recipe_says_so() -> None:
     found = choose_implementation(run_on_gpus("auto", training={"steps": 1, "fp8": "hybrid"}))
     assert found.fp8 == "hybrid"
     assert found.transformer_overrides["fp8"] == "hybrid"
@@ -81,35 +81,35 @@ def test_products_are_in_fp8_where_the_recipe_asks_for_them() -> None:
         ({"model": {"dtype": "fp32"}}, "model.dtype is fp32"),
     ],
 )
-def test_fp8_is_refused_where_it_cannot_be(sections: dict[str, Any], why: str) -> None:
+def test_fp8_is_refused_if_it_is_not_supported(sections: dict[str, Any], why: str) -> None:
     sections["training"] = {"steps": 1, "fp8": "e4m3"} | sections.get("training", {})
     with pytest.raises(ValidationError, match=f"training.fp8 is e4m3, but {why}"):
         run_on_gpus("auto", **sections)
 
 
-def test_fp8_is_refused_where_transformer_engine_is_missing() -> None:
+def test_fp8_is_refused_without_transformer_engine() -> None:
     with pytest.raises(ConfigurationError, match=r"training.fp8 is e4m3, but Transformer Engine cannot be imported"):
         choose_implementation(run_on_gpus("auto", training={"steps": 1, "fp8": "e4m3"}))
 
 
-def test_what_was_chosen_is_in_the_log_and_beside_the_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_logged_and_recorded_with_the_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attempt = RunDir(tmp_path).attempt(1)
     platform: Any = SimpleNamespace(attention_kernels="flash-attn 2.8.3", graph_recorder=lambda *_: None)
-    chosen = Implementation(LOCAL, "the recipe asks for it")
+    chosen = Implementation(LOCAL, "the recipe requests it")
     with caplog.at_level(logging.INFO):
-        note_kernels(attempt, run_on_gpus("local"), chosen, platform)  # whose folder is not there
+        note_kernels(attempt, run_on_gpus("local"), chosen, platform)  # the folder does not exist
         attempt.folder.mkdir(parents=True)
         note_kernels(attempt, run_on_gpus("local"), chosen, platform)
     decoding = "operation by operation: this device has no kernel for pages of 48 tokens in bf16"
     assert read(Kernels, attempt.kernels) == Kernels(
-        LOCAL, "the recipe asks for it", "flash-attn 2.8.3", decoding=decoding
+        LOCAL, "the recipe requests it", "flash-attn 2.8.3", decoding=decoding
     )
     first, failed, second = (record.getMessage() for record in caplog.records)
     assert (
         first
         == second
         == (
-            "transformer_impl: local (the recipe asks for it); attention: flash-attn 2.8.3; fp8: None; "
+            "transformer_impl: local (the recipe requests it); attention: flash-attn 2.8.3; fp8: None; "
             f"decoding: {decoding}"
         )
     )

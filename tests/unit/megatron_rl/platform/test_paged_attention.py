@@ -1,4 +1,4 @@
-"""Attention to keys and values in pages, beside a formula in fp64 that knows of none."""
+"""Attention to a paged cache, compared with a formula in fp64 without pages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_formula(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> 
 
 
 def pages_of(lengths: list[int], page_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor, PagedRows]:
-    """Query, keys, values, and rows whose pages lie anywhere, the first of them everybody's."""
+    """Query, keys, values, and rows with scattered pages, which all share the first one."""
     draw = torch.Generator().manual_seed(seed)
     width = -(-max(lengths) // page_tokens)
     table = torch.randperm(1 + len(lengths) * width, generator=draw)[: len(lengths) * width].view(len(lengths), width)
@@ -61,7 +61,7 @@ def pages_of(lengths: list[int], page_tokens: int, seed: int) -> tuple[Tensor, T
 def test_each_row_attends_to_its_own_tokens(attention: Any, lengths: list[int], page_tokens: int, seed: int) -> None:
     query, keys, values, rows = pages_of(lengths, page_tokens, seed)
     attention = attention(rows)
-    attention.attend(*pages_of(lengths, page_tokens, seed + 1)[:3])  # of another layer
+    attention.attend(*pages_of(lengths, page_tokens, seed + 1)[:3])  # another layer
     out = attention.attend(query, keys, values)
     torch.testing.assert_close(out.double(), by_formula(query, keys, values, rows), rtol=1e-5, atol=1e-5)
 
@@ -73,7 +73,7 @@ def test_each_row_attends_to_its_own_tokens(attention: Any, lengths: list[int], 
     page_tokens=st.sampled_from([7, 16]),
     seed=st.integers(0, 99),
 )
-def test_on_a_cpu_a_row_is_the_same_bit_for_bit_whatever_the_others(
+def test_on_a_cpu_a_row_is_the_same_bit_for_bit_beside_any_others(
     lengths: list[int], page_tokens: int, seed: int
 ) -> None:
     query, keys, values, rows = pages_of(lengths, page_tokens, seed)
@@ -84,7 +84,7 @@ def test_on_a_cpu_a_row_is_the_same_bit_for_bit_whatever_the_others(
         assert torch.equal(sparse_attention(alone).attend(query[one], keys, values), together[one])
 
 
-def test_a_gpu_reads_pages_where_a_kernel_takes_them_and_gathers_them_elsewhere() -> None:
+def test_a_gpu_reads_pages_if_a_kernel_supports_them_and_gathers_them_otherwise() -> None:
     _, _, _, small = pages_of([5, 3], 16, 0)
     _, _, _, rows = pages_of([500, 300], 256, 0)
     kernel = PagedKernel("one", lambda query, *_: query)
@@ -93,7 +93,7 @@ def test_a_gpu_reads_pages_where_a_kernel_takes_them_and_gathers_them_elsewhere(
         for more in (0, 200)
     )
     assert isinstance(ours, KernelAttention) and isinstance(of_longer, KernelAttention)
-    assert ours.longest == of_longer.longest == 512, "a recorded step would keep what the host knew"
+    assert ours.longest == of_longer.longest == 512, "a recorded step would keep host values"
     for attention, of, dtype in (
         (CudaAttention(None, pages=kernel), rows, torch.float32),
         (CudaAttention(None, pages=kernel), small, torch.bfloat16),
@@ -102,8 +102,8 @@ def test_a_gpu_reads_pages_where_a_kernel_takes_them_and_gathers_them_elsewhere(
         assert isinstance(attention.paged(of, dtype), GatheredAttention)
 
 
-def test_torchs_kernel_takes_what_it_is_given() -> None:
-    """As far as its signature, types and devices go: on fake tensors of a GPU."""
+def test_torchs_kernel_accepts_its_arguments() -> None:
+    """Checks signature, dtypes and devices on fake GPU tensors."""
     from megatron_rl.platform.paged_kernels import _torch
 
     kernel = _torch()
@@ -119,16 +119,16 @@ def test_torchs_kernel_takes_what_it_is_given() -> None:
         assert (out.shape, out.dtype, out.device) == ((3, HEADS * 64), torch.bfloat16, gpu)
 
 
-def test_torchs_kernel_is_told_what_its_second_generation_cannot_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises where there are edges of the queries and none of the keys, and splits sequences as it likes where it is
-    not told otherwise. Fake tensors know nothing of it."""
-    told: dict[str, Any] = {}
+def test_torchs_kernel_gets_the_arguments_that_flash_attention_2_requires(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel raises if only the queries have edges, and splits sequences unless num_splits forbids it. Fake tensors
+    do not show either."""
+    given: dict[str, Any] = {}
 
     def varlen_attn(  # with the real one's parameters
         query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int,
         *, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor, num_splits: int,
     ) -> Tensor:  # fmt: skip
-        told.update(locals())
+        given.update(locals())
         return query
 
     _, _, _, rows = pages_of([500, 300, 7], 256, 0)
@@ -140,9 +140,9 @@ def test_torchs_kernel_is_told_what_its_second_generation_cannot_do_without(monk
     assert kernel is not None
     query = torch.zeros(3, HEADS, HEAD)
     kernel.attend(query, query[None], query[None], rows.table, rows.lengths.int(), 512)
-    assert (told["max_q"], told["max_k"], told["num_splits"], told["window_size"]) == (1, 512, 1, (-1, 0))
-    assert told["cu_seq_q"].tolist() == [0, 1, 2, 3]
-    assert told["cu_seq_k"].tolist() == [0, 512, 1024, 1536]
+    assert (given["max_q"], given["max_k"], given["num_splits"], given["window_size"]) == (1, 512, 1, (-1, 0))
+    assert given["cu_seq_q"].tolist() == [0, 1, 2, 3]
+    assert given["cu_seq_k"].tolist() == [0, 512, 1024, 1536]
     for name in ("cu_seq_q", "cu_seq_k", "seqused_k", "block_table"):
-        assert told[name].dtype is torch.int32, name
-        assert told[name].is_contiguous()
+        assert given[name].dtype is torch.int32, name
+        assert given[name].is_contiguous()

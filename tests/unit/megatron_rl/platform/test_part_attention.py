@@ -37,7 +37,7 @@ def qkv(tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def by_definition(packed: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Of all tokens: softmax over the keys k with k <= q < subtree_ends[k]."""
+    """Attention of all tokens: softmax over the keys k with k <= q < subtree_ends[k]."""
     places = torch.arange(len(query))
     sees = (places <= places[:, None]) & (places[:, None] < packed.subtree_ends)
     key, value = (each.repeat_interleave(PER_HEAD, dim=1) for each in (key, value))
@@ -49,14 +49,14 @@ def by_definition(packed: PackedSequences, query: Tensor, key: Tensor, value: Te
 def trees(drawn: Any) -> PackedSequences:
     examples = [(prompt, answer) for prompt, answers in drawn for answer in answers]
     masks = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in examples]
-    (made,) = pack([prompt + answer for prompt, answer in examples], masks, range(len(examples)), 10**6)
-    return made
+    (micro,) = pack([prompt + answer for prompt, answer in examples], masks, range(len(examples)), 10**6)
+    return micro
 
 
 @examples(30)
 @given(drawn=TREES, longest_masked_tree=st.sampled_from([0, LONGEST_MASKED_TREE]), data=st.data())
 def test_any_part_attends_to_all_that_it_sees(drawn: Any, longest_masked_tree: int, data: Any) -> None:
-    """Wherever trees are cut, under a mask of their own or branch by branch; in values and in gradients."""
+    """Values and gradients agree wherever trees are cut, under a mask or branch by branch."""
     packed = trees(drawn)
     tokens = len(packed.subtree_ends)
     part = torch.tensor(sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1))))
@@ -71,12 +71,12 @@ def test_any_part_attends_to_all_that_it_sees(drawn: Any, longest_masked_tree: i
     of_result = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ours, theirs = (torch.autograd.grad(each, inputs, of_result) for each in (found, expected))
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # those of keys are added up in fp32
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # gradients of keys are summed in fp32
 
 
-def test_no_query_of_a_long_tree_is_computed_twice_and_none_beside_keys_that_it_does_not_see() -> None:
-    """A prompt of 4 with answers of 3, 2 and 2 tokens, of which the part has all but the first two and the eighth."""
-    answers = [[0, 1, 1, 1], [0, 2, 2], [1, 1, 1]]  # the last of which predicts nothing
+def test_no_query_of_a_long_tree_is_computed_twice_or_with_keys_that_it_does_not_see() -> None:
+    """The part has all tokens of a prompt of 4 and answers of 3, 2 and 2, except the first two and the eighth."""
+    answers = [[0, 1, 1, 1], [0, 2, 2], [1, 1, 1]]  # the last token predicts nothing
     packed = trees([([3] * 4, answers)])
     part = torch.tensor([place for place in range(len(packed.subtree_ends)) if place not in (0, 1, 7)])
     found = [(part[row.queries].tolist(), row.keys.tolist()) for row in query_blocks(packed.subtree_ends, 0, 10, part)]

@@ -1,4 +1,4 @@
-"""A device that is not there: what it counts of the memory, and that training on it is what it is on a CPU."""
+"""A device that does not exist: it counts memory, and training on it has the CPU's shapes and memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kib(count: int) -> torch.Tensor:
     return torch.empty(count * KIB, dtype=torch.uint8, device=ACCELERATOR)
 
 
-def test_a_peak_is_the_most_that_was_held_at_once(device: PhantomDevice) -> None:
+def test_a_peak_is_the_largest_sum_held_at_once(device: PhantomDevice) -> None:
     kept = kib(1)
     with device.memory.watched() as peak:
         first = kib(4)
@@ -34,21 +34,21 @@ def test_a_peak_is_the_most_that_was_held_at_once(device: PhantomDevice) -> None
         assert peak.bytes == 5 * KIB
         del view
         second = kib(3)
-        torch.zeros(100_000)  # of the CPU
+        torch.zeros(100_000)  # on the CPU
         del second
     assert (peak.bytes, kept.numel()) == (5 * KIB, KIB)
 
 
-def test_bytes_are_held_by_what_they_were_made_for(device: PhantomDevice) -> None:
+def test_bytes_are_counted_by_holder(device: PhantomDevice) -> None:
     memory = device.memory
     with memory.watched() as peak:
         with memory.held_by("optimizer"):
             state, buffer = kib(2), kib(3)
-        made = kib(1)
+        output = kib(1)
         assert peak.held_by == {"optimizer": 5 * KIB, "activations": KIB}
         memory.assign("gradients", [buffer])
         assert peak.held_by == {"optimizer": 2 * KIB, "activations": KIB, "gradients": 3 * KIB}
-        del made
+        del output
         late = kib(1)
         memory.assign("KV cache", [late])
     assert peak.held_by["KV cache"] == 0, "it was not there at the peak"
@@ -58,7 +58,7 @@ def test_bytes_are_held_by_what_they_were_made_for(device: PhantomDevice) -> Non
     del state
 
 
-def test_a_peak_within_another_counts_there_alone(device: PhantomDevice) -> None:
+def test_a_nested_peak_does_not_count_outside(device: PhantomDevice) -> None:
     with device.memory.watched() as outer:
         with device.memory.watched() as inner:
             kib(8)
@@ -68,9 +68,9 @@ def test_a_peak_within_another_counts_there_alone(device: PhantomDevice) -> None
 
 def test_gradients_and_their_memory_are_those_of_the_cpu(device: PhantomDevice) -> None:
     layer = Linear(KIB, 4, device=ACCELERATOR)
-    made = layer(torch.empty(2, KIB, device=ACCELERATOR))
+    output = layer(torch.empty(2, KIB, device=ACCELERATOR))
     with device.memory.watched() as peak:
-        made.sum().backward()
+        output.sum().backward()
     assert layer.weight.grad is not None
     assert (layer.weight.grad.shape, layer.weight.grad.device) == ((4, KIB), ACCELERATOR)
     before = 4 * (4 * KIB + 4) + 4 * 2 * KIB + 4 * 2 * 4
@@ -89,13 +89,13 @@ def test_attention_holds_no_scores(device: PhantomDevice, dtype: torch.dtype, *,
 
     query = Parameter(torch.empty(2048, 2, 16, dtype=dtype, device=ACCELERATOR))
     with device.memory.watched() as peak:
-        made = checkpoint(attend, query, use_reentrant=False, preserve_rng_state=False) if again else attend(query)
-        made.sum().backward()
+        output = checkpoint(attend, query, use_reentrant=False, preserve_rng_state=False) if again else attend(query)
+        output.sum().backward()
     assert query.grad is not None
     assert peak.bytes < 2**22
 
 
-def test_the_host_sees_ones_where_it_is_told_to() -> None:
+def test_the_host_reads_ones_if_configured() -> None:
     with PhantomDevice(reads_ones=True):
         numbers = torch.zeros(2, 3, device=ACCELERATOR)
         assert numbers.sum().item() == 1.0
@@ -112,7 +112,7 @@ def test_a_module_is_built_with_weights_of_the_device_and_type(device: PhantomDe
     assert peak.held_by == {"weights": 2 * (8 * 4 + 4)}
 
 
-def test_all_is_as_it_was_behind_it() -> None:
+def test_patches_are_undone_on_exit() -> None:
     from megatron.core.optimizer import clip_grads
 
     before = clip_grads.torch, clip_grads.l2_norm_impl

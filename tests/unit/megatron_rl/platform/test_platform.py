@@ -1,4 +1,4 @@
-"""The CPU stands in for CUDA where megatron-core names it, and what is not supported is said at start."""
+"""The CPU replaces CUDA in megatron-core, and unsupported machines are reported at the start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_any_other_version_says_what_to_install(version: str, monkeypatch: pytes
 
 
 def test_it_is_a_configuration_error() -> None:
-    """So a rank ends with the code that is never retried."""
+    """The rank then ends with the exit code that is never retried."""
     assert issubclass(UnsupportedPlatform, ConfigurationError)
 
 
@@ -44,7 +44,7 @@ def test_a_recipe_for_cuda_without_a_gpu_says_so() -> None:
         select(JobConfig(device="cuda"))
 
 
-def test_threads_are_the_recipes(platform: Any) -> None:
+def test_the_recipe_sets_the_threads(platform: Any) -> None:
     assert platform.device == torch.device("cpu")
     assert platform.backend == "gloo"
     assert torch.get_num_threads() == 1
@@ -60,7 +60,7 @@ def test_the_generator_state_comes_back(platform: Any, groups: Any) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> CudaPlatform:
-    """Of a machine whose CUDA is a stand-in."""
+    """Platform of a machine whose CUDA is a stand-in."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -68,19 +68,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> CudaPlatform:
     return CudaPlatform(local_rank=0, threads=1)
 
 
-def test_fp32_on_a_gpu_is_fp32_and_a_checkpoint_of_a_cpu_loads_there(gpu: CudaPlatform) -> None:
-    """NVIDIA's image allows TF32; a checkpoint has the generators of the device that wrote it."""
+def test_a_gpu_computes_fp32_without_tf32_and_loads_a_checkpoint_of_a_cpu(gpu: CudaPlatform) -> None:
+    """NVIDIA's image allows TF32. A checkpoint has the generator states of the device that wrote it."""
     assert torch.get_float32_matmul_precision() == "highest"
     gpu.set_rng_state({"cpu": torch.get_rng_state()})
 
 
 class NvmlError(Exception):
-    """As NVML's, which is no RuntimeError."""
+    """Stand-in for NVML's error, which is no RuntimeError."""
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is asked of the stand-ins for torch.cuda and NVML, in its order."""
+    """Calls of the stand-ins for torch.cuda and NVML, in order."""
     calls: list[str] = []
 
     def answer(name: str, value: Any) -> None:
@@ -95,9 +95,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     cuda._nvml.cache_clear()
 
 
-def test_a_gpu_says_its_peak_memory_since_it_was_asked_before_and_its_power(
-    gpu: CudaPlatform, asked: list[str]
-) -> None:
+def test_a_gpu_reports_its_peak_memory_since_the_last_query_and_its_power(gpu: CudaPlatform, asked: list[str]) -> None:
     assert gpu.device_use() == DeviceUse(peak_memory=3 * 2**30, power=412.5)
     assert asked == ["max_memory_allocated", "reset_peak_memory_stats", "power_draw"]
 
@@ -105,13 +103,13 @@ def test_a_gpu_says_its_peak_memory_since_it_was_asked_before_and_its_power(
 def test_without_nvml_the_power_is_unknown_and_not_asked_for(
     gpu: CudaPlatform, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
     assert gpu.device_use() == DeviceUse(peak_memory=3 * 2**30, power=None)
     assert "power_draw" not in asked
 
 
 @pytest.mark.parametrize("error", [NvmlError("Not Supported"), RuntimeError("cuda driver can't be loaded")])
-def test_a_driver_that_does_not_say_leaves_the_power_unknown(
+def test_a_driver_without_power_readings_leaves_the_power_unknown(
     gpu: CudaPlatform, asked: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fails(device: torch.device) -> int:
@@ -133,20 +131,20 @@ def test_a_driver_that_does_not_say_leaves_the_power_unknown(
         ("NVIDIA GeForce RTX 4090", "bf16", None),
     ],
 )
-def test_the_peak_of_a_gpu_is_known_by_its_name_and_for_bf16_alone(
+def test_the_peak_of_a_gpu_follows_from_its_name_and_is_known_only_for_bf16(
     gpu: CudaPlatform, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, peak: float | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert gpu.peak_flops(dtype) == peak
 
 
-def test_a_cpu_says_nothing_of_itself(platform: Any) -> None:
+def test_a_cpu_reports_no_device_use(platform: Any) -> None:
     assert platform.device_use() is None
     assert platform.peak_flops("bf16") is None
 
 
-def test_all_of_torch_stays_as_it_was(platform: Any) -> None:
-    """Outside megatron-core nothing believes that the CPU is a GPU."""
+def test_torch_itself_is_not_patched(platform: Any) -> None:
+    """Only megatron-core believes that the CPU is a GPU."""
     assert torch.zeros(1).device.type == "cpu"
     assert not torch.zeros(1).is_cuda
     if not torch.cuda.is_available():
@@ -154,10 +152,10 @@ def test_all_of_torch_stays_as_it_was(platform: Any) -> None:
             torch.zeros(1, device="cuda")
 
 
-def test_a_patched_symbol_that_is_gone_is_one_clear_error(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_patched_symbol_is_one_clear_error(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_MODULES_NAMING_CUDA", {"megatron.core.optimizer.clip_grads": "the gradient norm"})
     monkeypatch.delattr(clip_grads, "torch")
     with pytest.raises(UnsupportedPlatform, match="install a supported version") as refused:
-        cpu.install_patches.__wrapped__()  # that of this process has long been done, and is done once
-    gone = "megatron.core.optimizer.clip_grads.torch, which the CPU platform patches, is gone"
-    assert str(refused.value).startswith(gone)
+        cpu.install_patches.__wrapped__()  # the cached function has run in this process already
+    missing = "megatron.core.optimizer.clip_grads.torch, which the CPU platform patches, is missing"
+    assert str(refused.value).startswith(missing)

@@ -1,4 +1,4 @@
-"""What megatron-core has compiled where it is imported, which would be half of the time that a rank takes to begin."""
+"""Functions that megatron-core compiles at import are compiled at their first call, which halves a rank's start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.platform import megatron_core
 
 
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}])
-def test_what_megatron_core_has_compiled_is_compiled_when_it_is_called(monkeypatch, options) -> None:
+def test_functions_of_megatron_core_are_compiled_at_their_first_call(monkeypatch, options) -> None:
     compiled = []
 
     def compile_(function, **given):

@@ -84,7 +84,7 @@ def test_nodes_on_one_machine_meet_on_loopback(node):
 def test_an_unreachable_address_is_refused_with_a_remedy(node):
     node("127.0.1.1", **TWO)
     with pytest.raises(
-        ConfigurationError, match=r"gpu07 does not know .*; set NCCL_SOCKET_IFNAME in the cluster profile"
+        ConfigurationError, match=r"gpu07 does not know .* Set NCCL_SOCKET_IFNAME in the cluster profile"
     ):
         own_address()
 

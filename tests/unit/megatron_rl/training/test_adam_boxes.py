@@ -19,7 +19,7 @@ def ranges(draw: st.DrawFn) -> tuple[list[int], int, int]:
 
 
 @given(ranges())
-def test_one_after_the_other_they_are_the_range(of: tuple[list[int], int, int]) -> None:
+def test_consecutive_boxes_cover_the_range(of: tuple[list[int], int, int]) -> None:
     shape, start, end = of
     numbered = torch.arange(math.prod(shape)).view(shape)
     found = [
@@ -30,13 +30,13 @@ def test_one_after_the_other_they_are_the_range(of: tuple[list[int], int, int]) 
 
 
 @given(ranges())
-def test_they_are_few_and_none_is_empty(of: tuple[list[int], int, int]) -> None:
+def test_boxes_are_few_and_none_is_empty(of: tuple[list[int], int, int]) -> None:
     found = list(boxes(*of))
     assert len(found) <= 2 * len(of[0]) - 1
     assert all(math.prod(size) > 0 for _, size in found)
 
 
-def test_a_range_of_a_matrix_is_an_end_of_a_row_whole_rows_and_a_beginning() -> None:
+def test_a_range_of_a_matrix_is_an_end_of_a_row_whole_rows_and_a_start_of_a_row() -> None:
     assert list(boxes((5, 4), 3, 14)) == [((0, 3), (1, 1)), ((1, 0), (2, 4)), ((3, 0), (1, 2))]
 
 

@@ -1,4 +1,4 @@
-"""What leaves the device between updates comes back bit for bit, and can be saved where it is."""
+"""Offloaded state returns to the device bit for bit, and can be saved from host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gradient_bytes(optimizer: PolicyOptimizer) -> int:
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("offload", ["buffers", "optimizer"])
-def test_updates_are_the_same_to_the_last_bit(
+def test_updates_with_and_without_offloading_are_equal_bit_for_bit(
     platform: Any, groups: Any, offload: Offload, dtype: str, *, distributed: bool
 ) -> None:
     usual, offloaded = (an_optimizer(platform, dtype, each, distributed=distributed) for each in ("none", offload))
@@ -44,10 +44,10 @@ def test_updates_are_the_same_to_the_last_bit(
 
 
 @pytest.mark.parametrize(("dtype", "per_weight"), [("bf16", 12), ("fp32", 8)])
-def test_all_of_adams_state_and_no_weight_of_the_model_is_away(
+def test_all_of_adams_state_and_no_weight_of_the_model_is_offloaded(
     platform: Any, groups: Any, dtype: str, per_weight: int
 ) -> None:
-    """In fp32 Adam changes the model's own weights, which generate meanwhile."""
+    """Adam in fp32 updates the model's own weights, which generation needs."""
     optimizer = an_optimizer(platform, dtype, "optimizer")
     optimizer.offload()
     weights = list(optimizer.ddp.module.parameters())
@@ -61,7 +61,7 @@ def test_all_of_adams_state_and_no_weight_of_the_model_is_away(
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_a_checkpoint_of_what_is_away_goes_on_like_one_of_what_is_not(
+def test_a_checkpoint_of_offloaded_state_resumes_like_one_of_state_on_the_device(
     platform: Any, groups: Any, tmp_path: Path, *, distributed: bool
 ) -> None:
     usual = an_optimizer(platform, "bf16", "none", distributed=distributed)
@@ -85,8 +85,8 @@ def test_a_checkpoint_of_what_is_away_goes_on_like_one_of_what_is_not(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_host_memory_is_taken_in_blocks_of_a_power_of_two(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for what is larger than one, and for what is left."""
+def test_host_memory_is_allocated_in_blocks_of_a_power_of_two(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exceptions are a tensor larger than a block, and the last block."""
     monkeypatch.setattr(offload_module, "BLOCK_BYTES", 1024)
     taken: list[int] = []
 
@@ -106,7 +106,7 @@ def test_host_memory_is_taken_in_blocks_of_a_power_of_two(platform: Any, monkeyp
     assert state.held(tensors[0]) is tensors[0]
 
 
-def test_on_a_gpu_memory_is_freed_and_no_copy_is_waited_for_by_itself(platform: Any, groups: Any) -> None:
+def test_a_gpu_frees_memory_and_waits_once_for_all_copies(platform: Any, groups: Any) -> None:
     with PhantomDevice() as device:
         tensors = [torch.zeros(1000, device=device.device) for _ in range(3)]
         with device.memory.watched() as before:
@@ -123,7 +123,7 @@ def test_on_a_gpu_memory_is_freed_and_no_copy_is_waited_for_by_itself(platform: 
         assert device.waits == 0
 
 
-def test_views_have_their_content_back(platform: Any, groups: Any) -> None:
+def test_views_have_their_values_again(platform: Any, groups: Any) -> None:
     whole = torch.arange(6.0)
     view = whole.view(2, 3)[1]
     buffer = Unused([whole])

@@ -45,7 +45,7 @@ def test_the_rate_decays_to_its_minimum_at_the_end(decay: Any, expected: list[fl
     decay=st.sampled_from(["constant", "linear", "cosine"]),
 )
 def test_the_rate_never_leaves_its_bounds(done: int, total: int, warmup: int, decay: Any) -> None:
-    """Also past the end, where a resumed run has more steps, and where the warm-up is longer than the run."""
+    """Includes steps past the end of the schedule, as in an extended run, and a warm-up longer than the run."""
     config = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=warmup, decay=decay)
     rate = learning_rate(done, total, config)
     assert 0 < rate <= 1
@@ -82,7 +82,7 @@ def equal(one: PolicyOptimizer, other: PolicyOptimizer) -> bool:
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_updates_are_those_of_torchs_adam(platform: Any, groups: Any, distributed: bool, weight_decay: float) -> None:
-    """With clipping, a schedule and decoupled weight decay, which spares norms and biases, over several updates."""
+    """Covers clipping, a schedule, and decoupled weight decay without norms and biases, over several updates."""
     config = {"clip_grad": 2.0, "warmup_steps": 3, "weight_decay": weight_decay, "distributed": distributed}
     optimizer = a_run(platform, **config)
     twins = [weight.clone().requires_grad_() for weight in weights(optimizer)]
@@ -109,7 +109,7 @@ def test_updates_are_those_of_torchs_adam(platform: Any, groups: Any, distribute
 
 
 def test_without_clipping_the_gradient_keeps_its_size(platform: Any, groups: Any) -> None:
-    """Adam hides the size in its first update; in the second, after a small gradient, it shows."""
+    """Adam hides the size in its first update. The second update, after a small gradient, shows it."""
     clipped, whole = a_run(platform, clip_grad=1e-3), a_run(platform, clip_grad=0.0)
     for optimizer in (clipped, whole):
         for number in range(2):
@@ -133,7 +133,7 @@ def state_of(optimizer: PolicyOptimizer) -> dict[str, Any]:
 
 
 def resumed(platform: Any, folder: Path, **config: Any) -> PolicyOptimizer:
-    """A new process's optimizer, made from the checkpoint of step 3 and brought to update 6."""
+    """Resume in a new process's optimizer from the checkpoint of step 3, and continue to update 6."""
     optimizer = a_run(platform, **config)
     state, _ = load(RunDir(folder).checkpoint(3), state_of(optimizer), world())
     optimizer.ddp.module.load_state_dict(state["model"])
@@ -144,7 +144,7 @@ def resumed(platform: Any, folder: Path, **config: Any) -> PolicyOptimizer:
 
 
 def undisturbed(platform: Any, folder: Path, **config: Any) -> PolicyOptimizer:
-    """Saved after update 3, brought to update 6."""
+    """Save after update 3, and continue to update 6."""
     optimizer = a_run(platform, **config)
     for number in range(6):
         one_update(optimizer, number)
@@ -156,7 +156,7 @@ def undisturbed(platform: Any, folder: Path, **config: Any) -> PolicyOptimizer:
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_adam_goes_on_where_it_was(platform: Any, groups: Any, tmp_path: Path, distributed: bool) -> None:
+def test_adam_resumes_where_it_was(platform: Any, groups: Any, tmp_path: Path, distributed: bool) -> None:
     expected = undisturbed(platform, tmp_path, distributed=distributed)
     optimizer = resumed(platform, tmp_path, distributed=distributed)
     assert equal(optimizer, expected)
@@ -167,24 +167,24 @@ def test_adam_goes_on_where_it_was(platform: Any, groups: Any, tmp_path: Path, d
 
 
 def share_one_step(adam: torch.optim.Optimizer, step: int) -> None:
-    """As DistributedOptimizer.load_state_dict (0.16.1 and 0.19.2) leaves it without Transformer Engine and Apex."""
+    """Share one step tensor, as DistributedOptimizer.load_state_dict (0.16.1, 0.19.2) does without TE and Apex."""
     one = torch.tensor(float(step))
     for state in adam.state.values():
         state["step"] = one
 
 
-def test_with_one_step_for_all_parameters_it_would_not(
+def test_one_step_for_all_parameters_would_break_it(
     platform: Any, groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: every parameter's update would count for all."""
+    """Control: every parameter's update would count for all."""
     expected = undisturbed(platform, tmp_path, distributed=True)
     monkeypatch.setattr(optimizer_module, "set_step", share_one_step)
     assert not equal(resumed(platform, tmp_path, distributed=True), expected)
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_a_new_optimizer_has_a_state_to_save_and_changed_nothing(platform: Any, groups: Any, distributed: bool) -> None:
-    """The first updates may all be skipped, for a gradient that is not finite, and a checkpoint still be due."""
+def test_a_new_optimizer_has_a_state_and_unchanged_weights(platform: Any, groups: Any, distributed: bool) -> None:
+    """A checkpoint may be due when all updates so far were skipped."""
     optimizer = a_run(platform, distributed=distributed, weight_decay=0.5)
     assert all(torch.equal(a, b) for a, b in zip(weights(optimizer), tiny_policy(platform).parameters(), strict=True))
     state = state_of(optimizer)["optimizer"]
@@ -194,7 +194,7 @@ def test_a_new_optimizer_has_a_state_to_save_and_changed_nothing(platform: Any, 
 
 
 @pytest.mark.parametrize(("in_fp32", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
-def test_gradients_of_a_bf16_model_are_summed_as_the_recipe_says(
+def test_gradients_of_a_bf16_model_are_summed_in_the_recipes_dtype(
     platform: Any, groups: Any, in_fp32: bool, dtype: torch.dtype
 ) -> None:
     model = tiny_model(dtype="bf16")

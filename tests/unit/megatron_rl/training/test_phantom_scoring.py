@@ -1,4 +1,4 @@
-"""Scoring and the loss on a GPU that is not there, and training at full size: shapes, types and devices."""
+"""Scoring and the loss on a phantom GPU, and training at full size: shapes, dtypes and devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("longest", [7, 200], ids=["trees under a mask", "trees branch by branch"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_scoring_keeps_to_the_gpu_and_looks_at_no_number(platform: Any, groups: Any, dtype: str, longest: int) -> None:
+def test_scoring_stays_on_the_gpu_and_reads_no_value(platform: Any, groups: Any, dtype: str, longest: int) -> None:
     config = tiny_run(model={"dtype": dtype, "max_position_embeddings": 256}, sampling={"max_new_tokens": 200})
     rollouts = batch_of(random_groups(4, 4, longest=longest), 0, 4)
     with PhantomDevice(GPU) as gpu:
@@ -42,9 +42,9 @@ def test_scoring_keeps_to_the_gpu_and_looks_at_no_number(platform: Any, groups: 
     assert scores.shape == batch.inference_logprobs.shape
 
 
-def test_training_goes_through_at_the_shapes_of_the_largest_recipe(platform: Any, groups: Any) -> None:
-    """One of its layers, all are alike, on one rank: a sequence of full length and eight answers to one prompt. Other
-    ways of recomputing are rehearsed in tests/runs/test_shipped_recipes_rehearsed.py."""
+def test_training_works_at_the_shapes_of_the_largest_recipe(platform: Any, groups: Any) -> None:
+    """Runs one of its identical layers on one rank, with a sequence of full length and eight answers to one prompt.
+    tests/runs/test_shipped_recipes_rehearsed.py covers other kinds of recomputation."""
     config = load_recipe("qwen2.5-32b-dapo").config
     rows = vocabulary(config)
     assert rows is not None
@@ -82,10 +82,10 @@ def test_training_goes_through_at_the_shapes_of_the_largest_recipe(platform: Any
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_nothing_of_a_pass_over_experts_stays_but_gradients_and_who_went_where(
+def test_only_gradients_and_routing_remain_after_a_pass_over_experts(
     platform: Any, groups: Any, recompute: Recompute
 ) -> None:
-    """What attention or a linear keeps of a token alone is hundreds of bytes."""
+    """Attention and linears alone would keep hundreds of bytes per token."""
     model = tiny_model(num_experts=4, experts_per_token=2, expert_ffn_hidden_size=16, qkv_bias=False, dtype="bf16")
     length = model.max_position_embeddings
     with PhantomDevice() as device, balanced_routing():

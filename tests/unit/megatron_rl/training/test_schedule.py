@@ -1,4 +1,4 @@
-"""One forward, one backward: in which order a stage of a pipeline begins and finishes its micro-batches."""
+"""One forward, one backward: the order in which a pipeline stage starts and finishes its micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MICROBATCHES = 5
 
 
 class Stage:
-    """Of a pipeline and of a policy at once: it notes what is begun (F) and finished (B)."""
+    """Stand-in for a pipeline and a policy that records starts (F) and ends (B)."""
 
     def __init__(self, stages: int, stage: int) -> None:
         self.first, self.last, self.behind = stage == 0, stage == stages - 1, stages - 1 - stage
@@ -39,9 +39,9 @@ class Stage:
     def receive_forward(self, empty: Callable[[], Tensor]) -> Tensor | None:
         return None if self.first else empty().zero_()
 
-    def receive_backward(self, made: Tensor) -> Tensor | None:
+    def receive_backward(self, output: Tensor) -> Tensor | None:
         self.events += "B"
-        return None if self.last else torch.ones_like(made)
+        return None if self.last else torch.ones_like(output)
 
     def send_forward(self, hidden: Tensor) -> None: ...
     def send_backward(self, gradient: Tensor) -> None: ...
@@ -51,15 +51,15 @@ class Stage:
 @pytest.mark.parametrize(
     ("stage", "order"), [(0, "FFFBFBFBBB"), (1, "FFBFBFBFBB"), (2, "FBFBFBFBFB")], ids=["first", "middle", "last"]
 )
-def test_a_stage_begins_as_many_micro_batches_ahead_as_stages_are_behind_it(stage: int, order: str) -> None:
-    """So that none stands idle for longer than the pipeline takes to fill, and none holds the activations of more."""
+def test_a_stage_starts_one_micro_batch_ahead_for_each_stage_behind_it(stage: int, order: str) -> None:
+    """No stage is idle for longer than the pipeline takes to fill, or holds the activations of more micro-batches."""
     its: Any = Stage(3, stage)
     inputs = [ModelInput.of(its, MicroBatch.empty())] * MICROBATCHES
     forward_backward(its, inputs, lambda hidden, _: hidden.sum(), its, stop=lambda: False)
     assert its.events == order
 
 
-def test_what_was_begun_before_a_stop_is_finished() -> None:
+def test_micro_batches_started_before_a_stop_are_finished() -> None:
     its: Any = Stage(3, 0)
     inputs = [ModelInput.of(its, MicroBatch.empty())] * MICROBATCHES
     forward_backward(its, inputs, lambda hidden, _: hidden.sum(), its, stop=lambda: its.events.count("F") == 2)

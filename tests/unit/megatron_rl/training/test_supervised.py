@@ -1,4 +1,4 @@
-"""The taught base model: the same bits however it comes about, and a cache that can only save time."""
+"""The taught base model has the same bits with and without the cache, which only saves time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_rl.training.supervised import NoDemonstrations, cache_path, token_
 
 
 class Shop:
-    """The environment of these tests: two worked examples."""
+    """Environment with two worked examples."""
 
     def demonstrations(self) -> list[tuple[str, str]]:
         return [("1+1=", "2"), ("9-2=", "7")]
@@ -53,7 +53,7 @@ def weights(config: RunConfig, platform: Any, *, writer: bool = True, environmen
 
 
 def place(config: RunConfig) -> Path:
-    """Where the weights are kept that the shop has taught."""
+    """Cache file of the weights that this environment teaches."""
     tokenizer = build_tokenizer(config.tokenizer)
     return cache_path(config, [token_example(*each, tokenizer) for each in Shop().demonstrations()])
 
@@ -70,7 +70,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def teachings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one whenever a model is really taught."""
+    """Grows by one whenever a model is taught without the cache."""
     counted: list[int] = []
     train = supervised._train
 
@@ -82,9 +82,11 @@ def teachings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def test_cached_or_not_the_bits_are_the_same(platform: Any, groups: Any, teachings: list[int], cache: Path) -> None:
+def test_the_bits_are_the_same_with_and_without_the_cache(
+    platform: Any, groups: Any, teachings: list[int], cache: Path
+) -> None:
     taught = weights(recipe(), platform)
-    torch.manual_seed(99)  # what happened in the process before does not matter
+    torch.manual_seed(99)  # the state of the global generator does not matter
     cached = weights(recipe(), platform)
     assert len(teachings) == 1
     place(recipe()).unlink()
@@ -100,7 +102,7 @@ class OtherShop(Shop):
         return [("1+1=", "3"), ("9-2=", "7")]
 
 
-def test_an_environment_that_has_changed_is_learned_anew(platform: Any, groups: Any, teachings: list[int]) -> None:
+def test_a_changed_environment_is_taught_again(platform: Any, groups: Any, teachings: list[int]) -> None:
     before = weights(recipe(), platform)
     assert not same(weights(recipe(), platform, environment=OtherShop()), before)
     assert len(teachings) == 2
@@ -118,7 +120,7 @@ def test_it_teaches(platform: Any, groups: Any) -> None:
         assert completion.finish_reason == "stop"
 
 
-def test_what_could_not_be_taught_is_an_error_and_is_not_kept(platform: Any, groups: Any) -> None:
+def test_failed_teaching_is_an_error_and_not_cached(platform: Any, groups: Any) -> None:
     config = recipe()
     taught = config.model.supervised.model_copy(update={"learning_rate": 1e36})
     config = config.model_copy(update={"model": config.model.model_copy(update={"supervised": taught})})
@@ -128,7 +130,7 @@ def test_what_could_not_be_taught_is_an_error_and_is_not_kept(platform: Any, gro
 
 
 @pytest.mark.parametrize("junk", [b"", b"no checkpoint at all", None], ids=["empty", "garbage", "cut short"])
-def test_a_corrupt_cache_is_said_and_taught_again(
+def test_a_corrupt_cache_is_logged_and_taught_again(
     platform: Any, groups: Any, teachings: list[int], caplog: pytest.LogCaptureFixture, junk: bytes | None
 ) -> None:
     taught = weights(recipe(), platform)
@@ -139,10 +141,10 @@ def test_a_corrupt_cache_is_said_and_taught_again(
     assert len(teachings) == 2
     assert f"{path} cannot be read" in caplog.text
     assert same(weights(recipe(), platform), taught)
-    assert len(teachings) == 2  # mended
+    assert len(teachings) == 2  # the cache was repaired
 
 
-def test_a_pipe_in_place_of_the_cache_is_not_waited_for(
+def test_a_pipe_instead_of_the_cache_does_not_block(
     platform: Any, groups: Any, teachings: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = place(recipe())
@@ -164,7 +166,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     assert "could not be cached" in caplog.text
 
 
-def test_a_full_disk_is_a_warning_too(
+def test_a_full_disk_is_a_warning(
     platform: Any, groups: Any, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MRL_CACHE", str(small_disk))
@@ -195,7 +197,7 @@ def test_ranks_that_do_not_write_leave_no_cache(platform: Any, groups: Any, cach
     ],
     ids=str,
 )
-def test_the_cache_is_kept_apart_by_all_that_the_weights_depend_on(change: dict[str, Any]) -> None:
+def test_the_cache_key_depends_on_all_that_the_weights_depend_on(change: dict[str, Any]) -> None:
     assert place(tiny_run(**change)) != place(tiny_run())
 
 
@@ -204,7 +206,7 @@ def test_the_cache_is_kept_apart_by_all_that_the_weights_depend_on(change: dict[
     [{"training": {"seed": 9}}, {"grpo": {"group_size": 8}}, {"optimizer": {"learning_rate": 1.0}}],
     ids=str,
 )
-def test_the_cache_is_shared_by_what_they_do_not_depend_on(change: dict[str, Any]) -> None:
+def test_the_cache_key_depends_on_nothing_else(change: dict[str, Any]) -> None:
     assert place(tiny_run(**change)) == place(tiny_run())
 
 

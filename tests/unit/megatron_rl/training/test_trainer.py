@@ -1,5 +1,5 @@
-"""One step on recorded trajectories: against a padded implementation in plain torch and `transformers`, and the guard
-against gradients that are not finite."""
+"""One step on recorded trajectories, compared with a padded implementation in plain torch and `transformers`; and the
+guard against non-finite gradients."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OPTIONS = {
 
 
 def trained(run: Run, groups: list[TrajectoryGroup], step: int = 1) -> StepStats:
-    """What `Trainer.train` counted of one batch, as numbers."""
+    """Statistics of `Trainer.train` on one batch, as floats."""
     stats = run.trainer.train(batch_of(groups, 0, len(groups)), step)
     tally = Tally()
     stats.put(tally)
@@ -64,14 +64,14 @@ def of_loss(stats: StepStats) -> Any:
 
 
 def padded(groups: list[TrajectoryGroup], of_tokens: Callable[[Trajectory], list[Any]]) -> Tensor:
-    """[trajectories, longest - 1] a value of every token but the first, 0 behind the last: right-padded."""
+    """[trajectories, longest - 1] a value for every token but the first, right-padded with 0."""
     rows = [of_tokens(trajectory)[1:] for group in groups for trajectory in group.trajectories]
     longest = max(map(len, rows))
     return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
 
 
 def padded_logprobs(twin: Any, groups: list[TrajectoryGroup], temperature: float) -> tuple[Tensor, Tensor]:
-    """[trajectories, longest - 1] log-probs of every token but the first, and which are trained: prompts repeated."""
+    """[trajectories, longest - 1] log-probs of every token but the first, and the trained ones; prompts repeated."""
     targets = padded(groups, lambda each: each.tokens)
     firsts = torch.tensor([[trajectory.tokens[0]] for group in groups for trajectory in group.trajectories])
     logits = twin(torch.cat((firsts, targets), dim=1)).logits[:, :-1, :VOCAB] / temperature
@@ -82,7 +82,7 @@ def padded_logprobs(twin: Any, groups: list[TrajectoryGroup], temperature: float
 def naive_loss(
     twin: Any, reference: Any, groups: list[TrajectoryGroup], config: RunConfig, policy_version: int = 0
 ) -> Tensor:
-    """The loss of one update of weights that have this version, written from the papers."""
+    """Loss of one update at weights of this version, written from the papers."""
     grpo = config.grpo
     logprobs, mask = padded_logprobs(twin, groups, config.sampling.temperature)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -126,9 +126,9 @@ def naive_loss(
 
 
 def in_two_turns(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """Each answer, then a few words of the environment, then another answer. Of one trajectory in three the first turn
-    is not trained on, of one in four nothing is."""
-    made = []
+    """Trajectories of two answers with some words of the environment between them. The first turn of one in three is
+    not trained on, and nothing of one in four."""
+    result = []
     for group in groups:
         trajectories = []
         for i, one in enumerate(group.trajectories):
@@ -146,12 +146,12 @@ def in_two_turns(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
                     turns=[*one.turns, second],
                 )
             )
-        made.append(replace(group, trajectories=trajectories))
-    return made
+        result.append(replace(group, trajectories=trajectories))
+    return result
 
 
 def sampled_in_part_by_older_weights(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """By version 3, but for every second token and every third trajectory, which are of version 2."""
+    """Mark tokens as sampled by version 3, every second token and every third trajectory by version 2."""
 
     def aged(one: Trajectory, number: int) -> Trajectory:
         versions = [v if v < 0 else 2 if number % 3 == 0 or place % 2 else 3 for place, v in enumerate(one.versions)]
@@ -166,7 +166,7 @@ def sampled_in_part_by_older_weights(groups: list[TrajectoryGroup]) -> list[Traj
 def assert_like_padded(
     run: Run, groups: list[TrajectoryGroup], config: RunConfig, policy_version: int = 0
 ) -> StepStats:
-    """One update has the loss and gradients of the padded implementation."""
+    """Assert that one update has the loss and gradients of the padded implementation."""
     twin = witness(run.trainer.policy, config.model)
     reference = witness(run.trainer.reference, config.model) if run.trainer.reference is not None else None
     expected = naive_loss(twin, reference, groups, config, policy_version)
@@ -194,18 +194,16 @@ def one_update(grpo: dict[str, Any], temperature: float = 1.0) -> RunConfig:
 
 
 @pytest.mark.parametrize("grpo", OPTIONS.values(), ids=OPTIONS)
-def test_loss_and_gradient_are_those_of_a_padded_implementation(
+def test_loss_and_gradient_equal_those_of_a_padded_implementation(
     platform: Any, groups: Any, grpo: dict[str, Any]
 ) -> None:
-    """At a temperature; those below are at 1."""
+    """Uses a temperature other than 1."""
     config = one_update(grpo, temperature=0.7)
     assert_like_padded(build_run(config, platform, groups), GROUPS, config)
 
 
 @pytest.mark.parametrize("grpo", OPTIONS.values(), ids=OPTIONS)
-def test_of_several_turns_only_what_the_model_said_and_the_mask_takes_is_trained_on(
-    platform: Any, groups: Any, grpo: dict[str, Any]
-) -> None:
+def test_only_the_models_turns_within_the_mask_are_trained_on(platform: Any, groups: Any, grpo: dict[str, Any]) -> None:
     config, conversations = one_update(grpo), in_two_turns(GROUPS)
     stats = assert_like_padded(build_run(config, platform, groups), conversations, config)
     batch = training_batch(conversations, config, 0, CPU)
@@ -214,7 +212,7 @@ def test_of_several_turns_only_what_the_model_said_and_the_mask_takes_is_trained
 
 
 @pytest.mark.parametrize("name", ["token mean", "no division by std"])
-def test_what_older_weights_sampled_has_a_ratio_to_their_logprobs(platform: Any, groups: Any, name: str) -> None:
+def test_tokens_of_older_weights_have_a_ratio_to_their_logprobs(platform: Any, groups: Any, name: str) -> None:
     config, stale = one_update(OPTIONS[name]), sampled_in_part_by_older_weights(GROUPS)
     stats = assert_like_padded(build_run(config, platform, groups), stale, config, policy_version=3)
     assert of_loss(stats).ratio_max > 1.5
@@ -223,9 +221,7 @@ def test_what_older_weights_sampled_has_a_ratio_to_their_logprobs(platform: Any,
 
 
 @pytest.mark.parametrize("name", ["importance weights", "importance masked", "importance of answers", "all at once"])
-def test_with_importance_weights_clipping_is_around_the_weights_before_the_step_whatever_sampled(
-    platform: Any, groups: Any, name: str
-) -> None:
+def test_importance_weights_clip_around_the_weights_before_the_step(platform: Any, groups: Any, name: str) -> None:
     config, stale = one_update(OPTIONS[name]), sampled_in_part_by_older_weights(GROUPS)
     stats = assert_like_padded(build_run(config, platform, groups), stale, config, policy_version=3)
     assert of_loss(stats).ratio_max == 1.0
@@ -239,7 +235,7 @@ def staleness(groups: list[TrajectoryGroup]) -> list[int]:
 def test_an_empty_micro_batch_adds_nothing_and_has_all_statistics(
     platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for a rank whose share of an update is less than another's."""
+    """A rank with a smaller share of an update than another runs such micro-batches."""
     config = one_update({"kl_beta": 0.1, "importance": {"cap": 2.0}, "entropy_coefficient": 0.1})
     plain, filled = build_run(config, platform, groups), build_run(config, platform, groups)
     expected = trained(plain, GROUPS)
@@ -256,7 +252,7 @@ def test_an_empty_micro_batch_adds_nothing_and_has_all_statistics(
 
 
 def test_the_first_update_is_adams(platform: Any, groups: Any) -> None:
-    """Its size is the learning rate wherever there is a gradient (1412.6980, section 2.1); its sign is downhill."""
+    """Its size is the learning rate for every non-zero gradient (1412.6980, section 2.1), and it goes downhill."""
     run = build_run(tiny_run(optimizer={"learning_rate": 1e-3, "epsilon": 1e-12}), platform, groups)
     before = [weight.detach().clone() for weight in run.trainer.policy.parameters()]
     trained(run, GROUPS)
@@ -265,7 +261,7 @@ def test_the_first_update_is_adams(platform: Any, groups: Any) -> None:
         torch.testing.assert_close((weight - old)[there], -1e-3 * weight.main_grad.sign()[there], rtol=0, atol=2e-6)
 
 
-def test_training_on_a_batch_makes_its_good_answers_likelier(platform: Any, groups: Any) -> None:
+def test_training_makes_the_good_answers_of_a_batch_likelier(platform: Any, groups: Any) -> None:
     config = tiny_run(grpo={"iterations": 3, "global_batch": 8}, optimizer={"learning_rate": 3e-3})
     run = build_run(config, platform, groups)
 
@@ -283,15 +279,15 @@ def test_training_on_a_batch_makes_its_good_answers_likelier(platform: Any, grou
 def test_updates_and_policy_version_are_counted(platform: Any, groups: Any) -> None:
     config = tiny_run(grpo={"iterations": 2, "global_batch": 8})  # 4 x 4 answers: 2 updates a pass
     run = build_run(config, platform, groups)
-    told: list[int] = []
-    stats = run.trainer.train(batch_of(GROUPS, 0, 4), 1, lambda: told.append(run.trainer.policy_version))
+    versions: list[int] = []
+    stats = run.trainer.train(batch_of(GROUPS, 0, 4), 1, lambda: versions.append(run.trainer.policy_version))
     assert stats.update.updates == stats.update.applied == 4
     assert run.trainer.policy_version == 4
-    assert told == [0, 1, 2, 3], "who reads the weights is told before each of them"
+    assert versions == [0, 1, 2, 3], "readers of the weights are notified before each update"
 
 
-def test_with_more_updates_the_old_logprobs_are_those_before_the_first(platform: Any, groups: Any) -> None:
-    """So the ratio leaves 1 from the second update on, and is exactly 1 with a single one."""
+def test_old_logprobs_are_those_before_the_first_of_several_updates(platform: Any, groups: Any) -> None:
+    """So the ratio is exactly 1 for a single update and differs from the second update on."""
     single = trained(build_run(tiny_run(), platform, groups), GROUPS)
     assert of_loss(single).ratio_max == 1
     rate = {"learning_rate": 1e-2}
@@ -307,11 +303,11 @@ def test_without_kl_there_is_no_reference_and_no_second_forward(platform: Any, g
     hook = run.trainer.policy.decoder.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     stats = trained(run, GROUPS)
     hook.remove()
-    assert forwards == [True]  # one micro-batch, forward for backward, and nothing else
+    assert forwards == [True]  # one micro-batch with a backward pass, and nothing else
     assert of_loss(stats).kl is None
 
 
-def test_the_reference_stays_what_it_was(platform: Any, groups: Any) -> None:
+def test_the_reference_does_not_change(platform: Any, groups: Any) -> None:
     run = build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups)
     assert run.trainer.reference is not None
     before = [weight.detach().clone() for weight in run.trainer.reference.parameters()]
@@ -319,7 +315,7 @@ def test_the_reference_stays_what_it_was(platform: Any, groups: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.reference.parameters(), strict=True))
 
 
-def test_groups_without_signal_leave_the_weights_alone(platform: Any, groups: Any) -> None:
+def test_groups_without_signal_do_not_change_the_weights(platform: Any, groups: Any) -> None:
     equal = [replace(each, trajectories=[replace(r, reward=0.5) for r in each.trajectories]) for each in GROUPS]
     run = build_run(tiny_run(), platform, groups)
     before = [weight.detach().clone() for weight in run.trainer.policy.parameters()]
@@ -339,12 +335,12 @@ def test_groups_without_signal_leave_the_weights_alone(platform: Any, groups: An
     ],
     ids=["token mean", "sequence mean", "cut answers masked", "scored once, trained twice"],
 )
-def test_answers_without_advantage_are_not_run_and_loss_and_gradient_are_as_if_they_were(
+def test_skipping_answers_without_advantage_does_not_change_loss_and_gradient(
     platform: Any, groups: Any, grpo: dict[str, Any], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mean is over all of them; log-probs of old weights are not scored for them either."""
+    """The mean includes them. Log-probs of old weights are not scored for them either."""
     settings = one_update(grpo)
-    still = settings.optimizer.model_copy(update={"learning_rate": 1e-12})  # or Adam makes much of rounding
+    still = settings.optimizer.model_copy(update={"learning_rate": 1e-12})  # otherwise Adam amplifies rounding
     config, batch = settings.model_copy(update={"optimizer": still}), with_equal_rewards_in_every_second(GROUPS)
     spared, whole = build_run(config, platform, groups), build_run(config, platform, groups)
     run_tokens = []
@@ -380,19 +376,17 @@ def with_equal_rewards_in_every_second(groups: list[TrajectoryGroup]) -> list[Tr
     ]
 
 
-def test_a_batch_whose_answers_were_all_lost_is_no_error(platform: Any, groups: Any) -> None:
+def test_a_batch_without_answers_is_no_error(platform: Any, groups: Any) -> None:
     empty = [TrajectoryGroup(each.ordinal, each.problem, [], {"timeout": 4}) for each in GROUPS]
     stats = trained(build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups), empty)
     assert (stats.batch.answers, stats.batch.failed, stats.loss) == (0, 16, None)
 
 
-# What a step takes of the device
+# Device use
 
 
-def test_the_arithmetic_of_a_step_is_that_of_all_its_passes(
-    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of answers that share nothing: each token of a sequence but the last goes in, and sees those up to itself."""
+def test_flops_of_a_step_cover_all_its_passes(platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers share nothing: each token of a sequence but the last is an input, and sees those up to itself."""
     config = tiny_run(grpo={"iterations": 3, "kl_beta": 0.1}, training={"tokens_per_microbatch": 1})
     run = build_run(config, platform, groups)
     assert trained(run, GROUPS).device is None
@@ -412,13 +406,13 @@ def test_the_arithmetic_of_a_step_is_that_of_all_its_passes(
     assert device.flops == pytest.approx(3 * once)
 
 
-# A gradient that is not finite
+# Non-finite gradients
 
 
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_non_finite_gradient_skips_the_update(platform: Any, groups: Any, distributed: bool, dtype: str) -> None:
-    """Counted, and neither weights nor Adam's state move: the next good update equals one without it."""
+    """The update is counted, and neither weights nor Adam's state change: the next one equals one without it."""
     config = tiny_run(
         model=tiny_model(dtype=dtype).model_dump(), optimizer={"distributed": distributed, "learning_rate": 1e-2}
     )
@@ -437,11 +431,11 @@ def test_a_non_finite_gradient_skips_the_update(platform: Any, groups: Any, dist
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_too_many_in_a_row_stop_the_run(platform: Any, groups: Any) -> None:
+def test_too_many_skipped_updates_in_a_row_stop_the_run(platform: Any, groups: Any) -> None:
     run = build_run(tiny_run(optimizer={"max_nonfinite_updates": 3}), platform, groups)
     poisoned(run)
     poisoned(run)
-    trained(run, GROUPS)  # a good one starts the count anew
+    trained(run, GROUPS)  # a good update resets the count
     poisoned(run)
     poisoned(run)
     with pytest.raises(GradientsNotFinite, match="3 updates in a row"):
@@ -449,7 +443,7 @@ def test_too_many_in_a_row_stop_the_run(platform: Any, groups: Any) -> None:
 
 
 def poisoned(run: Run) -> StepStats:
-    """A training step whose gradient has one element that is not a number."""
+    """Run a training step whose gradient has one NaN."""
     weight = run.trainer.policy.decoder.layers[0].mlp.linear_fc1.weight
     hook = weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([0]), math.nan))
     try:
@@ -458,10 +452,10 @@ def poisoned(run: Run) -> StepStats:
         hook.remove()
 
 
-def test_an_update_counts_what_all_ranks_train_on_and_is_as_long_on_each(
+def test_all_ranks_agree_on_the_normaliser_and_length_of_an_update(
     platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the gradient would depend on the number of ranks, and one would wait for another in vain."""
+    """Otherwise the gradient would depend on the number of ranks, and one rank would wait for another forever."""
 
     def gather(of_ranks: list[Tensor], mine: Tensor, group: Any) -> None:
         for rank, table in enumerate(of_ranks):
@@ -484,10 +478,10 @@ def test_an_update_counts_what_all_ranks_train_on_and_is_as_long_on_each(
     assert max(sizes) < len(whole.tokens) / 2, "spread evenly over those that are run anyway, none left empty"
 
 
-def test_ranks_with_another_part_of_the_model_are_not_counted_again(
+def test_ranks_with_another_part_of_the_model_are_not_counted(
     platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They train on the same answers."""
+    """Such ranks train on the same answers."""
 
     def gather(of_ranks: list[Tensor], mine: Tensor, group: Any) -> None:
         for table, times in zip(of_ranks, (1, 1, 2, 2), strict=True):
@@ -503,7 +497,7 @@ def test_ranks_with_another_part_of_the_model_are_not_counted_again(
     assert agreed.normaliser == 3 * part.normaliser > 0
 
 
-def test_micro_batches_are_larger_where_attention_gathers_nothing(platform: Any) -> None:
+def test_micro_batches_are_larger_if_attention_gathers_nothing(platform: Any) -> None:
     """64 answers of 12 tokens to a prompt of 500: 1,268 packed tokens, and 32,768 gathered."""
     trajectories = [scored([1] * 500, [2 + answer % 3, answer] * 6, float(answer % 2)) for answer in range(64)]
     config = tiny_run(training={"tokens_per_microbatch": 2048}, sampling={"max_new_tokens": 12})
@@ -517,7 +511,7 @@ def test_micro_batches_are_larger_where_attention_gathers_nothing(platform: Any)
     assert microbatches(gathers=True) == len(update_part(batch, range(64), config, platform).bins)
 
 
-def test_a_rank_with_too_little_to_spread_runs_empty_ones(platform: Any, groups: Any) -> None:
+def test_a_rank_with_too_few_trajectories_runs_empty_micro_batches(platform: Any, groups: Any) -> None:
     config = tiny_run()
     batch = training_batch(GROUPS[:1], config, 0, CPU)
     part = update_part(batch, [index for index, run in enumerate(batch.has_gradient) if run][:2], config, platform)
