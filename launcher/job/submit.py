@@ -19,7 +19,7 @@ from launcher.fetch import prefetch
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.record.identity import comment_of, note_submission
-from launcher.host.slurm import ask
+from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
@@ -192,7 +192,7 @@ def refuse_unknown_partitions(jobs: Sequence[PlannedJob]) -> None:
     if not harvesting:
         return
     try:
-        known = ask.partitions()
+        known = queries.partitions()
     except SlurmRefused:
         return
     for recipe, harvest in harvesting:

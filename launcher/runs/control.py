@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from launcher.errors import BadInput, Failed
-from launcher.host.slurm import tell
+from launcher.host.slurm import orders
 from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.find import pasteable_command
 from launcher.runs.state import UNSURE, RunStatus, resolved_values
@@ -47,7 +47,7 @@ def cancel(status: RunStatus, drain: bool) -> str:
     if drain and begun:
         _ask_to_leave(status, begun, CANCELLED, None)
         if job.kind == "pending":  # it was killed and has come back; or Slurm's answer is older than its start
-            _tell(tell.cancel_waiting, job.job_id)
+            _tell(orders.cancel_waiting, job.job_id)
             return f"job {job.job_id} is cancelled; if it runs again already, it saves and leaves"
         return f"job {job.job_id} was asked to save and to leave; it will not be requeued{_signal(job.job_id)}"
     if not job.batch:
@@ -57,7 +57,7 @@ def cancel(status: RunStatus, drain: bool) -> str:
         return f"its ranks are ended; the allocation, job {job.job_id}, stays"
     if begun:  # or a drain that is under way for another cause would bring the job back
         _ask_to_leave(status, begun, CANCELLED, None)
-    _tell(tell.cancel, job.job_id)
+    _tell(orders.cancel, job.job_id)
     return f"job {job.job_id} is cancelled" + (", it had nothing to save" if drain else "")
 
 
@@ -86,7 +86,7 @@ def requeue(status: RunStatus, now: bool) -> str:
         raise Failed(f"{status.name}: is being cancelled; {resume} once it has ended")
     if begun is None:
         try:
-            tell.requeue(job.job_id)
+            orders.requeue(job.job_id)
         except SlurmRefused as error:
             raise Failed(f"{status.name}: {error}") from error
         return f"job {job.job_id} is requeued; it goes on from its newest checkpoint"
@@ -151,7 +151,7 @@ def _ask_to_leave(status: RunStatus, number: int, cause: str, limit_s: float | N
 def _signal(job_id: str) -> str:
     """The batch host reminds the ranks every few seconds, so a signal that is lost here only costs time."""
     try:
-        tell.signal_steps(job_id, "USR1")
+        orders.signal_steps(job_id, "USR1")
     except SlurmRefused as error:
         return f" (its steps could not be signalled from here: {error})"
     return ""

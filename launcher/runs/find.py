@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from launcher.errors import BadInput
 from launcher.host.record.identity import index_file
-from launcher.host.slurm.ask import show_job
 from launcher.host.slurm.call import SlurmRefused
+from launcher.host.slurm.queries import show_job
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 from megatron_rl.contract.run_records import Submission

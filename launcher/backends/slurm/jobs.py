@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from launcher.host.record.identity import is_job_of
-from launcher.host.slurm.ask import show_job
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, run, unclear
 from launcher.host.slurm.formats import ENDED, parse_config, time_of
+from launcher.host.slurm.queries import show_job
 from megatron_rl.contract.run_records import Owner
 
 Kind = Literal["pending", "running", "ended", "gone", "unknown"]

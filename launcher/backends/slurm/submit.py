@@ -11,9 +11,9 @@ from shutil import which
 from submitit import SlurmExecutor, SlurmJob
 from submitit.helpers import CommandFunction
 
-from launcher.host.slurm.ask import text_of_script
 from launcher.host.slurm.call import NoSuchCommand, SlurmSilent, run, submitting_environment, unclear
 from launcher.host.slurm.formats import id_of_job
+from launcher.host.slurm.queries import text_of_script
 
 SUBMIT_LIMIT_S = 120.0  # sbatch itself tries again while the controller is busy
 # The controller may have the request all the same, and take the job later.

@@ -15,8 +15,8 @@ from launcher.host.record.accounting import USEFUL
 from launcher.host.record.evidence import read_replicas
 from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import read_ledger
-from launcher.host.slurm.ask import avoided_nodes, show_job
 from launcher.host.slurm.call import SlurmRefused
+from launcher.host.slurm.queries import avoided_nodes, show_job
 from launcher.runs.find import pasteable_command
 from launcher.runs.state import RunStatus, resolved_values
 from launcher.simulate.idle import Idle, better_split, idle_shares

@@ -30,7 +30,7 @@ from launcher.host.record.ledger import (
     write_line,
 )
 from launcher.host.record.logs import ended_by_slurm
-from launcher.host.slurm import ask
+from launcher.host.slurm import queries
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment, Outcome
 from megatron_rl.contract.codes import CRASHED, DRAINED, FINISHED, LOST, NODE_FAILURE, REQUEUE, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -189,7 +189,7 @@ def _cause_of_end(run: RunDir, start: AttemptStart, request: Drain | None, dead:
     asked = request.cause if request else None
     if asked not in (None, SIGNALLED, REQUEUE) or start.job_id is None:
         return asked
-    told = ended_by_slurm(run, start) or OF_ENDED.get(ask.ended_as(start.job_id, start.at) or "")
+    told = ended_by_slurm(run, start) or OF_ENDED.get(queries.ended_as(start.job_id, start.at) or "")
     return told or (NODE_FAILURE if dead else asked)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.replicas import forget_start
 from launcher.host.attempt.slurm_steps import SlurmSteps
-from launcher.host.slurm import ask, tell
+from launcher.host.slurm import orders, queries
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.host.slurm.formats import expand_hosts
 from megatron_rl.contract.attempt_records import ReplicaState
@@ -64,9 +64,9 @@ class Harvest:
         try:
             if not self._clean:
                 self._name = _name_of(self._context.run)
-                tell.cancel_called(self._name)  # a job whose batch host died could not
+                orders.cancel_called(self._name)  # a job whose batch host died could not
                 self._clean = True
-            nodes = ask.jobs_called(self._name)
+            nodes = queries.jobs_called(self._name)
             self._end_strays(nodes, now)
             for each in self._all:
                 each.see(nodes, now)
@@ -84,7 +84,7 @@ class Harvest:
         """End them. They would end by themselves, a minute after the run."""
         if self._clean:
             try:
-                tell.cancel_called(self._name)
+                orders.cancel_called(self._name)
             except SlurmRefused as error:
                 print(f"the jobs {self._name} are not cancelled: {error}")
 
@@ -92,7 +92,7 @@ class Harvest:
         """End jobs that Slurm has taken and not told of: each question would leave one more. Raises SlurmRefused."""
         if now < self._unclear_until:
             for job in sorted(nodes.keys() - self._known):
-                tell.cancel(job)
+                orders.cancel(job)
         self._known = set(nodes)
 
     def _submit(self, each: _Harvested, now: float) -> None:
@@ -116,7 +116,7 @@ class Harvest:
             *(["--cpus-per-task=" + cpus] if cpus else []),
         ]
         try:
-            job = tell.submit_command(options, command, environment)
+            job = orders.submit_command(options, command, environment)
         except SlurmSilent:
             self._unclear_until = now + UNCLEAR_S
             raise
@@ -153,7 +153,7 @@ class _Harvested:
         """Note what has become of its job. Raises OSError, and ValueError where its nodes cannot be read.
 
         Args:
-            nodes: see ask.jobs_called.
+            nodes: see queries.jobs_called.
         """
         if self.job is None:
             return

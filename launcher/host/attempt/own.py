@@ -15,7 +15,7 @@ from launcher.host.judge.sentence import describe_end
 from launcher.host.process.lock import IsLocked, Lock
 from launcher.host.record.identity import identify, is_job_of
 from launcher.host.record.ledger import newest_line, read_ledger, start_of
-from launcher.host.slurm import ask
+from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused, patiently
 from launcher.host.slurm.formats import ENDED, time_of
 from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
@@ -147,9 +147,9 @@ def _wait_for_earlier_jobs(context: JobContext, owner: Owner | None) -> None:
     before = {line.job_id for line in (owner, last) if line is not None and line.job_id} - {context.job_id}
     give_up = time.monotonic() + COMPLETING_S
     for job_id in sorted(str(job_id) for job_id in before):
-        if ask.is_completing(job_id):
+        if queries.is_completing(job_id):
             print(f"waiting for job {job_id} to be gone from its nodes")
-        while ask.is_completing(job_id) and time.monotonic() < give_up:
+        while queries.is_completing(job_id) and time.monotonic() < give_up:
             time.sleep(LOOK_S)
 
 
@@ -159,7 +159,7 @@ def _has_ended(owner: Owner, context: JobContext) -> bool:
     if owner.slurm_cluster and context.slurm_cluster and owner.slurm_cluster != context.slurm_cluster:
         return False
     try:
-        job = patiently(lambda: ask.show_job(owner.job_id))
+        job = patiently(lambda: queries.show_job(owner.job_id))
     except SlurmRefused as error:
         return bool(owner.slurm_cluster) and "Invalid job id" in str(error)
     name, submitted_at, restarts = job.get("JobName", ""), time_of(job.get("SubmitTime")), job.get("Restarts", "")

@@ -24,7 +24,7 @@ from launcher.host.judge.nodes import suffice, to_exclude
 from launcher.host.judge.policy import Facts
 from launcher.host.record.ledger import newest_known_checkpoint, read_ledger, start_of
 from launcher.host.record.logs import ended_by_slurm
-from launcher.host.slurm import ask
+from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused, patiently
 from launcher.host.slurm.formats import is_dead
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, NodeAssignment
@@ -56,10 +56,10 @@ class SlurmJob(Surroundings):
         return Drain(SIGNALLED, TO_BATCH_HOST.format(signal_name), now, deadline=hurry)
 
     def complete(self, attempt: Attempt, request: Drain) -> Drain:
-        cause = self._cause(ask.show_job(self.context.job_id), attempt, request)
+        cause = self._cause(queries.show_job(self.context.job_id), attempt, request)
         deadline = cause.end
         if deadline is not None and deadline <= time.time():
-            deadline += ask.kill_wait()  # a job that Slurm ends at once still has the seconds until it is killed
+            deadline += queries.kill_wait()  # a job that Slurm ends at once still has the seconds until it is killed
         return completed(request, cause, deadline)
 
     def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
@@ -107,7 +107,7 @@ class SlurmJob(Surroundings):
             job: its record.
         """
         end = request.end if request is not None else None
-        cancels = ask.preemption_cancels(job)
+        cancels = queries.preemption_cancels(job)
         cause = cause_of(job, time.time(), self._notice, self.context.restarts, end, cancels)
         if cause.cause not in (REQUEUE, SIGNALLED):
             return cause
@@ -128,7 +128,7 @@ def unfit_before(run: RunDir, attempt: Attempt) -> dict[str, str]:
 def show_job_or_complain(job_id: str) -> dict[str, str]:
     """Slurm's record of a job; empty where it does not answer."""
     try:
-        return patiently(lambda: ask.show_job(job_id))
+        return patiently(lambda: queries.show_job(job_id))
     except SlurmRefused as error:
         print(error, file=sys.stderr)
         return {}
@@ -137,7 +137,7 @@ def show_job_or_complain(job_id: str) -> dict[str, str]:
 def dead_nodes(hosts: list[str]) -> list[str]:
     """Those of the nodes that Slurm has lost; none where it cannot be asked."""
     try:
-        states = ask.node_states(hosts) if hosts else {}
+        states = queries.node_states(hosts) if hosts else {}
     except SlurmRefused as error:
         print(error, file=sys.stderr)
         return []

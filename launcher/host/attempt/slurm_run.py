@@ -26,7 +26,7 @@ from launcher.host.record.identity import make_token
 from launcher.host.record.ledger import read_ledger_or_complain, starts_in
 from launcher.host.record.logs import LONG_TAIL, signed, tail
 from launcher.host.record.presence import tell_of_loss
-from launcher.host.slurm import ask
+from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently
 from launcher.host.slurm.formats import expand_hosts, is_dead
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, LedgerLine, NodeAssignment
@@ -94,7 +94,7 @@ def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:
 def _hear_what_was_missed(context: JobContext, signals: Signals) -> None:
     """Between the script and this process a signal finds nobody who listens. Slurm knows that it sent one."""
     try:
-        if is_ending(ask.show_job(context.job_id)):
+        if is_ending(queries.show_job(context.job_id)):
             signals.add("SIGTERM")
     except SlurmRefused as error:  # then what becomes of the job tells
         print(error, file=sys.stderr)
@@ -176,9 +176,9 @@ def without_dead_nodes(context: JobContext) -> JobContext:
     """The job with the nodes that are left of its allocation; with all where Slurm cannot be asked."""
     given = context.given or len(context.hosts)
     try:
-        job = patiently(lambda: ask.show_job(context.job_id))
+        job = patiently(lambda: queries.show_job(context.job_id))
         still = expand_hosts(job["NodeList"])  # --no-kill takes out those that Slurm gave up
-        states = patiently(lambda: ask.states_of_all(still))
+        states = patiently(lambda: queries.states_of_all(still))
     except (SlurmRefused, KeyError, ValueError) as error:
         print(f"which nodes are left is not known: {error}", file=sys.stderr)
         return context._replace(given=given)

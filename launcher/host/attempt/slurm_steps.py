@@ -20,7 +20,7 @@ from launcher.host.process.limited import run_limited
 from launcher.host.process.processes import Child
 from launcher.host.record.evidence import Observed
 from launcher.host.record.logs import LONG_TAIL, signed, tail
-from launcher.host.slurm import tell
+from launcher.host.slurm import orders
 from launcher.host.slurm.call import submitting_environment
 from megatron_rl.contract.attempt_records import NodeAssignment
 from megatron_rl.contract.codes import ATTEMPT_VARIABLE, START_VARIABLE
@@ -123,11 +123,11 @@ class SlurmSteps(Steps):
         self._stop(list(self._children), LEAVE_LIMIT_S)
 
     def signal(self, signum: int) -> None:
-        tell.signal_steps(self._context.job_id, signal.Signals(signum).name[len("SIG") :])
+        orders.signal_steps(self._context.job_id, signal.Signals(signum).name[len("SIG") :])
 
     def end(self, now: float, hurried: bool) -> None:
         if not self._killed:
-            tell.kill_steps(self._context.job_id)
+            orders.kill_steps(self._context.job_id)
             self._killed = True
 
     def _stop(self, names: list[str], patience: float) -> None:
@@ -186,7 +186,7 @@ class _Step(World):
         return None if code is None else Observed(exits=None, code=signed(code))  # srun's words tell of the ranks
 
     def signal(self, signum: int) -> None:
-        tell.signal_step(self._job_id, self._files.role, signal.Signals(signum).name[len("SIG") :])
+        orders.signal_step(self._job_id, self._files.role, signal.Signals(signum).name[len("SIG") :])
 
     def end(self, now: float, hurried: bool) -> None:
         """Through Slurm: srun would wait for tasks that are stopped."""

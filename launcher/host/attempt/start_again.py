@@ -16,7 +16,7 @@ from launcher.host.judge import policy
 from launcher.host.judge.policy import BY_SLURM, BY_US, HELD, OVER, SUCCESSOR
 from launcher.host.record.identity import comment_of, note_submission
 from launcher.host.record.ledger import ends_in, read_ledger_or_complain
-from launcher.host.slurm import ask, tell
+from launcher.host.slurm import orders, queries
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, SlurmUnclear, patiently
 from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine, Requeued
 from megatron_rl.contract.codes import PREEMPTED
@@ -62,7 +62,7 @@ def _stay_away(context: JobContext) -> None:
     ends = ends_in(read_ledger_or_complain(context.run))
     if any(end.cause == PREEMPTED and end.job_id == context.job_id for end in ends):
         try:
-            tell.forbid_requeue(context.job_id)
+            orders.forbid_requeue(context.job_id)
         except SlurmRefused as error:  # the next start finds that there is nothing to do
             print(error, file=sys.stderr)
 
@@ -94,16 +94,16 @@ def start_again(
             except (SlurmRefused, OSError) as error:  # it starts again all the same
                 problems.append(str(error))
             if end.then == BY_US:
-                patiently(lambda: tell.requeue(context.job_id), OUTAGE_S)
+                patiently(lambda: orders.requeue(context.job_id), OUTAGE_S)
                 queued = True
             limit = time.monotonic() + LIMIT_S
             start, hosts = end.not_before, avoid
             if start:
-                refusal = _until(limit, lambda: tell.postpone(context.job_id, float(start or 0.0)))
+                refusal = _until(limit, lambda: orders.postpone(context.job_id, float(start or 0.0)))
                 postponed = refusal is None
                 problems.append(refusal)
             if hosts is not None and set(hosts) != set(listed):
-                problems.append(_until(limit, lambda: tell.exclude(context.job_id, hosts or [])))
+                problems.append(_until(limit, lambda: orders.exclude(context.job_id, hosts or [])))
     except (SlurmRefused, OSError) as error:
         problems.append(str(error))
     refused = [problem for problem in problems if problem]
@@ -117,7 +117,7 @@ def _nodes_to_avoid(context: JobContext, end: AttemptEnd) -> tuple[list[str], li
     if not end.excluded and not excluded_since(read_ledger_or_complain(context.run)):
         return [], []
     patience = LIMIT_S if end.then == BY_US else 0.0  # not for long: the job may be short of time
-    listed = patiently(lambda: ask.avoided_nodes(ask.show_job(context.job_id)), patience)
+    listed = patiently(lambda: queries.avoided_nodes(queries.show_job(context.job_id)), patience)
     return listed, patiently(lambda: nodes_to_avoid(context.run, end, listed, time.time()), patience)
 
 
@@ -139,10 +139,10 @@ def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environ
     give_up = time.monotonic() + OUTAGE_S
     nothing: dict[str, str] = {}
     nobody: list[str] = []
-    job = _answer_or(nothing, lambda: ask.show_job(context.job_id), give_up)
+    job = _answer_or(nothing, lambda: queries.show_job(context.job_id), give_up)
     name = job.get("JobName") or context.environ.get("SLURM_JOB_NAME", run.root.name)
-    avoid = _answer_or(nobody, lambda: nodes_to_avoid(run, end, ask.avoided_nodes(job), time.time()), give_up)
-    before = set(_answer_or(nobody, lambda: ask.waiting_for(context.job_id, name), give_up))  # those of a sweep
+    avoid = _answer_or(nobody, lambda: nodes_to_avoid(run, end, queries.avoided_nodes(job), time.time()), give_up)
+    before = set(_answer_or(nobody, lambda: queries.waiting_for(context.job_id, name), give_up))  # those of a sweep
     identity = if_readable(read(RunIdentity, run.identity))
     comment = job.get("Comment", "")
     if identity is not None and identity.id not in comment:
@@ -150,13 +150,13 @@ def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environ
     tried: list[SlurmSilent] = []
 
     def submit() -> str:
-        fresh = sorted(set(ask.waiting_for(context.job_id, name)) - before) if tried else []
+        fresh = sorted(set(queries.waiting_for(context.job_id, name)) - before) if tried else []
         if fresh:  # Slurm had taken it, and its answer was lost
             return fresh[0]
         if tried and isinstance(tried[-1], SlurmUnclear):
             raise tried[-1]  # it did as if it had taken it: a second one would be a second job
         try:
-            return tell.submit_successor(context.job_id, script, name, comment, end.not_before, avoid, environment)
+            return orders.submit_successor(context.job_id, script, name, comment, end.not_before, avoid, environment)
         except SlurmSilent as error:
             tried.append(error)
             raise
@@ -225,10 +225,10 @@ def nodes_to_avoid(run: RunDir, end: AttemptEnd, listed: list[str], now: float) 
     # One of ours that is not listed was taken off by somebody.
     ours = [host for host in since if host in fresh or (host in listed and now < since[host] + EXCLUDED_FOR_S)]
     if ours:
-        known = ask.node_states(theirs + ours)  # one that the cluster has no more makes Slurm refuse them all
+        known = queries.node_states(theirs + ours)  # one that the cluster has no more makes Slurm refuse them all
         theirs, ours, fresh = ([host for host in hosts if host in known] for hosts in (theirs, ours, fresh))
     for avoided in (ours, fresh, []):
-        if not avoided or ask.could_start(str(run.script), theirs + avoided):
+        if not avoided or queries.could_start(str(run.script), theirs + avoided):
             break
     dropped = sorted(set(ours) - set(avoided))
     if dropped:

@@ -1,1 +1,1 @@
-"""The only lock, processes that leave nothing behind, signals that are remembered, output that may come to nothing."""
+"""The only lock, child processes and their end, signals as a queue, output to a disk that may be full."""

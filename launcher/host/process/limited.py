@@ -1,4 +1,4 @@
-"""Commands that are asked something, within a time limit that holds whatever becomes of them."""
+"""Commands with a time limit that holds even where the command hangs in the kernel."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
-END_S = 5.0  # that a killed process has to be gone; one that hangs in the kernel may stay for ever
+END_S = 5.0  # seconds to wait for a killed process; one that hangs in the kernel may stay for ever
 
-# What Slurm sends to all processes of a job, whatever their session: `scontrol requeue` would be ended by the SIGTERM
-# that it has caused, and its answer lost.
+# Signals that Slurm sends to all processes of a job, whatever their session. Without a mask `scontrol requeue` would be
+# ended by the SIGTERM that it causes, and its answer lost.
 OF_A_JOB = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def run_limited(
     command: Sequence[str], limit_s: float, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command to its end, without standard input, though our job is signalled, or a Ctrl-C typed, which are not
-    meant for it.
+    """Run a command to its end, without standard input and shielded from signals to the job and from Ctrl-C.
 
     Args:
-        limit_s: seconds after which it is ended, with all that it has started.
-        environ: its environment; default: ours.
+        limit_s: seconds after which it is killed, with all that it has started.
+        environ: its environment; default: this process's.
 
     Raises:
-        subprocess.TimeoutExpired: it was ended.
+        subprocess.TimeoutExpired: it was killed.
         OSError: it could not be started.
     """
     ours = signal.pthread_sigmask(signal.SIG_BLOCK, OF_A_JOB)  # a child inherits it, also through exec
@@ -50,8 +49,8 @@ def run_limited(
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads a session, and what it has started there. Where nothing can end it, because a device or
-    a file system does not answer, it is left behind: `subprocess.run` would wait for it for ever."""
+    """Kill a process that leads a session, and all that it has started there. A process that hangs in the kernel, on a
+    device or a file system, is left behind: `subprocess.run` would wait for it for ever."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or changed its user
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):

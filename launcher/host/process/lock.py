@@ -1,7 +1,7 @@
 """The only place that takes locks: a flock, which the kernel releases however its holder ends.
 
-Some file systems are mounted without flock. There a lock keeps nobody out: whoever can tell the owner by other means
-does (job.json, the text of the lock file), and `Lock.works` says so to the others.
+Some file systems are mounted without flock. A lock there keeps nobody out, and `Lock.works` is False: callers then
+identify the owner by job.json or the text of the lock file.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Lock:
     def __init__(self, path: Path, patience: float = 0.0) -> None:
         """
         Args:
-            path: the lock file, made if missing.
+            path: lock file, created if missing.
             patience: seconds to wait for the present holder.
 
         Raises:
             IsLocked: it was still held after that time.
-            OSError: the file cannot be made or opened.
+            OSError: the file cannot be created or opened.
         """
         self.works = True
         self.descriptor = os.open(str(path), os.O_RDWR | os.O_CREAT, 0o644)
@@ -69,12 +69,12 @@ class Lock:
 
 
 class RunIsOwned(Exception):
-    """Another process holds the run directory. `owner` is what it wrote about itself, where that can be read."""
+    """Another process holds the run directory. `owner` is its record in the lock file; None: unreadable."""
 
     def __init__(self, owner: LockOwner | None) -> None:
         self.owner = owner
         what, pid, host, since = owner or LockOwner("another process", 0, "an unknown host", "an unknown time")
-        super().__init__("it is in use by {} (pid {} on {}, since {})".format(what, pid or "unknown", host, since))
+        super().__init__(f"it is in use by {what} (pid {pid or 'unknown'} on {host}, since {since})")
 
 
 class RunLock:
@@ -83,13 +83,13 @@ class RunLock:
     def __init__(self, path: Path, what: str, patience: float = 0.0) -> None:
         """
         Args:
-            path: the lock file, made if missing.
-            what: the owner in words, shown to whoever finds the run in use.
-            patience: seconds to wait for the present holder, who may only be having a look.
+            path: lock file, created if missing.
+            what: description of the owner, shown to others that find the run in use.
+            patience: seconds to wait for the present holder, who may only be looking.
 
         Raises:
             RunIsOwned: it was still held after that time.
-            OSError: the file cannot be made or written.
+            OSError: the file cannot be created or written.
         """
         try:
             self._lock = Lock(path, patience)
@@ -103,7 +103,7 @@ class RunLock:
             raise
 
     def _enter(self, path: Path, what: str) -> None:
-        """Write down who holds it. Raises RunIsOwned, OSError."""
+        """Record the holder in the file. Raises RunIsOwned, OSError."""
         other = None if self.works else _read_owner(path)
         if other is not None and _runs_on_this_host(other):
             raise RunIsOwned(other)
@@ -116,7 +116,7 @@ class RunLock:
 
 
 def owner_of(path: Path) -> LockOwner | None:
-    """Who holds a RunLock now; None when nobody does. Raises OSError."""
+    """Present holder of a RunLock; None when it is free. Raises OSError."""
     if not path.exists():
         return None
     try:
@@ -129,12 +129,12 @@ def owner_of(path: Path) -> LockOwner | None:
 
 
 def _read_owner(path: Path) -> LockOwner | None:
-    """None where it is read between its truncation and its writing."""
-    with open(str(path), "rb") as file:
+    """Record in a lock file; None between its truncation and its writing."""
+    with path.open("rb") as file:
         found = decode(LockOwner, file.read(4096), path)
     return None if isinstance(found, Unreadable) else found
 
 
 def _runs_on_this_host(owner: LockOwner) -> bool:
-    """Whether the process that wrote this is one of this host's, other than ours, that still runs."""
+    """Whether the owner is another process of this host that still runs."""
     return owner.host == socket.gethostname() and owner.pid != os.getpid() and start_time(owner.pid) is not None

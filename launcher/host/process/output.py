@@ -1,4 +1,4 @@
-"""Output that may come to nothing: the batch log lies on the disk of the run, which may be full."""
+"""Output to the batch log, which lies on the disk of the run: a full disk must not stop the process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TextIO
 
 
 class QuietStream(io.TextIOBase):
-    """Text for a stream, as long as that takes it. What is printed is told beside what is done, and never keeps it from
-    being done."""
+    """A text stream that drops what the underlying stream cannot take, so that no print ever raises."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -23,10 +22,10 @@ class QuietStream(io.TextIOBase):
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
-            self._stream.flush()  # for those who watch the log
+            self._stream.flush()  # the log may be watched
         except OSError:
             pass
-        except UnicodeEncodeError:  # the host's locale knows ASCII alone; or the name of a file is no text
+        except UnicodeEncodeError:  # the host's locale is ASCII, or the name of a file is not text
             self.write(text.encode("ascii", "backslashreplace").decode("ascii"))
         return len(text)
 

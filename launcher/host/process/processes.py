@@ -1,4 +1,4 @@
-"""Whether a process is still the one we mean, and children that leave nothing behind."""
+"""Identity of a process across pid reuse, and children that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Callable
 
 from megatron_rl.contract.children import death_with_parent
 
-KILLED_S = 60.0  # that a killed process has to be gone; to give back hundreds of gigabytes takes a while
+KILLED_S = 60.0  # seconds to wait for a killed process: freeing hundreds of gigabytes takes a while
 
 
 def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None when it is gone or a zombie.
-
-    Together with the pid it names a process for good: pids are used again.
-    """
+    """Start of a process in clock ticks since boot; None when it is gone or a zombie. Pids are reused, but a pid and
+    its start time together identify a process."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            text = file.read()
+        text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before it may contain anything
+    fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may contain anything
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 class Child:
-    """A child in a session of its own, so that no signal of a terminal or to our process group reaches it.
+    """A child in a session of its own, which signals from a terminal or to our process group do not reach.
 
-    It is not reaped before `close`: until then its pid, which also names its process group, cannot be given to a
-    stranger, and `close` can safely end whatever the child itself started.
+    It is reaped only by `close`: until then its pid, which is also its process group, cannot be reused, and `close` can
+    safely kill all that the child itself started.
     """
 
     def __init__(
@@ -51,11 +49,11 @@ class Child:
     ) -> None:
         """
         Args:
-            output: file that its output is added to; default: ours.
-            errors: file that its standard error is added to; default: that of `output`.
-            folder: it works in; default: ours.
+            output: file that its output is appended to; default: this process's output.
+            errors: file that its standard error is appended to; default: the file of `output`.
+            folder: working directory; default: this process's.
             inherited: descriptors that it keeps open, such as that of a lock.
-            ends_with_us: signal that it gets where this process ends before it.
+            ends_with_us: signal that it gets when this process ends first.
 
         Raises:
             OSError: it could not be started.
@@ -85,7 +83,7 @@ class Child:
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Exit code, negative for the signal that ended it; None while it runs."""
         if self._code is None:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is not None:
@@ -94,12 +92,11 @@ class Child:
         return self._code
 
     def send(self, signum: int) -> None:
-        """Signal the child alone; nothing happens when it has ended."""
+        """Signal the child alone; a no-op once it has ended."""
         os.kill(self.pid, signum)
 
     def close(self) -> None:
-        """End the child and everything in its process group, and reap it; one that hangs in the kernel is left behind:
-        nothing can end it."""
+        """Kill the child and its process group, and reap it. A child that hangs in the kernel is left behind."""
         self.exit_code()
         with contextlib.suppress(ProcessLookupError):  # between fork and setsid there is no group yet
             os.killpg(self.pid, signal.SIGKILL)
@@ -107,16 +104,16 @@ class Child:
         try:
             self._process.wait(timeout=KILLED_S)
         except subprocess.TimeoutExpired:
-            print(f"process {self.pid} was killed and does not end", file=sys.stderr)
+            print(f"process {self.pid} does not end although it was killed", file=sys.stderr)
 
 
 class Fork:
-    """A child that does a piece of Python work, which cannot be trusted to end, without another interpreter."""
+    """A forked child that runs a Python function which may hang, without starting another interpreter."""
 
     def __init__(self, work: Callable[[], str]) -> None:
         """
         Args:
-            work: its result is text. What it raises is text too. SIGTERM ends it through every `finally`.
+            work: returns text; what it raises becomes text too. SIGTERM ends it through every `finally`.
         """
         reader, writer = os.pipe()
         die_too = death_with_parent(os.getpid(), signal.SIGTERM)
@@ -125,11 +122,11 @@ class Fork:
             _do(work, writer, die_too)
         os.close(writer)
         self._reader: int | None = reader
-        self._told = b""
+        self._output = b""
         self._status: int | None = None
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end of the work, but no longer; whether it has come. Sleeps through signals."""
+        """Wait at most `seconds` for the end of the work. Returns whether it has ended."""
         give_up = time.monotonic() + seconds
         while not self.has_ended():
             left = give_up - time.monotonic()
@@ -142,7 +139,7 @@ class Fork:
         """Whether the work is done, or failed."""
         while self._reader is not None and select.select([self._reader], [], [], 0)[0]:
             data = os.read(self._reader, 65536)
-            self._told += data
+            self._output += data
             if not data:
                 os.close(self._reader)
                 self._reader = None
@@ -152,8 +149,8 @@ class Fork:
 
     @property
     def text(self) -> str:
-        """The result of the work, or why there is none."""
-        return self._told.decode("utf-8", "replace")
+        """Result of the work, or why it failed."""
+        return self._output.decode("utf-8", "replace")
 
     @property
     def failed(self) -> bool:
@@ -161,10 +158,10 @@ class Fork:
         return self._status is not None and self._status != 0
 
     def end(self, patience: float = 0.0) -> None:
-        """End the work. One that hangs in the kernel is left behind, for nothing can end it.
+        """End the work. A child that hangs in the kernel is left behind.
 
         Args:
-            patience: seconds that it has for its `finally` blocks.
+            patience: seconds for its `finally` blocks.
         """
         if not self.has_ended() and patience > 0:
             os.kill(self.pid, signal.SIGTERM)
@@ -179,11 +176,11 @@ class Fork:
 
 
 def _do(work: Callable[[], str], writer: int, die_too: Callable[[], None]) -> None:
-    """Do the work of a Fork, in its process, which ends here."""
+    """Run the work of a Fork in the child, which ends here."""
     code = 1
     try:
         for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, signal.SIG_IGN)  # what they ask for is the parent's business
+            signal.signal(signum, signal.SIG_IGN)  # the parent handles them
         signal.signal(signal.SIGTERM, _raise_exit)
         die_too()
         os.write(writer, work().encode("utf-8"))
@@ -192,7 +189,7 @@ def _do(work: Callable[[], str], writer: int, die_too: Callable[[], None]) -> No
         os.write(writer, str(error.strerror or error).encode("utf-8"))
     except SystemExit:
         pass
-    except BaseException:  # noqa: BLE001 - a fork of ours must not return into the caller's code
+    except BaseException:  # noqa: BLE001 - a forked child must not return into the caller's code
         os.write(writer, traceback.format_exc(limit=-3).encode("utf-8", "replace"))
     finally:
         os._exit(code)

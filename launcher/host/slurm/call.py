@@ -11,21 +11,21 @@ from typing import Callable, NamedTuple, TypeVar
 
 from launcher.host.process.limited import run_limited
 
-LIMIT_S = 30.0  # a busy controller answers late, a dead one never
-PATIENCE_S = 120.0  # over which a silent controller is asked again where much hangs on its answer
-ASK_AGAIN_S = 5.0
+LIMIT_S = 30.0  # seconds a command has; a busy controller answers late, a dead one never
+PATIENCE_S = 120.0  # seconds over which an important query is repeated while the controller is silent
+ASK_AGAIN_S = 5.0  # seconds between repetitions
 
-# Beginnings of the variables that Slurm's commands, and pyxis in srun, obey: options that a shell gives to every
-# command, the form of what is printed, and what describes the job that this process is in. SLURM_TIMELIMIT=1 would end
-# every step after a minute, SLURM_EXPORT_ENV=NONE start it without a PATH, SINFO_PARTITION hide nodes. The sbatch
-# script does the same for its steps (`forget_options`).
+# Prefixes of the variables that Slurm's commands, and pyxis in srun, obey: options for every command, output formats,
+# and the description of the job that this process runs in. For example, SLURM_TIMELIMIT=1 would end every step after a
+# minute, SLURM_EXPORT_ENV=NONE would start it without a PATH, and SINFO_PARTITION would hide nodes. The sbatch script
+# removes them for its steps too (`forget_options`).
 OBEYED = (
     *("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCONTROL_", "SCANCEL_", "SINFO_"),
     *("SLURMD_DEBUG", "PYXIS_", "_SLURM_SPANK_OPTION_"),
 )
-# Those among them that say where Slurm is and who asks.
+# Those of them that are kept: they say where Slurm is and which user asks.
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_")
-# A user's defaults for their jobs -> the option of sbatch that each stands for where a script does not give it.
+# Variable with a user's default for their jobs -> option of sbatch that it replaces where a script does not give it.
 DEFAULTS = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",
@@ -35,7 +35,7 @@ DEFAULTS = {
 OF_AN_ATTEMPT = ("MRL_ATTEMPT", "MRL_STEP", "MRL_START", "MRL_OVERLAP")
 
 _OPTION = re.compile(r"^(?:#SBATCH )?--([a-z-]+)", re.MULTILINE)
-# Errors that pass, in the words of Slurm 22.05 to 26.05. From 23.02 on a controller may limit the rate of requests.
+# Temporary errors, in the words of Slurm 22.05 to 26.05. From 23.02 on a controller may limit the rate of requests.
 _SILENT = re.compile(
     r"timed out|unable to contact|connection refused|communication|zero bytes|temporarily|try again|retry|rate limit"
     r"|standby mode|authentication|credential expired|unexpected message|header lengths|configuration source"
@@ -47,24 +47,24 @@ Result = TypeVar("Result")
 
 
 class SlurmRefused(Exception):
-    """Slurm said no, or could not be asked (SlurmSilent): the command and what it answered."""
+    """Slurm refused a command, or did not answer (SlurmSilent). The text is the command and its answer."""
 
 
 class SlurmSilent(SlurmRefused):
-    """Slurm could not be asked. Says nothing about any job."""
+    """Slurm did not answer, so nothing is known about any job."""
 
 
 class SlurmUnclear(SlurmSilent):
-    """A command did as if all were well and did not answer what it was asked: a wrapper of the site's, a disk that is
-    full. It says nothing about any job; what it was told to do it may have done."""
+    """A command succeeded with an answer that cannot be parsed, for example from a site's wrapper or a full disk. The
+    order it was given may have been carried out."""
 
 
 class NoSuchCommand(SlurmRefused):
-    """Slurm's commands are not here."""
+    """Slurm's commands are not installed here."""
 
 
 class Answer(NamedTuple):
-    """What a command that ran to its end said."""
+    """Exit code and output of a command that ran to its end."""
 
     code: int
     out: str
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 
 
 def run(command: Sequence[str], limit_s: float | None = None, environ: Mapping[str, str] | None = None) -> Answer:
-    """Run a command to its end, whatever it answers. Raises SlurmSilent and NoSuchCommand.
+    """Run a command to its end, whatever its exit code. Raises SlurmSilent and NoSuchCommand.
 
     Args:
         limit_s: seconds after which it is ended; default: LIMIT_S.
@@ -84,35 +84,32 @@ def run(command: Sequence[str], limit_s: float | None = None, environ: Mapping[s
     except FileNotFoundError:
         raise NoSuchCommand(f"{command[0]}: no such command here") from None
     except subprocess.TimeoutExpired:
-        raise SlurmSilent("{}: no answer within {:g} s".format(" ".join(command), limit_s)) from None
+        raise SlurmSilent(f"{' '.join(command)}: no answer within {limit_s:g} s") from None
     except OSError as error:  # no memory to start it, its file system is gone
         raise SlurmSilent(f"{command[0]}: {error.strerror}") from None
-    if done.returncode < 0:  # by the kernel that is out of memory, say; what it was told to do it may have done
-        raise SlurmSilent("{}: ended by signal {}".format(" ".join(command), -done.returncode))
+    if done.returncode < 0:  # for example out of memory; its order may have been carried out
+        raise SlurmSilent(f"{' '.join(command)}: ended by signal {-done.returncode}")
     return Answer(done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"))
 
 
 def call(command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
-    """What a command prints that does what it was told. Raises SlurmRefused. The arguments are those of `run`."""
+    """Run a command and return what it prints. Raises SlurmRefused where it fails. The arguments are those of `run`."""
     answer = run(command, environ=environ)
     if answer.code:
         complaint = (answer.err or answer.out).strip()
         kind = SlurmSilent if _SILENT.search(complaint) else SlurmRefused
-        raise kind("{}: {}".format(" ".join(command), complaint))
+        raise kind(f"{' '.join(command)}: {complaint}")
     return answer.out
 
 
-def unclear(command: Sequence[str], told: str) -> SlurmUnclear:
-    """The complaint about an answer that makes no sense."""
-    return SlurmUnclear("{}: no answer that makes sense: {!r}".format(" ".join(command), told[:200]))
+def unclear(command: Sequence[str], answer: str) -> SlurmUnclear:
+    """Exception for an answer that cannot be parsed."""
+    return SlurmUnclear(f"{' '.join(command)}: no answer that makes sense: {answer[:200]!r}")
 
 
 def patiently(ask: Callable[[], Result], patience: float = PATIENCE_S) -> Result:
-    """What `ask` returns, asked again while Slurm is silent. Raises SlurmRefused.
-
-    Args:
-        patience: seconds.
-    """
+    """Return the result of `ask`, which is repeated for `patience` seconds while Slurm is silent. Raises
+    SlurmRefused."""
     give_up = time.monotonic() + patience
     while True:
         try:
@@ -124,17 +121,18 @@ def patiently(ask: Callable[[], Result], patience: float = PATIENCE_S) -> Result
 
 
 def asking_environment() -> dict[str, str]:
-    """Our environment without what Slurm's commands obey: they answer in the form that we read."""
+    """This process's environment without the variables that Slurm's commands obey, so that answers have a known
+    form."""
     return dict(_without_options(os.environ), SLURM_TIME_FORMAT="standard", LC_ALL="C")
 
 
 def submitting_environment(options: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment in which sbatch submits a job, which inherits it: to sbatch, variables count for more than the
-    script does.
+    """Environment to run sbatch in, which the job inherits. To sbatch a variable such as SBATCH_ACCOUNT outweighs the
+    script, so a user's default is kept only where the script has no such option.
 
     Args:
-        options: the job's own, a line each: the text of its script, for example.
-        environ: the environment to start from; default: ours.
+        options: options of the job, one a line, such as the text of its script.
+        environ: environment to start from; default: this process's.
     """
     environ = os.environ if environ is None else environ
     given = _OPTION.findall(options)

@@ -1,4 +1,4 @@
-"""Pure: what Slurm's commands print, and what they take: fields, times, host lists, states."""
+"""Pure: formats that Slurm's commands print and accept: fields, times, host lists, states."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import itertools
 import re
 import time
 
-CLOCK_S = 5.0  # by which times of one record may differ
+CLOCK_S = 5.0  # seconds by which times of one record may differ
 
-# States of a job that is over. Any other word, one of a later version too, means that it may still run, and so does
-# REVOKED: a cluster of a federation says it of a job that another one has started.
+# States of a job that has ended. With any other word, also one of a later version, it may still run. So it may with
+# REVOKED, the state that a cluster of a federation shows for a job which another cluster has started.
 ENDED = (
     "BOOT_FAIL",
     "CANCELLED",
@@ -22,14 +22,14 @@ ENDED = (
     "TIMEOUT",
 )
 
-NOTHING = ("", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE")  # for what is not set, and for no limit
+NOTHING = ("", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE")  # values of a limit that is not set
 
-# In `scontrol show job -o` values may hold blanks; a key starts a field only after one and looks like this.
+# A key in `scontrol show job -o` follows a blank and looks like this; values may hold blanks too.
 _FIELD = r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)="
-_COMMA = r",(?![^\[]*\])"  # between two hosts, and not in brackets: `node[01-03,07]-ib` is one part
+_COMMA = r",(?![^\[]*\])"  # between two hosts, not inside brackets: `node[01-03,07]-ib` is one part
 _RANGE = r"[0-9]+(?:-[0-9]+)?"
 _HOSTS = rf"(?:[^\s,\[\]]|\[{_RANGE}(?:,{_RANGE})*\])+"
-MOST_HOSTS = 1 << 16  # of one range; Slurm itself knows no larger cluster
+MOST_HOSTS = 1 << 16  # hosts in one range; Slurm allows no larger cluster
 _BRACKETS = r"\[([^\]]*)\]"
 
 
@@ -47,11 +47,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def expand_hosts(node_list: str) -> list[str]:
-    """One name for each host of `node[01-03,07],x`.
-
-    Raises:
-        ValueError: it is no list of nodes.
-    """
+    """Expand `node[01-03,07],x` into the name of each host. Raises ValueError where it is no list of nodes."""
     if not node_list:
         return []
     hosts: list[str] = []
@@ -76,15 +72,15 @@ def _numbers(ranges: str) -> list[str]:
     return numbers
 
 
-def id_of_job(told: str) -> str | None:
-    """The id in what `sbatch --parsable` prints: `4711` or `4711;cluster`, perhaps below a banner of the site's. None:
-    it holds none."""
-    job_id = told.strip().rpartition("\n")[2].partition(";")[0].strip()
+def id_of_job(answer: str) -> str | None:
+    """Job id in the output of `sbatch --parsable`: `4711` or `4711;cluster`, perhaps below a site's banner. None: there
+    is none."""
+    job_id = answer.strip().rpartition("\n")[2].partition(";")[0].strip()
     return job_id if job_id.isdecimal() else None
 
 
 def is_dead(state: str) -> bool:
-    """Whether Slurm's word for a node means that no step can start there."""
+    """Whether a node in this state cannot start a step."""
     return state.endswith("*") or state.startswith(("down", "unknown"))
 
 
@@ -98,11 +94,7 @@ def seconds_of(text: str | None) -> float | None:
 
 
 def time_limit_s(text: str | None) -> int | None:
-    """Seconds of what --time takes, where a bare number counts minutes; None: no limit.
-
-    Raises:
-        ValueError: it is no time.
-    """
+    """Seconds of a value of --time, where a bare number means minutes; None: no limit. Raises ValueError."""
     if text is None or text.upper() in NOTHING or text == "-1":
         return None
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
@@ -117,7 +109,7 @@ def time_limit_s(text: str | None) -> int | None:
 
 
 def time_of(text: str | None) -> float | None:
-    """Unix time of Slurm's `2026-11-21T07:00:00`, which is in this process's zone; None for None, Unknown and N/A."""
+    """Unix time of Slurm's `2026-11-21T07:00:00`, in this process's time zone; None for None, Unknown and N/A."""
     try:
         return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):

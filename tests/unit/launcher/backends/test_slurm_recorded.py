@@ -8,7 +8,7 @@ from doctor_helpers import RECORDED, text
 from launcher.backends.slurm.jobs import JobState, parse_sacct, parse_squeue
 from launcher.backends.slurm.parse import oneliners, settings, version
 from launcher.host.judge.causes import cause_of, has_script, is_ending, is_requeueable, is_returning
-from launcher.host.slurm import ask
+from launcher.host.slurm import queries
 from launcher.host.slurm.formats import expand_hosts, is_dead, parse_fields, time_of
 
 VERSIONS = {"22.05-jobs": (22, 5), "24.11-jobs": (24, 11)}
@@ -92,13 +92,13 @@ def test_a_cancelled_job_and_one_whose_node_died(recorded):
 
 
 def test_nodes_and_steps(recorded, monkeypatch):
-    monkeypatch.setattr(ask, "call", lambda command: text(recorded, "steps" if "--steps" in command else "sinfo"))
-    states = ask.node_states([f"node{number:02d}" for number in range(1, 6)])
+    monkeypatch.setattr(queries, "call", lambda command: text(recorded, "steps" if "--steps" in command else "sinfo"))
+    states = queries.node_states([f"node{number:02d}" for number in range(1, 6)])
     assert [node for node, state in states.items() if is_dead(state)] == ["node04"]
     assert states["node05"] == "drained"
     preempted = listed(recorded)["preempted"].job_id
-    assert ask.steps_of(preempted) == [f"{preempted}.0"]
-    assert ask.step_called(preempted, "sleep") == f"{preempted}.0"
+    assert queries.steps_of(preempted) == [f"{preempted}.0"]
+    assert queries.step_called(preempted, "sleep") == f"{preempted}.0"
 
 
 def test_the_settings_of_a_cluster(recorded, monkeypatch):
@@ -111,9 +111,9 @@ def test_the_settings_of_a_cluster(recorded, monkeypatch):
     def call(command: list[str]) -> str:
         return text(recorded, "config") if "config" in command else text(recorded, "partitions").splitlines()[0]
 
-    monkeypatch.setattr(ask, "call", call)
-    assert ask.kill_wait() == 5.0
-    assert ask.preemption_cancels(job(recorded, "preempted-in-grace")) is False
+    monkeypatch.setattr(queries, "call", call)
+    assert queries.kill_wait() == 5.0
+    assert queries.preemption_cancels(job(recorded, "preempted-in-grace")) is False
 
 
 def test_accounting(recorded):

@@ -14,7 +14,7 @@ from run_helpers import begin, end, make_run
 from launcher.backends.slurm.jobs import JobState
 from launcher.cli.show import status as show
 from launcher.host.attempt.start_again import EXCLUDED_FOR_S, nodes_to_avoid
-from launcher.host.slurm import ask
+from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.state import read_status
 from megatron_rl.contract.attempt_records import AttemptEnd
@@ -30,8 +30,8 @@ class Cluster:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.nodes = {f"n{number}" for number in range(1, 10)}
         self.down: set[str] = set()
-        patch.setattr(ask, "could_start", self.could_start)
-        patch.setattr(ask, "node_states", lambda hosts: dict.fromkeys(self.nodes & set(hosts), "idle"))
+        patch.setattr(queries, "could_start", self.could_start)
+        patch.setattr(queries, "node_states", lambda hosts: dict.fromkeys(self.nodes & set(hosts), "idle"))
 
     def could_start(self, script: str, avoid: Sequence[str]) -> bool:
         assert set(avoid) <= self.nodes, "Invalid node name specified"
@@ -127,13 +127,13 @@ def test_slurm_itself_says_whether_enough_nodes_are_left(monkeypatch, answer: st
             raise SlurmRefused(answer)
         return ""
 
-    monkeypatch.setattr(ask, "call", run)
-    assert ask.could_start("job.sbatch", ["n1", "n2"]) is could
+    monkeypatch.setattr(queries, "call", run)
+    assert queries.could_start("job.sbatch", ["n1", "n2"]) is could
 
 
 def test_status_says_which_and_since_when(tmp_path: Path, monkeypatch) -> None:
     record = {"ExcNodeList": "n2,n8,n9", "PreemptTime": "None"}
-    for module in (ask, show):
+    for module in (queries, show):
         monkeypatch.setattr(module, "show_job", lambda job_id: record)
     run = make_run(tmp_path / "run", job_id="7", cluster="lab")
     begin(run, 1, job_id="7", at=NOW)

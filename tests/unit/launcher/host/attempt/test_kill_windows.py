@@ -23,7 +23,7 @@ from launcher.host.judge.verdict import Verdict
 from launcher.host.process.signals import Signals
 from launcher.host.record.evidence import Observed
 from launcher.host.record.ledger import ends_in, read_ledger
-from launcher.host.slurm import ask, call, tell
+from launcher.host.slurm import call, orders, queries
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, Outcome, RankError, Requeued
 from megatron_rl.contract.paths import RunDir
@@ -58,14 +58,14 @@ class World:
         patch.setattr(call, "ASK_AGAIN_S", 0.0)
         patch.setattr(conclude, "RECORD_AGAIN_S", 0.0)
         patch.setattr(slurm_run, "RETRY_S", 0.0)
-        patch.setattr(ask, "show_job", lambda job_id: dict(self.job))
-        patch.setattr(ask, "node_states", lambda hosts: dict.fromkeys(hosts, "idle"))
-        patch.setattr(ask, "ended_as", lambda job_id, began: None)
+        patch.setattr(queries, "show_job", lambda job_id: dict(self.job))
+        patch.setattr(queries, "node_states", lambda hosts: dict.fromkeys(hosts, "idle"))
+        patch.setattr(queries, "ended_as", lambda job_id, began: None)
         patch.setattr(own, "_has_ended", lambda owner, context: True)  # job 7, where job 8 asks
-        patch.setattr(ask, "could_start", lambda script, avoid: True)
-        patch.setattr(tell, "requeue", self._effect("requeue"))
-        patch.setattr(tell, "postpone", self._effect("postpone"))
-        patch.setattr(tell, "exclude", self._effect("exclude"))
+        patch.setattr(queries, "could_start", lambda script, avoid: True)
+        patch.setattr(orders, "requeue", self._effect("requeue"))
+        patch.setattr(orders, "postpone", self._effect("postpone"))
+        patch.setattr(orders, "exclude", self._effect("exclude"))
         patch.setattr(conclude, "write", self._effect("DONE", write))
         patch.setattr(conclude, "write_line", self._effect("ledger", conclude.write_line))
         patch.setattr(start_again, "write", self._effect("confirm", write))
@@ -155,7 +155,7 @@ def test_slurm_is_asked_all_there_is_to_ask_while_there_is_time(world, monkeypat
             raise answer
         return answer
 
-    monkeypatch.setattr(ask, "could_start", could_start)
+    monkeypatch.setattr(queries, "could_start", could_start)
     world.asked("bad nodes")
     world.unfit = {"n1": "has no GPU"}
     world.end(NEVER, code=75)
@@ -228,18 +228,18 @@ def test_a_pause_that_the_script_could_not_ask_for_is_asked_for_at_the_next_star
 
 
 def test_a_pause_that_slurm_refused_is_asked_for_at_the_next_start(world, monkeypatch):
-    postpone = tell.postpone
+    postpone = orders.postpone
 
     def refuse(job_id: str, start: float) -> None:
         raise SlurmRefused("scontrol update: Job is no longer pending execution")
 
     monkeypatch.setattr(start_again, "LIMIT_S", 0.0)
-    monkeypatch.setattr(tell, "postpone", refuse)
+    monkeypatch.setattr(orders, "postpone", refuse)
     world.failed()
     world.end(NEVER)
     assert world.told == ["ledger", "requeue", "confirm"]
     assert world.start() == NOTHING_TO_DO, "as often as Slurm refuses, until the pause is over"
-    monkeypatch.setattr(tell, "postpone", postpone)
+    monkeypatch.setattr(orders, "postpone", postpone)
     assert world.start(restarts=2) == NOTHING_TO_DO
     assert world.told[3:] == ["requeue", "confirm", "requeue", "postpone", "confirm"]
     assert world.start(restarts=3) == GOES_ON, "Slurm was told: who starts it sooner wants it sooner"
@@ -268,7 +268,7 @@ def test_a_job_that_slurm_does_not_take_back_goes_on_without_its_pause(world, mo
 
     world.failed()
     world.end(2)
-    monkeypatch.setattr(tell, "requeue", refuse)
+    monkeypatch.setattr(orders, "requeue", refuse)
     assert world.start() == GOES_ON
 
 
@@ -291,7 +291,7 @@ def test_what_was_refused_is_on_record(world, monkeypatch):
     def refuse(job_id: str) -> None:
         raise SlurmRefused("scontrol requeue 7: Requested operation is presently disabled")
 
-    monkeypatch.setattr(tell, "requeue", refuse)
+    monkeypatch.setattr(orders, "requeue", refuse)
     world.asked("preempted")
     world.left("drained")
     world.end(NEVER)
@@ -302,7 +302,7 @@ def test_what_was_refused_is_on_record(world, monkeypatch):
 def test_a_controller_that_is_away_for_a_quarter_of_an_hour_is_waited_for(world, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(call, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: None))
-    requeue = tell.requeue
+    requeue = orders.requeue
 
     def away(job_id: str) -> None:
         clock[0] += 100.0
@@ -310,7 +310,7 @@ def test_a_controller_that_is_away_for_a_quarter_of_an_hour_is_waited_for(world,
             raise SlurmSilent("scontrol requeue 7: Unable to contact slurm controller")
         requeue(job_id)
 
-    monkeypatch.setattr(tell, "requeue", away)
+    monkeypatch.setattr(orders, "requeue", away)
     world.asked("preempted")
     world.left("drained")
     world.end(NEVER)
@@ -329,7 +329,7 @@ def test_three_scripts_that_were_killed_without_a_word_are_enough(world):
 
 @pytest.mark.parametrize(("word", "cause"), [("PREEMPTED", "preempted"), ("NODE_FAIL", "node failure")])
 def test_a_script_that_was_killed_for_a_reason_that_slurm_knows_uses_up_nothing(world, monkeypatch, word, cause):
-    monkeypatch.setattr(ask, "ended_as", lambda job_id, began: word)
+    monkeypatch.setattr(queries, "ended_as", lambda job_id, began: word)
     for restarts in range(1, 6):
         assert world.start(restarts) == GOES_ON
         world.begin(restarts)
@@ -337,7 +337,7 @@ def test_a_script_that_was_killed_for_a_reason_that_slurm_knows_uses_up_nothing(
 
 
 def test_a_node_that_is_down_explains_an_end_without_a_word(world, monkeypatch):
-    monkeypatch.setattr(ask, "node_states", lambda hosts: {"n1": "down*"})
+    monkeypatch.setattr(queries, "node_states", lambda hosts: {"n1": "down*"})
     assert world.start() == GOES_ON
     (end,) = world.all_ends()
     assert (end.outcome, end.cause, end.error, end.excluded) == (
@@ -353,8 +353,8 @@ class TestSuccessor:
     def submitted(self, world, monkeypatch) -> list[tuple[Any, ...]]:
         world.job["Requeue"] = "0"
         calls: list[tuple[Any, ...]] = []
-        monkeypatch.setattr(ask, "waiting_for", lambda job_id, name: ["8"] if calls else [])
-        monkeypatch.setattr(tell, "submit_successor", lambda *given: calls.append(given) or "8")
+        monkeypatch.setattr(queries, "waiting_for", lambda job_id, name: ["8"] if calls else [])
+        monkeypatch.setattr(orders, "submit_successor", lambda *given: calls.append(given) or "8")
         return calls
 
     def test_it_owns_the_run(self, world, submitted):
@@ -370,7 +370,7 @@ class TestSuccessor:
             submitted.append(given)
             raise SlurmSilent("sbatch: timed out")
 
-        monkeypatch.setattr(tell, "submit_successor", silent)
+        monkeypatch.setattr(orders, "submit_successor", silent)
         world.asked("time limit")
         world.left("drained")
         world.end(NEVER)
@@ -385,7 +385,7 @@ class TestSuccessor:
                 raise answer
             return answer
 
-        monkeypatch.setattr(ask, "could_start", could_start)
+        monkeypatch.setattr(queries, "could_start", could_start)
         world.asked("bad nodes")
         world.left("drained")
         world.unfit = {"n1": "no GPU"}
@@ -413,8 +413,8 @@ class TestSuccessor:
     def test_a_namesake_is_not_taken_for_it(self, monkeypatch):
         waits = ["8|afterany:7(unfulfilled)", "9|afterany:77(unfulfilled)", "10|(null)", "11|afterany:3,afterany:7"]
         rows = [*(f"{row}|run" for row in waits), "12|afterany:7(unfulfilled)|run,2"]
-        monkeypatch.setattr(ask, "call", lambda command: "\n".join(rows))
-        assert ask.waiting_for("7", "run") == ["8", "11"]
+        monkeypatch.setattr(queries, "call", lambda command: "\n".join(rows))
+        assert queries.waiting_for("7", "run") == ["8", "11"]
 
 
 class TestFaultBeforeAnAttempt:
@@ -485,7 +485,7 @@ class TestFaultBeforeAnAttempt:
         def refuse(job_id: str) -> dict[str, str]:
             raise SlurmRefused("scontrol: no")
 
-        monkeypatch.setattr(ask, "show_job", refuse)
+        monkeypatch.setattr(queries, "show_job", refuse)
         assert fails(begin_module, "write_line") == 75
         assert world.told == ["requeue", "postpone"]
 
@@ -535,8 +535,8 @@ class TestFaultBeforeAnAttempt:
     def test_nor_from_successor_to_successor(self, world, fails, monkeypatch):
         world.job["Requeue"] = "0"
         submitted: list[dict[str, str]] = []
-        monkeypatch.setattr(ask, "waiting_for", lambda job_id, name: [])
-        monkeypatch.setattr(tell, "submit_successor", lambda *given: submitted.append(given[-1]) or "8")
+        monkeypatch.setattr(queries, "waiting_for", lambda job_id, name: [])
+        monkeypatch.setattr(orders, "submit_successor", lambda *given: submitted.append(given[-1]) or "8")
         fails(begin_module, "write_line", STALE)
         assert submitted == [{"MRL_HOST_FAULTS": "1"}]
         assert fails(begin_module, "write_line", STALE, 0, job_id="8", succeeds="7", faults=4) == 1

@@ -14,7 +14,7 @@ from launcher.host.attempt.conclude import UNSEEN, conclude_lost
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.record.ledger import ends_in, read_ledger
-from launcher.host.slurm import ask
+from launcher.host.slurm import queries
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, Outcome
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, write
@@ -26,8 +26,8 @@ LOG = "slurmstepd-node01: error: *** JOB {} ON node01 CANCELLED AT 2026-11-21T14
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """Attempt 1 was the first of job 7; nothing is known of its end. Slurm has no accounts, and lost no node."""
-    monkeypatch.setattr(ask, "node_states", lambda hosts: dict.fromkeys(hosts, "idle"))
-    monkeypatch.setattr(ask, "ended_as", lambda job_id, began: None)
+    monkeypatch.setattr(queries, "node_states", lambda hosts: dict.fromkeys(hosts, "idle"))
+    monkeypatch.setattr(queries, "ended_as", lambda job_id, began: None)
     run = RunDir(tmp_path / "run")
     run.attempt(1).folder.mkdir(parents=True)
     append(run.attempts_ledger, AttemptStart(1, BEGAN, "node01", "7", nodes=["node01"]))
@@ -58,7 +58,7 @@ def test_it_is_said_to_start_again_only_where_it_did(run: RunDir, job: dict[str,
 
 def test_a_supervisor_that_was_killed_asks_no_slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(ask, "call", lambda *_: pytest.fail("asked Slurm"))
+    monkeypatch.setattr(queries, "call", lambda *_: pytest.fail("asked Slurm"))
     run.attempts_ledger.unlink()
     append(run.attempts_ledger, AttemptStart(1, BEGAN, "laptop"))
     write(run.attempt(1).drain, Drain("Ctrl-C", "me", BEGAN))
@@ -101,7 +101,7 @@ def test_the_last_word_counts_as_when_a_preempted_job_is_cancelled(run: RunDir) 
 
 
 def test_accounts_tell_where_the_log_does_not(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "ended_as", lambda job_id, began: "PREEMPTED")
+    monkeypatch.setattr(queries, "ended_as", lambda job_id, began: "PREEMPTED")
     assert concluded(run).cause == "preempted"
 
 
@@ -121,7 +121,7 @@ def test_a_preemption_without_grace_is_known_while_the_job_still_leaves(
     """By then its record says no more than that the job is back in the queue, if that."""
     record = {"JobState": "COMPLETING", "Restarts": restarts, "EndTime": "Unknown"}
     job = SlurmJob(JobContext(run, "lab", "7", []), notice=600.0, backoff=30.0, outlives_nodes=False)
-    monkeypatch.setattr(ask, "show_job", lambda job_id: record)
+    monkeypatch.setattr(queries, "show_job", lambda job_id: record)
     request = Drain("signal", "SIGTERM to the batch host", BEGAN)
     assert job.complete(run.attempt(1), request).cause == without
     run.batch_log.write_text(LOG.format("7", " DUE TO PREEMPTION"))

@@ -21,7 +21,7 @@ from launcher.host.attempt.slurm_steps import Script, SlurmSteps
 from launcher.host.judge.nodes import NotEnoughNodes
 from launcher.host.judge.policy import BY_US, STAYS
 from launcher.host.process.signals import Signals
-from launcher.host.slurm import ask, call
+from launcher.host.slurm import call, queries
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment, NodeHealth, Requeued
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -205,7 +205,7 @@ def test_an_image_that_nobody_can_unpack_is_no_nodes_fault(
 def test_containers_are_removed_from_the_nodes_that_live_if_there_is_time(
     context: JobContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ask, "node_states", lambda hosts: {"n1": "allocated", "n2": "down*", "n3": "allocated"})
+    monkeypatch.setattr(queries, "node_states", lambda hosts: {"n1": "allocated", "n2": "down*", "n3": "allocated"})
     attempt = begun(context)
     preparation = preparation_of(context, attempt, UNPACK, f'echo "$2 $3" >>{attempt.folder}/steps')
     now = time.time()
@@ -224,21 +224,21 @@ def test_the_nodes_that_are_left_are_asked_for_until_slurm_answers(context: JobC
             raise answer
         return answer
 
-    monkeypatch.setattr(ask, "show_job", show)
+    monkeypatch.setattr(queries, "show_job", show)
     monkeypatch.setattr(call, "ASK_AGAIN_S", 0.0)
-    monkeypatch.setattr(ask, "node_states", lambda hosts: {"n1": "allocated", "n2": "down*", "n3": "allocated"})
+    monkeypatch.setattr(queries, "node_states", lambda hosts: {"n1": "allocated", "n2": "down*", "n3": "allocated"})
     left = without_dead_nodes(context)
     assert (left.hosts, left.given) == (["n1", "n3"], 3)
     assert (left.environ["SLURM_JOB_NUM_NODES"], left.environ["SLURM_JOB_NODELIST"]) == ("2", "n1,n3")
 
 
 def test_nodes_that_slurm_says_nothing_about_are_not_taken_for_dead(context: JobContext, monkeypatch) -> None:
-    monkeypatch.setattr(ask, "show_job", lambda job_id: {"NodeList": "n[1-3]"})
+    monkeypatch.setattr(queries, "show_job", lambda job_id: {"NodeList": "n[1-3]"})
     monkeypatch.setattr(call, "ASK_AGAIN_S", 0.0)
     answers = iter(["", "n1 allocated\n", "n1 allocated\nn2 down*\nn3 allocated\n"])
-    monkeypatch.setattr(ask, "call", lambda command: next(answers))
+    monkeypatch.setattr(queries, "call", lambda command: next(answers))
     assert without_dead_nodes(context).hosts == ["n1", "n3"]
-    monkeypatch.setattr(ask, "call", lambda command: "")
+    monkeypatch.setattr(queries, "call", lambda command: "")
     monkeypatch.setattr(slurm_run, "patiently", lambda ask_slurm: call.patiently(ask_slurm, 0.0))
     assert without_dead_nodes(context) == context._replace(given=3)
 
@@ -277,7 +277,7 @@ def test_a_run_is_taken_over_only_from_a_job_that_is_known_to_have_ended(
                 raise answer
             return answer
 
-        monkeypatch.setattr(ask, "show_job", show)
+        monkeypatch.setattr(queries, "show_job", show)
         write(context.run.job, owner)
         if (owner, answer) in stays:
             with pytest.raises(Refused, match="belongs to job 6, which may still run"):
@@ -298,7 +298,7 @@ def test_a_job_waits_until_the_one_before_is_gone_from_its_nodes(context, monkey
         asked.append(job_id)
         return {"JobState": states.pop(0)}
 
-    monkeypatch.setattr(ask, "show_job", show)
+    monkeypatch.setattr(queries, "show_job", show)
     monkeypatch.setattr(own, "LOOK_S", 0.0)
     if named == "owner":
         context.run.attempts_ledger.unlink()
@@ -309,7 +309,7 @@ def test_a_job_waits_until_the_one_before_is_gone_from_its_nodes(context, monkey
 
 
 def test_that_wait_has_an_end(context: JobContext, monkeypatch) -> None:
-    monkeypatch.setattr(ask, "show_job", lambda job_id: {"JobState": "COMPLETING"})
+    monkeypatch.setattr(queries, "show_job", lambda job_id: {"JobState": "COMPLETING"})
     monkeypatch.setattr(own, "LOOK_S", 0.01)
     monkeypatch.setattr(own, "COMPLETING_S", 0.05)
     own._wait_for_earlier_jobs(context, Owner("6", "lab", 0.0))

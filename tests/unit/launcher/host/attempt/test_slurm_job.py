@@ -10,7 +10,7 @@ import pytest
 from launcher.host.attempt.job_context import JobContext, Refused, context_of
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.judge.nodes import ABSENT_FROM_FABRIC
-from launcher.host.slurm import ask
+from launcher.host.slurm import queries
 from launcher.host.slurm.formats import text_of
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment
 from megatron_rl.contract.codes import RUN_DIR_VARIABLE
@@ -27,7 +27,7 @@ def test_ranks_have_until_the_end_of_the_job_or_until_it_is_killed_where_slurm_e
     now = int(time.time())
     record = f"JobId=7 JobState=COMPLETING EndTime={text_of(now + ends_in_s)} PreemptTime=None"
     answers = {"job": record, "config": f"KillWait                = {KILL_WAIT_S} sec\n"}
-    monkeypatch.setattr(ask, "call", lambda command: answers[command[2]])
+    monkeypatch.setattr(queries, "call", lambda command: answers[command[2]])
     run = RunDir(tmp_path)
     job = SlurmJob(JobContext(run, "lab", "7", ["n1"]), notice=60.0, backoff=30.0, outlives_nodes=False)
     fuller = job.complete(run.attempt(1), Drain("signal", "SIGTERM to the batch host", now))
@@ -42,7 +42,7 @@ def test_a_job_that_slurm_ended_did_not_crash_though_its_signal_found_nobody(
 ) -> None:
     end = text_of(int(time.time()) - 3)
     answers = {"job": f"JobId=7 JobState={state} StartTime={end} EndTime={end}", "config": ""}
-    monkeypatch.setattr(ask, "call", lambda command: answers[command[2]])
+    monkeypatch.setattr(queries, "call", lambda command: answers[command[2]])
     run = RunDir(tmp_path)
     run.attempt(1).folder.mkdir(parents=True)
     job = SlurmJob(JobContext(run, "lab", "7", ["n1"]), notice=60.0, backoff=30.0, outlives_nodes=False)
@@ -59,7 +59,7 @@ def test_a_task_of_an_array_is_refused(tmp_path: Path) -> None:
 def test_a_node_that_came_late_to_the_all_reduce_is_excluded_when_it_does_so_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ask, "call", lambda command: "")
+    monkeypatch.setattr(queries, "call", lambda command: "")
     run = RunDir(tmp_path)
     job = SlurmJob(JobContext(run, "lab", "7", ["n1"]), notice=60.0, backoff=30.0, outlives_nodes=False)
     job.unfit = {"n1": ABSENT_FROM_FABRIC, "n2": "7 of 8 GPUs are there"}

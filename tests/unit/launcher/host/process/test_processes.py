@@ -16,5 +16,5 @@ def test_a_child_that_hangs_in_the_kernel_is_left_behind(monkeypatch, capsys):
         patch.setattr(child._process, "kill", lambda: None)
         child.close()
     assert child.exit_code() is None
-    assert capsys.readouterr().err == f"process {child.pid} was killed and does not end\n"
+    assert capsys.readouterr().err == f"process {child.pid} does not end although it was killed\n"
     child.close()

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.host.attempt.job_context import Refused, context_of
-from launcher.host.slurm import ask, tell
 from launcher.host.slurm import call as call_module
+from launcher.host.slurm import orders, queries
 from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, SlurmSilent, SlurmUnclear, call, patiently, run
 from launcher.host.slurm.formats import expand_hosts, seconds_of, text_of, time_of
 
@@ -138,32 +138,32 @@ def test_of_an_array_only_the_record_of_the_job_itself_counts(scontrol):
     task = "JobId={} ArrayJobId=7 ArrayTaskId={} JobName=a JobState={}"
     records = [task.format(9, 2, "FAILED"), task.format(8, 1, "RUNNING"), task.format(7, 3, "PENDING")]
     scontrol("".join(f"echo '{record}'\n" for record in records))
-    assert [ask.show_job(job)["JobState"] for job in "987"] == ["FAILED", "RUNNING", "PENDING"]
+    assert [queries.show_job(job)["JobState"] for job in "987"] == ["FAILED", "RUNNING", "PENDING"]
     with pytest.raises(SlurmUnclear):
-        ask.show_job("6")
+        queries.show_job("6")
 
 
 def test_a_preemption_mode_that_slurm_does_not_tell_is_not_known(scontrol):
     scontrol("echo 'Socket timed out on send/recv operation' >&2; exit 1")
-    assert ask.preemption_cancels({"PreemptTime": "2026-11-21T08:00:00", "Requeue": "1"}) is None
+    assert queries.preemption_cancels({"PreemptTime": "2026-11-21T08:00:00", "Requeue": "1"}) is None
 
 
 def test_a_job_that_is_requeued_already_is(scontrol):
     scontrol("echo 'Job/step already completing or completed' >&2; exit 1")
     with pytest.raises(SlurmRefused):
-        tell.requeue("7")
+        orders.requeue("7")
     scontrol("echo 'slurm_requeue error: Job is pending execution' >&2; exit 1")
-    tell.requeue("7")
+    orders.requeue("7")
 
 
 def test_a_name_with_a_comma_is_no_list_of_names(monkeypatch):
     rows = "2|node01|lr=1\n3|node[02-03]|lr=1,beta=2\n4||lr=1,beta=2\n5|node04|beta=2\n6||lr=1|beta=2\n"
-    monkeypatch.setattr(ask, "call", lambda command: rows)
-    assert ask.jobs_called("lr=1,beta=2") == {"3": "node[02-03]", "4": ""}
+    monkeypatch.setattr(queries, "call", lambda command: rows)
+    assert queries.jobs_called("lr=1,beta=2") == {"3": "node[02-03]", "4": ""}
     cancelled = []
-    monkeypatch.setattr(tell, "call", cancelled.append)
-    tell.cancel_called("lr=1,beta=2")
-    tell.cancel_called("nobody's")
+    monkeypatch.setattr(orders, "call", cancelled.append)
+    orders.cancel_called("lr=1,beta=2")
+    orders.cancel_called("nobody's")
     assert cancelled == [["scancel", "3", "4"]]
 
 
@@ -177,7 +177,7 @@ def test_a_successor_knows_nothing_of_the_job_that_submits_it(tmp_path, monkeypa
     defaults = {"SBATCH_ACCOUNT": "team", "SBATCH_PARTITION": "other"}
     for name, value in {"PATH": f"{tmp_path}:/usr/bin:/bin", **ours, **defaults}.items():
         monkeypatch.setenv(name, value)
-    job_id = tell.submit_successor("7", str(script), "it", "mrl:1", None, ["n1"], {"MRL_HOST_FAULTS": "1"})
+    job_id = orders.submit_successor("7", str(script), "it", "mrl:1", None, ["n1"], {"MRL_HOST_FAULTS": "1"})
     assert job_id == "8"
     words = (tmp_path / "words").read_text().split()
     options = ["--parsable", "--dependency=afterany:7", "--job-name=it", "--comment=mrl:1", "--exclude=n1"]
@@ -206,16 +206,16 @@ def test_the_users_own_output_settings_do_not_reach_slurm(scontrol, monkeypatch)
 
 def test_a_banner_of_the_site_does_not_hide_the_id_of_a_job(slurm_says):
     slurm_says("sbatch", "echo 'welcome to the cluster'; echo '4711;lab'")
-    assert tell.submit_command([], ["true"], dict(os.environ)) == "4711"
+    assert orders.submit_command([], ["true"], dict(os.environ)) == "4711"
 
 
 @pytest.mark.parametrize(
     ("command", "ask_slurm"),
     [
-        ("scontrol", lambda: ask.show_job("7")),
-        ("sinfo", ask.partitions),
-        ("sbatch", lambda: tell.submit_command([], ["true"], dict(os.environ))),
-        ("sbatch", lambda: tell.submit_successor("7", "job.sbatch", "it", "mrl:1", None, [], {})),
+        ("scontrol", lambda: queries.show_job("7")),
+        ("sinfo", queries.partitions),
+        ("sbatch", lambda: orders.submit_command([], ["true"], dict(os.environ))),
+        ("sbatch", lambda: orders.submit_successor("7", "job.sbatch", "it", "mrl:1", None, [], {})),
     ],
     ids=["a job", "the partitions", "the id of a new job", "the id of a successor"],
 )
@@ -229,8 +229,8 @@ def test_a_command_that_is_content_and_says_nothing_has_not_answered(slurm_says,
 @pytest.mark.parametrize(
     ("command", "answer", "ask_slurm"),
     [
-        ("scontrol", "JobId=7 JobName=it", lambda: ask.show_job("7")),
-        ("sinfo", "n1 idle\nn2", lambda: ask.node_states(["n1", "n2"])),
+        ("scontrol", "JobId=7 JobName=it", lambda: queries.show_job("7")),
+        ("sinfo", "n1 idle\nn2", lambda: queries.node_states(["n1", "n2"])),
     ],
     ids=["a job without a state", "a node without one"],
 )
@@ -242,6 +242,6 @@ def test_an_answer_that_breaks_off_is_none(slurm_says, command, answer, ask_slur
 
 def test_a_command_is_run_by_its_job_word_for_word(slurm_says, tmp_path):
     slurm_says("sbatch", f'for word; do echo "${{word#--wrap=}}"; done | tail -n 1 >{tmp_path}/wrapped; echo 8')
-    tell.submit_command([], ["printf", "%s|", "two words", "it's", "$HOME", "*"], dict(os.environ))
+    orders.submit_command([], ["printf", "%s|", "two words", "it's", "$HOME", "*"], dict(os.environ))
     ran = subprocess.run(["sh", tmp_path / "wrapped"], capture_output=True, text=True, check=True)
     assert ran.stdout == "two words|it's|$HOME|*|"

@@ -1,4 +1,4 @@
-"""What is asked of Slurm. Nothing changes by it."""
+"""Queries to Slurm: jobs, nodes, steps, partitions. None of them changes anything."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _TOO_FEW = re.compile(r"configuration (is )?not available", re.IGNORECASE)
 def show_job(job_id: str) -> dict[str, str]:
     """Slurm's record of one job. Raises SlurmRefused, also for a job that Slurm does not know."""
     command = ["scontrol", "show", "job", "-o", job_id]
-    told = call(command)
-    jobs = [parse_fields(record.strip()) for record in re.split(r"^(?=JobId=)", told, flags=re.MULTILINE)]
-    for job in jobs:  # of an array: a record for each of its tasks
+    answer = call(command)
+    jobs = [parse_fields(record.strip()) for record in re.split(r"^(?=JobId=)", answer, flags=re.MULTILINE)]
+    for job in jobs:  # an array has one record for each of its tasks
         if job.get("JobId") == job_id and "JobState" in job:
             return job
-    raise unclear(command, told)
+    raise unclear(command, answer)
 
 
 def is_completing(job_id: str) -> bool:
-    """Whether a job is over but for what it has left on its nodes; not so where Slurm cannot be asked."""
+    """Whether a job has ended and Slurm still cleans up its nodes; False where Slurm does not answer."""
     try:
         return show_job(job_id).get("JobState") == "COMPLETING"
     except SlurmRefused:
@@ -35,30 +35,27 @@ def is_completing(job_id: str) -> bool:
 
 
 def node_states(hosts: Sequence[str]) -> dict[str, str]:
-    """Node -> Slurm's word for it: `idle`, `allocated`, `down*`; the star: it does not answer. Raises SlurmRefused."""
+    """Node -> its state in Slurm's words: `idle`, `allocated`, `down*` (the star: it does not answer). Raises
+    SlurmRefused."""
     command = ["sinfo", "--all", "--noheader", "--Node", "--nodes=" + ",".join(hosts), "--format=%N %T"]
-    told = call(command)
-    lines = [line.split() for line in told.splitlines() if line.strip()]  # one for each of its partitions
+    answer = call(command)
+    lines = [line.split() for line in answer.splitlines() if line.strip()]  # a node has one for each partition
     if any(len(line) != 2 for line in lines):
-        raise unclear(command, told)
+        raise unclear(command, answer)
     return dict(lines)
 
 
 def states_of_all(hosts: Sequence[str]) -> dict[str, str]:
-    """As `node_states`, of nodes that there are. Raises SlurmSilent where the answer leaves one of them out."""
+    """Return `node_states` of nodes that exist. Raises SlurmSilent where the answer omits one of them."""
     states = node_states(hosts)
     missing = [host for host in hosts if host not in states]
     if missing:
-        raise SlurmSilent("sinfo: no word of {}".format(",".join(missing)))
+        raise SlurmSilent(f"sinfo: no word of {','.join(missing)}")
     return states
 
 
 def avoided_nodes(job: dict[str, str]) -> list[str]:
-    """Nodes that a job may not get. Raises SlurmSilent where its record does not say so in a way that can be read.
-
-    Args:
-        job: its record.
-    """
+    """Nodes that a job excludes, by its record. Raises SlurmSilent where the record cannot be parsed."""
     listed = job.get("ExcNodeList", "")
     try:
         return [] if listed in ("", "(null)") else expand_hosts(listed)
@@ -67,14 +64,10 @@ def avoided_nodes(job: dict[str, str]) -> list[str]:
 
 
 def preemption_cancels(job: dict[str, str]) -> bool | None:
-    """Whether a preemption ends this job for good: as the cluster has it, or because the job may not be requeued. None
-    where Slurm does not say.
-
-    Args:
-        job: its record.
-    """
+    """Whether the present preemption of a job, by its record, cancels it instead of requeueing it. None where Slurm
+    does not say."""
     if time_of(job.get("PreemptTime")) is None:
-        return False  # not being preempted: spare the controller the question
+        return False  # not being preempted: save the controller a query
     if job.get("Requeue") == "0":
         return True
     try:
@@ -85,8 +78,8 @@ def preemption_cancels(job: dict[str, str]) -> bool | None:
             mode = parse_fields(shown.strip()).get("PreemptMode", mode)
         elif config.get("PreemptType") == "preempt/qos":
             named = "name=" + job.get("QOS", "")
-            told = call(["sacctmgr", "-n", "-P", "show", "qos", named, "format=PreemptMode"]).strip()
-            mode = mode if told in ("", "cluster") else told
+            of_qos = call(["sacctmgr", "-n", "-P", "show", "qos", named, "format=PreemptMode"]).strip()
+            mode = mode if of_qos in ("", "cluster") else of_qos
     except SlurmRefused:
         return None
     return "CANCEL" in mode.upper()
@@ -102,8 +95,8 @@ def kill_wait() -> float:
 
 
 def ended_as(job_id: str, began: float) -> str | None:
-    """Slurm's word for the end of what ran under this job id at a time, where there is accounting: a job that was
-    requeued has one entry for each of its starts. None where it cannot be told."""
+    """Accounting's state of the start of a job that ran at the time `began`: a requeued job has an entry for each of
+    its starts. None where accounting does not know."""
     try:
         rows = call(["sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "State,Start"]).splitlines()
     except SlurmRefused:
@@ -114,9 +107,8 @@ def ended_as(job_id: str, began: float) -> str | None:
 
 
 def could_start(script: str, avoid: Sequence[str]) -> bool:
-    """Whether there are enough nodes for a script without these, drained and down ones not counted. Nothing is
-    submitted. That Slurm refuses the script for another reason, now or at all, says nothing about its nodes. Raises
-    SlurmSilent."""
+    """Whether enough nodes are left for a script that excludes `avoid`; drained and down nodes do not count. Submits
+    nothing. A refusal for any other reason counts as yes. Raises SlurmSilent."""
     options = ["--test-only"] + (["--exclude=" + ",".join(avoid)] if avoid else [])
     try:
         call(["sbatch", *options, script], submitting_environment(text_of_script(script)))
@@ -128,7 +120,7 @@ def could_start(script: str, avoid: Sequence[str]) -> bool:
 
 
 def text_of_script(script: str) -> str:
-    """The text of a script; empty where it cannot be read: sbatch refuses that one itself."""
+    """Text of a script, empty where it cannot be read: sbatch then refuses the script itself."""
     try:
         with open(script, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -137,7 +129,7 @@ def text_of_script(script: str) -> str:
 
 
 def waiting_for(job_id: str, name: str) -> list[str]:
-    """Ids of one's own jobs of a name that wait in the queue for another one to end. Raises SlurmRefused."""
+    """Ids of this user's jobs of a name that wait in the queue for job `job_id` to end. Raises SlurmRefused."""
     dependency = re.compile(rf"\bafterany:{job_id}\b")
     found = _mine(name, "%E", "--states=PENDING")
     return [job for job, waits in found.items() if dependency.search(waits)]
@@ -146,20 +138,21 @@ def waiting_for(job_id: str, name: str) -> list[str]:
 def partitions() -> list[str]:
     """Names of all partitions, hidden ones included. Raises SlurmRefused."""
     command = ["sinfo", "--all", "--noheader", "--format=%R"]
-    told = call(command)
-    names = sorted(set(told.split()))
+    answer = call(command)
+    names = sorted(set(answer.split()))
     if not names:
-        raise unclear(command, told)
+        raise unclear(command, answer)
     return names
 
 
 def jobs_called(name: str) -> dict[str, str]:
-    """Nodes of one's own jobs of a name that have not ended, by id; of one that waits, nothing. Raises SlurmRefused."""
+    """Id -> nodes of each of this user's jobs of a name that has not ended; the nodes of a pending job are empty.
+    Raises SlurmRefused."""
     return _mine(name, "%N")
 
 
 def steps_of(job_id: str) -> list[str]:
-    """Ids of a job's steps, without those of Slurm itself, such as 7.batch. Raises SlurmRefused."""
+    """Ids of a job's steps, without Slurm's own such as 7.batch. Raises SlurmRefused."""
     steps = call(["squeue", "--noheader", "--steps", "--jobs=" + job_id, "--format=%i"]).split()
     return [step for step in steps if step.rpartition(".")[2].isdigit()]
 
@@ -172,8 +165,8 @@ def step_called(job_id: str, name: str) -> str | None:
 
 
 def _mine(name: str, field: str, *options: str) -> dict[str, str]:
-    """A field, as squeue's --format calls it, of one's own jobs of a name, by id. squeue's own --name takes a comma for
-    one between two names. Raises SlurmRefused."""
+    """Id -> field (as squeue's --format names it) of this user's jobs of a name. squeue's own --name would split a name
+    at its commas. Raises SlurmRefused."""
     command = ["squeue", "--noheader", "--user=" + str(os.getuid()), f"--format=%A|{field}|%j"]
     rows = [line.split("|", 2) for line in call(command + list(options)).splitlines()]
     called = os.fsencode(name).decode("utf-8", "replace")  # as `call` reads it, whatever this host's locale

@@ -1,18 +1,18 @@
-"""What Slurm is told. Every order raises SlurmRefused where it was not taken."""
+"""Orders to Slurm: signal, cancel, requeue, submit. Each raises SlurmRefused where Slurm did not accept it."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
 
-from launcher.host.slurm.ask import jobs_called, step_called, steps_of, text_of_script
 from launcher.host.slurm.call import SlurmRefused, call, submitting_environment, unclear
 from launcher.host.slurm.formats import id_of_job, text_of
+from launcher.host.slurm.queries import jobs_called, step_called, steps_of, text_of_script
 from megatron_rl.contract.codes import SUCCEEDS_VARIABLE
 
 
 def signal_steps(job_id: str, name: str) -> None:
-    """Send a signal to the steps of a job; its batch script does not get it."""
+    """Send a signal to the steps of a job, but not to its batch script."""
     call(["scancel", f"--signal={name}", job_id])
 
 
@@ -38,17 +38,16 @@ def cancel_waiting(job_id: str) -> None:
 
 
 def cancel_called(name: str) -> None:
-    """End all of one's own jobs of a name for good, by their ids: scancel's own --name takes a name with a comma for
-    two."""
+    """End all of this user's jobs of a name for good, by their ids: scancel's own --name would split a name at its
+    commas."""
     found = sorted(jobs_called(name))
     if found:
         call(["scancel", *found])
 
 
 def submit_command(options: Sequence[str], command: Sequence[str], environment: dict[str, str]) -> str:
-    """Submit a job that runs one command; its id."""
-    asked = ["sbatch", "--parsable", *list(options), "--wrap=exec " + " ".join(map(shlex.quote, command))]
-    return _id_of(asked, call(asked, environment))
+    """Submit a job that runs one command. Returns its id."""
+    return _submit(["sbatch", "--parsable", *options, "--wrap=exec " + shlex.join(command)], environment)
 
 
 def kill_steps(job_id: str) -> None:
@@ -59,7 +58,7 @@ def kill_steps(job_id: str) -> None:
 
 
 def requeue(job_id: str) -> None:
-    """Send a job back into the queue. Everything of it is told to end, and killed some seconds later (KillWait)."""
+    """Send a job back into the queue. Its processes get SIGTERM, and SIGKILL after KillWait seconds."""
     try:
         call(["scontrol", "requeue", job_id])
     except SlurmRefused as error:
@@ -91,27 +90,26 @@ def submit_successor(
     avoid: Sequence[str],
     environment: dict[str, str],
 ) -> str:
-    """Submit a script to start when the job has ended that runs it now; the new job's id.
+    """Submit a script again, to start when job `job_id`, which runs it now, has ended. Returns the new job's id.
 
     Args:
-        name: of the job that runs now.
-        comment: which run it is for.
-        start: not before this unix time.
-        avoid: nodes that it may not get.
-        environment: variables that it is to have beside ours.
+        name: name of the present job, and of its successor.
+        comment: which run the job is for.
+        start: unix time before which it must not start; None: no limit.
+        avoid: nodes to exclude.
+        environment: variables added to those of this process.
     """
     options = ["--parsable", "--dependency=afterany:" + job_id, "--job-name=" + name, "--comment=" + comment]
     options += ["--begin=" + text_of(start)] if start else []
     options += ["--exclude=" + ",".join(avoid)] if avoid else []
-    command = ["sbatch", *options, script]
     inherited = submitting_environment(text_of_script(script))
-    told = call(command, dict(inherited, **dict({SUCCEEDS_VARIABLE: job_id}, **environment)))
-    return _id_of(command, told)
+    return _submit(["sbatch", *options, script], {**inherited, SUCCEEDS_VARIABLE: job_id, **environment})
 
 
-def _id_of(command: Sequence[str], told: str) -> str:
-    """Of the job that sbatch --parsable tells of."""
-    fresh = id_of_job(told)
-    if fresh is None:
-        raise unclear(command, told)
-    return fresh
+def _submit(command: Sequence[str], environment: dict[str, str]) -> str:
+    """Run `sbatch --parsable`. Returns the id of the job."""
+    answer = call(command, environment)
+    job_id = id_of_job(answer)
+    if job_id is None:
+        raise unclear(command, answer)
+    return job_id
