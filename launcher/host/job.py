@@ -1,9 +1,9 @@
-"""The host side of a Slurm job: the one process that decides when what its script says is started, and what becomes
-of it. The script ends with
+"""The host side of a Slurm job: one process that starts the steps of the script, watches them and decides about the
+job. The script ends with
 
     exec python3 -m launcher.host.job run --script SCRIPT --notice 600 ...
 
-Slurm's variables say which job this is, MRL_RUN_DIR and MRL_CLUSTER which run.
+Slurm's variables identify the job, MRL_RUN_DIR and MRL_CLUSTER the run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from launcher.host.process.output import QuietStream
 from launcher.host.process.signals import Signals
 
 REQUESTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-HEARD_VARIABLE = "MRL_HEARD"  # signals that the script got before this process
+HEARD_VARIABLE = "MRL_HEARD"  # names of signals that the script received before this process
 
 
 def main(arguments: list[str] | None = None) -> int:
-    signals = Signals(REQUESTS)  # at once: until here they are ignored
+    signals = Signals(REQUESTS)  # first of all: until here they are ignored
     options = _parse(arguments)
     for name in os.environ.pop(HEARD_VARIABLE, "").split():
         signals.add(name)
@@ -32,12 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     with contextlib.redirect_stdout(QuietStream(sys.stdout)), contextlib.redirect_stderr(QuietStream(sys.stderr)):
         try:
             return _run(options, environ, signals)
-        except (ImportError, SyntaxError) as error:  # half of the code is there, or this Python is no good
+        except (ImportError, SyntaxError) as error:  # the code is incomplete, or this Python cannot read it
             return _leave_to_script(options.script, f"{sys.executable}: {error}")
 
 
 def _run(options: argparse.Namespace, environ: dict[str, str], signals: Signals) -> int:
-    # Only now: signals are heard, and what is missing can be told.
+    # Imported here, where signals are queued already and an import error can be reported.
     from launcher.host.attempt.harvest import HarvestSettings
     from launcher.host.attempt.job_context import Refused, context_of
     from launcher.host.attempt.prepare import Checks
@@ -58,14 +58,14 @@ def _run(options: argparse.Namespace, environ: dict[str, str], signals: Signals)
 
 
 def _use_zone_of_host() -> None:
-    """Have this process read and write times as slurmstepd of this host does: TZ in somebody's shell is not its zone.
-    The steps get it all the same."""
+    """Read and write times in this host's zone, as slurmstepd does, and not in the user's TZ. The steps still get
+    TZ."""
     if os.environ.pop("TZ", None) is not None:
         time.tzset()
 
 
 def _leave_to_script(script: str, why: str) -> int:
-    """Have the script's few lines of bash send the job elsewhere."""
+    """Become the script's function that sends the job to another host."""
     print(f"error: {why}", file=sys.stderr)
     os.execvp("bash", ["bash", script, "elsewhere", why])
 
@@ -74,19 +74,19 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python3 -m launcher.host.job", description="The host side of a Slurm job.")
     commands = parser.add_subparsers(dest="command")
     commands.required = True
-    run = commands.add_parser("run", help="run the run of this job, as far as it goes")
-    run.add_argument("--script", required=True, help="the sbatch script: what is started, and documents")
+    run = commands.add_parser("run", help="run the attempts of this job's run")
+    run.add_argument("--script", required=True, help="the sbatch script, with steps and documents")
     run.add_argument("--notice", type=float, required=True, help="seconds of --signal before the time limit")
     run.add_argument("--backoff", type=float, required=True, help="seconds before a crashed run starts again")
-    run.add_argument("--run-mode", default="700", help="of a run directory that has to be made")
-    run.add_argument("--outlives-nodes", action="store_true", help="the job goes on without nodes that die (--no-kill)")
+    run.add_argument("--run-mode", default="700", help="mode of a run directory that has to be created")
+    run.add_argument("--outlives-nodes", action="store_true", help="the job survives nodes that die (--no-kill)")
     run.add_argument("--image", help="reference of the container image")
     run.add_argument("--image-cache", default="", help="shared directory of imported images")
-    run.add_argument("--unpack", action="store_true", help="have each node unpack it first, once for all steps")
-    run.add_argument("--harvest", type=int, default=0, help="inference replicas in jobs of their own, at most")
+    run.add_argument("--unpack", action="store_true", help="unpack it on each node first, once for all steps")
+    run.add_argument("--harvest", type=int, default=0, help="most inference replicas in jobs of their own")
     run.add_argument("--harvest-sbatch", action="append", default=[], help="an option of sbatch for those jobs")
     run.add_argument("--health", action="store_true", help="check the nodes first")
-    run.add_argument("--fabric", action="store_true", help="and that they reach each other, fast")
+    run.add_argument("--fabric", action="store_true", help="check the network between the nodes")
     return parser.parse_args(arguments)
 
 

@@ -1,11 +1,10 @@
-"""Supervise one attempt of a local run: its ranks are processes of this machine. Nothing survives this process.
+"""Supervise one attempt of a local run: its ranks are processes of this machine, and end with this process.
 
     python -m launcher.host.supervise --run-dir DIR --attempt N --ranks 2 --device cpu -- COMMAND ...
 
-The drain file is the only channel in: whoever wants the run to stop writes Attempt.drain with a deadline (this
-process does so itself on SIGTERM, SIGINT, SIGHUP and when its owner dies); ranks that are still there shortly before
-it are ended. A later drain file with an earlier deadline counts: `deadline: now` kills.
-"""
+Requests to stop arrive through the drain file only: others write Attempt.drain with a deadline, and this process does
+so itself on SIGTERM, SIGINT, SIGHUP and when its owner dies. Ranks that still run shortly before the deadline are
+ended. A later drain file with an earlier deadline counts: `deadline: now` kills."""
 
 from __future__ import annotations
 
@@ -16,9 +15,10 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 from launcher.host.attempt.conclude import close, conclude_lost
-from launcher.host.attempt.interfaces import Surroundings
+from launcher.host.attempt.interfaces import Job
 from launcher.host.attempt.local_ranks import LocalRanks, RankSettings
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.judge.policy import Facts
@@ -28,7 +28,7 @@ from launcher.host.process.processes import start_time
 from launcher.host.process.signals import Signals
 from launcher.host.record.identity import make_token
 from launcher.host.record.ledger import newest_known_checkpoint, point_latest, write_line
-from launcher.host.record.presence import tell_of_loss
+from launcher.host.record.presence import describe_loss
 from launcher.host.record.striping import make_checkpoints
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
@@ -49,12 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{run.root}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except OSError as error:
-        print(f"error: {run.root}: {error}; nothing is lost, mrl resume goes on", file=sys.stderr)
+        print(f"error: {run.root}: {error}; nothing is lost, mrl resume continues", file=sys.stderr)
         return EXIT_CRASHED
 
 
 def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> int:
-    """Run an attempt, unless it is somebody else's; the exit code. Raises RunIsOwned, and OSError where the attempt
+    """Take the run's lock and run the attempt. Returns the exit code. Raises RunIsOwned, and OSError where the attempt
     could not begin."""
     lock = RunLock(run.lock, f"the supervisor of attempt {attempt.number}", patience=5.0)
     try:
@@ -70,7 +70,7 @@ def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespa
         _write_to(str(attempt.log(0, role="supervisor")))
         point_latest(attempt, str(os.getpid()))
         if attempt.address("train").exists():
-            attempt.address("train").unlink()  # at an address left behind the ranks would meet ghosts
+            attempt.address("train").unlink()  # ranks would try to meet at the old address
         end = supervise(run, attempt, options)
         return EXIT_CRASHED if end is None else int(end.exit_code or EXIT_FINISHED)
     finally:
@@ -78,15 +78,15 @@ def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespa
 
 
 def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> AttemptEnd | None:
-    """Run an attempt of a run whose lock this process holds, to its end; None: its directory is gone. Raises OSError
-    where it could not begin."""
+    """Run the attempt to its end; this process holds the run's lock. Returns None where the run directory is gone.
+    Raises OSError where the attempt could not begin."""
     began = time.time()
     conclude_lost(run, began, unseen="its supervisor was killed")
     host = socket.gethostname()
     generating = options.replicas * options.replica_ranks
     ranks = options.ranks + generating
     write_line(run, AttemptStart(attempt.number, began, host, pid=os.getpid(), ranks=ranks, generating=generating))
-    machine = ThisMachine(run, options.drain_limit, options.owner)
+    job = LocalJob(run, options.drain_limit, options.owner)
     settings = RankSettings(
         options.ranks,
         options.threads,
@@ -99,35 +99,35 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
         shlex.split(options.replica_command),
     )
     processes = LocalRanks(run, attempt, settings)
-    runner = AttemptRunner(attempt, processes, machine, Signals(REQUESTS), options.silence_limit, options.grace)
+    runner = AttemptRunner(attempt, processes, job, Signals(REQUESTS), options.silence_limit, options.grace)
     unready = None
     try:
         if options.replicas:
             make_token(run)
         processes.start()
         runner.training = True
-        runner.also.append(lambda now: None if runner.leaving else processes.replicas.look(now))
+        runner.tasks.append(lambda now: None if runner.leaving else processes.replicas.poll(now))
         runner.wait(lambda: runner.ended_ranks == options.ranks or processes.are_stuck(time.time()))
     except OSError as error:
         unready = f"the ranks could not be started: {error}"
     finally:
         processes.close()
     if runner.has_lost_directory():
-        print(tell_of_loss(run), file=sys.stderr)
+        print(describe_loss(run), file=sys.stderr)
         return None
     code = processes.code if unready is None else None
-    return close(run, attempt, machine, runner.observed(code, unready), runner.request, began)
+    return close(run, attempt, job, runner.observed(code, unready), runner.request, began)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="supervise", description="Start and watch the ranks of one attempt.")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True, help="processes that train, to start on this machine")
+    parser.add_argument("--ranks", type=int, required=True, help="training processes to start on this machine")
     parser.add_argument("--replicas", type=int, default=0, help="inference replicas to start beside them")
     parser.add_argument("--replica-ranks", type=int, default=1, help="processes of each replica")
-    parser.add_argument("--replica-command", default="", help="of each of these, as a shell would read it")
-    parser.add_argument("--threads", type=int, default=1, help="OMP and MKL threads of each")
+    parser.add_argument("--replica-command", default="", help="command of each of these, in shell syntax")
+    parser.add_argument("--threads", type=int, default=1, help="OMP and MKL threads of each rank")
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--owner", help="PID:START-TICKS of the process whose death drains the run")
     parser.add_argument("--drain-limit", type=float, default=660.0, help="seconds the ranks have to save")
@@ -135,21 +135,21 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--silence-limit", type=float, default=0.0, help="seconds; a rank silent for longer hangs; 0: none"
     )
-    parser.add_argument("command", nargs="+", help="of each rank that trains, after --")
+    parser.add_argument("command", nargs="+", help="command of each training rank, after --")
     return parser.parse_args(arguments)
 
 
 def _write_to(path: str) -> None:
-    """Write to a file from here on: the pipe to whoever started us breaks when they end before us."""
-    with open(path, "ab", buffering=0) as file:
+    """Redirect output to a file: a pipe to the process that started us breaks when that ends first."""
+    with Path(path).open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout = QuietStream(os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False))
     sys.stderr = QuietStream(sys.stderr)
 
 
-class ThisMachine(Surroundings):
-    """The machine that a supervisor and its ranks share.
+class LocalJob(Job):
+    """The job of a local run, which nothing starts again.
 
     Args:
         drain_limit: seconds that ranks have to save and leave.
@@ -173,7 +173,7 @@ class ThisMachine(Surroundings):
     def complete(self, attempt: Attempt, request: Drain) -> Drain:
         if request.deadline is not None:
             return request
-        return request._replace(deadline=request.at + self._drain_limit)  # a rank wrote it: only it had been told
+        return request._replace(deadline=request.at + self._drain_limit)  # a rank wrote it, which only got a signal
 
     def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
         return request
@@ -182,7 +182,7 @@ class ThisMachine(Surroundings):
         return Facts(checkpoint=newest_known_checkpoint(self._run), can_return=False, requeueable=False)
 
     def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:
-        """Nobody does: mrl-submit says how its user goes on."""
+        """No-op: mrl-submit prints how to continue."""
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ def test_a_laptop_that_was_closed_is_no_hang(tmp_path):
     write(attempt.heartbeat(0), Heartbeat(0, 1, "here", "train", 1, 1, 1000.0, 1000.0, 10.0))
     hangs = HangWatch(attempt, limit=1800.0)
     for now in (1000.0, 1010.0, *range(9000, 10800, 600)):
-        assert hangs.look(now) is None
-    assert hangs.look(10810.0).rank == 0, "it has had the time to send one since"
+        assert hangs.poll(now) is None
+    assert hangs.poll(10810.0).rank == 0, "it has had the time to send one since"
 
 
 def test_a_real_rank_that_is_stopped_is_named_with_the_stack_of_the_other(tmp_path):
@@ -153,7 +153,7 @@ def test_a_real_rank_that_is_stopped_is_named_with_the_stack_of_the_other(tmp_pa
     try:
         wait_for("a heartbeat of a step", lambda: _step_of(ranks.files.heartbeat(1)) >= 1)
         os.kill(ranks.processes[1].pid, signal.SIGSTOP)
-        silent = wait_for("a rank is silent", lambda: hangs.look(time.time()))
+        silent = wait_for("a rank is silent", lambda: hangs.poll(time.time()))
         os.kill(ranks.processes[0].pid, signal.SIGQUIT)
         wait_for("a stack", lambda: "train_rl.py" in ranks.files.stacks(0).read_text())
     finally:

@@ -212,7 +212,7 @@ def test_a_driver_that_waits_long_for_a_reward_is_the_one_that_is_behind(tmp_pat
     try:
         hangs = HangWatch(attempt.files, limit=3.0)
         deadline = time.monotonic() + 60
-        while (silent := hangs.look(time.time())) is None:
+        while (silent := hangs.poll(time.time())) is None:
             assert time.monotonic() < deadline, attempt.logs()
             time.sleep(0.1)
     finally:

@@ -76,7 +76,7 @@ def test_a_job_waits_for_one_that_is_being_ended(login: Login) -> None:
         login.lab.run("scancel", first.job)
         wait_until("the first's node is being cleaned up", begun.exists, SECONDS)
         second = login.adopt(root, login.sbatch(script, stub={"steps": 10}))
-        waits = f"waiting for job {first.job} to be gone from its nodes"
+        waits = f"waiting until job {first.job} has left its nodes"
         wait_until("the second waits for it", lambda: waits in second.dir.batch_log.read_text(), SECONDS)
         assert first.state() == "COMPLETING"
         release.touch()

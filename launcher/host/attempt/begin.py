@@ -1,4 +1,4 @@
-"""The run directory, made from what the script carries, and an attempt, entered in the ledger."""
+"""Begin a run and an attempt: create the run directory from the script, enter the attempt in the ledger."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from megatron_rl.contract.run_records import CodeSnapshot, Owner
 
 
 def create(context: JobContext, document: Callable[[str], str]) -> None:
-    """Make the run directory from what the script carries, or finish what an earlier start of it began.
+    """Create the run directory from the documents in the script, or complete one that an earlier start began.
 
     Args:
-        document: the script's document of a name.
+        document: name -> document of the script.
 
     Raises:
-        Refused: the snapshot of the code cannot be taken, here or anywhere.
-        OSError: here and now something else does not work.
+        Refused: the snapshot of the code cannot be taken on any host.
+        OSError: something fails here that may work on another host, or later.
     """
     run = context.run
     if run.code_record.exists() and run.resolved.exists():
@@ -40,8 +40,7 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
     try:
         sources = read_sources(document("sources_json"))
     except ValueError as error:  # the script is the same on every host
-        said = "the script's list of the code to run cannot be read ({}); submit the run again"
-        raise Refused(said.format(error)) from error
+        raise Refused(f"the script's list of the code to run cannot be read ({error}); submit the run again") from error
     try:
         for line in moved_sources(sources):
             print(f"code: {line}; the job runs what is there now")
@@ -56,7 +55,7 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
         (run.script, "script"),
         (run.recipe, "recipe_yaml"),
         (run.plan, "plan_json"),
-        (run.resolved, "resolved_yaml"),  # last: with it the directory is a run's
+        (run.resolved, "resolved_yaml"),  # last: it makes the directory a run directory
     )
     for file, name in files:
         if not file.exists():
@@ -65,15 +64,18 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
 
 
 def next_attempt(context: JobContext) -> Attempt:
-    """Make the folder of the attempt that comes next. Raises OSError."""
+    """Create the folder of the next attempt. Raises OSError."""
     attempt = context.run.attempt(context.run.last_attempt() + 1)
     attempt.folder.mkdir(parents=True)
     return attempt
 
 
 def begin_attempt(context: JobContext, attempt: Attempt) -> None:
-    """Enter an attempt in the ledger, and get its logs a place. Raises OSError, after which it may be tried again: of
-    several lines the last counts, and the disk may have kept one although it said that it had not."""
+    """Enter an attempt in the ledger, and create the folder of its logs.
+
+    After an OSError it may be tried again. The disk may have kept the line although the write failed: of several lines
+    for one attempt the last counts.
+    """
     attempt.logs.mkdir(parents=True, exist_ok=True)
     _take_over_request(context, attempt)
     write_line(context.run, _start(context, attempt))
@@ -92,15 +94,15 @@ def forget_attempt(attempt: Attempt) -> None:
 class CodePaths(NamedTuple):
     """The snapshot of the code that an attempt runs."""
 
-    folder: str  # by its own name, which no later --update-code moves
+    folder: str  # code-NNN, which no later --update-code replaces
     pythonpath: str
 
 
 def code_paths(context: JobContext) -> CodePaths:
-    """Where the steps work and what they import from. Raises OSError."""
+    """Working directory and PYTHONPATH of the steps. Raises OSError."""
     code = context.run.code
-    # Not by realpath: containers mount the run under the name it was given.
-    root = str(context.run.root / os.readlink(str(code)) if code.is_symlink() else code)
+    # Not realpath: containers mount the run directory under the name that the user gave.
+    root = str(context.run.root / os.readlink(code) if code.is_symlink() else code)
     record = read_or_raise(CodeSnapshot, context.run.code_record)
     if record is None:
         raise FileNotFoundError(f"{context.run.code_record}: there is no snapshot of the code")
@@ -123,13 +125,13 @@ def _start(context: JobContext, attempt: Attempt) -> AttemptStart:
         gpus=len(context.hosts) * gpus_per_node(context.run),
         generating=generating_gpus(context.run),
         submitted_at=submitted_at,
-        # Somebody's own allocation began before it had anything to do with this run.
+        # An allocation of the user's (salloc) began before it had anything to do with this run.
         held_since=max(submitted_at, context.held_since or now),
     )
 
 
 def _take_over_request(context: JobContext, attempt: Attempt) -> None:
-    """Somebody who asked the attempt before to leave, after its end, meant this one: it begins in the same job."""
+    """Copy a request to leave that reached the previous attempt after its end: it was meant for this job."""
     end = newest_line(context.run)
     if isinstance(end, AttemptEnd) and end.then == STAYS:
         request = if_readable(read(Drain, context.run.attempt(end.attempt).drain))

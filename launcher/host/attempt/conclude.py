@@ -1,7 +1,7 @@
-"""The end of an attempt: judge it, decide what becomes of the job, write both down, and act on it.
+"""The end of an attempt: judge it, decide about the job, record both, and act on it.
 
-Whoever comes first concludes it: the process that saw the end, or the next start, where that one was killed or could
-not write. Both go by the same files and so conclude the same.
+The process that saw the end concludes it, or the next start where that process was killed or could not write. Both read
+the same files and so reach the same conclusion.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 
-from launcher.host.attempt.interfaces import Surroundings
+from launcher.host.attempt.interfaces import Job
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_job import dead_nodes, unfit_before
 from launcher.host.judge import policy
@@ -39,35 +39,35 @@ from megatron_rl.contract.run_records import Done
 
 UNSEEN = "its batch script was killed: its node died, it had no memory left, or it did not leave in time"
 
-RECORD_PATIENCE_S = 120.0  # over which it is tried to record an end that no next start would conclude
-RECORD_AGAIN_S = 5.0  # between tries
+RECORD_PATIENCE_S = 120.0  # seconds of retries to record an end that no later start would conclude
+RECORD_AGAIN_S = 5.0  # seconds between them
 
 
 def close(
     run: RunDir,
     attempt: Attempt,
-    surroundings: Surroundings,
+    job: Job,
     observed: Observed,
     request: Drain | None,
     began: float,
 ) -> AttemptEnd:
-    """Judge the attempt, write its end into the ledger, and have the job start again where it should.
+    """Judge the attempt, write its end into the ledger, and start the job again where it should.
 
     Args:
-        observed: of its end, by this process.
-        request: to leave, that this process knows of and may not have been able to write.
+        observed: this process's observations of the end.
+        request: request to leave that this process knows of, and may have failed to write.
         began: unix time.
     """
     now = time.time()
     outcome = read(Outcome, attempt.outcome)
     drained = isinstance(outcome, Unreadable) or (isinstance(outcome, Outcome) and outcome.outcome == DRAINED)
-    request = surroundings.final_request(attempt, read_drain(attempt) or request, drained)
+    request = job.final_request(attempt, read_drain(attempt) or request, drained)
     verdict = without_replicas(verdict_of(read_evidence(attempt, observed, request)), read_replicas(attempt))
-    facts = surroundings.facts(attempt, request)
+    facts = job.facts(attempt, request)
     seconds = round(now - began, 3)
-    end = conclude(run, attempt, verdict, request, facts, now, job_id=surroundings.job_id, seconds=seconds)
+    end = conclude(run, attempt, verdict, request, facts, now, job_id=job.job_id, seconds=seconds)
     print(f"attempt {attempt.number}: {describe_end(end, now)}")
-    surroundings.bring_back(attempt, end, facts.returning)
+    job.bring_back(attempt, end, facts.returning)
     write_usage(run, now)
     return end
 
@@ -83,13 +83,13 @@ def conclude(
     job_id: str | None = None,
     seconds: float | None = None,
 ) -> AttemptEnd:
-    """Decide, and write it down: the ledger's line of this end. A disk that takes nothing keeps nobody from acting on
-    it: the next start comes to the same conclusion.
+    """Decide about the job and write the ledger's line of this end. A full disk does not stop the caller from acting on
+    it: the next start reaches the same conclusion.
 
     Args:
-        request: to leave, where there was one.
-        host: that ran the attempt; default: this one.
-        seconds: of the attempt; None: whoever ran it could not say.
+        request: request to leave, if there was one.
+        host: host that ran the attempt; default: this one.
+        seconds: duration of the attempt; None: unknown.
     """
     history = [line for line in read_ledger_or_complain(run) if line.attempt != attempt.number]
     decision = decide(history, verdict, request, facts)
@@ -101,8 +101,8 @@ def conclude(
 
 
 def _record(run: RunDir, end: AttemptEnd, done: Done | None) -> None:
-    """Write down the end of an attempt and, of the last one, that the run is done: after that one nothing starts that
-    could do it later. Nor where this process goes on with another attempt, whose lines are to follow."""
+    """Write the end of an attempt, and DONE after the last one. Retries where no later start could write it, which are
+    the last attempt and one that this process follows with another."""
     waits = done is not None or end.then == policy.STAYS
     give_up = time.monotonic() + (RECORD_PATIENCE_S if waits else 0.0)
     while True:
@@ -121,7 +121,7 @@ def _record(run: RunDir, end: AttemptEnd, done: Done | None) -> None:
 def _line(number: int, verdict: Verdict, decision: Decision, facts: Facts, now: float) -> AttemptEnd:
     error = verdict.error
     if decision.cause == NODE_FAILURE and decision.outcome == LOST and facts.dead:
-        error = "{} went down".format(", ".join(sorted(facts.dead)))  # what the ranks said of it is a consequence
+        error = f"{', '.join(sorted(facts.dead))} went down"  # the ranks' own errors are consequences
     elif decision.outcome == CRASHED and error is None:
         error = decision.message
     return AttemptEnd(
@@ -146,12 +146,12 @@ def _line(number: int, verdict: Verdict, decision: Decision, facts: Facts, now: 
 
 
 def conclude_lost(run: RunDir, now: float, context: JobContext | None = None, unseen: str = UNSEEN) -> None:
-    """End the attempts that started and whose end nobody has recorded. For the owner of the run only. Raises OSError
-    where the ledger cannot be read.
+    """Conclude the attempts whose end nobody has recorded. Only the owner of the run may. Raises OSError where the
+    ledger cannot be read.
 
     Args:
-        context: the job that runs now; None on a machine without Slurm.
-        unseen: what is said of an attempt whose ranks left no word.
+        context: present job; None on a machine without Slurm.
+        unseen: error of an attempt whose ranks left none.
     """
     for start in unended(read_ledger(run)):
         _conclude_unseen(run, start, now, context, unseen)
@@ -177,7 +177,7 @@ def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: JobC
         bad=to_exclude(assignment.bad, unfit_before(run, attempt)) if assignment else [],
         dead=dead,
     )
-    if verdict.outcome == FINISHED and _was_changed_since(run, attempt):  # to more steps than it had then
+    if verdict.outcome == FINISHED and _was_changed_since(run, attempt):  # the recipe has more steps now
         over = AttemptEnd(start.attempt, now, FINISHED, step=verdict.step, checkpoint=facts.checkpoint)
         write_line(run, over._replace(host=start.host, then=policy.OVER, job_id=start.job_id))
         return
@@ -185,12 +185,12 @@ def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: JobC
 
 
 def _cause_of_end(run: RunDir, start: AttemptStart, request: Drain | None, dead: list[str]) -> str | None:
-    """Why the batch script was killed: who asked it to leave, or what Slurm has on record."""
+    """Cause for which the batch script was killed: of the request to leave, or by Slurm's records."""
     asked = request.cause if request else None
     if asked not in (None, SIGNALLED, REQUEUE) or start.job_id is None:
         return asked
-    told = ended_by_slurm(run, start) or OF_ENDED.get(queries.ended_as(start.job_id, start.at) or "")
-    return told or (NODE_FAILURE if dead else asked)
+    recorded = ended_by_slurm(run, start) or OF_ENDED.get(queries.ended_as(start.job_id, start.at) or "")
+    return recorded or (NODE_FAILURE if dead else asked)
 
 
 def _was_changed_since(run: RunDir, attempt: Attempt) -> bool:

@@ -1,4 +1,4 @@
-"""What the life of an attempt asks of whatever starts its processes, and of whatever is around it."""
+"""Interfaces between the life of an attempt and where it runs: on Slurm, or on this machine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_rl.contract.paths import Attempt
 
 
 class Steps(ABC):
-    """The processes of an attempt."""
+    """Processes of an attempt."""
 
-    tick_s = 1.0  # between looks at them
-    remind_s = 5.0  # between signals to those that were asked to leave
-    end_together = True  # whether whatever started them ends them all with the first that ends badly
+    tick_s = 1.0  # seconds between polls
+    remind_s = 5.0  # seconds between signals to ranks that were asked to leave
+    end_together = True  # whether their starter, such as srun, ends all of them when one fails
 
     @abstractmethod
     def signal(self, signum: int) -> None:
@@ -25,78 +25,77 @@ class Steps(ABC):
 
     @abstractmethod
     def end(self, now: float, hurried: bool) -> None:
-        """End all that runs; called again until it has ended. Raises SlurmRefused.
+        """End all processes; called repeatedly until they have ended. Raises SlurmRefused.
 
         Args:
-            hurried: without leaving them time.
+            hurried: give them no time to end by themselves.
         """
 
     def exits(self) -> list[RankExit]:
-        """The ranks that have ended, as far as their own processes tell."""
+        """Ranks that have ended, where each is a process of its own here."""
         return []
 
 
-class World(ABC):
-    """The ranks of one world, which stand and fall together: of an inference replica, since it was started last."""
+class ReplicaRanks(ABC):
+    """Ranks of one start of an inference replica: a torch.distributed world of their own, which ends as a whole."""
 
-    hosts: Sequence[str] = ()  # that they run on, where that is not this machine
+    hosts: Sequence[str] = ()  # nodes that they run on; empty: this machine
 
     @abstractmethod
     def observed(self, now: float) -> Observed | None:
-        """How they ended; None as long as one of them runs. The others are ended once one has failed."""
+        """How they ended; None while one of them runs. Once one has failed the others are ended."""
 
     @abstractmethod
     def signal(self, signum: int) -> None:
-        """Send a signal to each of them. Raises SlurmRefused."""
+        """Send a signal to each rank. Raises SlurmRefused."""
 
     @abstractmethod
     def end(self, now: float, hurried: bool) -> None:
-        """End them; called again until they have ended. Raises SlurmRefused.
+        """End all ranks; called repeatedly until they have ended. Raises SlurmRefused.
 
         Args:
-            hurried: without leaving them time.
+            hurried: give them no time to end by themselves.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Kill whatever is left of them."""
+        """Kill all ranks that are left."""
 
 
-class Surroundings(ABC):
-    """What is known around an attempt beyond its own processes and files, and what can be done about it there: a Slurm
-    job, or nothing."""
+class Job(ABC):
+    """The job around an attempt: of Slurm, or just this machine."""
 
     job_id: str | None = None
-    takes_nodes = False  # whether ranks that are late at a deadline are so because somebody takes their nodes away
+    takes_nodes = False  # whether a deadline means that the nodes are taken away, so that missing it is no fault
 
     @abstractmethod
     def request_for(self, signal_name: str, now: float) -> Drain:
-        """The request to leave that a signal to this process means."""
+        """Request to leave that a signal to this process means."""
 
     def request_of_owner(self, now: float) -> Drain | None:
-        """The request to leave of whoever has to live for the attempt to go on; None as long as it does."""
+        """Request to leave because the process that owns the attempt has ended; None while it lives."""
         return None
 
     @abstractmethod
     def complete(self, attempt: Attempt, request: Drain) -> Drain:
-        """A request to leave with what can be added to it: why, and by when. Raises SlurmRefused."""
+        """Add the cause and the deadline to a request to leave, as far as they are known. Raises SlurmRefused."""
 
     @abstractmethod
     def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
-        """The request to leave, as it is known when all is over.
+        """Request to leave as it is known after the end.
 
         Args:
-            drained: the ranks say that they were asked to leave.
+            drained: whether the ranks reported that they were asked to leave.
         """
 
     @abstractmethod
     def facts(self, attempt: Attempt, request: Drain | None) -> Facts:
-        """What the decision about the job depends on."""
+        """Facts that the decision about the job depends on."""
 
     @abstractmethod
     def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:
-        """Do about the job what its end in the ledger says. Never raises: this process has to end either way.
+        """Start the job again, or keep it from starting, as its end in the ledger says. Never raises.
 
         Args:
-            returning: Slurm has it back in its queue already.
+            returning: whether Slurm has already put it back into its queue.
         """

@@ -1,4 +1,4 @@
-"""The Slurm job that this process is the host side of."""
+"""The Slurm job of this process, as its environment describes it."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from launcher.host.slurm.formats import expand_hosts
 from megatron_rl.contract.codes import CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SUCCEEDS_VARIABLE
 from megatron_rl.contract.paths import RunDir
 
-FAULTS_VARIABLE = "MRL_HOST_FAULTS"  # of a successor: how many jobs before it failed on their host side, in a row
-PREPARED_VARIABLE = "MRL_PREPARED"  # the run directory, where it was there already when the job was submitted
+FAULTS_VARIABLE = "MRL_HOST_FAULTS"  # host-side failures in a row of the jobs that this one succeeds
+PREPARED_VARIABLE = "MRL_PREPARED"  # the run directory, where it existed when the job was submitted
 
 
 class Refused(Exception):
-    """This job cannot run this run; it is not started again."""
+    """This job cannot run this run, and is not started again."""
 
 
 class JobContext(NamedTuple):
-    """The job, as its environment names it, and the run that it is for."""
+    """A Slurm job and its run."""
 
     run: RunDir
     cluster: str  # name of the profile
     job_id: str
-    hosts: list[str]  # of the allocation, without those that died
-    given: int = 0  # hosts of the allocation before any died; 0: none has
-    restarts: int = 0  # how often Slurm had requeued the job
-    succeeds: str | None = None  # id of the job that submitted this one in its place
-    slurm_cluster: str | None = None  # Slurm's own name
-    prepared: bool = False  # mrl-submit has made the run directory
-    held_since: float | None = None  # when the allocation began, where Slurm says so
+    hosts: list[str]  # hosts of the allocation that are alive
+    given: int = 0  # number of hosts before any died; 0: none has
+    restarts: int = 0  # times that Slurm requeued the job
+    succeeds: str | None = None  # id of the job that submitted this one as its successor
+    slurm_cluster: str | None = None  # Slurm's own name of the cluster
+    prepared: bool = False  # whether mrl-submit created the run directory
+    held_since: float | None = None  # unix time at which the allocation began, where Slurm says so
     batch_host: str = ""  # Slurm's name of this host
-    faults: int = 0  # of the host side, in a row, in the jobs that this one succeeds
-    run_mode: int = 0o700  # of a run directory that is made here
-    environ: dict[str, str] = {}  # that the job was given
+    faults: int = 0  # FAULTS_VARIABLE
+    run_mode: int = 0o700  # mode of a run directory that is created here
+    environ: dict[str, str] = {}  # environment of the job
 
 
 def context_of(environ: dict[str, str]) -> JobContext:
-    """The job that an environment describes. Raises Refused where it describes none, or no readable one."""
+    """Job of an environment. Raises Refused where it describes none, or cannot be parsed."""
     if "SLURM_JOB_ID" not in environ:
         raise Refused("this script is one for Slurm: sbatch it, or run it in an allocation (salloc)")
     if "SLURM_ARRAY_JOB_ID" in environ:
         raise Refused(
-            "a run is one job, and this is a task of array {}: submit the script without --array; mrl-submit submits a "
-            "job for each of several values of a key".format(environ["SLURM_ARRAY_JOB_ID"])
+            f"a run is one job, and this is a task of array {environ['SLURM_ARRAY_JOB_ID']}: submit the script without "
+            "--array; mrl-submit submits a job for each of several values of a key"
         )
     root = environ[RUN_DIR_VARIABLE]
     try:
         hosts = expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))
     except ValueError as error:
         raise Refused(f"SLURM_JOB_NODELIST: {error}; start the script in a job of Slurm's") from error
-    start = environ.get("SLURM_JOB_START_TIME")  # Slurm says so from 23.02 on
+    start = environ.get("SLURM_JOB_START_TIME")  # Slurm sets it from 23.02 on
     return JobContext(
         run=RunDir(root),
         cluster=environ.get(CLUSTER_VARIABLE, ""),

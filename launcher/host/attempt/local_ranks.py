@@ -1,4 +1,4 @@
-"""The ranks of a local run: processes of this machine, in a world that trains and, partitioned, one for each inference
+"""Ranks of a local run: processes of this machine, in a world that trains and, if partitioned, one for each inference
 replica. They end with this process."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from launcher.host.attempt.interfaces import Steps, World
+from launcher.host.attempt.interfaces import ReplicaRanks, Steps
 from launcher.host.attempt.replicas import Replicas
 from launcher.host.attempt.runner import LEAVE_LIMIT_S
 from launcher.host.judge.evidence import RankExit
@@ -18,34 +18,34 @@ from launcher.host.record.evidence import Observed
 from megatron_rl.contract.codes import HASH_SEED, PARENT_VARIABLE, SILENCE_VARIABLE, START_VARIABLE
 from megatron_rl.contract.paths import Attempt, RankFiles, RunDir
 
-CLOSE_S = 2.0  # that the kernel has to end what was killed
+CLOSE_S = 2.0  # seconds for the kernel to end a killed process
 
-# Threads of a rank wait for each other at the end of each operator. Where other work takes a core from one of them, the
-# rest would spin for milliseconds: steps take five times as long, and the others get nothing either. But to wake one
-# that sleeps takes some 50 us, as long as an operator: so they spin for about as long, as libgomp counts, then sleep.
+# Threads of a rank wait for each other at the end of each operator. If other work takes a core from one of them, the
+# rest would spin for milliseconds, which makes steps five times as long. Waking a sleeping thread takes about 50 us, as
+# long as an operator. So threads spin for about that time (1000 in libgomp's counting), then sleep.
 WAITING_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
-# What a step frees the next one needs again. glibc would give large pieces back to the kernel, which clears every page
-# of them before it hands them out once more: a fifth of the time that SmolLM2 trains.
+# Each step needs again the memory that the one before freed. By default glibc returns large blocks to the kernel, which
+# clears their pages before it hands them out again: a fifth of SmolLM2's training time.
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 class RankSettings(NamedTuple):
-    """How the ranks are started."""
+    """Settings for starting the ranks."""
 
-    ranks: int  # that train
-    threads: int  # OMP and MKL threads of each
+    ranks: int  # number of training ranks
+    threads: int  # OMP and MKL threads of each rank
     device: str  # cpu or cuda
-    silence_limit: float
+    silence_limit: float  # seconds
     grace: float  # seconds between SIGTERM and SIGKILL
-    command: Sequence[str]  # of each that trains; which run and attempt is added
+    command: Sequence[str]  # command of a training rank; --run-dir and --attempt are added
     replicas: int = 0
-    replica_ranks: int = 1  # of each replica
-    replica_command: Sequence[str] = ()  # of each of those; which replica is added too
+    replica_ranks: int = 1  # ranks of each replica
+    replica_command: Sequence[str] = ()  # command of a replica's rank; --replica is added too
 
 
 class LocalRanks(Steps):
-    """The processes of one attempt."""
+    """Processes of one attempt."""
 
     tick_s = 0.1
     remind_s = 2.0
@@ -57,8 +57,8 @@ class LocalRanks(Steps):
         self.replicas = Replicas(attempt, settings.replicas, self._start_replica, settings.silence_limit)
 
     def start(self) -> None:
-        """Start the ranks that train. Raises OSError."""
-        # Ranks inherit this, so that neither a drain nor a question for its stack can kill one that has no handler yet.
+        """Start the training ranks. Raises OSError."""
+        # Ranks inherit this: without a handler, SIGUSR1 (drain) and SIGQUIT (dump the stack) would kill them.
         for signum in (signal.SIGUSR1, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_IGN)
         settings = self._settings
@@ -70,11 +70,11 @@ class LocalRanks(Steps):
 
     @property
     def code(self) -> int:
-        """The worst exit code of the ranks that train, as srun would give it for a step."""
+        """Worst exit code of the training ranks, as srun returns for a step."""
         return self._training.code
 
     def are_stuck(self, now: float) -> bool:
-        """Whether the ranks that train were killed so long ago that nothing ends them: a driver holds one."""
+        """Whether the training ranks still run KILLED_S after they were killed, for example held by a driver."""
         return self._training.are_stuck(now)
 
     def signal(self, signum: int) -> None:
@@ -86,7 +86,7 @@ class LocalRanks(Steps):
             world.end(now, hurried)
 
     def close(self) -> None:
-        """End whatever is left of them; the replicas have a moment to leave in order."""
+        """End all ranks; replicas have `grace` seconds to leave in order."""
         self._training.close()
         replicas = self.replicas.ranks
         give_up = time.monotonic() + self._settings.grace + CLOSE_S
@@ -97,10 +97,10 @@ class LocalRanks(Steps):
         for world in replicas:
             world.close()
 
-    def _worlds(self) -> list[World]:
+    def _worlds(self) -> list[ReplicaRanks]:
         return [self._training, *self.replicas.ranks]
 
-    def _start_replica(self, number: int, start: int) -> World:
+    def _start_replica(self, number: int, start: int) -> ReplicaRanks:
         settings = self._settings
         command = [*settings.replica_command, *self._which(), "--replica", str(number)]
         environment = dict(self._environment(), **{START_VARIABLE: str(start)})
@@ -120,7 +120,7 @@ class LocalRanks(Steps):
         settings = self._settings
         environment = dict(os.environ)
         for ours in (WAITING_THREADS, KEPT_MEMORY if settings.device == "cpu" else {}):
-            if not ours.keys() & environment.keys():  # nobody chose otherwise
+            if not ours.keys() & environment.keys():  # the user has not chosen otherwise
                 environment.update(ours)
         environment.update(
             {
@@ -138,8 +138,8 @@ class LocalRanks(Steps):
         return environment
 
 
-class _Processes(World):
-    """The processes of one world.
+class _Processes(ReplicaRanks):
+    """Processes of one torch.distributed world.
 
     Args:
         grace: seconds between SIGTERM and SIGKILL.
@@ -149,18 +149,18 @@ class _Processes(World):
         self._grace = grace
         self._children: list[Child] = []
         self._exits: dict[int, RankExit] = {}
-        self._by_themselves: list[RankExit] = []
-        self._told_to_end: float | None = None
+        self._by_themselves: list[RankExit] = []  # exits before this object ended any rank
+        self._terminated: float | None = None  # unix times: of SIGTERM, SIGKILL, the first exit
         self._killed: float | None = None
         self._left_at: float | None = None
 
     def start(
         self, command: Sequence[str], environment: dict[str, str], ranks: int, first: int, files: RankFiles
     ) -> None:
-        """Start all of its ranks. Raises OSError.
+        """Start all ranks. Raises OSError.
 
         Args:
-            first: number of its rank 0 among all processes of the run, by which each has a GPU of its own.
+            first: number of rank 0 among all processes of the run; LOCAL_RANK, and so the GPU, counts from it.
         """
         for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(first + rank), "WORLD_SIZE": str(ranks)}
@@ -168,7 +168,7 @@ class _Processes(World):
             self._children.append(child)
 
     def exits(self) -> list[RankExit]:
-        """The ranks that have ended, in the order in which that was seen."""
+        """Ranks that have ended, in the order in which they were found."""
         for rank, child in enumerate(self._children):
             code = child.exit_code()
             if code is not None and rank not in self._exits:
@@ -177,16 +177,15 @@ class _Processes(World):
 
     @property
     def code(self) -> int:
-        """The worst of the exit codes so far."""
+        """Worst exit code so far."""
         return max([ended.code for ended in self._exits.values()] or [0], key=abs)
 
     def are_stuck(self, now: float) -> bool:
-        """Whether they were killed so long ago that nothing ends them."""
         return self._killed is not None and now >= self._killed + KILLED_S
 
     def observed(self, now: float) -> Observed | None:
         exits = self.exits()
-        if self._told_to_end is None:
+        if self._terminated is None:
             self._by_themselves = exits
         if exits and self._left_at is None:
             self._left_at = now
@@ -202,11 +201,10 @@ class _Processes(World):
                 child.send(signum)
 
     def end(self, now: float, hurried: bool) -> None:
-        """Have them leave, and end those that have not after a while; called again until they have."""
-        if self._told_to_end is None:
-            self._told_to_end = now
+        if self._terminated is None:
+            self._terminated = now
             self.signal(signal.SIGTERM)
-        elif hurried or now >= self._told_to_end + self._grace:
+        elif hurried or now >= self._terminated + self._grace:
             self.signal(signal.SIGKILL)
             self._killed = self._killed or now
 

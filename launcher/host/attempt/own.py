@@ -1,8 +1,7 @@
-"""Who may run a run: one job at a time, one host process at a time. What earlier starts left undone is concluded."""
+"""Ownership of a run: one job at a time, one host process at a time. The owner concludes what earlier starts left."""
 
 from __future__ import annotations
 
-import os
 import stat
 import time
 from contextlib import suppress
@@ -19,36 +18,35 @@ from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused, patiently
 from launcher.host.slurm.formats import ENDED, time_of
 from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
-from megatron_rl.contract.files import is_temporary
+from megatron_rl.contract.files import is_temporary, names_in
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read_or_raise, write
 from megatron_rl.contract.run_records import Owner
 
-LEFTOVERS_S = 60.0  # that what an earlier start left behind may hold the lock
-COMPLETING_S = 300.0  # an epilog, or a process that does not die
-LOOK_S = 5.0  # between questions to Slurm
-ENTER_S = 5.0  # that a job which holds the lock has to enter itself as the owner
+LEFTOVERS_S = 60.0  # seconds for which processes of an earlier start may still hold the lock
+COMPLETING_S = 300.0  # seconds to wait for an earlier job that completes: an epilog, or a process that does not die
+LOOK_S = 5.0  # seconds between queries to Slurm
+ENTER_S = 5.0  # seconds in which a job that holds the lock enters itself as the owner
 
 
 class NothingToDo(Exception):
-    """The run is finished, or stopped, or somebody else's by now. Says so."""
+    """The run is finished or stopped, or belongs to another job; the text says which."""
 
 
 def own(context: JobContext) -> Lock:
-    """Take the run; its lock, which is to be inherited by all that is started.
+    """Take the run for this job. Returns its lock, which all child processes inherit.
 
     Raises:
-        NothingToDo: and nothing is amiss.
-        Refused: somebody has to look at it first.
-        OSError: the file system fails; later or elsewhere it may not.
-        SlurmRefused: Slurm could not be asked.
+        NothingToDo: there is no work, and no fault.
+        Refused: the user has to look at the run first.
+        OSError: the file system fails; it may work later or on another host.
+        SlurmRefused: Slurm did not answer.
     """
     run = context.run
     if context.prepared and not run.resolved.exists():
-        said = "mrl-submit has made {}, and this host does not have it: not the same file system?"
-        raise OSError(said.format(run.root))
-    os.makedirs(str(run.root.parent), exist_ok=True)
-    if not run.root.is_dir():  # of a script that was not submitted by mrl-submit
+        raise OSError(f"mrl-submit has made {run.root}, and this host does not have it: not the same file system?")
+    run.root.parent.mkdir(parents=True, exist_ok=True)
+    if not run.root.is_dir():  # the script was not submitted by mrl-submit
         run.root.mkdir(context.run_mode, exist_ok=True)
         run.root.chmod(context.run_mode)
     _hide_log(run)
@@ -60,19 +58,19 @@ def own(context: JobContext) -> Lock:
         lock.release()
         raise
     if not lock.works:
-        print(f"{run.root}: this file system has no locks; job.json alone tells the owner")
+        print(f"{run.root}: this file system has no locks, so only job.json identifies the owner")
     return lock
 
 
 def _hide_log(run: RunDir) -> None:
-    """Let nobody read the batch log who may not read the run: Slurm made it beside the directory, by the umask."""
+    """Give the batch log the read permissions of the run directory: Slurm created it beside that, by the umask."""
     with suppress(OSError):  # in an salloc there is none
         allowed = stat.S_IMODE(run.root.stat().st_mode)
         run.batch_log.chmod(stat.S_IMODE(run.batch_log.stat().st_mode) & allowed)
 
 
 def _take_ownership(context: JobContext) -> None:
-    """Have this job own the run whose lock is ours. Raises as `own`."""
+    """Make this job, which holds the lock, the owner of the run. Raises as `own`."""
     run = context.run
     if run.done.exists():
         raise NothingToDo(f"{run.root}: finished already, nothing to do")
@@ -83,20 +81,20 @@ def _take_ownership(context: JobContext) -> None:
     mine = owner is not None and owner.job_id == context.job_id
     if owner is not None and not mine:
         if context.succeeds is not None and owner.job_id != context.succeeds:
-            raise NothingToDo(f"{run.root}: belongs to job {owner.job_id} by now, nothing to do")
+            raise NothingToDo(f"{run.root}: now belongs to job {owner.job_id}, nothing to do")
         if not _has_ended(owner, context):
             raise Refused(
                 f"{run.root} belongs to job {owner.job_id}, which may still run; once it has ended, remove job.json"
             )
     _conclude_earlier_starts(context)
-    if not mine:  # submitted by plain sbatch: mrl-submit does it itself
+    if not mine:  # submitted by plain sbatch; mrl-submit would have entered the job
         write_owner(context, context.job_id, context.environ.get("SLURM_JOB_NAME", ""), identity.id)
-    elif owner is not None and not owner.slurm_cluster and context.slurm_cluster:  # Slurm did not tell mrl-submit
+    elif owner is not None and not owner.slurm_cluster and context.slurm_cluster:  # mrl-submit did not know it
         write(run.job, owner._replace(slurm_cluster=context.slurm_cluster))
 
 
 def _conclude_earlier_starts(context: JobContext) -> None:
-    """Conclude what an earlier start of the run could not, and do what is left to be done of it. Raises as `own`."""
+    """Conclude attempts that an earlier start could not, and complete an unfinished requeue. Raises as `own`."""
     run = context.run
     conclude_lost(run, time.time(), context)
     if run.done.exists():
@@ -104,22 +102,22 @@ def _conclude_earlier_starts(context: JobContext) -> None:
     lines = read_ledger(run)
     end = lines[-1] if lines else None
     if not isinstance(end, AttemptEnd) or end.job_id != context.job_id:
-        return  # a new job is somebody's wish to go on
+        return  # the user submitted a new job to continue
     start = start_of(lines, end.attempt)
     if start is None or context.restarts <= start.restart:
         return  # the same allocation once more
     if end.then == HELD:
-        raise Refused(f"{run.root}: {describe_end(end, time.time())}; mrl resume goes on with it")
+        raise Refused(f"{run.root}: {describe_end(end, time.time())}; mrl resume continues it")
     if end.then == OVER:
-        raise NothingToDo(f"{run.root}: was stopped on request; mrl resume goes on with it")
+        raise NothingToDo(f"{run.root}: was stopped on request; mrl resume continues it")
     attempt = run.attempt(end.attempt)
     if is_too_early(context, attempt, end) and bring_back(context, attempt, end):
         raise NothingToDo(f"{run.root}: its pause is not over, the job waits in the queue")
 
 
 def _lock(context: JobContext, owner: Owner | None, last: LedgerLine | None) -> Lock:
-    """The lock that ends with this process and all that inherits it."""
-    # What this very job left behind when it was requeued, or the one before it, may take a moment to go.
+    """Take the lock, which this process and all children that inherit it hold."""
+    # Processes that this job, or the one before it, left when it was requeued may take a moment to end.
     last_job = last.job_id if last is not None and last.job_id is not None else context.job_id
     mine = owner is not None and owner.job_id == context.job_id
     expected = context.succeeds is not None or (mine and (context.restarts > 0 or last_job != context.job_id))
@@ -131,7 +129,7 @@ def _lock(context: JobContext, owner: Owner | None, last: LedgerLine | None) -> 
 
 
 def _job_that_begins(run: RunDir) -> str:
-    """The job whose host side holds the lock, and is about to enter itself as the owner if it has not yet."""
+    """Id of the job whose host side holds the lock; it may be about to enter itself as the owner."""
     give_up = time.monotonic() + ENTER_S
     owner = read_or_raise(Owner, run.job)
     while owner is None and time.monotonic() < give_up:
@@ -141,21 +139,20 @@ def _job_that_begins(run: RunDir) -> str:
 
 
 def _wait_for_earlier_jobs(context: JobContext, owner: Owner | None) -> None:
-    """Wait for the jobs before this one as long as Slurm is busy ending them: on some node a rank of theirs may still
-    write into the run directory."""
+    """Wait while Slurm still ends the jobs before this one: a rank of theirs may still write into the run directory."""
     last = newest_line(context.run)
     before = {line.job_id for line in (owner, last) if line is not None and line.job_id} - {context.job_id}
     give_up = time.monotonic() + COMPLETING_S
     for job_id in sorted(str(job_id) for job_id in before):
         if queries.is_completing(job_id):
-            print(f"waiting for job {job_id} to be gone from its nodes")
+            print(f"waiting until job {job_id} has left its nodes")
         while queries.is_completing(job_id) and time.monotonic() < give_up:
             time.sleep(LOOK_S)
 
 
 def _has_ended(owner: Owner, context: JobContext) -> bool:
-    """Whether the job of job.json is known to be over. Of another Slurm's, or one of nobody knows which, this one knows
-    nothing: that it has no such job, or one of that number, says nothing about it."""
+    """Whether the job of job.json is known to have ended. This Slurm knows nothing about a job of another cluster, or
+    of an unrecorded one: its own job of that id, or its lack of one, proves nothing."""
     if owner.slurm_cluster and context.slurm_cluster and owner.slurm_cluster != context.slurm_cluster:
         return False
     try:
@@ -169,10 +166,10 @@ def _has_ended(owner: Owner, context: JobContext) -> bool:
 
 
 def _refuse_foreign(run: RunDir) -> None:
-    """A directory with anything in it is ours if it is a run, or if an earlier start got as far as owning it."""
+    """Refuse a directory with files in it that is no run, nor one that an earlier start began."""
     ours = run.resolved.exists() or run.job.exists() or run.identity.exists()
     known = (run.lock.name, run.job_lock.name)
-    strange = [name for name in os.listdir(str(run.root)) if name not in known and not is_temporary(name)]
+    strange = [name for name in names_in(run.root) if name not in known and not is_temporary(name)]
     if strange and not ours:
         run.job_lock.unlink()
         raise Refused(f"{run.root}: is not empty and not a run directory")

@@ -1,4 +1,4 @@
-"""Between the beginning of an attempt on Slurm and its training: image, node health, assignment, all-reduce."""
+"""Preparation of an attempt on Slurm before its ranks start: image, node health, assignment, all-reduce."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.records import read, read_or_raise, write
 from megatron_rl.contract.run_records import PlanRecord
 
-FORGET_S = 60.0  # that the removal of containers may take at the end of an attempt
-CLOSE_S = 15.0  # that must be left after it until a deadline
-SHORTEST_FORGET_S = 5.0  # for less it is not begun
-IMPORT_PATIENCE_S = 10.0  # that the import of an image has to clean up when it is cut short
-ENDED_BY_TIMEOUT = (124, -signal.SIGKILL)  # it ended in time when it was told to, or had to be killed
+FORGET_S = 60.0  # seconds to remove the containers at the end of an attempt
+CLOSE_S = 15.0  # seconds that must be left until a deadline after that
+SHORTEST_FORGET_S = 5.0  # seconds; with less the removal does not begin
+IMPORT_PATIENCE_S = 10.0  # seconds of an interrupted import to clean up
+ENDED_BY_TIMEOUT = (124, -signal.SIGKILL)  # exit codes of timeout(1): it ended the command, or had to kill it
 
 PURPOSES = {
     "forget": "removing the containers of earlier attempts",
@@ -52,20 +52,20 @@ PURPOSES = {
 
 
 class Checks(NamedTuple):
-    """What the script asks for before the training."""
+    """Preparations that the script requests."""
 
     image: str | None = None  # reference; None: no container
     image_cache: str = ""
-    unpack: bool = False  # it, on each node, for all steps
+    unpack: bool = False  # unpack the image on each node, once for all steps
     health: bool = False
     fabric: bool = False
 
 
 class NotReady(Exception):
-    """The ranks cannot be started; why.
+    """The ranks cannot be started.
 
     Args:
-        host: the only node that was tried, where it may be to blame.
+        host: the node to blame, where only one was tried.
     """
 
     def __init__(self, why: str, host: str | None = None) -> None:
@@ -74,11 +74,11 @@ class NotReady(Exception):
 
 
 class AskedToLeave(Exception):
-    """The attempt was asked to leave meanwhile."""
+    """The attempt was asked to leave during its preparation."""
 
 
 class Preparation:
-    """What one attempt needs before its ranks start. The watch goes on meanwhile, and a request to leave ends it."""
+    """Preparation of one attempt. The runner keeps watching meanwhile, and a request to leave ends the preparation."""
 
     def __init__(
         self, context: JobContext, checks: Checks, runner: AttemptRunner, steps: SlurmSteps, job: SlurmJob
@@ -88,12 +88,12 @@ class Preparation:
         self._without_image: dict[str, str] = {}  # host -> why the image could not be unpacked there
 
     def run(self) -> NodeAssignment:
-        """Which node does what.
+        """Prepare the attempt. Returns which node does what.
 
         Raises:
-            AskedToLeave: to leave.
-            NotReady: the image is not there, or a step could not be started.
-            NotEnoughNodes: too few are fit.
+            AskedToLeave: the attempt was asked to leave.
+            NotReady: the image is missing, or a step could not be started.
+            NotEnoughNodes: too few nodes are fit.
             OSError: the file system fails.
         """
         if self._checks.image is not None:
@@ -112,11 +112,11 @@ class Preparation:
         return assignment
 
     def forget_containers(self, request: Drain | None) -> None:
-        """Remove what the attempt leaves on the nodes that live, once its ranks are gone: else it takes room there
-        until the next job of ours. Raises OSError.
+        """Remove the attempt's containers from the nodes that are alive, once its ranks have ended: they would fill the
+        disks there until the next job of ours. Raises OSError.
 
         Args:
-            request: to leave, where there was one; all must be over by its deadline.
+            request: request to leave, if there was one; the removal must end before its deadline.
         """
         deadline = request.deadline if request is not None else None
         left = FORGET_S if deadline is None else min(FORGET_S, deadline - CLOSE_S - time.time())
@@ -129,7 +129,7 @@ class Preparation:
         self._runner.wait(lambda: child.exit_code() is not None or time.monotonic() >= give_up)
 
     def _unpack(self, hosts: list[str]) -> bool:
-        """Have the image unpacked on the nodes; whether some of them could not do it. Raises as `run`."""
+        """Unpack the image on the nodes. Returns whether some of them failed. Raises as `run`."""
         folder = self._attempt.unpacked("x").parent
         folder.mkdir(exist_ok=True)
         failure = self._run_step("unpack", hosts)
@@ -142,7 +142,7 @@ class Preparation:
         return True
 
     def _import_image(self, reference: str) -> None:
-        """Have the image imported once for all jobs and attempts; afterwards this only finds the file."""
+        """Import the image, unless an earlier job or attempt has done so."""
 
         def work() -> str:
             try:
@@ -156,17 +156,18 @@ class Preparation:
         finally:
             fork.end(IMPORT_PATIENCE_S)
         if fork.failed:
-            raise NotReady("the container image is not there: {}".format(fork.text.strip().split("\n")[-1]))
+            reason = fork.text.strip().split("\n")[-1]
+            raise NotReady(f"the container image is not there: {reason}")
         write_atomic(self._attempt.image, fork.text + "\n")
         mark_image(self._attempt, time.time())
 
     def _check_and_assign(self, check: str, hosts: list[str]) -> NodeAssignment:
-        """Have the nodes checked, and give every step its own. Raises as `run`."""
+        """Check the nodes, then assign them to steps. Raises as `run`."""
         began = time.time()
-        failure = self._run_step(check, hosts)  # a check that is cut short would condemn its nodes
+        failure = self._run_step(check, hosts)  # raises if interrupted: the reports would condemn healthy nodes
         if check == "health":
             reports = read_node_reports(self._attempt)
-            if not (reports.nodes or reports.unreadable):  # it is the step that failed, and not all nodes at once
+            if not (reports.nodes or reports.unreadable):  # the step failed, rather than all nodes at once
                 self._runner.wait_for_reason()
                 self._leave_if_asked()
                 why = failure or "it left no report"
@@ -176,7 +177,7 @@ class Preparation:
         return self._assign(self._context.hosts)
 
     def _assign(self, checked: list[str]) -> NodeAssignment:
-        """Give every step its nodes. Raises NotEnoughNodes, OSError.
+        """Assign nodes to steps. Raises NotEnoughNodes, OSError.
 
         Args:
             checked: hosts that should have reported.
@@ -201,31 +202,31 @@ class Preparation:
         return assignment
 
     def _failed_before(self) -> dict[str, str]:
-        """Nodes that this job got again although its last attempt wanted to be rid of them: it was killed before it
-        could tell Slurm."""
+        """Node -> why it is unfit, for nodes that the last attempt excluded and this job got again: that attempt was
+        killed before it could order Slurm to exclude them."""
         history = read_ledger_or_complain(self._context.run)
         ends = ends_in(history)
         last = ends[-1] if ends else None
         if last is None or last.job_id != self._context.job_id:
             return {}
         requeued = read(Requeued, self._context.run.attempt(last.attempt).requeued)
-        told = requeued if isinstance(requeued, Requeued) else None
-        if told is not None and told.problem is None:
+        done = requeued if isinstance(requeued, Requeued) else None
+        if done is not None and done.problem is None:
             return {}
-        wanted = told.avoided if told is not None else None  # not those that the run cannot do without
+        wanted = done.avoided if done is not None else None  # without nodes that the run cannot spare
         why = f"attempt {last.attempt} failed there"
         excluded = just_excluded(history, last)
         return {host: why for host in excluded if host in self._context.hosts and (wanted is None or host in wanted)}
 
     def _run_step(self, name: str, hosts: list[str]) -> str | None:
-        """Run a step on nodes to its end; why it failed, if it did. Raises AskedToLeave, OSError."""
-        said = self._attempt.logs / f"{name}.srun.log"
-        child = self._steps.start(name, hosts, errors=str(said))
+        """Run a step on nodes to its end. Returns why it failed; None: it did not. Raises AskedToLeave, OSError."""
+        log = self._attempt.logs / f"{name}.srun.log"
+        child = self._steps.start(name, hosts, errors=str(log))
         self._wait(lambda: child.exit_code() is not None)
         code = signed(child.exit_code() or 0)
-        sys.stderr.write(tail(said, LONG_TAIL))
+        sys.stderr.write(tail(log, LONG_TAIL))
         if code in ENDED_BY_TIMEOUT:
-            why = "took too long and was ended: a node does not answer, or Slurm calls it busy with another step"
+            why = "took too long and was ended: a node does not answer, or Slurm considers it busy with another step"
         elif code:
             why = reason_of_step(self._attempt.logs, name) or describe_exit(code)
         else:
@@ -234,17 +235,17 @@ class Preparation:
         return why
 
     def _wait(self, ended: Callable[[], bool]) -> None:
-        """Raises AskedToLeave when the attempt is asked to leave meanwhile."""
+        """Wait until `ended()`. Raises AskedToLeave."""
         self._runner.wait(ended, through_requests=False)
         self._leave_if_asked()
 
     def _leave_if_asked(self) -> None:
         """Raises AskedToLeave."""
-        self._runner.look(time.time())
+        self._runner.poll(time.time())
         if self._runner.request is not None:
             raise AskedToLeave()
 
 
 def only(hosts: list[str]) -> str | None:
-    """The only one of these; None where there are more."""
+    """The only host of a list; None where there are more."""
     return hosts[0] if len(hosts) == 1 else None

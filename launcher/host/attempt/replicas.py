@@ -11,7 +11,7 @@ import contextlib
 import shutil
 from typing import Callable
 
-from launcher.host.attempt.interfaces import World
+from launcher.host.attempt.interfaces import ReplicaRanks
 from launcher.host.judge.hang import describe_hang
 from launcher.host.judge.replica_restarts import RESTARTS, after_end, describe
 from launcher.host.judge.verdict import Verdict, verdict_of
@@ -30,47 +30,46 @@ from megatron_rl.contract.codes import (
 from megatron_rl.contract.paths import Attempt, Replica
 from megatron_rl.contract.records import write
 
-Start = Callable[[int, int], World]
-"""(number of a replica, how often it was started before) -> its ranks, started. Raises OSError."""
+Start = Callable[[int, int], ReplicaRanks]
+"""(number of a replica, number of its earlier starts) -> its started ranks. Raises OSError."""
 
 
 class Replicas:
-    """All replicas of an attempt.
+    """All replicas of an attempt, numbered from 0.
 
     Args:
-        count: how many; numbered from 0.
-        silence_limit: seconds of silence that are held against a rank; 0: none.
+        silence_limit: seconds after which a silent rank counts as hung; 0: never.
     """
 
     def __init__(self, attempt: Attempt, count: int, start: Start, silence_limit: float) -> None:
-        self._all = [_Kept(attempt.replica(number), start, silence_limit) for number in range(count)]
+        self._all = [_Replica(attempt.replica(number), start, silence_limit) for number in range(count)]
 
-    def look(self, now: float) -> None:
-        """Do what is due: start those that do not run, end those that hang. One that gives trouble keeps no other from
-        its turn. Raises OSError, SlurmRefused."""
-        troubles: list[Exception] = []
+    def poll(self, now: float) -> None:
+        """Start replicas that do not run, end those that hang. All get their turn before the first error is raised:
+        OSError, SlurmRefused."""
+        errors: list[Exception] = []
         for replica in self._all:
             try:
-                replica.look(now)
+                replica.poll(now)
             except (OSError, SlurmRefused) as error:
-                troubles.append(error)
-        for trouble in troubles[:1]:
-            raise trouble
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     @property
-    def ranks(self) -> list[World]:
-        """Those that have been started and not seen to end."""
+    def ranks(self) -> list[ReplicaRanks]:
+        """Ranks of the replicas that run."""
         return [replica.ranks for replica in self._all if replica.ranks is not None]
 
 
-class _Kept:
-    """One replica over all its starts in an attempt."""
+class _Replica:
+    """One replica, over all its starts in an attempt."""
 
     def __init__(self, files: Replica, start: Start, silence_limit: float) -> None:
         self._files, self._start, self._silence_limit = files, start, silence_limit
-        self.ranks: World | None = None
+        self.ranks: ReplicaRanks | None = None
         self._starts = self._used = 0
-        self._due: float | None = 0.0  # None: it runs, or is given up
+        self._due: float | None = 0.0  # unix time of the next start; None: it runs, or is given up
         self._began = 0.0
         self._watch = HangWatch(files, silence_limit)
         self._hang: Hang | None = None
@@ -78,12 +77,12 @@ class _Kept:
         self._state = ReplicaState(files.number, REPLICA_WAITING, 0, 0.0)
         self._unwritten = False
 
-    def look(self, now: float) -> None:
-        """Do what is due. Raises OSError, SlurmRefused."""
+    def poll(self, now: float) -> None:
+        """Start, watch or conclude it. Raises OSError, SlurmRefused."""
         if self.ranks is None and self._due is not None and now >= self._due:
             self._start_ranks(now)
         if self.ranks is not None:
-            self._see_silence(self.ranks, now)
+            self._check_hang(self.ranks, now)
             observed = self.ranks.observed(now)
             if observed is not None:
                 self._conclude(self.ranks, observed, now)
@@ -97,11 +96,11 @@ class _Kept:
         self._starts += 1
         self._due, self._began = None, now
         self._hang, self._watch = None, HangWatch(self._files, self._silence_limit)
-        self._tell(REPLICA_RUNNING, now)
+        self._set_state(REPLICA_RUNNING, now)
 
-    def _see_silence(self, ranks: World, now: float) -> None:
+    def _check_hang(self, ranks: ReplicaRanks, now: float) -> None:
         if self._hang is None:
-            self._hang = self._watch.look(now)
+            self._hang = self._watch.poll(now)
             if self._hang is not None:
                 print(f"{self._files.role} {describe_hang(self._hang)}")
                 self._kill_at = now + STACKS_LIMIT_S
@@ -109,7 +108,7 @@ class _Kept:
         elif now >= self._kill_at:
             ranks.end(now, hurried=True)
 
-    def _conclude(self, ranks: World, observed: Observed, now: float) -> None:
+    def _conclude(self, ranks: ReplicaRanks, observed: Observed, now: float) -> None:
         observed = observed._replace(hang=self._hang, heartbeats=self._watch.newest)
         verdict = verdict_of(read_evidence(self._files, observed, None))
         ranks.close()
@@ -119,14 +118,13 @@ class _Kept:
         why = describe(self._files.role, verdict)
         if restart.pause_s is None:
             print(f"{why}; it is given up")
-            self._tell(REPLICA_GIVEN_UP, now, why, verdict)
+            self._set_state(REPLICA_GIVEN_UP, now, why, verdict)
             return
         self._due = now + restart.pause_s
-        again = "{}; it starts again in {:.0f} s, restart {} of at most {}"
-        print(again.format(why, restart.pause_s, restart.used, RESTARTS))
-        self._tell(REPLICA_WAITING, now, why, verdict)
+        print(f"{why}; it starts again in {restart.pause_s:.0f} s, restart {restart.used} of at most {RESTARTS}")
+        self._set_state(REPLICA_WAITING, now, why, verdict)
 
-    def _tell(self, state: str, now: float, why: str | None = None, verdict: Verdict | None = None) -> None:
+    def _set_state(self, state: str, now: float, why: str | None = None, verdict: Verdict | None = None) -> None:
         self._state = ReplicaState(
             replica=self._files.number,
             state=state,
@@ -140,11 +138,11 @@ class _Kept:
 
 
 def forget_start(files: Replica) -> None:
-    """Make the folder, without what an earlier start has left there: it would be taken for the next one's. Raises
-    OSError."""
+    """Create the folder of a replica, without the files of an earlier start, which would be mistaken for the next
+    one's. Raises OSError."""
     files.folder.mkdir(parents=True, exist_ok=True)
     for path in [files.listener, files.outcome, files.hang, files.srun, *files.errors()]:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
     for folder in (files.heartbeats, files.address("any").parent):
-        shutil.rmtree(str(folder), ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""What Slurm knows of the job around an attempt, and what it is told about it."""
+"""The Slurm job around an attempt: why it is asked to leave, and the facts that decide whether it starts again."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-from launcher.host.attempt.interfaces import Surroundings
+from launcher.host.attempt.interfaces import Job
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.start_again import bring_back
 from launcher.host.judge.causes import (
@@ -34,12 +34,13 @@ from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.contract.run_records import PlanRecord
 
 
-class SlurmJob(Surroundings):
-    """The job that this process is the host side of.
+class SlurmJob(Job):
+    """Slurm job of this process.
 
     Args:
         notice: seconds of the job's --signal before its time limit.
-        outlives_nodes: it goes on without nodes that die.
+        backoff: seconds before a crashed run starts again.
+        outlives_nodes: whether the job survives nodes that die (--no-kill).
     """
 
     takes_nodes = True
@@ -51,20 +52,20 @@ class SlurmJob(Surroundings):
         self._job: dict[str, str] = {}
 
     def request_for(self, signal_name: str, now: float) -> Drain:
-        # Without a word to Slurm: a controller that preempts many jobs answers late, and the grace time runs.
-        hurry = now if signal_name == "SIGHUP" else None  # of mrl-submit in an allocation: end it now
+        # Slurm is not queried here: a controller that preempts many jobs answers late, and the grace time runs.
+        hurry = now if signal_name == "SIGHUP" else None  # from mrl-submit in an allocation: end now
         return Drain(SIGNALLED, TO_BATCH_HOST.format(signal_name), now, deadline=hurry)
 
     def complete(self, attempt: Attempt, request: Drain) -> Drain:
         cause = self._cause(queries.show_job(self.context.job_id), attempt, request)
         deadline = cause.end
         if deadline is not None and deadline <= time.time():
-            deadline += queries.kill_wait()  # a job that Slurm ends at once still has the seconds until it is killed
+            deadline += queries.kill_wait()  # a job that Slurm ends at once is killed KillWait seconds later
         return completed(request, cause, deadline)
 
     def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
-        """Slurm is asked once more: what began as a preemption may have become a cancellation, and steps may have ended
-        on a signal that never came by here."""
+        """Query Slurm once more: a preemption may have become a cancellation, and steps may have ended on a signal that
+        this process did not get."""
         self._job = show_job_or_complain(self.context.job_id)
         if request is None and not drained and not is_ending(self._job):
             return None
@@ -101,11 +102,7 @@ class SlurmJob(Surroundings):
         bring_back(self.context, attempt, end, returning)
 
     def _cause(self, job: dict[str, str], attempt: Attempt, request: Drain | None) -> Cause:
-        """Why Slurm signals this job; that nobody knows, where it could not be asked.
-
-        Args:
-            job: its record.
-        """
+        """Cause for which Slurm signals this job, by the job's record."""
         end = request.end if request is not None else None
         cancels = queries.preemption_cancels(job)
         cause = cause_of(job, time.time(), self._notice, self.context.restarts, end, cancels)
@@ -115,18 +112,18 @@ class SlurmJob(Surroundings):
             start = start_of(read_ledger(self.context.run, patience=0.0), attempt.number)
         except OSError:
             start = None
-        told = ended_by_slurm(self.context.run, start) if start is not None else None
-        return cause._replace(cause=told or cause.cause)
+        recorded = ended_by_slurm(self.context.run, start) if start is not None else None
+        return cause._replace(cause=recorded or cause.cause)
 
 
 def unfit_before(run: RunDir, attempt: Attempt) -> dict[str, str]:
-    """The nodes that the attempt before did not use, and why."""
+    """Node -> why the previous attempt did not use it."""
     assignment = if_readable(read(NodeAssignment, run.attempt(attempt.number - 1).nodes))
     return assignment.bad if assignment is not None else {}
 
 
 def show_job_or_complain(job_id: str) -> dict[str, str]:
-    """Slurm's record of a job; empty where it does not answer."""
+    """Slurm's record of a job, empty where it does not answer."""
     try:
         return patiently(lambda: queries.show_job(job_id))
     except SlurmRefused as error:
@@ -135,7 +132,7 @@ def show_job_or_complain(job_id: str) -> dict[str, str]:
 
 
 def dead_nodes(hosts: list[str]) -> list[str]:
-    """Those of the nodes that Slurm has lost; none where it cannot be asked."""
+    """Nodes among `hosts` that are dead; empty where Slurm does not answer."""
     try:
         states = queries.node_states(hosts) if hosts else {}
     except SlurmRefused as error:

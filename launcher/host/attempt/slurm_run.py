@@ -1,4 +1,8 @@
-"""A run in a Slurm job, from its start to its end: own it, make it, one attempt after the other in this allocation."""
+"""A run in a Slurm job, from start to end: own it, create it, run one attempt after the other in this allocation.
+
+Where the batch host or its file system fails, the job comes back elsewhere or later; only a refusal is final. The
+number of such returns is limited without any file: by the restarts of the job since its last attempt began.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from launcher.host.process.signals import Signals
 from launcher.host.record.identity import make_token
 from launcher.host.record.ledger import read_ledger_or_complain, starts_in
 from launcher.host.record.logs import LONG_TAIL, signed, tail
-from launcher.host.record.presence import tell_of_loss
+from launcher.host.record.presence import describe_loss
 from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently
 from launcher.host.slurm.formats import expand_hosts, is_dead
@@ -43,14 +47,14 @@ from megatron_rl.contract.codes import (
 from megatron_rl.contract.files import FULL
 from megatron_rl.contract.paths import TRAIN
 
-RETRY_S = 20.0  # over which what fails before an attempt has begun is tried again here
-PAUSE_S = 1.0  # between tries
+RETRY_S = 20.0  # seconds of retries on this host before an attempt has begun
+PAUSE_S = 1.0  # seconds between them
 
 T = TypeVar("T")
 
 
 class JobSettings(NamedTuple):
-    """What the script says about the job."""
+    """Settings that the script passes."""
 
     script: Script
     notice: float  # seconds of --signal before the time limit
@@ -61,7 +65,7 @@ class JobSettings(NamedTuple):
 
 
 def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int:
-    """Run the run in this job, as far as it goes; the exit code."""
+    """Run the attempts that this job allows. Returns the exit code."""
     try:
         return _run(context, settings, signals)
     except Refused as error:
@@ -72,7 +76,7 @@ def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int
         return EXIT_FINISHED
     except (OSError, SlurmRefused) as error:
         return come_back(context, error, settings.script.path)
-    except Exception as error:  # noqa: BLE001 - a fault of ours, too, is no reason for a run to end
+    except Exception as error:  # noqa: BLE001 - not even a bug here may end the run
         traceback.print_exc()
         return come_back(context, error, settings.script.path)
 
@@ -81,7 +85,7 @@ def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:
     lock = _retried(lambda: own(context))
     try:
         _retried(lambda: create(context, settings.script.document))
-        _hear_what_was_missed(context, signals)
+        _add_missed_signal(context, signals)
         end = supervise_attempt(context, settings, signals, lock.descriptor)
         while end.then == STAYS:
             context = without_dead_nodes(context)
@@ -91,17 +95,18 @@ def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:
     return int(end.exit_code or EXIT_FINISHED)
 
 
-def _hear_what_was_missed(context: JobContext, signals: Signals) -> None:
-    """Between the script and this process a signal finds nobody who listens. Slurm knows that it sent one."""
+def _add_missed_signal(context: JobContext, signals: Signals) -> None:
+    """Add a signal that arrived between the script and this process, when nobody listened: Slurm records that it is
+    ending the job."""
     try:
         if is_ending(queries.show_job(context.job_id)):
             signals.add("SIGTERM")
-    except SlurmRefused as error:  # then what becomes of the job tells
+    except SlurmRefused as error:  # the end of the job will show it
         print(error, file=sys.stderr)
 
 
 def supervise_attempt(context: JobContext, settings: JobSettings, signals: Signals, lock: int) -> AttemptEnd:
-    """Run the next attempt, to its end. Raises OSError where it cannot begin.
+    """Run the next attempt to its end. Raises OSError where it cannot begin.
 
     Args:
         lock: descriptor of the run's lock.
@@ -125,14 +130,14 @@ def supervise_attempt(context: JobContext, settings: JobSettings, signals: Signa
         if kept.count:
             make_token(context.run)
         replicas = Replicas(attempt, kept.count, kept.start, silence_limit)
-        runner.also.append(lambda now: None if runner.leaving else replicas.look(now))
+        runner.tasks.append(lambda now: None if runner.leaving else replicas.poll(now))
         harvest = Harvest(context, steps, attempt, kept.count, settings.harvest)
-        runner.also.append(lambda now: None if runner.leaving else harvest.look(now))
+        runner.tasks.append(lambda now: None if runner.leaving else harvest.poll(now))
         try:
             code = _train(runner, steps, assignment)
         finally:
             harvest.stop()
-            runner.also.clear()
+            runner.tasks.clear()
         if settings.checks.image is not None:
             preparation.forget_containers(runner.request)
     except (AskedToLeave, NotEnoughNodes):
@@ -146,41 +151,41 @@ def supervise_attempt(context: JobContext, settings: JobSettings, signals: Signa
         if getattr(error, "errno", None) not in FULL:
             job.unfit = dict(job.unfit, **{context.batch_host: f"as the batch host: {error}"})
             runner.ask_to_leave(Drain(BAD_NODES, "the host side", time.time()))
-    except Exception as error:  # noqa: BLE001 - a fault of ours has to be a crash on record, or it comes back for ever
+    except Exception as error:  # noqa: BLE001 - a bug here must be recorded as a crash, or the job returns for ever
         unready = f"{type(error).__name__}: {error}"
         traceback.print_exc()
     steps.stop_all()
-    if runner.has_lost_directory():  # and it does not come back: a next start would make an empty run of that name
-        raise Refused(tell_of_loss(context.run))
-    signals.take()  # what comes from here on is for an attempt that follows
+    if runner.has_lost_directory():  # final: another start would create an empty run of that name
+        raise Refused(describe_loss(context.run))
+    signals.take()  # later signals are for the next attempt
     observed = runner.observed(code, unready)._replace(unready_host=unready_host)
     return close(context.run, attempt, job, observed, runner.request, began)
 
 
 def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment) -> int:
-    """The exit code of the training step."""
+    """Run the training step. Returns its exit code."""
     errors = runner.attempt.srun
     train = steps.start(TRAIN, assignment.steps[TRAIN], errors=str(errors))
     runner.training = True
     runner.wait(lambda: train.exit_code() is not None)
-    runner.look(time.time())
+    runner.poll(time.time())
     code = signed(train.exit_code() or 0)
     if code and not (runner.request or runner.attempt.outcome.exists() or runner.attempt.errors()):
         runner.wait_for_reason()
-    sys.stderr.write(tail(errors, LONG_TAIL))  # it names the rank that was killed
+    sys.stderr.write(tail(errors, LONG_TAIL))  # srun names the rank that was killed
     steps.stop_all()
     return code
 
 
 def without_dead_nodes(context: JobContext) -> JobContext:
-    """The job with the nodes that are left of its allocation; with all where Slurm cannot be asked."""
+    """Return the job with the nodes of its allocation that are alive; with all where Slurm does not answer."""
     given = context.given or len(context.hosts)
     try:
         job = patiently(lambda: queries.show_job(context.job_id))
-        still = expand_hosts(job["NodeList"])  # --no-kill takes out those that Slurm gave up
+        still = expand_hosts(job["NodeList"])  # with --no-kill Slurm removes the dead ones
         states = patiently(lambda: queries.states_of_all(still))
     except (SlurmRefused, KeyError, ValueError) as error:
-        print(f"which nodes are left is not known: {error}", file=sys.stderr)
+        print(f"Slurm does not say which nodes are left: {error}", file=sys.stderr)
         return context._replace(given=given)
     hosts = [host for host in context.hosts if not is_dead(states.get(host, "unknown"))]
     environ = dict(context.environ, SLURM_JOB_NUM_NODES=str(len(hosts)), SLURM_JOB_NODELIST=",".join(hosts))
@@ -188,8 +193,8 @@ def without_dead_nodes(context: JobContext) -> JobContext:
 
 
 def _retried(work: Callable[[], T]) -> T:
-    """What `work` returns, tried again for a while where the file system or Slurm fails. A full disk is not waited
-    for."""
+    """Return the result of `work`, which is retried for RETRY_S while the file system or Slurm fails. A full disk is
+    not retried."""
     give_up = time.monotonic() + RETRY_S
     while True:
         try:
@@ -202,11 +207,11 @@ def _retried(work: Callable[[], T]) -> T:
 
 
 def come_back(context: JobContext, error: Exception, script: str) -> int:
-    """Have the job start again, before an attempt has begun: nothing is lost by then, and nobody may be there to resume
-    the run. Returns the exit code.
+    """Start the job again after a failure before any attempt began, since no user may be there to resume the run.
+    Returns the exit code.
 
     Args:
-        script: that runs this job; the run directory may not hold one yet, or cannot be read.
+        script: script of this job; the run directory may not hold one yet, or cannot be read.
     """
     job = show_job_or_complain(context.job_id)
     facts = Facts(can_return=has_script(job), requeueable=is_requeueable(job))
@@ -215,8 +220,8 @@ def come_back(context: JobContext, error: Exception, script: str) -> int:
     tries = 0 if full else context.faults + context.restarts - _restarts_at_last_start(context, history)
     where = f"{context.run.root} on {context.batch_host}: {error}"
     if then == OVER or tries >= HOST_TRIES:
-        why = "" if then == OVER else f" {tries} starts in a row came to nothing;"
-        print(f"error: {where};{why} nothing is lost, mrl resume goes on", file=sys.stderr)
+        why = "" if then == OVER else f" {tries} starts in a row failed;"
+        print(f"error: {where};{why} nothing is lost, mrl resume continues", file=sys.stderr)
         return EXIT_DRAINED if full else EXIT_CRASHED
     if full:
         what = f"make room, the job comes back in {ROOM_AGAIN_S / 60:.0f} min"
@@ -236,5 +241,5 @@ def come_back(context: JobContext, error: Exception, script: str) -> int:
 
 
 def _restarts_at_last_start(context: JobContext, history: list[LedgerLine]) -> int:
-    """How often this job had been requeued when an attempt of it last began; -1: none has."""
+    """Number of requeues of this job when its last attempt began; -1: none has."""
     return max([start.restart for start in starts_in(history) if start.job_id == context.job_id] or [-1])

@@ -1,18 +1,18 @@
-"""The steps of a Slurm job: functions of its script, each of which becomes one srun.
+"""Steps of a Slurm job: functions of its script, each of which becomes one srun.
 
-An inference replica is a step of its own: a lost one takes nobody else along.
+Each inference replica is a step of its own, so that a lost one does not end the others.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from launcher.host.attempt.begin import CodePaths
-from launcher.host.attempt.interfaces import Steps, World
+from launcher.host.attempt.interfaces import ReplicaRanks, Steps
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_job import dead_nodes
 from launcher.host.judge.nodes import replaced
@@ -27,37 +27,41 @@ from megatron_rl.contract.codes import ATTEMPT_VARIABLE, START_VARIABLE
 from megatron_rl.contract.paths import TRAIN, Attempt, Replica
 from megatron_rl.contract.records import write
 
-LEAVE_LIMIT_S = 30.0  # that the srun of a step has to end when it is told to; Slurm ends what is left
-DOCUMENT_LIMIT_S = 30.0
+LEAVE_LIMIT_S = 30.0  # seconds from SIGTERM to the kill of a step's srun; Slurm then ends the tasks that are left
+DOCUMENT_LIMIT_S = 30.0  # seconds to print a document
 
-# The script is always run by `bash -p`, which reads no BASH_ENV and takes no functions from the environment: what they
-# print would be a part of a document, and what they do a part of a step.
+# The script always runs under `bash -p`, which ignores BASH_ENV and functions in the environment: their output would
+# become part of a document, and their effects part of a step.
+
+
+def _slurm_name(signum: int) -> str:
+    """Name of a signal as scancel takes it, such as USR1."""
+    return signal.Signals(signum).name[len("SIG") :]
 
 
 class Script:
-    """The sbatch script that started this process: it says what each step is."""
+    """The sbatch script that started this process. It defines the steps and carries documents."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def document(self, name: str) -> str:
-        """A document that it carries, or the `script` itself. Raises OSError."""
+        """Text of a document, or of the `script` itself. Raises OSError."""
         if name == "script":
-            with open(self.path, encoding="utf-8") as file:
-                return file.read()
+            return Path(self.path).read_text(encoding="utf-8")
         try:
             done = run_limited(["bash", "-p", self.path, "document", name], DOCUMENT_LIMIT_S)
             done.check_returncode()
         except subprocess.SubprocessError as error:
-            raise OSError(f"the script does not give its {name}: {error}") from error
+            raise OSError(f"the script does not print its {name}: {error}") from error
         return done.stdout.decode("utf-8")
 
 
 class SlurmSteps(Steps):
-    """The steps of one attempt.
+    """Steps of one attempt.
 
     Args:
-        lock: descriptor of the run's lock, which they keep held.
+        lock: descriptor of the run's lock, which every step inherits and so holds.
     """
 
     def __init__(self, context: JobContext, script: Script, attempt: Attempt, lock: int) -> None:
@@ -67,12 +71,12 @@ class SlurmSteps(Steps):
         self._folder: str | None = None
         self._killed = False
         if context.given:
-            self._environ["MRL_OVERLAP"] = "1"  # Slurm still counts the CPUs of the step that was lost as busy (seen)
+            self._environ["MRL_OVERLAP"] = "1"  # Slurm still counts the CPUs of the lost step as busy (seen)
 
     def use_code(self, code: CodePaths) -> None:
-        """Have the steps work in, and import from, this snapshot."""
+        """Set the snapshot that the steps work in and import from."""
         self._environ["PYTHONPATH"], self._folder = code.pythonpath, code.folder
-        self._environ["PWD"] = code.folder  # bash keeps this name of it: containers may not know what a link leads to
+        self._environ["PWD"] = code.folder  # bash keeps this path; the target of a link may not exist in a container
 
     def start(
         self,
@@ -84,9 +88,9 @@ class SlurmSteps(Steps):
         """Start a step. Raises OSError.
 
         Args:
-            name: of a function of the script; of several steps with one function, with a number: infer-0.
-            errors: file for what srun says; default: our own log.
-            variables: that this step has beside the others'.
+            name: function of the script; with a number, such as infer-0, where several steps share the function.
+            errors: file for srun's own output; default: the batch log.
+            variables: further environment variables of this step.
         """
         self._stop([name], 0.0)
         child = Child(
@@ -103,27 +107,27 @@ class SlurmSteps(Steps):
     def elsewhere(
         self, name: str, hosts: str, options: Sequence[str], variables: dict[str, str]
     ) -> tuple[list[str], dict[str, str]]:
-        """The command of another job that runs a step of ours on nodes of its own, and the environment to submit it in.
+        """Return the command of another job that runs a step on nodes of its own, and the environment to submit it in.
 
         Args:
-            hosts: shell that says which nodes it has.
-            options: of sbatch, for that job.
-            variables: that the step has beside the others'.
+            hosts: shell expression of its nodes, such as `$SLURM_JOB_NODELIST`.
+            options: options of sbatch for that job.
+            variables: further environment variables of the step.
         """
         command = ["bash", "-pc", f'exec bash -p "$0" step "$1" "{hosts}"', self._script.path, name]
         return command, dict(submitting_environment("\n".join(options), self._environ), **variables)
 
     @property
     def folder(self) -> str:
-        """That the steps work in."""
-        return self._folder or os.getcwd()
+        """Working directory of the steps."""
+        return self._folder or str(Path.cwd())
 
     def stop_all(self) -> None:
-        """End all steps that still run; srun ends its tasks when it is told to."""
+        """End all steps that still run; srun passes SIGTERM on to its tasks."""
         self._stop(list(self._children), LEAVE_LIMIT_S)
 
     def signal(self, signum: int) -> None:
-        orders.signal_steps(self._context.job_id, signal.Signals(signum).name[len("SIG") :])
+        orders.signal_steps(self._context.job_id, _slurm_name(signum))
 
     def end(self, now: float, hurried: bool) -> None:
         if not self._killed:
@@ -157,7 +161,7 @@ class SlurmReplicas:
         """How many there are."""
         return sum(step != TRAIN for step in self._assignment.steps)
 
-    def start(self, number: int, start: int) -> World:
+    def start(self, number: int, start: int) -> ReplicaRanks:
         """Start a replica; see replicas.Start. Raises OSError."""
         files = self._attempt.replica(number)
         if start:
@@ -171,10 +175,10 @@ class SlurmReplicas:
         if assignment != self._assignment:
             write(self._attempt.nodes, assignment)  # for mrl attach
             self._assignment = assignment
-            print("{} goes on on {}".format(step, ", ".join(assignment.steps[step])))
+            print(f"{step} continues on {', '.join(assignment.steps[step])}")
 
 
-class _Step(World):
+class _Step(ReplicaRanks):
     """The step of one start of a replica."""
 
     def __init__(self, job_id: str, files: Replica, step: Child, hosts: list[str]) -> None:
@@ -183,13 +187,13 @@ class _Step(World):
 
     def observed(self, now: float) -> Observed | None:
         code = self._step.exit_code()
-        return None if code is None else Observed(exits=None, code=signed(code))  # srun's words tell of the ranks
+        return None if code is None else Observed(exits=None, code=signed(code))  # srun's output names the ranks
 
     def signal(self, signum: int) -> None:
-        orders.signal_step(self._job_id, self._files.role, signal.Signals(signum).name[len("SIG") :])
+        orders.signal_step(self._job_id, self._files.role, _slurm_name(signum))
 
     def end(self, now: float, hurried: bool) -> None:
-        """Through Slurm: srun would wait for tasks that are stopped."""
+        """Kill the step through Slurm: srun would wait for stopped tasks."""
         if not self._killed:
             self.signal(signal.SIGKILL)
             self._killed = True

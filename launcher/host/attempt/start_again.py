@@ -1,7 +1,10 @@
-"""Have a job start again, as the ledger says it should: by requeueing it, or by submitting another one in its place.
+"""Start a job again, as the ledger says: requeue it, or submit its successor, without the nodes that failed the run.
 
-The ledger's line of the end is the intention. `Attempt.requeued` confirms it, or holds what went wrong. What is not
+The ledger's line of the end states the intention; `Attempt.requeued` confirms it, or holds the error. What is not
 confirmed when the run starts again was cut short, and is done then.
+
+A node that failed the run is used again after a day: by then it is repaired, or fails again. It is excluded only while
+Slurm has enough other nodes, since a job that excludes too many waits for ever (seen on 22.05, as BadConstraints).
 """
 
 from __future__ import annotations
@@ -24,22 +27,23 @@ from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import ABSENT, if_readable, read, write
 from megatron_rl.contract.run_records import Owner, RunIdentity
 
-OUTAGE_S = 1800.0  # a controller that starts again or is updated; meanwhile nobody else gets the nodes either
-LIMIT_S = 25.0  # what a process has left after its own requeue is KillWait, 30 by default
-AGAIN_S = 0.5  # between tries
-SOON_S = 5.0  # for which nobody is sent back into the queue
+OUTAGE_S = 1800.0  # seconds to wait for a controller that restarts; meanwhile nobody else gets the nodes either
+LIMIT_S = 25.0  # seconds for orders after the job's requeue: this process is killed after KillWait, 30 by default
+AGAIN_S = 0.5  # seconds between tries
+SOON_S = 5.0  # seconds of a pause that are too short to go back into the queue
+EXCLUDED_FOR_S = 86400.0  # seconds for which a node that failed the run is avoided
 
 T = TypeVar("T")
 
 
 def bring_back(context: JobContext, attempt: Attempt, end: AttemptEnd, returning: bool = False) -> bool:
-    """Start the job again if the end of its attempt says that this is ours to do, and note what came of it. Never
-    raises for Slurm or the disk: a process that has closed an attempt has to end either way.
+    """Start the job again if the end of its attempt says so, and record the result. Never raises for Slurm or the disk:
+    a process that has closed an attempt has to end either way.
 
     Args:
-        returning: Slurm has requeued the job already, which can be kept from nodes then.
+        returning: whether Slurm has requeued the job already; then it can still be kept from nodes.
 
-    Returns whether the job is in Slurm's queue again, or its successor.
+    Returns whether the job, or its successor, is in Slurm's queue.
     """
     if end.then in (HELD, OVER):
         _stay_away(context)
@@ -54,27 +58,27 @@ def bring_back(context: JobContext, attempt: Attempt, end: AttemptEnd, returning
 
 
 def _stay_away(context: JobContext) -> None:
-    """Keep Slurm from starting a job once more that has ever been preempted.
+    """Keep Slurm from starting a job again that has ever been preempted.
 
-    Slurm 24.05 and later marks a job at the beginning of its grace time and requeues it when its script ends with this
-    mark. `scontrol requeue` does not remove the mark (seen on 24.11), so it may be that of an earlier preemption.
+    Slurm 24.05 and later mark a job at the beginning of its grace time, and requeue it when its script ends. `scontrol
+    requeue` does not remove the mark (seen on 24.11), so an earlier preemption may have left it.
     """
     ends = ends_in(read_ledger_or_complain(context.run))
     if any(end.cause == PREEMPTED and end.job_id == context.job_id for end in ends):
         try:
             orders.forbid_requeue(context.job_id)
-        except SlurmRefused as error:  # the next start finds that there is nothing to do
+        except SlurmRefused as error:  # the next start will find nothing to do
             print(error, file=sys.stderr)
 
 
 def start_again(
     context: JobContext, end: AttemptEnd, script: str | None = None, environment: dict[str, str] | None = None
 ) -> Requeued:
-    """Have the job start again; the nodes that it avoids then (None: undecided), and what Slurm refused of all this.
+    """Start the job again. Returns the record of it: the nodes that the job avoids, and what Slurm refused.
 
     Args:
-        script: that a successor runs; None: the one in the run directory.
-        environment: variables that it is to have beside ours.
+        script: script of a successor; None: the one in the run directory.
+        environment: variables of a successor, added to those of this process.
     """
     avoid: list[str] | None = None
     problems: list[str | None] = []
@@ -87,11 +91,11 @@ def start_again(
             _submit_successor(context, end, script, environment or {})
             queued = postponed = True
         else:
-            # First, for once the job is requeued this process has seconds: Slurm sends SIGTERM to everything here,
+            # The nodes come first, since this process has only seconds once the job is requeued: Slurm sends SIGTERM,
             # which we ignore, and then SIGKILL.
             try:
                 listed, avoid = _nodes_to_avoid(context, end)
-            except (SlurmRefused, OSError) as error:  # it starts again all the same
+            except (SlurmRefused, OSError) as error:  # the job starts again all the same
                 problems.append(str(error))
             if end.then == BY_US:
                 patiently(lambda: orders.requeue(context.job_id), OUTAGE_S)
@@ -113,16 +117,17 @@ def start_again(
 
 
 def _nodes_to_avoid(context: JobContext, end: AttemptEnd) -> tuple[list[str], list[str]]:
-    """Those that the job avoids as it is, and those that it is to avoid from now on. Raises SlurmRefused."""
+    """Return the nodes that the job avoids now, and those that it should avoid from now on. Raises SlurmRefused."""
     if not end.excluded and not excluded_since(read_ledger_or_complain(context.run)):
         return [], []
-    patience = LIMIT_S if end.then == BY_US else 0.0  # not for long: the job may be short of time
+    patience = LIMIT_S if end.then == BY_US else 0.0  # short, since the job may be about to be killed
     listed = patiently(lambda: queries.avoided_nodes(queries.show_job(context.job_id)), patience)
     return listed, patiently(lambda: nodes_to_avoid(context.run, end, listed, time.time()), patience)
 
 
 def _until(limit: float, act: Callable[[], None]) -> str | None:
-    """The last refusal, if the time was over before it was accepted: a job on its way back is not pending yet."""
+    """Repeat an order until Slurm accepts it: a job that is being requeued is not pending at once. Returns the last
+    refusal where `limit` (monotonic seconds) passes first."""
     while True:
         try:
             act()
@@ -134,7 +139,7 @@ def _until(limit: float, act: Callable[[], None]) -> str | None:
 
 
 def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environment: dict[str, str]) -> None:
-    """Raises SlurmRefused, OSError. What Slurm refuses to tell before keeps no successor from being submitted."""
+    """Submit a successor, with as much of the present job's record as Slurm shows. Raises SlurmRefused, OSError."""
     run = context.run
     give_up = time.monotonic() + OUTAGE_S
     nothing: dict[str, str] = {}
@@ -142,7 +147,7 @@ def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environ
     job = _answer_or(nothing, lambda: queries.show_job(context.job_id), give_up)
     name = job.get("JobName") or context.environ.get("SLURM_JOB_NAME", run.root.name)
     avoid = _answer_or(nobody, lambda: nodes_to_avoid(run, end, queries.avoided_nodes(job), time.time()), give_up)
-    before = set(_answer_or(nobody, lambda: queries.waiting_for(context.job_id, name), give_up))  # those of a sweep
+    before = set(_answer_or(nobody, lambda: queries.waiting_for(context.job_id, name), give_up))  # a sweep's next jobs
     identity = if_readable(read(RunIdentity, run.identity))
     comment = job.get("Comment", "")
     if identity is not None and identity.id not in comment:
@@ -151,10 +156,10 @@ def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environ
 
     def submit() -> str:
         fresh = sorted(set(queries.waiting_for(context.job_id, name)) - before) if tried else []
-        if fresh:  # Slurm had taken it, and its answer was lost
+        if fresh:  # Slurm had accepted it, and its answer was lost
             return fresh[0]
         if tried and isinstance(tried[-1], SlurmUnclear):
-            raise tried[-1]  # it did as if it had taken it: a second one would be a second job
+            raise tried[-1]  # sbatch succeeded: a second call might submit a second job
         try:
             return orders.submit_successor(context.job_id, script, name, comment, end.not_before, avoid, environment)
         except SlurmSilent as error:
@@ -162,13 +167,13 @@ def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environ
             raise
 
     job_id = patiently(submit, OUTAGE_S)
-    print(f"job {job_id} goes on with the run")
+    print(f"job {job_id} continues the run")
     write_owner(context, job_id, name, identity.id if identity else "", succeeds=context.job_id)
 
 
 def _answer_or(default: T, ask_slurm: Callable[[], T], give_up: float) -> T:
-    """What Slurm answers; the default, with a word in the log, where it does not by a time (monotonic), or the disk
-    fails."""
+    """Return Slurm's answer; the default, with the error in the log, where it does not answer until `give_up`
+    (monotonic seconds) or the disk fails."""
     try:
         return patiently(ask_slurm, give_up - time.monotonic())
     except (SlurmRefused, OSError) as error:
@@ -177,10 +182,10 @@ def _answer_or(default: T, ask_slurm: Callable[[], T], give_up: float) -> T:
 
 
 def write_owner(context: JobContext, job_id: str, name: str, run_id: str, succeeds: str | None = None) -> None:
-    """Enter a job as the one that owns the run, and in the user's index. Raises OSError.
+    """Record a job as the owner of the run, and in the user's index. Raises OSError.
 
     Args:
-        name: of the job.
+        name: name of the job.
     """
     by, slurm_cluster = os.environ.get("USER", ""), context.slurm_cluster
     write(context.run.job, Owner(job_id, context.cluster, time.time(), by, slurm_cluster, succeeds, run_id, name))
@@ -188,14 +193,13 @@ def write_owner(context: JobContext, job_id: str, name: str, run_id: str, succee
 
 
 def is_too_early(context: JobContext, attempt: Attempt, end: AttemptEnd) -> bool:
-    """Whether this job started before its back-off was over because Slurm was never told of it: the process that should
-    have was killed before it could say that it had, or Slurm refused it. Not when Slurm was told, and somebody then
-    wanted the job sooner.
+    """Whether this job started before its back-off was over because Slurm never got the order to postpone it: the
+    process that had to give it was killed before it confirmed it, or Slurm refused it. False where Slurm got the order
+    and the user then started the job sooner.
 
-    Slurm itself shows too little to tell these apart: of a job that runs, StartTime is when it started, and
-    EligibleTime is that of the last wish, whoever had it. A job that Slurm requeued (BY_SLURM) is not sent away again:
-    it has waited in the queue since, for as long as Slurm holds what it requeues. A record that cannot be read may be
-    one of a pause that Slurm was told of.
+    Slurm's own record cannot distinguish these: StartTime of a running job is when it started, and EligibleTime that of
+    the last order. A job that Slurm requeued (BY_SLURM) has waited in the queue already. A record that cannot be read
+    may confirm the order.
     """
     if (
         end.then != BY_US
@@ -204,44 +208,40 @@ def is_too_early(context: JobContext, attempt: Attempt, end: AttemptEnd) -> bool
         or end.not_before <= time.time() + SOON_S
     ):
         return False
-    told = read(Requeued, attempt.requeued)
-    return told is ABSENT or (isinstance(told, Requeued) and told.queued and not told.postponed)
-
-
-EXCLUDED_FOR_S = 86400.0
+    done = read(Requeued, attempt.requeued)
+    return done is ABSENT or (isinstance(done, Requeued) and done.queued and not done.postponed)
 
 
 def nodes_to_avoid(run: RunDir, end: AttemptEnd, listed: list[str], now: float) -> list[str]:
-    """All nodes that the job is to avoid from now on. Raises SlurmRefused.
+    """All nodes that the job should avoid from now on. Raises SlurmRefused.
 
     Args:
-        end: of the attempt that has ended.
-        listed: nodes that the job avoids as it is.
+        end: end of the last attempt.
+        listed: nodes that the job avoids now.
     """
     history = read_ledger_or_complain(run)
     fresh = just_excluded(history, end)
     since = dict(excluded_since(history), **dict.fromkeys(fresh, now))
     theirs = [host for host in listed if host not in since]
-    # One of ours that is not listed was taken off by somebody.
+    # The user took a node of ours off the list where it is not in there any more.
     ours = [host for host in since if host in fresh or (host in listed and now < since[host] + EXCLUDED_FOR_S)]
     if ours:
-        known = queries.node_states(theirs + ours)  # one that the cluster has no more makes Slurm refuse them all
+        known = queries.node_states(theirs + ours)  # Slurm refuses a list with a node that no longer exists
         theirs, ours, fresh = ([host for host in hosts if host in known] for hosts in (theirs, ours, fresh))
     for avoided in (ours, fresh, []):
         if not avoided or queries.could_start(str(run.script), theirs + avoided):
             break
     dropped = sorted(set(ours) - set(avoided))
     if dropped:
-        print("not avoided, because without them too few nodes are left: {}".format(", ".join(dropped)))
+        print(f"not avoided, because without them too few nodes are left: {', '.join(dropped)}")
     return sorted(set(theirs + avoided))
 
 
 def just_excluded(history: list[LedgerLine], end: AttemptEnd) -> list[str]:
-    """Nodes that failed the run since Slurm last chose its nodes: where the next attempt began in the same allocation,
-    Slurm was not told of them.
+    """Nodes that failed the run in the present allocation, over all attempts in it: Slurm does not know them yet.
 
     Args:
-        end: of the attempt that has ended.
+        end: end of the last attempt.
     """
     hosts = list(end.excluded)
     for earlier in reversed([line for line in ends_in(history) if line.attempt < end.attempt]):
@@ -252,5 +252,5 @@ def just_excluded(history: list[LedgerLine], end: AttemptEnd) -> list[str]:
 
 
 def excluded_since(history: list[LedgerLine]) -> dict[str, float]:
-    """Node -> when the run was last excluded from it, since somebody last had a look at the run."""
+    """Node -> unix time at which the run last excluded it, since the run was last held for the user."""
     return {host: end.at for end in policy.since_held(history) for host in end.excluded}

@@ -35,7 +35,7 @@ class HangWatch:
         self._seen: dict[int, tuple[float, float]] = {}
         self.newest: list[Heartbeat] = []
 
-    def look(self, now: float) -> Hang | None:
+    def poll(self, now: float) -> Hang | None:
         """The rank that hangs. Called as often as you like from when the ranks are started. Raises OSError."""
         if self._limit <= 0 or now < self._looked + self._every:
             return None

@@ -66,7 +66,7 @@ class Presence:
         return None
 
 
-def tell_of_loss(run: RunDir) -> str:
+def describe_loss(run: RunDir) -> str:
     """Say that a run lost its directory, and write it beside the place where that was: its own log went with it."""
     said = f"{run.root}: the directory of this run was removed, moved or replaced while it ran, so its ranks were ended"
     try:

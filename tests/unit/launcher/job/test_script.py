@@ -317,7 +317,7 @@ esac
     def test_but_not_for_ever(self, start):
         run, told = start(4)
         assert (run.returncode, told) == (1, [])
-        assert "5 starts in a row came to nothing, mrl resume goes on" in run.stderr
+        assert "5 starts in a row failed, mrl resume continues" in run.stderr
 
     def test_where_attempts_have_begun_since_it_has_all_its_tries_again(self, start):
         lines = [AttemptStart(number, 0.0, job_id="7", restart=number - 1) for number in (1, 2, 3, 4)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from launcher.host.attempt import runner as runner_module
-from launcher.host.attempt.interfaces import Steps, Surroundings
+from launcher.host.attempt.interfaces import Job, Steps
 from launcher.host.attempt.runner import LEAVE_LIMIT_S, AttemptRunner
 from launcher.host.judge.evidence import RankExit
 from launcher.host.judge.policy import Facts
@@ -44,7 +44,7 @@ class AskedToLeave(Steps):
             self.calls.append("KILL")
 
 
-class Job(Surroundings):
+class ScriptedJob(Job):
     takes_nodes = True
 
     def __init__(self, asked: AskedToLeave) -> None:
@@ -73,7 +73,7 @@ class Watched:
 
     def __init__(self, root: Path) -> None:
         self.asked = AskedToLeave()
-        self.job = Job(self.asked)
+        self.job = ScriptedJob(self.asked)
         self.attempt = RunDir(root).attempt(1)
         self.attempt.heartbeats.mkdir(parents=True)
         self.now = time.time()
@@ -86,11 +86,11 @@ class Watched:
             beat = Heartbeat(rank, 2, "here", phase, 1, 1, self.now - silent, self.now, 10.0)
             write(self.attempt.heartbeat(rank), beat)
 
-    def look(self, *seconds: float) -> list[str]:
+    def poll(self, *seconds: float) -> list[str]:
         """At these times; what was asked since."""
         before = len(self.asked.calls)
         for after in seconds:
-            self.runner.look(self.now + after)
+            self.runner.poll(self.now + after)
         return self.asked.calls[before:]
 
     def train(self) -> Watched:
@@ -121,7 +121,7 @@ def failing(times: int, error: Exception, then: Callable[..., Any]) -> Callable[
 
 
 def test_a_hang_is_recorded_and_the_steps_show_their_stacks_before_they_are_ended(watched):
-    assert watched.train().look(0, 10, 11, 12, 20) == ["SIGQUIT", "KILL"]
+    assert watched.train().poll(0, 10, 11, 12, 20) == ["SIGQUIT", "KILL"]
     hang = read(Hang, watched.attempt.hang)
     assert (hang.rank, hang.phase) == (1, "generate")
     assert watched.runner.observed().hang == hang
@@ -131,10 +131,10 @@ def test_a_hang_is_recorded_and_the_steps_show_their_stacks_before_they_are_ende
 def test_of_two_deadlines_the_earlier_one_counts(watched, first, then):
     watched.send_heartbeats(silent=0.0)
     watched.train().ask(deadline=watched.now + first)
-    assert "KILL" not in watched.look(0)
+    assert "KILL" not in watched.poll(0)
     watched.ask(deadline=watched.now + then)
-    assert "KILL" not in watched.look(50)
-    assert "KILL" in watched.look(56)
+    assert "KILL" not in watched.poll(50)
+    assert "KILL" in watched.poll(56)
 
 
 def test_of_two_requests_the_first_says_why_and_the_earlier_deadline_by_when(watched):
@@ -143,16 +143,16 @@ def test_of_two_requests_the_first_says_why_and_the_earlier_deadline_by_when(wat
         watched.runner.ask_to_leave(Drain(cause, "test", watched.now, deadline=deadline))
     assert watched.runner.request == Drain("signal", "test", watched.now, deadline=watched.now + 60)
     watched.train().send_heartbeats(silent=0.0)
-    assert "KILL" not in watched.look(0, 54)
-    assert "KILL" in watched.look(55)
+    assert "KILL" not in watched.poll(0, 54)
+    assert "KILL" in watched.poll(55)
 
 
 def test_a_request_that_somebody_has_replaced_stands_as_he_wrote_it(watched):
     watched.train().send_heartbeats(silent=0.0)
     watched.ask(deadline=watched.now + 60)
-    watched.look(0)
+    watched.poll(0)
     watched.ask("cancelled", deadline=watched.now + 100)
-    watched.look(1, 2)
+    watched.poll(1, 2)
     assert watched.runner.request == read(Drain, watched.attempt.drain)
     assert (watched.runner.request.cause, watched.runner.request.deadline) == ("cancelled", watched.now + 100)
 
@@ -161,11 +161,11 @@ def test_but_for_an_earlier_deadline_of_ours_that_the_disk_has_not_taken_yet(wat
     watched.train().send_heartbeats(silent=0.0)
     watched.runner.ask_to_leave(Drain("preempted", "us", watched.now, deadline=watched.now + 60))
     monkeypatch.setattr(runner_module, "write", failing(99, FULL, write))
-    watched.look(0)
+    watched.poll(0)
     watched.ask("cancelled", deadline=watched.now + 100)
-    watched.look(1)
+    watched.poll(1)
     monkeypatch.undo()
-    watched.look(2)
+    watched.poll(2)
     assert read(Drain, watched.attempt.drain) == Drain("cancelled", "test", watched.now, deadline=watched.now + 60)
 
 
@@ -174,46 +174,46 @@ def test_once_a_rank_has_left_the_others_have_a_minute_to_follow(watched):
     watched.asked.end_together = watched.job.takes_nodes = False
     watched.train().send_heartbeats(silent=0.0)
     watched.asked.exits = lambda: [RankExit(1, 0)]
-    assert "KILL" not in watched.look(0, LEAVE_LIMIT_S - 1)
-    assert "KILL" in watched.look(LEAVE_LIMIT_S)
+    assert "KILL" not in watched.poll(0, LEAVE_LIMIT_S - 1)
+    assert "KILL" in watched.poll(LEAVE_LIMIT_S)
     assert watched.runner.observed().late == "rank 1 left, the others did not follow"
 
 
 def test_nobody_hangs_before_the_ranks_are_started(watched):
-    assert watched.look(0, 10, 20) == []
+    assert watched.poll(0, 10, 20) == []
 
 
 def test_slurm_is_told_again_what_it_did_not_hear(watched, monkeypatch):
     monkeypatch.setattr(watched.asked, "end", failing(2, SILENT, watched.asked.end))
     monkeypatch.setattr(watched.asked, "signal", failing(2, SILENT, watched.asked.signal))
-    assert watched.train().look(0, 10, 12, 13, 14) == ["SIGQUIT", "KILL"]
+    assert watched.train().poll(0, 10, 12, 13, 14) == ["SIGQUIT", "KILL"]
 
 
 def test_a_full_disk_keeps_no_hang_from_being_ended(watched, monkeypatch):
     monkeypatch.setattr(runner_module, "write", failing(9, FULL, write))
-    assert watched.train().look(0, 10, 11, 12, 13) == ["SIGQUIT", "KILL"]
+    assert watched.train().poll(0, 10, 11, 12, 13) == ["SIGQUIT", "KILL"]
     assert watched.runner.observed().hang is not None, "it is known here all the same"
 
 
 def test_when_a_collective_timed_out_all_show_where_they_are_once(watched):
     write(watched.attempt.error(0), RankError(0, "here", 1, "train", "RuntimeError: Timed out", waited=True))
     watched.send_heartbeats(silent=0.0)
-    assert watched.train().look(0, 10, 20) == ["SIGQUIT"]
+    assert watched.train().poll(0, 10, 20) == ["SIGQUIT"]
 
 
 def test_another_error_needs_no_stacks(watched):
     write(watched.attempt.error(0), RankError(0, "here", 1, "train", "ValueError: bad"))
     watched.send_heartbeats(silent=0.0)
-    assert watched.train().look(0, 10, 20) == []
+    assert watched.train().poll(0, 10, 20) == []
 
 
 def test_a_request_to_leave_reaches_the_steps_and_its_deadline_is_kept(watched):
     watched.send_heartbeats(silent=0.0)
     watched.ask(deadline=watched.now + 20)
-    assert watched.train().look(0) == ["SIGUSR1"]
-    assert watched.look(1, 4, 6) == ["SIGUSR1"], "reminded, but not at every look"
-    assert watched.look(14) == ["SIGUSR1"]
-    assert watched.look(15, 16, 17) == ["KILL"], "the last moment is needed to close the attempt"
+    assert watched.train().poll(0) == ["SIGUSR1"]
+    assert watched.poll(1, 4, 6) == ["SIGUSR1"], "reminded, but not at every look"
+    assert watched.poll(14) == ["SIGUSR1"]
+    assert watched.poll(15, 16, 17) == ["KILL"], "the last moment is needed to close the attempt"
     assert watched.runner.observed().late is None, "whoever takes the nodes is to blame"
 
 
@@ -223,7 +223,7 @@ def test_a_signal_is_passed_on_before_slurm_is_asked_why(watched, monkeypatch, w
     if not written:
         monkeypatch.setattr(runner_module, "write", failing(99, FULL, write))
     os.kill(os.getpid(), signal.SIGUSR2)
-    assert watched.look(0) == ["SIGUSR1", "why?"]
+    assert watched.poll(0) == ["SIGUSR1", "why?"]
     request = if_readable(read(Drain, watched.attempt.drain))
     assert (request is not None) is written
     assert watched.runner.request == Drain("signal", "SIGUSR2 to the batch host", watched.now)
@@ -234,15 +234,15 @@ def test_a_disk_that_was_full_for_a_moment_loses_no_request(watched, monkeypatch
     watched.job.knows = {"cause": "preempted", "deadline": watched.now + 60, "end": watched.now + 60}
     monkeypatch.setattr(runner_module, "write", failing(2, FULL, write))
     os.kill(os.getpid(), signal.SIGUSR2)
-    watched.look(0, 1, 2, 3, 4)
+    watched.poll(0, 1, 2, 3, 4)
     assert read(Drain, watched.attempt.drain).cause == "preempted"
 
 
 def test_slurm_is_asked_once_a_second_and_not_for_ever(watched):
     watched.train().send_heartbeats(silent=0.0)
     watched.ask("signal")
-    assert watched.look(0, 0.1, 0.2, 0.9, 1.1).count("why?") == 2
-    assert watched.look(*range(2, 100)).count("why?") == 8
+    assert watched.poll(0, 0.1, 0.2, 0.9, 1.1).count("why?") == 2
+    assert watched.poll(*range(2, 100)).count("why?") == 8
 
 
 def test_what_slurm_says_is_added_unless_somebody_has_named_a_cause_meanwhile(watched, monkeypatch):
@@ -255,10 +255,10 @@ def test_what_slurm_says_is_added_unless_somebody_has_named_a_cause_meanwhile(wa
         return request._replace(cause="time limit")
 
     monkeypatch.setattr(watched.job, "complete", meanwhile)
-    watched.look(0)
+    watched.poll(0)
     assert read(Drain, watched.attempt.drain).cause == "cancelled"
     monkeypatch.undo()
-    watched.look(1, 2)
+    watched.poll(1, 2)
     assert read(Drain, watched.attempt.drain).deadline == watched.now + 90
     assert watched.runner.request.cause == "time limit"
 
@@ -267,16 +267,16 @@ def test_what_slurm_says_is_added_unless_somebody_has_named_a_cause_meanwhile(wa
 def test_a_request_that_cannot_be_read_is_one_and_a_later_signal_is_passed_on(watched, content):
     watched.train().send_heartbeats(silent=0.0)
     watched.attempt.drain.write_text(content)
-    assert "SIGUSR1" in watched.look(0, 1, 2)
+    assert "SIGUSR1" in watched.poll(0, 1, 2)
     watched.ask(deadline=watched.now + 20)
-    assert watched.look(3, 15, 16)[-1] == "KILL"
+    assert watched.poll(3, 15, 16)[-1] == "KILL"
 
 
 def test_ranks_that_have_said_how_it_ended_are_not_asked_again(watched):
     watched.train().ask()
     write(watched.attempt.outcome, Outcome("drained", 3))
     watched.send_heartbeats(silent=0.0)
-    assert set(watched.look(0, 10, 20)) <= {"why?"}
+    assert set(watched.poll(0, 10, 20)) <= {"why?"}
 
 
 def test_a_wait_ends_with_what_it_waits_for_or_with_a_request(watched):

@@ -25,10 +25,10 @@ class Slurm:
         self.submitted: list[dict[str, Any]] = []
         self.cancelled = 0
         self.error: Exception | None = None
-        patch.setattr(harvest_module.ask, "jobs_called", self._called)
-        patch.setattr(harvest_module.tell, "submit_command", self._submit)
-        patch.setattr(harvest_module.tell, "cancel_called", self._cancel)
-        patch.setattr(harvest_module.tell, "cancel", self.jobs.pop)
+        patch.setattr(harvest_module.queries, "jobs_called", self._called)
+        patch.setattr(harvest_module.orders, "submit_command", self._submit)
+        patch.setattr(harvest_module.orders, "cancel_called", self._cancel)
+        patch.setattr(harvest_module.orders, "cancel", self.jobs.pop)
 
     def _called(self, name: str) -> dict[str, str]:
         if isinstance(self.error, SlurmSilent):
@@ -72,8 +72,8 @@ def test_as_many_jobs_as_asked_for_are_submitted_once_those_of_earlier_attempts_
 ) -> None:
     slurm.jobs["99"] = "n9"
     harvested = harvest(tmp_path)
-    harvested.look(0.0)
-    harvested.look(LOOK_S)
+    harvested.poll(0.0)
+    harvested.poll(LOOK_S)
     assert slurm.cancelled == 1
     assert len(slurm.submitted) == 2
     first, second = slurm.submitted
@@ -89,22 +89,22 @@ def test_jobs_are_those_of_one_run_also_where_another_directory_has_its_name(tmp
     for folder in ("a", "b"):
         harvested = harvest(tmp_path / folder, most=1)
         identify(RunDir(tmp_path / folder / "run"))
-        harvested.look(0.0)
+        harvested.poll(0.0)
     of_a, of_b = ({*job["options"]} for job in slurm.submitted)
     assert len({each for each in of_a ^ of_b if each.startswith("--job-name=run-harvest-")}) == 2
 
 
 def test_one_that_is_preempted_is_submitted_again_with_another_start(tmp_path: Path, slurm: Slurm) -> None:
     harvested = harvest(tmp_path, most=1)
-    harvested.look(0.0)
+    harvested.poll(0.0)
     slurm.jobs["1"] = "node[07-08]"
-    harvested.look(LOOK_S)
+    harvested.poll(LOOK_S)
     assert states(tmp_path) == {1: ("running", ["node07", "node08"])}
     slurm.jobs.clear()
     over = LOOK_S + SHORT_S
-    harvested.look(over)
+    harvested.poll(over)
     assert len(slurm.submitted) == 1, "not at once"
-    harvested.look(over + PAUSE_S + LOOK_S)
+    harvested.poll(over + PAUSE_S + LOOK_S)
     assert slurm.submitted[1]["environment"]["MRL_START"] == "1"
     assert states(tmp_path) == {1: ("waiting", [])}
 
@@ -113,7 +113,7 @@ def test_jobs_that_end_soon_are_submitted_less_and_less_often(tmp_path: Path, sl
     harvested, now = harvest(tmp_path, most=1), 0.0
     for _ in range(2000):
         slurm.jobs.clear()
-        harvested.look(now)
+        harvested.poll(now)
         now += LOOK_S
     assert 5 < len(slurm.submitted) < 30
 
@@ -121,9 +121,9 @@ def test_jobs_that_end_soon_are_submitted_less_and_less_often(tmp_path: Path, sl
 def test_one_that_ran_for_a_moment_has_ended_soon_too(tmp_path: Path, slurm: Slurm) -> None:
     harvested, now = harvest(tmp_path, most=1), 0.0
     for _ in range(1000):
-        harvested.look(now)
+        harvested.poll(now)
         slurm.jobs = dict.fromkeys(slurm.jobs, "n8")
-        harvested.look(now + LOOK_S)
+        harvested.poll(now + LOOK_S)
         slurm.jobs.clear()
         now += 2 * LOOK_S
     assert 5 < len(slurm.submitted) < 30
@@ -135,7 +135,7 @@ def test_jobs_that_end_soon_for_weeks_end_no_run(tmp_path: Path, slurm: Slurm, m
     harvested = harvest(tmp_path, most=1)
     for number in range(2200):
         slurm.jobs.clear()
-        harvested.look(number * (LONGEST_PAUSE_S + LOOK_S))
+        harvested.poll(number * (LONGEST_PAUSE_S + LOOK_S))
     assert len(slurm.submitted) > 1050
 
 
@@ -152,11 +152,11 @@ def test_a_job_that_slurm_takes_without_a_word_is_not_left_to_itself(
 
     submit = slurm._submit
     harvested = harvest(tmp_path)
-    harvested.look(0.0)
-    monkeypatch.setattr(harvest_module.tell, "submit_command", silent)
+    harvested.poll(0.0)
+    monkeypatch.setattr(harvest_module.orders, "submit_command", silent)
     slurm.jobs.pop("1")
     for number in range(1, 30):
-        harvested.look(number * LOOK_S)
+        harvested.poll(number * LOOK_S)
     assert slurm.jobs.keys() == {"2", "3"}
 
 
@@ -170,8 +170,8 @@ def test_a_job_that_is_submitted_on_a_full_disk_is_not_submitted_twice(
     with monkeypatch.context() as disk:
         disk.setattr(harvest_module, "write", full)
         for number in range(4):
-            harvested.look(number * LONGEST_PAUSE_S)
-    harvested.look(4 * LONGEST_PAUSE_S)
+            harvested.poll(number * LONGEST_PAUSE_S)
+    harvested.poll(4 * LONGEST_PAUSE_S)
     assert len(slurm.submitted) == 2
 
 
@@ -180,35 +180,35 @@ def test_what_slurm_refuses_is_said_once_and_tried_again_later(
 ) -> None:
     harvested = harvest(tmp_path)
     slurm.error = SlurmRefused("sbatch: invalid partition specified: idle")
-    harvested.look(0.0)
+    harvested.poll(0.0)
     slurm.error = None
-    harvested.look(LONGEST_PAUSE_S - 1)
+    harvested.poll(LONGEST_PAUSE_S - 1)
     assert not slurm.submitted, "who has refused is not asked all the time"
     slurm.error = SlurmRefused("sbatch: invalid partition specified: idle")
-    harvested.look(LONGEST_PAUSE_S)
+    harvested.poll(LONGEST_PAUSE_S)
     assert capsys.readouterr().out.count("invalid partition specified: idle") == 1
     slurm.error = None
-    harvested.look(2 * LONGEST_PAUSE_S)
+    harvested.poll(2 * LONGEST_PAUSE_S)
     assert len(slurm.submitted) == 2
 
 
 def test_a_silent_slurm_says_nothing_about_any_job(tmp_path: Path, slurm: Slurm) -> None:
     harvested = harvest(tmp_path)
-    harvested.look(0.0)
+    harvested.poll(0.0)
     slurm.error = SlurmSilent("squeue: no answer")
-    harvested.look(LOOK_S)
+    harvested.poll(LOOK_S)
     slurm.error = None
-    harvested.look(2 * LOOK_S)
+    harvested.poll(2 * LOOK_S)
     assert len(slurm.submitted) == 2
 
 
 def test_they_end_with_the_attempt(tmp_path: Path, slurm: Slurm) -> None:
     harvested = harvest(tmp_path)
-    harvested.look(0.0)
+    harvested.poll(0.0)
     harvested.stop()
     assert not slurm.jobs
 
     nothing = harvest(tmp_path / "other", most=0)
-    nothing.look(0.0)
+    nothing.poll(0.0)
     nothing.stop()
     assert slurm.cancelled == 2

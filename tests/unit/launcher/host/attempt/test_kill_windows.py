@@ -282,7 +282,7 @@ def test_a_job_that_slurm_requeued_is_not_sent_away_for_the_rest_of_its_pause(wo
 def test_a_crash_that_is_held_is_not_started_by_a_requeue_of_its_job(world):
     write(world.run.attempt(1).error(0), RankError(0, "n1", 0, "starting", "no such file", exit_code=78))
     world.end(NEVER)
-    with pytest.raises(Refused, match=r"no such file; held: .*; mrl resume goes on with it"):
+    with pytest.raises(Refused, match=r"no such file; held: .*; mrl resume continues it"):
         world.start()
     assert world.start(restarts=0, job_id="8") == GOES_ON
 
@@ -493,7 +493,7 @@ class TestFaultBeforeAnAttempt:
         world.job["BatchFlag"] = "0"
         assert fails(begin_module, "write_line") == 75
         assert world.told == []
-        assert "nothing is lost, mrl resume goes on" in capsys.readouterr().err
+        assert "nothing is lost, mrl resume continues" in capsys.readouterr().err
 
     def test_then_it_goes_on(self, world, fails):
         fails(begin_module, "write_line")
@@ -530,7 +530,7 @@ class TestFaultBeforeAnAttempt:
     def test_but_not_for_ever(self, world, fails, capsys):
         codes = [fails(begin_module, "write_line", STALE, restarts) for restarts in range(1, 6)]
         assert codes == [75] * 4 + [1], "the first attempt began with restart 0"
-        assert "5 starts in a row came to nothing; nothing is lost, mrl resume goes on" in capsys.readouterr().err
+        assert "5 starts in a row failed; nothing is lost, mrl resume continues" in capsys.readouterr().err
 
     def test_nor_from_successor_to_successor(self, world, fails, monkeypatch):
         world.job["Requeue"] = "0"

@@ -70,7 +70,7 @@ def test_without_locks_job_json_alone_tells_the_owner(run: RunDir, monkeypatch, 
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     start(run)
-    assert "job.json alone tells the owner" in capsys.readouterr().out
+    assert "only job.json identifies the owner" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o750])

@@ -305,7 +305,7 @@ def test_a_job_waits_until_the_one_before_is_gone_from_its_nodes(context, monkey
     owner = Owner("7" if named == "owner" else "8", "lab", 0.0)
     own._wait_for_earlier_jobs(context._replace(job_id="8"), owner)
     assert asked == ["7"] * 3
-    assert capsys.readouterr().out == "waiting for job 7 to be gone from its nodes\n"
+    assert capsys.readouterr().out == "waiting until job 7 has left its nodes\n"
 
 
 def test_that_wait_has_an_end(context: JobContext, monkeypatch) -> None:

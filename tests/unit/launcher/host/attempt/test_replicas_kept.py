@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.host.attempt.interfaces import World
+from launcher.host.attempt.interfaces import ReplicaRanks
 from launcher.host.attempt.replicas import Replicas
 from launcher.host.judge.evidence import RankExit
 from launcher.host.record.evidence import Observed, read_replicas
@@ -19,7 +19,7 @@ from megatron_rl.contract.records import ABSENT, read, write
 SILENCE_S = 100.0
 
 
-class Scripted(World):
+class Scripted(ReplicaRanks):
     """Ranks that end when a test says so."""
 
     hosts = ("n7",)
@@ -51,7 +51,7 @@ class Kept:
         self.refuse: set[int] = set()
         self.replicas = Replicas(self.attempt, count, self._start, SILENCE_S)
 
-    def _start(self, number: int, start: int) -> World:
+    def _start(self, number: int, start: int) -> ReplicaRanks:
         if number in self.refuse:
             raise OSError("no more processes")
         self.started.append((number, start, Scripted()))
@@ -59,7 +59,7 @@ class Kept:
 
     def at(self, now: float) -> list[tuple[int, int]]:
         """Replica and start of all ranks that were ever started, after a look at this time."""
-        self.replicas.look(now)
+        self.replicas.poll(now)
         return [(number, start) for number, start, _ in self.started]
 
     @property

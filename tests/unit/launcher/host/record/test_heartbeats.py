@@ -35,7 +35,7 @@ def watch(attempt: Attempt, skew: float, seconds: float, stops_after: float) -> 
         )
         for beat in beats:
             write(attempt.heartbeat(beat.rank), beat)
-        if (found := hangs.look(now)) is not None:
+        if (found := hangs.poll(now)) is not None:
             return found
     return None
 
@@ -57,13 +57,13 @@ def test_time_in_which_the_watch_itself_stood_still_is_held_against_nobody(attem
     """Slurm suspends a job for hours, watch and ranks alike, and on its return a rank still saves."""
     hangs = HangWatch(attempt, LIMIT)
 
-    def look(now: float) -> Hang | None:
+    def poll(now: float) -> Hang | None:
         write(attempt.heartbeat(0), Heartbeat(0, 1, "n0", "save", 7, 9, BEGAN, now, EVERY))
-        return hangs.look(now)
+        return hangs.poll(now)
 
     woke = BEGAN + 3 * HOUR
-    assert not any(map(look, (BEGAN, BEGAN + EVERY)))
-    assert not any(look(woke + after) for after in range(0, int(LIMIT), int(EVERY)))
-    found = look(woke + LIMIT + EVERY)
+    assert not any(map(poll, (BEGAN, BEGAN + EVERY)))
+    assert not any(poll(woke + after) for after in range(0, int(LIMIT), int(EVERY)))
+    found = poll(woke + LIMIT + EVERY)
     assert found is not None
     assert found.silent_s == LIMIT + EVERY

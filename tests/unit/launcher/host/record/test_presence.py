@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.host.record import presence
-from launcher.host.record.presence import GONE_S, Presence, tell_of_loss
+from launcher.host.record.presence import GONE_S, Presence, describe_loss
 from megatron_rl.contract.paths import RunDir
 
 
@@ -50,7 +50,7 @@ def test_the_folder_around_it_may_be_missing_too(run):
     watch = Presence(run, clock)
     run.root.parent.rename(run.root.parent.with_name("away"))
     assert lost_after(watch, clock, GONE_S)
-    assert "was removed" in tell_of_loss(run)  # and nothing can be written beside it
+    assert "was removed" in describe_loss(run)  # and nothing can be written beside it
 
 
 @pytest.mark.parametrize("error", [PermissionError, OSError(116, "Stale file handle")])
