@@ -35,8 +35,8 @@ class ImageConfig(Section):
     reference: Annotated[str, PathMark("image")] | None = None
     """[REGISTRY#]IMAGE[:TAG], or path of a squashfs file; default: that of the cluster profile."""
     import_on: Literal["login", "compute"] = "compute"
-    """Where the image is imported, once, into the shared cache. login: where mrl-submit is typed. compute: on the first
-    node of the job."""
+    """Machine that imports the image, once, into the shared cache. login: the one where mrl-submit is typed. compute:
+    the first node of the job."""
 
 
 class CodeConfig(Section):

@@ -1,1 +1,1 @@
-"""What clusters there are and which one a run goes to."""
+"""Cluster profiles, and the choice of the one for a run."""

@@ -1,12 +1,10 @@
-"""The cluster profiles that there are, and which one a run goes to.
+"""Cluster profiles, and the choice of the one for a run.
 
-They live in ~/.config/mrl/clusters.yaml (or where MRL_CLUSTERS points), beside those that are shipped:
+The user's profiles are in ~/.config/mrl/clusters.yaml (or where MRL_CLUSTERS points), in addition to shipped ones:
 
-    default: lab
-    clusters:
-      lab: {partition: gpu, gpus_per_node: 8, container: null, run_root: /lustre/$USER/mrl}
+default: lab clusters: lab: {partition: gpu, gpus_per_node: 8, container: null, run_root: /lustre/$USER/mrl}
 
-`clusters:` may be left out: then every key but `default` is a profile.
+`clusters:` may be left out: then every key except `default` is a profile.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from launcher.recipe.located_yaml import locator, read_mapping, read_text
 from launcher.recipe.problems import Locate, validation_problems
 
 LOCAL = "local"
-"""Not a profile: this machine, without Slurm."""
+"""This machine, without Slurm; not a profile."""
 
 SHIPPED = Path(__file__).with_name("shipped")
 """Directory of the profiles that come with mrl."""
@@ -37,28 +35,28 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """The profiles that can be used, and which one is."""
+    """Profiles that can be used, and the default."""
 
     file: str
-    """Where the user's own are, or would be."""
+    """File of the user's profiles, which may not exist."""
     default: str | None
     own: Mapping[str, Profile]
-    """As written; `profile` expands."""
+    """The user's profiles as written; `profile` expands variables."""
     shipped: tuple[str, ...]
     environ: Mapping[str, str]
-    """Of whoever asks: MRL_CLUSTER, and what variables in a profile stand for."""
+    """Environment variables: MRL_CLUSTER, and those that profiles use."""
     _locate: Locate
 
     def names(self) -> list[str]:
-        """All that a run can go to."""
+        """Everything that a run can go to."""
         return [*sorted({*self.own, *self.shipped}), LOCAL]
 
     def choose(self, cli: str | None, recipe_cluster: str | None) -> str:
-        """The name of the cluster: --cluster, MRL_CLUSTER, the recipe's `cluster`, `default:` of the file, the only
-        profile in it, `local`; the first of these that there is.
+        """Name of the cluster, from the first of: --cluster, MRL_CLUSTER, `cluster` of the recipe, `default:` of the
+        file, the only profile in it, `local`.
 
         Raises:
-            BadInput: no cluster is called that.
+            BadInput: no cluster has that name.
         """
         asked = (
             ("--cluster", cli),
@@ -73,12 +71,12 @@ class Clusters:
         return next(iter(self.own)) if len(self.own) == 1 else LOCAL
 
     def choose_profile(self, cli: str | None, recipe_cluster: str | None) -> tuple[str, Profile | None]:
-        """The name of the cluster (`choose`) and its profile; None: it is this machine. Raises BadInput."""
+        """Name of the cluster (`choose`) and its profile; None for this machine. Raises BadInput."""
         name = self.choose(cli, recipe_cluster)
         return name, None if name == LOCAL else self.profile(name)
 
     def profile(self, name: str) -> Profile:
-        """The profile called `name`, the user's own before a shipped one, with paths expanded.
+        """Profile called `name`, with paths expanded; the user's own has priority over a shipped one.
 
         Raises:
             BadInput: there is none, or a variable in it is not set.
@@ -104,7 +102,7 @@ def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.envi
 
     Args:
         path: default: $MRL_CLUSTERS, else clusters.yaml in $XDG_CONFIG_HOME/mrl or ~/.config/mrl.
-        environ: what ~ and $NAME mean.
+        environ: values of ~ and $NAME.
 
     Raises:
         BadInput: every problem of the file, each with its line.
@@ -142,7 +140,7 @@ def _in_file(path: tuple[str, ...], prefix: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _split(values: Mapping[str, Any], nested: bool, locate: Locate) -> tuple[str | None, dict[str, Any], list[str]]:
-    """(default, profiles by name, problems) of the file."""
+    """Split the file into default, profiles by name, and problems."""
     problems = []
     default = values.get("default")
     if default is not None and not isinstance(default, str):
@@ -168,7 +166,7 @@ def _split(values: Mapping[str, Any], nested: bool, locate: Locate) -> tuple[str
 
 
 def expand(text: str, environ: Mapping[str, str]) -> str:
-    """`text` with a leading ~ and every $NAME and ${NAME} replaced; anything else, $(...) too, is literal.
+    """Replace a leading ~ and every $NAME and ${NAME} in `text`; anything else, such as $(...), is literal.
 
     Raises:
         KeyError: with the name of a variable that is not set.
@@ -179,7 +177,7 @@ def expand(text: str, environ: Mapping[str, str]) -> str:
 
 
 def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate) -> Profile:
-    """The profile with its paths expanded, or every problem with them."""
+    """Expand the paths of a profile. Raises BadInput with every problem."""
     problems = []
 
     def expanded(text: str, *path: str) -> str:
@@ -203,12 +201,13 @@ def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate) -> P
             "mounts": [expanded(mount, "container", "mounts", str(i)) for i, mount in enumerate(mounts)]
         }
         problems += [
-            f"{locate(('container', 'mounts', str(i)))[0]}: container.mounts: enroot takes no white space: {mount!r}; "
+            f"{locate(('container', 'mounts', str(i)))[0]}: container.mounts: enroot takes no white space: "
+            f"{mount!r}; "
             "mount a link without any, or choose another directory"
             for i, mount in enumerate(container["mounts"])
             if re.search(r"\s", mount)
         ]
-        # A reference may hold a dollar of its own: $oauthtoken@nvcr.io#nvidia/pytorch.
+        # A reference may contain a dollar sign of its own: $oauthtoken@nvcr.io#nvidia/pytorch.
         if re.match(r"~?/|\$(\w+|\{\w+\})/", image):
             container["image"] = expanded(image, "container", "image")
         changed["container"] = profile.container.model_copy(update=container)

@@ -1,1 +1,1 @@
-"""From YAML and overrides to a validated configuration, and every complaint about it with its line."""
+"""Recipes: YAML and overrides become a validated configuration; each error names its file and line."""

@@ -1,4 +1,4 @@
-"""Pure: in what two configurations of one run differ, and whether a run may go on with the difference."""
+"""Pure: differences between two configurations of one run, and whether a run may continue with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHANGEABLE = (
     "grpo.kl_beta",
     "async.*",
 )
-"""What `mrl-submit --change` may alter in a run that has begun; documented in its --help. `grpo.kl_beta` may also
+"""Keys that `mrl-submit --change` may alter in a run that has begun; documented in its --help. `grpo.kl_beta` may also
 go from 0 to more and back: the reference model is the run's initial weights, whenever it is first needed."""
 
 FREE = (
@@ -39,21 +39,21 @@ FREE = (
     "harvest.*",
     "inference.cuda_graphs",
 )
-"""Where and in what surroundings a run goes on is no property of the run."""
+"""Keys that any attempt of a run may set differently, such as where it runs."""
 
 
 class Change(NamedTuple):
-    """A value that two configurations do not share."""
+    """Value that differs between two configurations."""
 
     key: str
     old: Any
     new: Any
     remark: str = ""
-    """Consequence that a reader may not expect; empty where there is none."""
+    """Consequence that a reader may not expect; empty if there is none."""
 
     @property
     def allowed(self) -> bool:
-        """Whether a run that has begun may go on with it."""
+        """Whether a run that has begun may continue with it."""
         return any(fnmatchcase(self.key, pattern) for pattern in CHANGEABLE)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Change(NamedTuple):
 
 
 def changes(old: RunConfig, new: RunConfig) -> list[Change]:
-    """Every key with another value, in the order of the recipe; a key that only one side has counts as None."""
+    """List every key with another value, in the order of the recipe; a key that only one side has counts as None."""
     before, after = flat(old.model_dump()), flat(new.model_dump())
     keys = [*before, *(key for key in after if key not in before)]
     return [
@@ -72,7 +72,7 @@ def changes(old: RunConfig, new: RunConfig) -> list[Change]:
 
 
 def with_remarks(changed: Sequence[Change], old: RunConfig, new: RunConfig, reached: int) -> list[Change]:
-    """The changes, each with what it brings about that nobody may expect.
+    """Add to the changes what they cause unexpectedly.
 
     Args:
         reached: steps that the run has made.
@@ -86,8 +86,8 @@ def with_remarks(changed: Sequence[Change], old: RunConfig, new: RunConfig, reac
     if after <= before:
         return list(changed)
     remark = (
-        f", which raises the learning rate from {before:.3g} to {after:.3g} at step {reached + 1}, as the decay now "
-        f"ends later; to keep it, add optimizer.decay=constant optimizer.learning_rate={before:.3g}"
+        f", which raises the learning rate from {before:.3g} to {after:.3g} at step {reached + 1}, because the decay "
+        f"now ends later; to keep it, add optimizer.decay=constant optimizer.learning_rate={before:.3g}"
     )
     return [one._replace(remark=remark) if one.key == "training.steps" else one for one in changed]
 

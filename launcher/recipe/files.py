@@ -48,7 +48,7 @@ class Override:
 
 
 class Origin(NamedTuple):
-    """Where a value comes from."""
+    """Source of a value."""
 
     source: str
     """Name of a file, or `override`."""
@@ -63,21 +63,21 @@ class Written:
     """Values of a recipe before defaults, and the place of each."""
 
     files: tuple[RecipeFile, ...]
-    """The recipe's own file first, then those that it extends."""
+    """The recipe's own file first, then the files that it extends."""
     values: dict[str, Any]
     places: Mapping[KeyPath, tuple[RecipeFile, int]]
     """File and line of each key that a file gives, sections included."""
     overrides: tuple[Override, ...] = ()
 
     def locate(self, key: KeyPath) -> tuple[str, bool]:
-        """`mine.yaml:7` or `override 'a.b=1'` for a key, and whether it is an override. A key that nobody gives has the
-        place of the nearest section around it."""
+        """Return the place of a key, `mine.yaml:7` or `override 'a.b=1'`, and whether it is an override. A key without
+        a value has the place of the nearest section around it."""
         if override := self._override(key):
             return f"override {override.text!r}", True
         return str(self.origin(key)), False
 
     def origin(self, key: KeyPath) -> Origin:
-        """Where the value of a key comes from, or that of the nearest section around it."""
+        """Source of a key's value, or of the nearest section around it."""
         if self._override(key):
             return Origin("override", None)
         place = self._place(key)
@@ -91,7 +91,7 @@ class Written:
         return (place[0] if place else self.files[0]).folder or Path.cwd()
 
     def overridden(self, overrides: Sequence[Override]) -> Written:
-        """The same with overrides laid over the files; later ones win. Raises BadInput for a missing item of a list."""
+        """Lay overrides over the files; later ones win. Raises BadInput for a missing item of a list."""
         values = copy.deepcopy(self.values)
         for override in overrides:
             _apply(values, override)
@@ -113,7 +113,8 @@ def read_files(asked: str) -> Written:
         asked: name of a shipped recipe, or path of a YAML file.
 
     Raises:
-        BadInput: a file cannot be read or is no mapping, or what `extends` names is missing or extends a file itself.
+        BadInput: a file cannot be read or is not a mapping, or `extends` names a file that is missing or itself extends
+            another one.
     """
     if not asked.strip():
         raise BadInput("RECIPE is empty; name a shipped one (`mrl recipes`) or a YAML file")
@@ -143,7 +144,7 @@ def _shipped(name: str) -> RecipeFile:
 
 
 def with_base(file: RecipeFile) -> Written:
-    """Values of a file, laid over those that it extends. Raises BadInput."""
+    """Parse a file and lay its values over those of the files that it extends. Raises BadInput."""
     document = read_mapping(file.name, file.text, SECTIONS)
     line = document.lines.get((EXTENDS,))
     own = Written(
@@ -157,7 +158,7 @@ def with_base(file: RecipeFile) -> Written:
 
 
 def _base(file: RecipeFile, where: str, document: Located) -> Written:
-    """What `extends` of a file names."""
+    """Read the recipe that `extends` of a file names."""
     name = document.value[EXTENDS]
     if not isinstance(name, str) or not name.strip():
         raise BadInput(f"{where}: expected the name of a shipped recipe or the path of a file, got {name!r}")
@@ -192,7 +193,7 @@ def _laid_over(below: Written, above: Written) -> Written:
 def _merge(
     below: Mapping[str, Any], above: Mapping[str, Any], path: KeyPath, replaced: list[KeyPath]
 ) -> dict[str, Any]:
-    """Both mappings as one; notes the paths whose value above replaces all below it."""
+    """Merge two mappings. Adds to `replaced` the keys whose values below are gone, with all keys below them."""
     merged = dict(below)
     if (
         path == ("model",)
@@ -211,7 +212,7 @@ def _merge(
 
 
 def _is_another(path: KeyPath, before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    """Whether a section names another environment, to which the arguments of the one below it mean nothing."""
+    """Whether a section names another environment; the arguments of the one below would make no sense for it."""
     return path == ("environment",) and value.get("name", before.get("name")) != before.get("name")
 
 
@@ -241,8 +242,8 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 
 
 def _seen(look: Callable[[], bool]) -> bool:
-    """Return what a look at a path finds; False for a name that no file can have, or that cannot be looked at, as the
-    reader of the path reports."""
+    """Return the result of a look at a path; False for a name that no file can have or that cannot be looked at, which
+    the reader of the path reports."""
     try:
         return look()
     except (OSError, ValueError):

@@ -34,14 +34,14 @@ _FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"))
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the user asked for, as written and as configuration."""
+    """A recipe as written and as configuration."""
 
     asked: str
-    """The name or path that was given."""
+    """Name or path as given."""
     config: RunConfig
     written: Written
     filled: Mapping[str, str] = field(default_factory=dict)
-    """Keys that neither a file nor an override gives and that are no defaults -> where their values come from."""
+    """Keys that the loader filled in, such as the shape of a published model -> source of their values."""
 
     @property
     def text(self) -> str:
@@ -90,7 +90,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     absolute = _with_absolute_paths(config.model_dump(), RunConfig, folder_of, locate)
     config = RunConfig.model_validate(absolute)
     try:
-        # resolved.yaml lies beside the copies that its run has of them
+        # resolved.yaml of a run lies beside the run's copies of these files
         check_files(with_kept_files(config.task, RunDir(Path(asked).parent)))
     except ValueError as error:
         raise BadInput(f"{locate(('environment', 'args', 'file'))[0]}: {error}") from error
@@ -98,22 +98,22 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
 
 
 def refusal(recipe: Recipe, problems: Sequence[str]) -> BadInput:
-    """The error for values that are each right and do not fit together, or the cluster.
+    """Make the error for values that are valid each but do not fit together, or do not fit the cluster.
 
     Args:
-        problems: sentences that name the keys they are about in full, the one to blame first: `job.nodes 5 is ...`.
+        problems: sentences that name keys in full, the one to blame first: `job.nodes 5 is ...`.
     """
     return BadInput(f"{where_named(problem, recipe.written.locate)}: {problem}" for problem in problems)
 
 
 def place_of(recipe: Recipe, key: str) -> str:
-    """The place of a key, or of the nearest section around it: `my.yaml:7`, or an override."""
+    """Place of a key, or of the nearest section around it: `my.yaml:7`, or an override."""
     return recipe.written.locate(tuple(key.split(".")))[0]
 
 
 def asked_text(recipe: Recipe) -> str:
-    """Text of recipe.yaml: the overrides and then the recipe as written; the files that it extends follow as comments,
-    as they may change later."""
+    """Text of recipe.yaml: the overrides, then the recipe as written. Files that it extends follow as comments, because
+    they may change later."""
     overrides = (override if override.isprintable() else repr(override) for override in recipe.overrides)
     text = "".join(f"# override: {override}\n" for override in overrides) + recipe.text
     for base in recipe.written.files[1:]:
@@ -135,7 +135,7 @@ def dump_resolved(config: RunConfig) -> str:
 
 
 def read_resolved(path: Path) -> RunConfig:
-    """The configuration that a run directory recorded.
+    """Read the configuration that a run directory recorded.
 
     Raises:
         BadInput: it cannot be read, is damaged, or was written by a version of mrl with other keys.
@@ -191,8 +191,8 @@ def _with_tokenizer(values: Mapping[str, Any], filled: dict[str, str]) -> dict[s
 
 
 def _with_environments_of_file(written: Written) -> tuple[dict[str, Any], Path | None]:
-    """The values, with the list in FILE for `environments: FILE`, which may be one of Megatron-RL's; and the directory
-    of that file, None where there is none."""
+    """Replace `environments: FILE` by the list in FILE, which may be one of Megatron-RL's. Also returns the directory
+    of that file, or None."""
     given = written.values.get("environments")
     if not isinstance(given, str):
         return written.values, None
@@ -209,7 +209,7 @@ def _with_environments_of_file(written: Written) -> tuple[dict[str, Any], Path |
 def _with_absolute_paths(
     values: Any, section: type[Section], folder_of: Callable[[KeyPath], Path], locate: Locate, prefix: KeyPath = ()
 ) -> Any:
-    """`with_absolute_paths`, with the place of what is no path. Raises BadInput."""
+    """`with_absolute_paths` with the place of a value that cannot be a path. Raises BadInput."""
     try:
         return with_absolute_paths(values, section, folder_of, prefix)
     except NoPath as error:
@@ -217,7 +217,7 @@ def _with_absolute_paths(
 
 
 def _check_environments(config: RunConfig, locate: Locate) -> None:
-    """Raises BadInput for an environment that there is not, and for arguments that it does not take."""
+    """Check that each environment exists and accepts its arguments. Raises BadInput."""
     places: list[tuple[KeyPath, EnvironmentConfig]]
     places = [(("environments", str(number)), one) for number, one in enumerate(config.environments or ())]
     problems = []

@@ -1,9 +1,9 @@
-"""YAML of the user's, read safely and with the line of every key, so that any later complaint can point at it.
+"""YAML of users, read safely and with the line of every key, so that later errors can point at it.
 
-Differs from PyYAML's SafeLoader where a recipe would be misread in silence: `1e-3` is a number (YAML 1.1 wants
-`1.0e-3`), `4:00:00` is text (YAML 1.1 makes it 14400), a bare `=` is text, and a key given twice is an error instead
-of the last one winning. What readers of YAML take for different values is refused: `0100` (64 or 100), `0x10`, `1_000`,
-`yes`, `2026-11-21`.
+Differs from PyYAML's SafeLoader where a recipe would be misread silently: `1e-3` is a number (YAML 1.1 wants `1.0e-3`),
+`4:00:00` is text (YAML 1.1 makes it 14400), a bare `=` is text, and a key given twice is an error instead of the last
+one winning. Values that YAML readers disagree about are refused: `0100` (64 or 100), `0x10`, `1_000`, `yes`,
+`2026-11-21`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from launcher.errors import BadInput
 from launcher.recipe.problems import KeyPath, Locate
 from megatron_rl.contract.files import read_bytes
 
-DEEPEST = 50  # collections in one another
-MOST = 100_000  # values
+DEEPEST = 50  # levels of nested collections
+MOST = 100_000  # values, with aliases expanded
 _TOO_DEEP = f"is nested more than {DEEPEST} deep"
 
 
 class YamlProblems(Exception):
-    """The text cannot be used. `problems` are (line, what); the line is None where YAML gives none."""
+    """The text cannot be used. `problems` are (line, message); the line is None where YAML gives none."""
 
     def __init__(self, problems: list[tuple[int | None, str]]) -> None:
         self.problems = problems
@@ -43,7 +43,7 @@ class Located:
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
-_Fastest = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with libyaml
+_Fastest = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C if PyYAML was built with libyaml
 
 
 class _Loader(_Fastest):  # type: ignore[valid-type, misc]
@@ -55,12 +55,12 @@ class _Loader(_Fastest):  # type: ignore[valid-type, misc]
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes the text that either reader would take for a number."""
+    """Quotes text that a reader would take for a number."""
 
 
 _DIGITS = list("-+.0123456789")
 _UNLIKE = re.compile(r"[-+]?(0[0-9][0-9_.]*|0[box][0-9a-fA-F_]+|[.]?[0-9][0-9.]*_[0-9_.]*([eE][-+]?[0-9_]+)?)")
-"""Numbers that are others, or text, to some reader of YAML."""
+"""Numbers that some YAML readers take for other numbers, or for text."""
 _Dumper.add_implicit_resolver(_INT, re.compile(f"^({_UNLIKE.pattern})$"), _DIGITS)
 _Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+)$"), _DIGITS)
 for _either in (_Loader, _Dumper):
@@ -74,7 +74,7 @@ for _either in (_Loader, _Dumper):
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file, its lines ended by \\n alone: sbatch takes no script with a \\r in it.
+    """Read a regular file, with lines ended by \\n alone: sbatch rejects scripts with \\r.
 
     Raises:
         BadInput: it cannot be read, or is not UTF-8.
@@ -88,14 +88,14 @@ def read_text(path: Path) -> str:
 
 
 def read_mapping(file: str, text: str, holds: str) -> Located:
-    """The mapping in `text`.
+    """Parse the mapping in `text`.
 
     Args:
-        file: what to call it in complaints.
-        holds: what a mapping is expected of, such as `sections such as model: and grpo:`.
+        file: name in error messages.
+        holds: expected content, such as `sections such as model: and grpo:`.
 
     Raises:
-        BadInput: it is not YAML or not a mapping; every problem found, each with its line.
+        BadInput: the text is not YAML or not a mapping; every problem found, each with its line.
     """
     try:
         document = read(text)
@@ -109,7 +109,7 @@ def read_mapping(file: str, text: str, holds: str) -> Located:
 
 
 def locator(file: str, document: Located) -> Locate:
-    """Where a key was given: its own line, or that of the nearest section around it."""
+    """Return a function from a key to its place: its own line, or that of the nearest section around it."""
 
     def locate(path: tuple[str, ...]) -> tuple[str, bool]:
         for end in range(len(path), 0, -1):
@@ -121,9 +121,9 @@ def locator(file: str, document: Located) -> Locate:
 
 
 def dump(value: Any) -> str:
-    """YAML that reads back as `value`, with `read` and with yaml.safe_load."""
+    """Write YAML that reads back as `value`, with `read` and with yaml.safe_load."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    if set(text) & set("\x85\u2028\u2029"):  # line breaks to YAML, which PyYAML writes raw and reads back as others
+    if set(text) & set("\x85\u2028\u2029"):  # line breaks in YAML, which PyYAML writes raw and reads back as others
         text = yaml.dump(value, Dumper=_Dumper, sort_keys=False)
     return text
 
@@ -152,16 +152,16 @@ def read(text: str) -> Located:
         raise YamlProblems([_explain(error, text)]) from error
     except UnicodeEncodeError as error:
         raise YamlProblems([(None, "is not UTF-8 text")]) from error
-    except ValueError as error:  # !!int with a text that it does not fit, the date 2024-13-01
+    except ValueError as error:  # such as the date 2024-13-01
         raise YamlProblems([(None, f"not valid YAML: {error}")]) from error
     return Located(value, lines)
 
 
 def _refuse_bombs(text: str) -> None:
-    """Refuse what a few lines can make endless: aliases of aliases, and brackets in brackets. Raises YamlProblems, and
+    """Refuse text that expands without bound: aliases of aliases, and deeply nested brackets. Raises YamlProblems, and
     yaml.YAMLError."""
-    sizes: dict[str, int] = {}  # of what an anchor stands for
-    open_ones: list[tuple[str | None, int]] = [(None, 0)]  # collections: anchor, size so far
+    sizes: dict[str, int] = {}  # anchor -> values that it stands for
+    open_ones: list[tuple[str | None, int]] = [(None, 0)]  # open collections: anchor, values so far
 
     def add(anchor: str | None, size: int) -> None:
         if anchor is not None:
@@ -182,7 +182,7 @@ def _refuse_bombs(text: str) -> None:
         if len(open_ones) > DEEPEST:
             raise YamlProblems([(line, _TOO_DEEP)])
         if open_ones[-1][1] > MOST:
-            raise YamlProblems([(line, f"stands for more than {MOST} values, with its aliases written out")])
+            raise YamlProblems([(line, f"expands to more than {MOST} values, aliases included")])
 
 
 def _walk(
@@ -192,7 +192,7 @@ def _walk(
     lines: dict[KeyPath, int],
     problems: list[tuple[int | None, str]],
 ) -> None:
-    """Note the line of every key below `node`, and what YAML itself lets pass."""
+    """Record the line of every key below `node`, and problems that YAML itself ignores."""
     if node in above:
         problems.append((node.start_mark.line + 1, f"{'.'.join(path)}: refers to itself"))
     elif isinstance(node, yaml.ScalarNode):
@@ -223,7 +223,7 @@ def _walk(
 
 
 def _doubt(node: yaml.ScalarNode) -> str:
-    """Why readers of YAML may take a value for different ones, and what to write instead; empty where they agree."""
+    """Say why YAML readers may disagree about a value, and what to write instead; empty if they agree."""
     kind = node.tag.rpartition(":")[2]
     if kind == "timestamp":
         return "is a date to some readers of YAML and text to others; put it in quotes"
@@ -247,10 +247,10 @@ def _explain(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:
     what = getattr(error, "problem", None) or str(error).split("\n")[0]
     context = getattr(error, "context", None)
     line = mark.line + 1 if mark else None
-    if "exceeded maximum nesting depth" in what:  # libyaml's own limit: it reads ahead of the events it gives
+    if "exceeded maximum nesting depth" in what:  # libyaml's own limit, reached before ours because it reads ahead
         return line, _TOO_DEEP
     if mark and any(re.match(r" *\t", one) for one in text.split("\n")[mark.line : mark.line + 1]):
-        return line, "is indented by a tab, and YAML takes spaces alone; replace it"
+        return line, "is indented by a tab, and YAML allows only spaces; replace it"
     return (
         line,
         f"not valid YAML: {what}"

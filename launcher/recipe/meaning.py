@@ -1,6 +1,6 @@
-"""Meanings of the keys of a recipe: the lines below the fields of the configuration, read from their source.
+"""Meanings of recipe keys: the docstrings below the fields of the configuration, read from their source.
 
-pydantic could keep them in its schema, at the price of reading every source whenever a command starts.
+pydantic could keep them in its schema, but would read every source file at the start of each command.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def meanings(model: type[Section], path: KeyPath = ()) -> dict[KeyPath, str]:
 
 
 def _sections(annotation: Any, is_item: bool = False) -> Iterator[tuple[type[Section], bool]]:
-    """The sections that a value may be, and whether as items of a list."""
+    """Sections that a value may be, and whether as items of a list."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, is_item
     for part in get_args(annotation):
@@ -54,7 +54,7 @@ def _source(model: type[Section]) -> Mapping[str, Mapping[str, str]]:
 
 @cache
 def _classes(module: str) -> Mapping[str, Mapping[str, str]]:
-    """Class -> field -> the text below it; of the empty field, that of the class."""
+    """Class -> field -> the docstring below it; the empty field has that of the class."""
     tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
     found: dict[str, dict[str, str]] = {}
     for node in tree.body:

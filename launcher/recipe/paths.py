@@ -1,6 +1,5 @@
-"""The keys of a recipe that name files and directories, found by the marks of their types (section.PathMark), and
-made absolute: a relative path would mean another file in another process, on a node, in a container.
-"""
+"""Keys of a recipe that name files and directories, found by the marks of their types (section.PathMark), and made
+absolute: a relative path would mean another file in another process, on a node, or in a container."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 
 class NamedPath(NamedTuple):
-    """A key whose value names a file or directory, or may."""
+    """Key whose value names, or may name, a file or directory."""
 
     key: KeyPath
     value: str
@@ -32,17 +31,17 @@ class NamedPath(NamedTuple):
 
     @property
     def path(self) -> Path | None:
-        """The file or directory of a recipe that was read; None: the value names something of a hub, a package or a
+        """File or directory of a loaded recipe; None if the value names something on a hub, in a package or in a
         registry."""
         on_disk = is_path(self.value) if self.mark.kind == "image" else not is_hub_name(self.value)
         return Path(self.value) if on_disk and not package_of(self.value) else None
 
 
 class NoPath(ValueError):
-    """A value that can be no path."""
+    """A value that cannot be a path."""
 
     def __init__(self, key: KeyPath, value: str, why: str) -> None:
-        super().__init__(f"{'.'.join(key)}: {value!r} is no path: {why}")
+        super().__init__(f"{'.'.join(key)}: {value!r} is not a path: {why}")
         self.key = key
 
 
@@ -61,14 +60,14 @@ def named_paths(config: RunConfig) -> list[NamedPath]:
 def with_absolute_paths(
     values: T, section: type[BaseModel], folder_of: Callable[[KeyPath], Path], prefix: KeyPath = ()
 ) -> T:
-    """The values of a section with every path in it absolute. What is no path stays as it is.
+    """Make every path in the values of a section absolute; other values stay as they are.
 
     Args:
-        folder_of: where the relative path of a key begins.
-        prefix: the section's place in the recipe.
+        folder_of: directory where the relative path of a key begins.
+        prefix: key of the section in the recipe.
 
     Raises:
-        NoPath: a value can be no path.
+        NoPath: a value cannot be a path.
     """
     return _changed(values, section, prefix, lambda named: _absolute(named, folder_of(named.key)))
 
@@ -76,24 +75,24 @@ def with_absolute_paths(
 def _absolute(named: NamedPath, folder: Path) -> str:
     text, kind = named.value, named.mark.kind
     if not text.strip() or "\0" in text:
-        raise NoPath(named.key, text, "it holds a zero byte" if "\0" in text else "it is empty")
+        raise NoPath(named.key, text, "it contains a zero byte" if "\0" in text else "it is empty")
     if (kind == "hub" and package_of(text)) or (kind == "image" and not is_path(text)):
         return text
     try:
         path = folder / Path(text).expanduser()
         if kind == "hub" and is_hub_name(text) and not path.exists():
             return text
-        # `..` behind a link leads elsewhere than the text suggests. Other links stay: a node may have them lead
-        # elsewhere than this machine.
+        # `..` after a link leads elsewhere than the text suggests: with a -> /x/y, a/../b is /x/b. Other links stay,
+        # because they may lead elsewhere on a node.
         if ".." in path.parts:
             return str(path.resolve() if path.name == ".." else path.parent.resolve() / path.name)
-        return os.path.abspath(path)  # noqa: PTH100 - without the dots
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links
+        return os.path.abspath(path)  # noqa: PTH100 - removes dots, keeps links
+    except (OSError, RuntimeError, ValueError) as error:  # ~nobody, a loop of links
         raise NoPath(named.key, text, str(getattr(error, "strerror", None) or error)) from error
 
 
 def _changed(value: Any, kind: Any, key: KeyPath, change: Callable[[NamedPath], str]) -> Any:
-    """The value, of a key of this type, with what `change` says in place of each path in it."""
+    """Replace each path in a value of this type by the result of `change`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         mark = next((each for each in arguments[1:] if isinstance(each, PathMark)), None)
@@ -127,7 +126,7 @@ def _changed_section(
     if issubclass(section, EnvironmentConfig) and isinstance(changed.get("name"), str) and "args" in changed:
         try:
             arguments = environment_class(changed["name"]).Config
-        except ValueError:  # as the validation says
+        except ValueError:  # the validation reports it
             return changed
         changed["args"] = _changed(changed["args"], arguments, (*key, "args"), change)
     return changed

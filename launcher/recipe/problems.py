@@ -1,4 +1,4 @@
-"""Pure: what pydantic found wrong with a recipe -> sentences that name the line or override and the way out."""
+"""Pure: validation errors of pydantic -> sentences that name the line or override, and what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from launcher.recipe.suggest import KeyPath, did_you_mean
 
 Locate = Callable[[KeyPath], tuple[str, bool]]
-"""Path of a key -> where it was given (`my.yaml:7`), and whether that is an override."""
+"""Key -> its place (`my.yaml:7`), and whether that is an override."""
 
 _UNITS = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false", "null": "null"}
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
@@ -20,13 +20,13 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "m
 def validation_problems(
     error: ValidationError, model: type[BaseModel], locate: Locate, prefix: KeyPath = ()
 ) -> list[str]:
-    """A sentence for each problem that pydantic found.
+    """Return a sentence for each problem that pydantic found.
 
     Args:
         error: raised by `model.model_validate`.
-        model: the class that was validated.
-        locate: where the value at a path came from.
-        prefix: path of the validated mapping inside the recipe (`environment.args`).
+        model: class that was validated.
+        locate: gives the place of a value.
+        prefix: key of the validated mapping in the recipe (`environment.args`).
     """
     schema = model.model_json_schema()
     known = known_keys(schema)
@@ -34,23 +34,23 @@ def validation_problems(
 
 
 ITEM = "*"
-"""Stands for the number of an item in the path of a known key."""
+"""Stands for the index of a list item in known keys."""
 
 
 def generic(path: KeyPath) -> KeyPath:
-    """A path as known keys have it."""
+    """Replace indexes in a key by ITEM, as in known keys."""
     return tuple(ITEM if part.isdigit() else part for part in path)
 
 
 def known_keys(schema: Mapping[str, Any]) -> dict[KeyPath, Mapping[str, Any]]:
-    """Every key that a JSON schema describes, sections and those in lists included, with its own schema."""
+    """Every key that a JSON schema describes, with its own schema; includes sections, also those in lists."""
     found: dict[KeyPath, Mapping[str, Any]] = {}
 
     def visit(node: Mapping[str, Any], path: KeyPath) -> None:
         for name, child in node.get("properties", {}).items():
             resolved = _resolve(child, schema)
             found[(*path, name)] = resolved
-            for option in resolved.get("anyOf", [resolved]):  # a section that may be null
+            for option in resolved.get("anyOf", [resolved]):  # the section of `section or null`
                 visit(option, (*path, name))
                 visit(_resolve(option.get("items", {}), schema), (*path, name, ITEM))
 
@@ -91,7 +91,7 @@ def _sentence(
 def _schema_of(
     path: KeyPath, known: Mapping[KeyPath, Mapping[str, Any]], schema: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The schema of the value at `path`, which may be an item of a list or mapping; else that of the nearest key around
+    """Schema of the value at `path`, which may be an item of a list or mapping; else that of the nearest key around
     it."""
     for end in range(len(path), 0, -1):
         if path[:end] in known:
@@ -102,7 +102,7 @@ def _schema_of(
 
 
 def where_named(message: str, locate: Locate, section: KeyPath = (), prefix: KeyPath = ()) -> str:
-    """Where to point when a section is wrong as a whole: at a key that the message names, one that was overridden
+    """Find the place to point at for a problem of a whole section: a key that the message names, overridden keys
     first."""
     of_section, _ = locate((*prefix, *section))
     named = []
@@ -110,14 +110,14 @@ def where_named(message: str, locate: Locate, section: KeyPath = (), prefix: Key
         key = tuple(word.split("."))
         for path in ((*section, *key), key) if len(key) > 1 else ((*section, *key),):
             where, overridden = locate((*prefix, *path))
-            is_key = where != locate((*prefix, *path[:-1]))[0]  # no key: located like the section that it would be in
+            is_key = where != locate((*prefix, *path[:-1]))[0]  # a word that is not a key has the place of its section
             if is_key and where != of_section:
                 named.append((not overridden, where))
     return min(named, key=lambda entry: entry[0])[1] if named else of_section
 
 
 def expected(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in words: `an integer > 0 or null`."""
+    """Describe a JSON schema in words: `an integer > 0 or null`."""
     if "words" in schema:
         return str(schema["words"])
     if "anyOf" in schema:

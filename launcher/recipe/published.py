@@ -48,16 +48,17 @@ class PublishedModel:
 
     @property
     def source(self) -> str:
-        """Where the configuration comes from, for people."""
+        """Name of the file that the configuration was read from."""
         return MODELS.name if self.path is None else str(self.path)
 
     def missing(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of the shape that the model section of a recipe leaves out."""
+        """Keys of the shape that the model section of a recipe leaves out, with their values."""
         return {key: value for key, value in shape(self.config).items() if model.get(key) is None}
 
     def check(self, model: ModelConfig, locate: Locate) -> None:
-        """Raises BadInput where a recipe that starts from the weights contradicts their config.json, with the place of
-        each key. models.yaml contradicts nobody: fewer layers are a way to plan or rehearse without the weights."""
+        """Check that a recipe that starts from the weights agrees with their config.json. Raises BadInput with the
+        place of each key that does not. models.yaml is not checked: fewer layers are a way to plan or rehearse without
+        the weights."""
         if self.path is None or model.init != "huggingface":
             return
         if wrong := contradictions(model, self.config, self.path):
@@ -65,8 +66,8 @@ class PublishedModel:
 
 
 def find_published(values: Mapping[str, Any], caches: Sequence[Path], locate: Locate) -> PublishedModel | None:
-    """The published model that a recipe names; None where it names none, or gives the shape itself and the weights are
-    not on this machine.
+    """Find the published model that a recipe names; None if it names none, or gives the shape itself and the weights
+    are not on this machine.
 
     Args:
         values: values of the recipe, not validated yet.
@@ -120,7 +121,7 @@ def _folder(asked: str, caches: Sequence[Path]) -> Path | None:
     try:
         if Path(asked).is_dir():
             return Path(asked)
-    except (OSError, ValueError):  # a name that no file can have; or one that cannot be looked at
+    except (OSError, ValueError):  # a name that no file can have, or that cannot be looked at
         return None
     if package := package_of(asked):
         exported = (exported_folder(package, home) for home in caches)

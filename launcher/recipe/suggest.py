@@ -1,4 +1,4 @@
-"""Pure: the key of a recipe that an unknown one may mean."""
+"""Pure: suggest a known key for an unknown one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MEANT = {
     "total_steps",
     "training.tokens_per_microbatch": "micro_batch_size microbatch per_device_train_batch_size",
 }
-"""Key -> what people call it, from other toolkits above all."""
+"""Key -> names of it, mostly those of other toolkits."""
 
 SYNONYMS = {word: tuple(key.split(".")) for key, words in _MEANT.items() for word in words.split()}
 
@@ -55,13 +55,13 @@ _IN_SECTION: dict[KeyPath, str] = {
     ("model", "path"): "huggingface",
     ("tokenizer", "name"): "path",
 }
-"""Words that mean a key in one section alone."""
+"""Words that mean a key in one section only."""
 
 
 def did_you_mean(path: KeyPath, known: Collection[KeyPath]) -> str:
-    """` (did you mean X?)`, or nothing where no known key resembles the unknown one.
+    """Return ` (did you mean X?)`, or nothing if no known key resembles the unknown one.
 
-    First comes what is called so elsewhere, then what is spelt like it in the same section, then in any section.
+    Prefers names of other toolkits, then similar spelling in the same section, then in any section.
     """
     guess = _guess(path, known)
     return f" (did you mean {guess}?)" if guess else ""

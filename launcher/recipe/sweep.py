@@ -1,4 +1,4 @@
-"""Pure: overrides with several values, `grpo.group_size=8,16`, -> one set of overrides and one name for each run."""
+"""Pure: overrides with several values, `grpo.group_size=8,16`, -> overrides and a name for each run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Variant:
 
     overrides: tuple[str, ...]
     name: str
-    """`group_size=8_seed=1`; empty where there is no sweep."""
+    """Such as `group_size=8_seed=1`; empty without a sweep."""
 
 
 def variants(overrides: Sequence[str]) -> list[Variant]:
-    """Every combination of values, the last key fastest; a single one where no override has several.
+    """Return every combination of values, the last key fastest; a single one if no override has several.
 
-    A comma separates values unless it is within quotes, brackets or braces, as those of YAML: `key="a,b"` is one text
-    and `key=[1,2]` one list.
+    A comma separates values except within quotes, brackets or braces, as in YAML: `key="a,b"` is one text and
+    `key=[1,2]` one list.
 
     Raises:
         BadInput: two of the runs would be the same.
@@ -44,12 +44,12 @@ def variants(overrides: Sequence[str]) -> list[Variant]:
 
 
 def count(overrides: Sequence[str]) -> int:
-    """How many runs there would be."""
+    """Number of runs."""
     return prod(len(split(override.partition("=")[2])) for override in overrides)
 
 
 def split(text: str) -> list[str]:
-    """The values in `1,[2,3],"a,b"`. Text that does not come out even, such as an open bracket, stays whole."""
+    """Split `1,[2,3],"a,b"` into values. Text with unbalanced brackets or quotes stays whole."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -75,23 +75,23 @@ def _refuse_twins(overrides: Sequence[str], several: Sequence[int]) -> None:
         values = [value.strip() for value in split(override.partition("=")[2])]
         twice = [value for value in dict.fromkeys(values) if values.count(value) > 1]
         if twice:
-            problems.append(f"override {override!r}: {', '.join(twice)} is there twice, which makes the same run twice")
+            problems.append(f"override {override!r}: {', '.join(twice)} occurs twice, which makes the same run twice")
         if keys[index] in keys[index + 1 :]:
             problems.append(
-                f"override {override!r}: {keys[index]} is given again, and the last one holds for every run"
+                f"override {override!r}: {keys[index]} is given again, and the last one applies to every run"
             )
     if problems:
         raise BadInput(problems)
 
 
 def _short(keys: Sequence[str]) -> list[str]:
-    """The last part of each key, or all of it where two keys share that."""
+    """Last part of each key, or the whole key if two keys share that."""
     last = [key.rpartition(".")[2] for key in keys]
     return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
 
 
 def _plain(value: str) -> str:
-    """What a value looks like in the name of a directory: nothing that a shell, Slurm or pyxis would read."""
+    """Write a value for the name of a directory, without characters that a shell, Slurm or pyxis interprets."""
     return re.sub(r"[^A-Za-z0-9.+-]+", "-", value).strip("-")
 
 
@@ -103,8 +103,8 @@ def _distinct(found: Sequence[tuple[tuple[str, ...], str]]) -> Iterator[Variant]
 
 
 def chains(job_ids: Sequence[str], running: int | None) -> list[str]:
-    """The jobs that the next job of a sweep has to wait for, so that no more than `running` run at a time.
+    """Jobs that the next job of a sweep waits for, so that at most `running` run at a time.
 
-    Job i waits for job i - running: as many chains as may run, each one after the other.
+    Job i waits for job i - running: this makes `running` chains of jobs.
     """
     return [] if running is None or len(job_ids) < running else [job_ids[len(job_ids) - running]]

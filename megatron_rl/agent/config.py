@@ -87,7 +87,7 @@ def _fit_together(environments: list[WeightedEnvironment]) -> list[WeightedEnvir
 
 
 Environments = Annotated[list[WeightedEnvironment], AfterValidator(_fit_together)]
-"""At least one environment, each with an id of its own; at least one is trained on."""
+"""List of environments, each with an id of its own, of which at least one is trained on."""
 
 
 # Entries of Megatron-RL's environment files

@@ -41,8 +41,8 @@ class DynamicSamplingConfig(Section):
     enabled: bool = False
     """Turn dynamic sampling on."""
     max_rounds: PositiveInt = 8
-    """At most max_rounds * prompts_per_step prompts are drawn for a step. The step then trains on what it has, groups
-    without signal included."""
+    """Limit of the prompts drawn for a step: max_rounds * prompts_per_step. After that the step trains on what it has,
+    groups without signal included."""
 
 
 class ImportanceConfig(Section):

@@ -71,8 +71,8 @@ def test_a_recipe_that_is_no_file():
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("code.include=[~nouser/x]", "code.include.0: '~nouser/x' is no path: "),
-        ('code.include=["a\\0b"]', "is no path: it holds a zero byte"),
+        ("code.include=[~nouser/x]", "code.include.0: '~nouser/x' is not a path: "),
+        ('code.include=["a\\0b"]', "is not a path: it contains a zero byte"),
         ("code.include=[loop]", "/loop: no such directory on "),
         ("environment.args.x=" + "[" * 20_000, "is nested more than 50 deep"),
         ("name=\udcff", "is not UTF-8 text"),

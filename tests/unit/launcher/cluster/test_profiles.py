@@ -138,15 +138,15 @@ def test_a_default_that_is_no_profile_is_refused_with_its_line(write, tmp_path):
             "'a-b' is not the name of an envi",
         ),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    HF_TOKEN: s3cr3t", 5, "list HF_TOKEN under se"),
-        ('lab:\n  gpus_per_node: 8\n  run_root: /x\n  prolog: ["a\\r"]', 4, "prolog: holds a carriage return"),
+        ('lab:\n  gpus_per_node: 8\n  run_root: /x\n  prolog: ["a\\r"]', 4, "prolog: contains a carriage return"),
         (
             'lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment: {A: "b\\r"}',
             4,
-            "environment: holds a carriage return",
+            "environment: contains a carriage return",
         ),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  secrets: [A B]", 4, "expected the name of an environment variab"),
-        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  sbatch: [foo]", 4, "'foo' is no flag of sbatch"),
-        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  sbatch: [--array=0-3]", 4, "a run is one job and no array"),
+        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  sbatch: [foo]", 4, "'foo' is not a flag of sbatch"),
+        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  sbatch: [--array=0-3]", 4, "a run is one job, not an array"),
         ('lab:\n  gpus_per_node: 8\n  run_root: /x\n  qos: "a\\nb"', 4, "qos: expected one line of text or null"),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  container: {image: i, mounts: [/a]}", 4, "'/a' is not SRC:DST"),
         ("local:\n  gpus_per_node: 8\n  run_root: /x", 1, "local: always means this machine"),
@@ -175,7 +175,7 @@ def test_a_secret_in_the_environment_is_refused_by_name_and_never_shown(write, n
 def test_a_password_in_a_url_is_refused_and_never_shown(write):
     text = "lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    HTTPS_PROXY: http://me:s3cr3t@proxy:3128"
     (problem,) = problems(write, text)
-    assert "environment.HTTPS_PROXY: holds a password in a URL" in problem
+    assert "environment.HTTPS_PROXY: contains a password in a URL" in problem
     assert "s3cr3t" not in problem
 
 

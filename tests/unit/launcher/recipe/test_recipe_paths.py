@@ -107,7 +107,7 @@ def test_servers_and_images_too(folder):
 
 @pytest.mark.parametrize("value", ["''", "~nobody-has-this-name/data", '"a\\0b"'])
 def test_what_is_no_path_is_an_error_with_its_place(folder, value):
-    with pytest.raises(BadInput, match=r"override .*: model\.checkpoint: .* is no path: "):
+    with pytest.raises(BadInput, match=r"override .*: model\.checkpoint: .* is not a path: "):
         load_recipe("../recipes/mine.yaml", [f"model.checkpoint={value}"])
 
 

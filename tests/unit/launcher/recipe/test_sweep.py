@@ -32,7 +32,7 @@ def test_every_combination_the_last_key_fastest():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["grpo.group_size=8, 4,8"], "override 'grpo.group_size=8, 4,8': 8 is there twice"),
+        (["grpo.group_size=8, 4,8"], "override 'grpo.group_size=8, 4,8': 8 occurs twice"),
         (["training.seed=1,2", "training.seed=3"], "override 'training.seed=1,2': training.seed is given again"),
     ],
 )
