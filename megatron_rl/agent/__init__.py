@@ -1,1 +1,1 @@
-"""What makes experience of a model: trajectories, agents, the keys of what they draw, environments by name."""
+"""Experience of a model: trajectories, agents, the random keys of rollouts, and environments by name."""

@@ -1,7 +1,7 @@
-r"""How an answer is asked for and found again: \boxed{42}, <answer>42</answer>, or a last line Answer: 42.
+r"""Formats of an answer, with how to request and find it: \boxed{42}, <answer>42</answer>, or a last line Answer: 42.
 
-The last answer of a response counts. Several boxes in the last sentence that has one are a list of answers: a response
-that names two different ones has not chosen the right one.
+The last answer of a response counts. Several boxes in one sentence are a list of answers: a response that gives two
+different answers has not chosen the right one.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ class FoundAnswer:
 
     text: str
     has_trailing_text: bool
-    """Whether more follows than marks, blanks and a unit, see answer_end.py."""
+    """Whether more than punctuation, blanks or a unit follows the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     instruction: str
-    """The sentence of the prompt that asks for it."""
+    """Sentence of the prompt that requests the format."""
     find: Callable[[str], FoundAnswer | None]
-    """The last answer of a response; None where it has none in this format, or an empty one."""
+    """Return the last answer of a response; None if it has no answer in this format, or an empty one."""
     written: Callable[[str], str]
-    """A response that is an answer and no more."""
+    """Return a response that consists of the given answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ def _boxed(response: str) -> FoundAnswer | None:
 
 
 def _boxes(response: str) -> tuple[list[_Box], bool]:
-    r"""The boxes that are in no other, and whether the last one is not closed.
+    r"""Return the outermost boxes, and whether the last one is not closed.
 
-    One pass with a stack, so that a response of nothing but \boxed{ takes no longer than another.
+    One pass with a stack: a response of nothing but \boxed{ takes no longer than another.
     """
     boxes: list[_Box] = []
-    opened: list[tuple[int, int] | None] = []  # for each open brace: where its box and its content begin
+    opened: list[tuple[int, int] | None] = []  # for each open brace: starts of its box and content
     for token in _BRACE_OR_BOX.finditer(response):
         if token["brace"]:
             opened.append((token.start(), token.end()))

@@ -1,9 +1,9 @@
-"""Contracts between the trainer and whatever produces experience: problems in, scored trajectories out.
+"""Contracts between the trainer and the code that produces experience: problems in, scored trajectories out.
 
     problem -> rollout request -> completions -> scored trajectories -> group
 
-An agent decides how a problem becomes prompts, how often the model is called and what the answers are worth.
-It sees the model only through an `InferenceInterface`, so it cannot tell a co-located engine from a remote one.
+An agent decides how a problem becomes prompts, how often to call the model, and how to score the answers. It sees the
+model only through an `InferenceInterface`, so it cannot distinguish a co-located engine from a remote one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class GroupRolloutRequest:
     group_size: int
     sampling: Sampling
     key: int
-    """Key of the group's random numbers, see `GenerationRequest.key`."""
+    """Key of the group's random numbers: see `GenerationRequest.key`."""
     inference: InferenceInterface
     limits: RolloutLimits
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One answer to each of several problems, which make no group."""
+    """Requests one answer to each of several problems; the answers do not form a group."""
 
     problems: Sequence[Problem]
     sampling: Sampling
@@ -47,9 +47,9 @@ class RolloutRequest:
 @dataclass(frozen=True, slots=True)
 class ContrastiveResponse:
     pair: ContrastivePair | None
-    """None where no two answers are worth differently."""
+    """None if no two answers have different rewards."""
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Answers lost, by reason."""
+    """Number of lost answers by reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class EvaluationResponse:
     trajectories: list[list[Trajectory]]
     """One list per problem, in the order of the request."""
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Answers lost, by reason."""
+    """Number of lost answers by reason."""
     final_answers: Mapping[int, Sequence[str | None]] = field(default_factory=dict)
-    """What the answers to a problem come to, see `EvaluationAgent.final_answer`, by its place in the request; of those
-    alone whose agent is in another process."""
+    """Final answers by the problem's index in the request: see `EvaluationAgent.final_answer`. Filled only by an agent
+    in another process."""
 
     @property
     def rewards(self) -> list[float]:
@@ -79,29 +79,13 @@ class EvaluationResponse:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSet:
-    """Problems that are trained on, one after the other, in passes."""
+    """Problems to train on in order, pass after pass."""
 
     environment: str
-    """Id of the environment that they are of; empty where there is only one."""
+    """Id of the problems' environment; empty if there is only one environment."""
     weight: float
-    """Share of the prompts of a step, over the sum of all weights; above 0."""
+    """Share of each step's prompts, relative to the sum of all weights; above 0."""
     problems: Sequence[Problem]
-
-
-class RolloutGenerator(ABC):
-    """Produces answers one by one, for what needs no groups: data to distil from, or to be filtered."""
-
-    @abstractmethod
-    async def rollouts(self, request: RolloutRequest) -> EvaluationResponse:
-        """Answer every problem once, and score the answers."""
-
-
-class ContrastiveRolloutGenerator(ABC):
-    """Produces pairs of a better and a worse answer, for who trains on preferences."""
-
-    @abstractmethod
-    async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
-        """Answer one problem `group_size` times, and choose a pair."""
 
 
 class GroupedRolloutGenerator(ABC):
@@ -109,41 +93,42 @@ class GroupedRolloutGenerator(ABC):
 
     @abstractmethod
     def training_problems(self) -> Sequence[Problem]:
-        """All distinct problems that may be trained on, in a fixed order."""
+        """Return all distinct training problems, in a fixed order."""
 
     def training_sets(self) -> Sequence[TrainingSet]:
-        """The same, by what weight they are trained on: at least one set."""
+        """Return the training problems grouped by weight: at least one set."""
         return [TrainingSet("", 1.0, self.training_problems())]
 
     @abstractmethod
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         """Answer one problem `group_size` times and score every answer."""
 
-    async def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Let go of what is held open, such as connections: nothing is asked any more."""
+    async def close(self) -> None:  # noqa: B027 - most agents hold nothing open
+        """Close open resources such as connections. The agent is not called afterwards."""
 
 
 class EvaluationAgent(ABC):
     """Measures the model on sets of problems."""
 
     prompt_format: str = ""
-    """How answers are asked for, where a recipe can choose: recorded with every evaluation, because scores in
-    different formats do not compare."""
+    """Answer format that the prompts request, if a recipe can choose one. It is recorded with every evaluation, because
+    scores in different formats are not comparable."""
 
     compares_answers: bool = False
-    """Whether `final_answer` can tell that two answers to a problem say the same, for majority votes."""
+    """Whether `final_answer` can match equivalent answers to a problem, as majority votes need."""
 
     def final_answer(self, response: str) -> str | None:
-        """What a response comes to, the same text for answers that say the same; None where it comes to nothing."""
+        """Return the final answer of a response, the same text for equivalent answers; None if the response has no
+        answer."""
         raise NotImplementedError(f"{type(self).__name__} does not compare answers")
 
     def agent_of(self, problem: Problem) -> EvaluationAgent:
-        """Whose problem it is: this agent's, or that of one of several that it is made of."""
+        """Return the agent responsible for a problem: this agent, or one of its members."""
         return self
 
     @abstractmethod
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
-        """Named sets, e.g. `trained` and `held_out`; none of the problems of `held_out` is trained on."""
+        """Return the evaluation sets by name, e.g. `trained` and `held_out`; no problem of `held_out` is trained on."""
 
     @abstractmethod
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
@@ -151,47 +136,48 @@ class EvaluationAgent(ABC):
 
 
 class Demonstrator(ABC):
-    """Knows worked answers, from which `model.init: supervised` teaches the answer format."""
+    """Provides worked answers, from which `model.init: supervised` teaches the answer format."""
 
     @abstractmethod
     def demonstrations(self) -> Sequence[tuple[str, str]]:
-        """(prompt, right answer) pairs; none of them from a held-out set."""
+        """Return (prompt, right answer) pairs; none of them comes from a held-out set."""
 
 
-class Environment(GroupedRolloutGenerator, EvaluationAgent, RolloutGenerator, ContrastiveRolloutGenerator):
-    """What a recipe names under `environment`: one task's problems, answers and rewards. The first sentence of its
-    docstring describes it in `mrl environments`.
+class Environment(GroupedRolloutGenerator, EvaluationAgent):
+    """Problems, prompts and rewards of one task: the value of `environment` in a recipe. `mrl environments` shows the
+    first sentence of the class's docstring.
 
-    A package provides one by registering the class as an entry point of the group `mrl.environments`.
+    A package provides an environment by registering its class as an entry point of the group `mrl.environments`.
     """
 
     Config: ClassVar[type[Section]]
-    """Checks `environment.args` of the recipe, on the login node too: importing the class must need neither torch
-    nor the task's own libraries.
+    """Validates `environment.args` of the recipe, also on the login node: importing the class must require neither
+    torch nor the task's own libraries.
 
-    Where it has a method `datasets() -> list[str]`, those are the names of the data sets on the Hugging Face hub that
-    the environment reads: `mrl prefetch` fetches them, since a job has no internet."""
+    If it has a method `datasets() -> list[str]`, that returns the names of the data sets on the Hugging Face hub that
+    the environment reads. `mrl prefetch` fetches them, since a job has no internet access.
+    """
 
     variant_argument: ClassVar[str] = ""
-    """Argument that NAME/VARIANT gives: reasoning-gym/chain_sum is reasoning-gym with `dataset: chain_sum`. Empty where
-    an environment has no variants."""
+    """Argument set by NAME/VARIANT: reasoning-gym/chain_sum is reasoning-gym with `dataset: chain_sum`. Empty if the
+    environment has no variants."""
 
     @abstractmethod
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
-        """`config` is an instance of the class's own `Config`."""
+        """Build the environment from `config`, an instance of the class's own `Config`."""
 
     @classmethod
     def variants(cls) -> Mapping[str, str]:
-        """What VARIANT may be in NAME/VARIANT, with a sentence on each; nothing where there is no telling."""
+        """Return a one-sentence description of each VARIANT of NAME/VARIANT; empty if the variants are unknown."""
         return {}
 
     @classmethod
     def sample_arguments(cls) -> Mapping[str, Any]:
-        """Arguments with which it has a few problems on any machine, offline: for `mrl environments try`."""
+        """Return arguments that provide a few problems offline on any machine, for `mrl environments try`."""
         return {}
 
     async def rollouts(self, request: RolloutRequest) -> EvaluationResponse:
-        """As an evaluation of one answer each."""
+        """Answer every problem once and score the answers."""
         return await self.evaluate(
             EvaluationRequest(
                 problems=request.problems,
@@ -204,19 +190,19 @@ class Environment(GroupedRolloutGenerator, EvaluationAgent, RolloutGenerator, Co
         )
 
     async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
-        """The best and the worst of the group's answers."""
+        """Answer one problem `group_size` times and choose the best and the worst answer."""
         group = await self.group_rollout(request)
         return ContrastiveResponse(contrastive_pair(group), group.failures)
 
     def tracebacks(self) -> Mapping[str, str]:
-        """Tracebacks of the errors that its own code raised and that cost answers, by what their reasons in
-        `TrajectoryGroup.failures` begin with."""
+        """Return tracebacks of errors in the environment's own code that lost answers. The keys are the prefixes of the
+        reasons in `TrajectoryGroup.failures`."""
         return {}
 
     def gold_response(self, problem: Problem) -> str:
-        """What a model would answer that is right."""
+        """Return a right response to the problem, as a model would write it."""
         raise NotImplementedError(f"{type(self).__name__} has no gold_response")
 
     def wrong_response(self, problem: Problem) -> str:
-        """What a model would answer that is wrong."""
+        """Return a wrong response to the problem, as a model would write it."""
         return "I do not know."

@@ -54,7 +54,7 @@ class WeightedEnvironment(EnvironmentConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_ours(cls, values: Any) -> Any:
+    def _translate_megatron_rl(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
         if "agent_type" in values:
@@ -64,7 +64,7 @@ class WeightedEnvironment(EnvironmentConfig):
         return {"id": values["name"], **values} if isinstance(values["name"], str) else values
 
     @model_validator(mode="after")
-    def _weighs_something(self) -> WeightedEnvironment:
+    def _check_weight(self) -> WeightedEnvironment:
         if self.weight < 0:
             raise ValueError(f"weight {self.weight:g} of environment {self.id!r} is negative; 0 trains nothing on it")
         return self
@@ -111,14 +111,16 @@ def _of_megatron_rl(entry: Mapping[str, Any]) -> dict[str, Any]:
     agent, arguments = entry["agent_type"], entry.get("agent_args") or {}
     ours = {name: value for name, value in entry.items() if name not in ("agent_type", "agent_args")}
     if given := sorted({"name", "args"} & ours.keys()):
-        raise ValueError(f"agent_type and {given[0]} say the same thing twice: give name and args, or agent_type")
-    known = _NAMES.get(str(agent).rpartition(".")[2])  # a class by itself, or its path
+        raise ValueError(
+            f"agent_type and {given[0]} exclude each other: give agent_type and agent_args, or name and args"
+        )
+    known = _NAMES.get(str(agent).rpartition(".")[2])  # a class name, or its dotted path
     if known is None:
         raise ValueError(
             f"agent_type {agent!r} has no counterpart here; these have one: {', '.join(_NAMES)}; give name and args"
         )
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"agent_args of {agent} is no mapping")
+        raise ValueError(f"agent_args of {agent} must be a mapping")
     return {**ours, "name": known, "args": _arguments(arguments, math=known != "countdown")}
 
 

@@ -1,4 +1,4 @@
-"""Problems of a data set: read from this machine, each one once, in the order of the data set."""
+"""Questions of a local data set, without exact repeats, in the order of the data set."""
 
 from __future__ import annotations
 
@@ -29,37 +29,38 @@ BATCH = 10_000
 """Rows read at a time."""
 
 READERS = {".parquet": "parquet", ".arrow": "arrow"}
-"""Reader of `datasets` by the ending of a file that is no text."""
+"""Reader of `datasets` by the suffix of a binary file."""
 
 
 class Source(Section):
-    """Problems of a data set, and the column of their question."""
+    """A data set, and the column of its questions."""
 
     structured: ClassVar[bool] = False
-    """Whether question and answer may be lists and structures, which are read as JSON."""
+    """Whether question and answer may be lists and objects, which are read as JSON."""
 
     path: HubPath
-    """Name on the hub, such as Maxwell-Jia/AIME_2024, or a file or directory of this machine, a relative one from the
-    recipe's file on: Parquet, JSON lines, CSV, Arrow, or what `datasets` saved to disk."""
+    """Name on the hub, such as Maxwell-Jia/AIME_2024, or a local file or directory, relative to the recipe's file:
+    Parquet, JSON lines, CSV, Arrow, or the output of `save_to_disk` of `datasets`."""
     split: str = "train"
-    """Split of a data set that has several."""
+    """Split to read."""
     subset: str | None = None
-    """Configuration of a data set that has several."""
+    """Configuration to read, if the data set has several."""
     question: str = "problem"
     """Column of the problem; a.0.b is the field b of the first element of the list in column a."""
     remove: list[str] = []
-    """Texts cut out of every question: instructions that contradict ours. Blanks count as equal to line ends."""
+    """Texts to remove from every question, such as instructions that contradict ours. Any white space matches any
+    other."""
 
 
 class DataSet(Source):
-    """A source of problems, and the columns of question and answer."""
+    """A data set, and the columns of its questions and answers."""
 
     answer: str = "answer"
-    """Column of the right answer, likewise."""
+    """Column of the right answer, in the same notation."""
     answer_after: str | None = None
-    """Where that column is a worked solution: the answer is what follows the last of these marks, such as ####."""
+    """Marker such as ####, if that column is a worked solution: the answer is the text after the last marker."""
     answer_boxed: bool = False
-    r"""Or it is what is in the last \boxed{} of it."""
+    r"""Whether the answer is the content of the last \boxed{} of a worked solution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +68,21 @@ class Question:
     text: str
     answer: str
     row: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """All columns, where the source names no answer."""
+    """All columns, if the source names no answer column."""
     source: Source | None = field(default=None, compare=False)
-    """Source that it was read from, likewise."""
+    """Data set of the question, if it names no answer column."""
 
 
 def normalised(text: str) -> str:
-    """What makes two questions the same: their words."""
+    """Return the words of a question: questions with the same words are equal."""
     return " ".join(text.split())
 
 
 def read_questions(source: Source) -> Iterator[Question]:
-    """Questions and answers of all rows but those that repeat another to the letter, and those without an answer. Where
-    the source is no DataSet, questions with all columns of their rows.
+    """Yield the questions and answers of all rows, except exact repeats and rows without an answer. If the source is
+    not a DataSet, yield questions with all columns of their rows.
 
-    Raises ValueError for data that is not there or not as `source` says.
+    Raises ValueError if the data is missing or does not match `source`.
     """
     removed = [re.compile(r"\s+".join(map(re.escape, text.split()))) for text in source.remove]
     if not isinstance(source, DataSet):
@@ -99,7 +100,7 @@ def read_questions(source: Source) -> Iterator[Question]:
             yield Question(_without(removed, text), answer)
     if 0 < lacking < rows:
         logger.warning(
-            "data set %s, split %s: %d of %d rows are left out, as they lack a question (%s) or an answer (%s)",
+            "data set %s, split %s: %d of %d rows are skipped, because they lack a question (%s) or an answer (%s)",
             *(source.path, source.split, lacking, rows, source.question, source.answer),
         )
 
@@ -116,7 +117,7 @@ def _whole_rows(source: Source, removed: Sequence[re.Pattern[str]]) -> Iterator[
             if source.question.partition(".")[0] not in row:
                 _check_column(source.question.partition(".")[0], row)
     if 0 < lacking < rows:
-        logger.warning("data set %s: %d of %d rows are left out, as they lack a prompt", source.path, lacking, rows)
+        logger.warning("data set %s: %d of %d rows are skipped, because they lack a prompt", source.path, lacking, rows)
 
 
 def _without(removed: Sequence[re.Pattern[str]], text: str) -> str:
@@ -126,7 +127,7 @@ def _without(removed: Sequence[re.Pattern[str]], text: str) -> str:
 
 
 def _answer_in(source: DataSet, solution: str) -> str | None:
-    """None where the solution has no answer."""
+    """Return the answer of a solution; None if it has none."""
     if source.answer_boxed:
         boxed = FORMATS["boxed"].find(solution)
         return None if boxed is None else boxed.text
@@ -138,7 +139,7 @@ def _answer_in(source: DataSet, solution: str) -> str | None:
 
 
 def distinct(questions: Iterable[Question]) -> list[Question]:
-    """Each question once, with its first answer."""
+    """Return each question once, with its first answer."""
     first: dict[str, Question] = {}
     contradicted = set()
     for question in questions:
@@ -146,26 +147,26 @@ def distinct(questions: Iterable[Question]) -> list[Question]:
         if first.setdefault(key, question).answer != question.answer:
             contradicted.add(key)
     if contradicted:
-        logger.warning("%d problems have several answers: the first one counts", len(contradicted))
+        logger.warning("%d problems have several answers: the first one is used", len(contradicted))
     return list(first.values())
 
 
 def _rows(
     source: Taken, take: Callable[[Taken, Dataset | IterableDataset | list[str]], Iterator[Row]]
 ) -> Iterator[Row]:
-    """Rows as `take` makes them of what `_load` returns; a few thousand are in memory at a time."""
+    """Yield the rows that `take` reads from the result of `_load`; at most a few thousand are in memory at a time."""
     try:
-        # Imported here because they take seconds, and the launcher, which only checks the arguments, lacks them.
+        # Imported here because it takes seconds; the launcher, which only checks the arguments, does not have them.
         import datasets
         import pyarrow
     except ImportError as error:
         raise ValueError(f"data set {source.path}: needs `{install_command('math')}`: {error}") from error
-    datasets.disable_progress_bars()  # a rank's log is no terminal
+    datasets.disable_progress_bars()  # a rank's log is not a terminal
     try:
         with TemporaryDirectory(prefix="mrl-datasets-") as scratch:
             yield from take(source, _load(source, scratch))
-    except StopIteration as error:  # `datasets` looks for a first row
-        raise ValueError(f"data set {source.path}: there is no row in it") from error
+    except StopIteration as error:  # raised by `datasets` for a data set without rows
+        raise ValueError(f"data set {source.path}: it has no rows") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
         raise ValueError(f"data set {source.path}: {error}") from error
 
@@ -185,7 +186,7 @@ def _whole(source: Source, found: Dataset | IterableDataset | list[str]) -> Iter
 
 
 def _of_text(source: DataSet, files: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
-    """Rows of JSON or CSV files. A row may lack a column that others have."""
+    """Yield question and answer of the rows of JSON or CSV files. A row may lack a column that other rows have."""
     paths = [path.split(".") for path in (source.question, source.answer)]
     columns: dict[str, None] = {}
     for file in files:
@@ -197,7 +198,7 @@ def _of_text(source: DataSet, files: Sequence[str]) -> Iterator[tuple[str | None
             question, answer = map(as_text, found)
             yield question, answer
     if not columns:
-        raise ValueError("there is no row in it")
+        raise ValueError("it has no rows")
     for name, *_ in paths:
         _check_column(name, columns)
 
@@ -215,15 +216,18 @@ def _check_column(name: str, columns: Collection[str]) -> None:
 
 def _no_text(source: DataSet) -> str:
     return (
-        f"the question ({source.question}) or the answer ({source.answer}) is a list or a structure; name the text in "
-        f"it, for example question: {source.question}.0.content where it is a conversation, or answer: "
-        f"{source.answer}.0 where it is a list of answers"
+        f"the question ({source.question}) or the answer ({source.answer}) is a list or an object; name the text "
+        f"inside it, for example question: {source.question}.0.content for a conversation, or answer: "
+        f"{source.answer}.0 for a list of answers"
     )
 
 
 def _load(source: Source, scratch: str) -> Dataset | IterableDataset | list[str]:
-    """The data set, streamed where `datasets` has not saved it: else it would write it again into its cache, on a file
-    system that all ranks share. What it locks and writes even so stays in `scratch`. Of text, the files."""
+    """Return the data set, or the paths of its text files.
+
+    Data is streamed unless `datasets` saved it to disk: otherwise `datasets` would write it again to its cache, on a
+    file system shared by all ranks. The files and locks that it writes anyway go to `scratch`.
+    """
     from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk
 
     place = _on_this_machine(source.path)
@@ -231,7 +235,7 @@ def _load(source: Source, scratch: str) -> Dataset | IterableDataset | list[str]
         if place.suffix in SUFFIXES:
             return [str(place)]
         if place.suffix not in READERS:
-            raise ValueError(f"a file ends in {', '.join([*READERS, *SUFFIXES])}")
+            raise ValueError(f"unknown file type: supported are {', '.join([*READERS, *SUFFIXES])}")
         kind, only = READERS[place.suffix], {source.split: str(place)}
         return load_dataset(kind, data_files=only, split=source.split, cache_dir=scratch, streaming=True)
     if not any((place / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
@@ -254,7 +258,8 @@ def _check_split(split: str, splits: Collection[str]) -> None:
 
 
 def _on_this_machine(path: str) -> Path:
-    """The file or directory of a data set; one of the hub is looked for where `mrl prefetch` puts it (HF_HOME)."""
+    """Return the file or directory of a data set. A data set on the hub is expected where `mrl prefetch` stores it
+    (HF_HOME)."""
     if not is_hub_name(path):
         place = Path(path).expanduser()
         if not place.exists():
@@ -266,21 +271,21 @@ def _on_this_machine(path: str) -> Path:
     try:
         return Path(snapshot_download(path, repo_type="dataset", local_files_only=True))
     except HFValidationError as error:
-        raise ValueError(f"neither a name on the hub nor a path that begins with / . or ~: {error}") from error
+        raise ValueError(f"neither a name on the hub nor a path that begins with /, . or ~: {error}") from error
     except LocalEntryNotFoundError as error:
         raise ValueError("not on this machine; `mrl prefetch RECIPE` fetches it where there is internet") from error
 
 
 def _values(batch: Any, path: str, source: DataSet) -> list[str | None]:
-    """Texts at a dotted path in every row of a pyarrow table; None where a row has nothing there, as a list that is too
-    short."""
+    """Return the texts at a dotted path in every row of a pyarrow table; None for rows without a value, for example if
+    a list is too short."""
     from pyarrow import compute, types
 
     name, *inner = path.split(".")
     _check_column(name, batch.column_names)
     column = batch[name]
     for part in inner:
-        if part.isdecimal():  # list_element refuses all rows for one short list, and a slice of fixed size is filled up
+        if part.isdecimal():  # list_element fails if any list is too short; a slice of fixed size is padded with nulls
             element = compute.list_slice(column, int(part), int(part) + 1, return_fixed_size_list=True)
             column = compute.list_element(element, 0)
         else:

@@ -1,7 +1,7 @@
-"""Keys of random numbers: what is drawn for one purpose is the same whenever, wherever and beside whatever it is.
+"""Keys of random numbers. Each purpose has its own key, so a draw does not depend on time, rank or neighbouring draws.
 
-A hash with a published standard (BLAKE2b, RFC 7693): Python's and numpy's may change between versions, it cannot, so a
-run that resumes on another machine or interpreter draws the same.
+The hash is a published standard (BLAKE2b, RFC 7693). Those of Python and numpy may change between versions, but a run
+that resumes on another machine or interpreter must draw the same numbers.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from hashlib import blake2b
 
 
 def stable_key(purpose: str, *parts: int) -> int:
-    """64-bit hash of `purpose` and integers; different purposes never share random numbers. In [0, 2**64)."""
+    """Return a 64-bit hash of `purpose` and integers, in [0, 2**64). Different purposes never share random numbers."""
     text = ":".join([purpose, *map(str, parts)])
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def group_key(seed: int, ordinal: int, try_: int, policy_version: int) -> int:
-    """Key of the random numbers that answer one prompt."""
+    """Return the key of the random numbers that sample the answers to one prompt."""
     return stable_key("group", seed, ordinal, try_, policy_version)
 
 
 def turn_key(group: int, sample: int, turn: int) -> int:
-    """Key of a later turn of one conversation, whose prompt no other sample of its group shares; turn 0, which all do,
-    is answered under the group's own key."""
+    """Return the key of a later turn of one conversation, whose prompt is unique within its group. All samples share
+    turn 0, which uses the group's own key."""
     return stable_key("turn", group, sample, turn)

@@ -1,4 +1,4 @@
-"""Several environments as one, each with its share of every step: what `environments` of a recipe stands for."""
+"""Several environments combined into one, each with its share of every step: the recipe key `environments`."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ class MultiTaskConfig(Section):
     environments: Environments
 
     def datasets(self) -> list[str]:
-        """Names on the hub of what any of them reads."""
+        """Return the names on the hub of the data sets that any environment reads."""
         return sorted({*chain.from_iterable(map(required_datasets, self.environments))})
 
     def extras(self) -> list[str]:
-        """Extras of mrl that the packages of all of them come with."""
+        """Return the extras of mrl that any environment needs."""
         return sorted({*chain.from_iterable(map(required_extras, self.environments))})
 
     def check_files(self) -> None:
-        """Raises ValueError where one of their files of code cannot be used."""
+        """Raise ValueError if a file of user code of any environment is invalid."""
         for one in self.environments:
             check_files(one)
 
     def files(self) -> list[str]:
-        """Files of the user's code that any of them runs."""
+        """Return the files of user code that any environment runs."""
         return sorted({*chain.from_iterable(map(used_files, self.environments))})
 
 
 class WeightedMultiTask(Environment, Demonstrator):
-    """Several environments at once, by weight: what `environments` of a recipe stands for. None is trained on a problem
-    that one with `evaluation_only` holds out."""
+    """Several environments at once, by weight: the recipe key `environments`. No environment is trained on a problem
+    that an environment with `evaluation_only` holds out."""
 
     Config = MultiTaskConfig
 
@@ -65,14 +65,16 @@ class WeightedMultiTask(Environment, Demonstrator):
         self._config = {one.id: one for one in config.environments}
         self._members = {id: _build(one, tokenizer) for id, one in self._config.items()}
         self._evaluation_sets = {
-            f"{id}/{name}": _of(id, problems)
+            f"{id}/{name}": _with_environment(id, problems)
             for id, member in self._members.items()
             for name, problems in member.evaluation_problems().items()
         }
         evaluating = [self._members[id] for id, one in self._config.items() if one.evaluation_only]
-        self._kept_apart = {*chain.from_iterable(map(_held_out, evaluating))}
+        self._held_out_prompts = {*chain.from_iterable(map(_held_out, evaluating))}
         self._training_sets = [
-            TrainingSet(id, one.weight, _of(id, self._not_kept_apart(self._members[id].training_problems())))
+            TrainingSet(
+                id, one.weight, _with_environment(id, self._not_held_out_prompts(self._members[id].training_problems()))
+            )
             for id, one in self._config.items()
             if one.trained_on
         ]
@@ -97,17 +99,17 @@ class WeightedMultiTask(Environment, Demonstrator):
         return self._training_sets
 
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
-        """Sets of all, named ID/SET."""
+        """Return the evaluation sets of all environments, named ID/SET."""
         return self._evaluation_sets
 
     def agent_of(self, problem: Problem) -> Environment:
         return self._members[problem.environment]
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
-        """Of those that are trained on and have some."""
+        """Return the demonstrations of all trained environments."""
         trained = [self._members[each.environment] for each in self._training_sets]
         pairs = [pair for member in trained if isinstance(member, Demonstrator) for pair in member.demonstrations()]
-        return [pair for pair in pairs if normalised(pair[0]) not in self._kept_apart]
+        return [pair for pair in pairs if normalised(pair[0]) not in self._held_out_prompts]
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         id = request.problem.environment
@@ -118,7 +120,7 @@ class WeightedMultiTask(Environment, Demonstrator):
         return await self._members[id].contrastive_rollout(replace(request, limits=RolloutLimits.of(self._config[id])))
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
-        import asyncio  # slow, and the launcher imports this module to check a recipe
+        import asyncio  # slow import; the launcher imports this module to check a recipe
 
         places: dict[str, list[int]] = {}
         for place, problem in enumerate(request.problems):
@@ -152,9 +154,9 @@ class WeightedMultiTask(Environment, Demonstrator):
         for member in self._members.values():
             await member.close()
 
-    def _not_kept_apart(self, problems: Sequence[Problem]) -> list[Problem]:
+    def _not_held_out_prompts(self, problems: Sequence[Problem]) -> list[Problem]:
         """Those that no environment holds out which only evaluates."""
-        return [problem for problem in problems if normalised(problem.prompt) not in self._kept_apart]
+        return [problem for problem in problems if normalised(problem.prompt) not in self._held_out_prompts]
 
 
 def _build(config: WeightedEnvironment, tokenizer: Tokenizer) -> Environment:
@@ -172,5 +174,5 @@ def _held_out(environment: Environment) -> set[str]:
     }
 
 
-def _of(id: str, problems: Sequence[Problem]) -> list[Problem]:
+def _with_environment(id: str, problems: Sequence[Problem]) -> list[Problem]:
     return [replace(problem, environment=id) for problem in problems]

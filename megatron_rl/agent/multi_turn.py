@@ -1,4 +1,4 @@
-"""Tasks of several turns: the environment answers what the model says, until it has nothing more to say."""
+"""Multi-turn tasks: the environment replies to the model until the conversation is over."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ from megatron_rl.inference.api import Completion, FinishReason, GenerationReques
 
 
 class MultiTurnAgent(RewardOnlyAgent):
-    """An environment that is a set of problems, a `get_observation` and a `get_trajectory_reward`.
+    """An environment of problems, a `get_observation` and a `get_trajectory_reward`.
 
-    A conversation ends with an observation that is None, after `max_turns`, or where no room is left for another turn:
-    then its reward is what it deserves so far. Only what the model sampled is trained on.
+    A conversation ends when the observation is None, after `max_turns`, or when another turn does not fit; it is then
+    scored as it is. Only the tokens that the model sampled are trained on.
     """
 
     max_turns: int = 8
-    """Of the model."""
+    """Largest number of turns of the model."""
 
     @abstractmethod
     def get_observation(
         self, responses: Sequence[str], golden: Mapping[str, Any]
     ) -> str | Awaitable[str | None] | None:
-        """What comes between the model's last response and its next one, markup of the chat template included (see
-        `agent.prompts.next_turn`); None where the conversation is over.
+        """Return the text between the model's last response and its next one, including the chat template's markup (see
+        `agent.prompts.next_turn`); None if the conversation is over.
 
-        responses: of the model so far, without special tokens. Whatever this raises costs that one conversation.
+        responses: the model's responses so far, without special tokens. An exception loses this conversation only.
         """
 
     @abstractmethod
     def get_trajectory_reward(
         self, responses: Sequence[str], golden: Mapping[str, Any], finish_reason: FinishReason
     ) -> float | Awaitable[float]:
-        """Finite score of a conversation, as `RewardOnlyAgent.get_reward`. finish_reason: of the last response."""
+        """Return the finite score of a conversation: see `RewardOnlyAgent.get_reward`. finish_reason: of the last
+        response."""
 
     def get_reward(
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
     ) -> float | Awaitable[float]:
-        """Of a conversation of one response."""
+        """Return the score of a conversation with a single response."""
         return self.get_trajectory_reward([response], golden, finish_reason)
 
     def tool_calls(self, responses: Sequence[str]) -> int | None:
-        """How often these responses call tools; None where none are offered."""
+        """Return the number of tool calls in these responses; None if no tools are offered."""
         return None
 
     def _waits(self) -> bool:
@@ -63,7 +64,7 @@ class MultiTurnAgent(RewardOnlyAgent):
         inference: InferenceInterface,
         limits: RolloutLimits,
     ) -> Trajectory | str:
-        """A scored conversation, or why it was lost."""
+        """Continue the conversation to its end; return it with its score, or the reason why it is lost."""
         conversation = Conversation(request.prompt_tokens)
         responses: list[str] = []
         while True:

@@ -1,8 +1,8 @@
-"""Problems in a few bytes, by which another process or another day can tell whether it has the same ones. Pure.
+"""Digests of problems, by which another process or a later start checks that it has the same problems. Pure.
 
-An environment in another process (`remote`) tells its prompts too, so it has digests like any other. The right answers
-are no part of them: they may be any objects, and a problem whose answer was corrected is still the same problem. Nor is
-what a prompt leads to, such as the later turns of a game.
+A digest covers the prompts only, which a `remote` environment sends too. The right answers are excluded: they may be
+arbitrary objects, and a problem whose answer was corrected is still the same problem. Later turns of a conversation are
+excluded as well.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from megatron_rl.agent.trajectories import Problem
 
 @dataclass(frozen=True, slots=True)
 class ProblemDigest:
-    """Some problems in their order: equal where there are as many, with the same prompts."""
+    """Count and digest of a list of problems; equal if the lists have the same prompts in the same order."""
 
     problems: int
-    """How many there are."""
     digest: str
-    """Of their prompts, the same on every machine."""
+    """Digest of the prompts, the same on every machine."""
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> ProblemDigest:
@@ -36,7 +35,7 @@ NONE = ProblemDigest.of([])
 
 
 def differences(expected: Mapping[str, ProblemDigest], found: Mapping[str, ProblemDigest]) -> list[str]:
-    """In what they differ, by environment, in words; empty where they do not."""
+    """Describe the differences, one sentence per environment; empty if there are none."""
     names = [*expected, *(name for name in found if name not in expected)]
     pairs = [(name, expected.get(name, NONE), found.get(name, NONE)) for name in names]
     return [_difference(name, one, other) for name, one, other in pairs if one != other]
@@ -45,4 +44,4 @@ def differences(expected: Mapping[str, ProblemDigest], found: Mapping[str, Probl
 def _difference(name: str, expected: ProblemDigest, found: ProblemDigest) -> str:
     if found.problems != expected.problems:
         return f"environment {name!r}: {found.problems:,} problems instead of {expected.problems:,}"
-    return f"environment {name!r}: {found.problems:,} problems, but others or in another order"
+    return f"environment {name!r}: {found.problems:,} problems, but different ones or in another order"

@@ -1,4 +1,4 @@
-"""How a problem is put to the model: a template with named fields, and the tokenizer's chat template around it."""
+"""Prompts: a template with named fields, inside the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from megatron_rl.section import Section
 
 
 class PromptConfig(Section):
-    """How an environment's questions are put to the model."""
+    """Prompt format of an environment's questions."""
 
     chat: Literal["always", "auto", "never"] = "auto"
-    """always: as a user's message in the tokenizer's chat template. auto: so where it has one. never: as it stands."""
+    """always: send the question as a user message in the tokenizer's chat template. auto: do so if the tokenizer has
+    one. never: send the plain text."""
     system: str | None = None
-    """The system message before it; default: what the chat template says by itself."""
+    """System message; default: the chat template's own."""
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> PromptConfig:
@@ -28,19 +29,21 @@ class PromptConfig(Section):
 
 
 def template_fields(template: str, known: Sequence[str] | None = None) -> set[str]:
-    """Names of the fields of a template in Python's format syntax. Raises ValueError where it is none, and for a field
-    that is not among `known`, where these are given."""
+    """Return the names of the fields of a template in Python's format syntax.
+
+    Raises ValueError if the template is invalid or has a field that is not in `known`, where that is given.
+    """
     fields = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
     unknown = sorted(fields - set(fields if known is None else known))
     if unknown:
-        raise ValueError(f"unknown field {{{unknown[0]}}}; there are {', '.join(known or ())}")
+        raise ValueError(f"unknown field {{{unknown[0]}}}; available are {', '.join(known or ())}")
     return fields
 
 
 def render_prompt(tokenizer: Tokenizer, message: str, asking: PromptConfig) -> str:
-    """The prompt that asks for an answer to `message`.
+    """Return the prompt that requests an answer to `message`.
 
-    Raises ValueError where a chat template is needed and there is none, or it knows no system message.
+    Raises ValueError if a chat template is required but missing, or if it does not support the system message.
     """
     if _in_chat(tokenizer, asking):
         system = [] if asking.system is None else [{"role": "system", "content": asking.system}]
@@ -54,7 +57,7 @@ def render_prompt(tokenizer: Tokenizer, message: str, asking: PromptConfig) -> s
 
 
 def prompt_format(tokenizer: Tokenizer, asking: PromptConfig) -> str:
-    """What `render_prompt` puts around a message, in words for an evaluation's record; "" where it is nothing."""
+    """Describe what `render_prompt` puts around a message, for an evaluation's record; "" if nothing."""
     if not _in_chat(tokenizer, asking):
         return ""
     return "chat template" if asking.system is None else f"chat template, system message {asking.system!r}"
@@ -65,10 +68,10 @@ def _in_chat(tokenizer: Tokenizer, asking: PromptConfig) -> bool:
 
 
 def next_turn(tokenizer: Tokenizer, *messages: str, role: str = "user") -> str:
-    """The text between a response of the model, its end token included, and its next one, in which somebody else says
-    `messages`: the chat template's, or lines of their own where there is none.
+    """Return the text between one response of the model, its end token included, and its next one: `messages` of
+    another role in the chat template's markup, or on lines of their own if there is no template.
 
-    Raises ValueError where the template refuses the role.
+    Raises ValueError if the template rejects the role.
     """
     response = "\N{OBJECT REPLACEMENT CHARACTER}"
     said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": response}]

@@ -1,4 +1,4 @@
-"""Environments by name: every installed package may register some, as entry points of `mrl.environments`.
+"""Environments by name: installed packages register them as entry points of `mrl.environments`.
 
     [project.entry-points."mrl.environments"]
     arithmetic = "megatron_rl.environments.arithmetic:ArithmeticEnvironment"
@@ -29,22 +29,22 @@ GROUP = "mrl.environments"
 
 
 def environment_names() -> list[str]:
-    """Names that `environment.name` may have, sorted. Imports none of them."""
+    """Return the registered names, sorted. Imports none of the environments."""
     return sorted({entry.name for entry in registered()})
 
 
 class EnvironmentInfo(NamedTuple):
-    """An environment that is installed."""
+    """An installed environment."""
 
     name: str
     description: str
-    """In a sentence; or why it cannot be used."""
+    """One sentence; or the reason why it cannot be used."""
     source: str
-    """Package, its version, and the class."""
+    """Package, version and class."""
 
 
 def describe_environments() -> list[EnvironmentInfo]:
-    """All names that `environment.name` may have, variants too, sorted. Imports all of them."""
+    """Describe all installed environments and their variants, sorted by name. Imports all of them."""
     found = []
     for entry in registered():
         try:
@@ -62,8 +62,8 @@ def describe_environments() -> list[EnvironmentInfo]:
 def _variants(cls: type[Environment]) -> Mapping[str, str]:
     try:
         return cls.variants()
-    except Exception as error:  # its author's code too, which may raise anything
-        raise ValueError(f"its variants cannot be told: {type(error).__name__}: {error}") from error
+    except Exception as error:  # the author's code may raise anything
+        raise ValueError(f"its variants cannot be listed: {type(error).__name__}: {error}") from error
 
 
 def _first_sentence(cls: type[Environment]) -> str:
@@ -72,11 +72,11 @@ def _first_sentence(cls: type[Environment]) -> str:
 
 
 def registered(name: str | None = None) -> list[EntryPoint]:
-    """The entry points of `name`, or of all environments. Imports none of them."""
+    """Return the entry points of `name`, or of all environments. Imports none of them."""
     found = _entry_points(tuple(sys.path))
     if name is None:
         return [*found]
-    # reasoning-gym/chain_sum is reasoning-gym's, unless somebody registers that very name
+    # reasoning-gym/chain_sum is a variant of reasoning-gym, unless a package registers the full name.
     return [entry for entry in found if entry.name == name] or [
         entry for entry in found if "/" in name and entry.name == name.partition("/")[0]
     ]
@@ -84,15 +84,15 @@ def registered(name: str | None = None) -> list[EntryPoint]:
 
 @lru_cache(maxsize=1)
 def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """All in the packages on `path`, which is sys.path: a look into every one of them, and asked for several times."""
+    """Return the entry points of all packages on `path`, which is sys.path. Cached, because it scans every package."""
     return tuple(entry_points(group=GROUP))
 
 
 def environment_class(name: str) -> type[Environment]:
-    """The class registered as `name`.
+    """Return the class registered as `name`.
 
-    Raises ValueError where there is none, where two packages claim the name, where importing it fails, or where
-    it is no `Environment`.
+    Raises ValueError if there is none, if two packages register the name, if importing it fails, or if it is not an
+    `Environment`.
     """
     entries = registered(name)
     if not entries:
@@ -109,9 +109,9 @@ def environment_class(name: str) -> type[Environment]:
 
 
 def environment_arguments(config: EnvironmentConfig) -> Section:
-    """The arguments of an environment, checked by its own Config.
+    """Return the arguments of an environment, validated by its own Config.
 
-    Raises ValueError as `environment_class`, and pydantic's ValidationError, which is one, for bad arguments.
+    Raises ValueError as `environment_class` does, and for bad arguments pydantic's ValidationError, a subclass.
     """
     cls = environment_class(config.name)
     _, _, variant = config.name.partition("/")
@@ -123,54 +123,54 @@ def environment_arguments(config: EnvironmentConfig) -> Section:
 
 
 def with_samples(config: EnvironmentConfig) -> EnvironmentConfig:
-    """The same environment on a few problems that it has on any machine, unless its arguments say otherwise. Raises
-    ValueError as `environment_class`."""
+    """Return the configuration of an environment with its sample problems, unless its arguments specify others. Raises
+    ValueError as `environment_class` does."""
     samples = environment_class(config.name).sample_arguments()
     return config.model_copy(update={"args": {**samples, **config.args}})
 
 
 def build_environment(config: EnvironmentConfig, tokenizer: Tokenizer) -> Environment:
-    """The environment a recipe names. Raises ValueError as `environment_arguments`."""
+    """Build the environment that a recipe names. Raises ValueError as `environment_arguments` does."""
     return environment_class(config.name)(environment_arguments(config), tokenizer)
 
 
 def required_datasets(config: EnvironmentConfig) -> list[str]:
-    """Names on the hub of the data sets that an environment reads. Raises ValueError as `environment_arguments`."""
+    """Return the names on the hub of the data sets that an environment reads. Raises ValueError as
+    `environment_arguments` does."""
     names: Callable[[], list[str]] | None = getattr(environment_arguments(config), "datasets", None)
     return names() if names else []
 
 
 def required_extras(config: EnvironmentConfig) -> list[str]:
-    """Extras of mrl that an environment's packages come with. Raises ValueError as `environment_arguments`."""
+    """Return the extras of mrl that an environment needs. Raises ValueError as `environment_arguments` does."""
     extras: Callable[[], list[str]] | None = getattr(environment_arguments(config), "extras", None)
     return extras() if extras else []
 
 
 def used_files(config: EnvironmentConfig) -> list[str]:
-    """Files of the user's code that an environment runs: a run keeps a copy of each. Raises ValueError as
-    `environment_arguments`."""
+    """Return the files of user code that an environment runs; a run keeps a copy of each. Raises ValueError as
+    `environment_arguments` does."""
     files: Callable[[], list[str]] | None = getattr(environment_arguments(config), "files", None)
     return files() if files else []
 
 
 def check_files(config: EnvironmentConfig) -> None:
-    """Raise ValueError where one of these files cannot be used. Runs nothing of them."""
+    """Raise ValueError if one of the `used_files` is invalid. Does not run them."""
     check: Callable[[], None] | None = getattr(environment_arguments(config), "check_files", None)
     if check:
         check()
 
 
 def with_kept_files(config: EnvironmentConfig, run: RunDir, patience: float = 0.0) -> EnvironmentConfig:
-    """The environment with the run's copies in place of the files of the user's code.
+    """Replace the paths of user code by the run's copies.
 
-    Args:
-        patience: seconds for which a record of them that cannot be read is looked at again.
+    patience: seconds for which reading the record of the copies is retried.
 
-    Raises ValueError where they cannot be read.
+    Raises ValueError if the record cannot be read.
     """
     kept = read(KeptFiles, run.kept_files_record, patience)
     if isinstance(kept, Unreadable):
-        raise ValueError(f"{kept}; which files of code the run has is not known")
+        raise ValueError(f"{kept}; the run's copies of user code are unknown")
     if kept is ABSENT:
         return config
     copies = {one.path: str(run.kept_files / one.name) for one in kept.files}
@@ -186,8 +186,8 @@ def _replaced(value: Any, copies: Mapping[str, str]) -> Any:
 
 
 def entry_points_of(config: EnvironmentConfig) -> list[EntryPoint]:
-    """Those that an environment is made of: its own, and its members' where it is several. Imports none of them, and
-    leaves bad arguments to be found by others."""
+    """Return the entry points of an environment, and those of its members if it combines several. Imports none of them,
+    and ignores bad arguments, which validation reports."""
     members = config.args.get("environments", []) if config.name == MULTI_TASK else []
     names = [config.name, *(one["name"] for one in members)]
     return [entry for name in dict.fromkeys(names) for entry in registered(name)]
@@ -195,7 +195,7 @@ def entry_points_of(config: EnvironmentConfig) -> list[EntryPoint]:
 
 def _load(entry: EntryPoint) -> type[Environment]:
     try:
-        with redirect_stdout(sys.stderr):  # what a package prints is no answer of a command's
+        with redirect_stdout(sys.stderr):  # keep the output of a package's import out of a command's output
             cls = entry.load()
     except (Exception, SystemExit) as error:  # importing a plug-in runs its author's code, which may raise anything
         place = own_place(error)
@@ -204,7 +204,7 @@ def _load(entry: EntryPoint) -> type[Environment]:
             + (f" ({place})" if place else "")
         ) from error
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
-        raise ValueError(f"environment {entry.name!r} of {_origin(entry)} is no subclass of {_path(Environment)}")
+        raise ValueError(f"environment {entry.name!r} of {_origin(entry)} is not a subclass of {_path(Environment)}")
     if not issubclass(getattr(cls, "Config", object), Section):
         raise ValueError(
             f"environment {entry.name!r} of {_origin(entry)} has no Config, a subclass of {_path(Section)}"
@@ -216,7 +216,7 @@ def _load(entry: EntryPoint) -> type[Environment]:
 def _unknown(name: str) -> str:
     names = environment_names()
     if not names:
-        return f"unknown environment {name!r}: no package has registered any; is mrl itself installed (pip install)?"
+        return f"unknown environment {name!r}: no package registers any; is mrl itself installed (pip install)?"
     near = get_close_matches(name, names, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return f"unknown environment {name!r}{hint}; registered are {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Single-turn tasks: answer the prompt, then score each answer with one function."""
+"""Single-turn tasks: the model answers a prompt, and one function scores each answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class RewardOnlyAgent(Environment):
-    """An environment that is a set of problems and a `get_reward`."""
+    """An environment of problems and a `get_reward`."""
 
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
         self.config = config
@@ -40,19 +40,19 @@ class RewardOnlyAgent(Environment):
     def get_reward(
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
     ) -> Reward | Awaitable[Reward]:
-        """Finite score of one answer, or the components that it is the sum of, each of which is a metric reward/NAME;
-        `response` is its text without special tokens.
+        """Return the finite score of one answer, or the components of which it is the sum; each is a metric
+        reward/NAME. `response` is the answer's text without special tokens.
 
-        `async def` where scoring waits, for another process for example: all answers of a group are then scored at
-        once, and `environment.reward_timeout_s` ends the wait. The engine generates in the same event loop, so a plain
-        one must be quick.
+        Make it an `async def` if scoring waits, for example for another process: all answers of a group are then scored
+        concurrently, and `environment.reward_timeout_s` limits the wait. A plain function must be quick, because the
+        engine generates in the same event loop.
 
-        Where this raises it is called again, `environment.reward_retries` times; whatever it raises then costs that one
-        answer: it is left out of its group and counted among the failures.
+        If it raises, it is called again up to `environment.reward_retries` times. After that, any exception loses this
+        one answer: it is excluded from its group and counted among the failures.
         """
 
     def gold_response(self, problem: Problem) -> str:
-        """The answer under `answer` in what the verifier needs, where it is there."""
+        """Return the problem's `answer`, if its verifier data has one."""
         return str(problem.golden["answer"]) if "answer" in problem.golden else super().gold_response(problem)
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
@@ -71,8 +71,8 @@ class RewardOnlyAgent(Environment):
         return TrajectoryGroup(request.ordinal, request.problem, trajectories, failures)
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
-        """All problems are handed to the engine at once; it decides how many it answers together."""
-        import asyncio  # slow, and the launcher imports this module to check a recipe
+        """Submit all problems to the engine at once; it decides how many to answer concurrently."""
+        import asyncio  # slow import; the launcher imports this module to check a recipe
 
         failures: Counter[str] = Counter()
 
@@ -82,7 +82,7 @@ class RewardOnlyAgent(Environment):
             try:
                 answers, lost = await self._answer(problem, asked, request.inference, request.limits)
             except PromptTooLong as error:
-                logger.warning("problem %d of an evaluation counts as lost: %s", index, error)
+                logger.warning("problem %d of an evaluation is lost: %s", index, error)
                 answers, lost = [], Counter({"the prompt is too long": request.samples_per_problem})
             failures.update(lost)
             return answers
@@ -93,8 +93,8 @@ class RewardOnlyAgent(Environment):
     async def _answer(
         self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, limits: RolloutLimits
     ) -> tuple[list[Trajectory], Counter[str]]:
-        """Scored answers in sample order, and the number of those lost, by reason. The first turns of all samples are
-        one request."""
+        """Return the scored answers in sample order, and the number of lost answers by reason. The first turns of all
+        samples share one request."""
         began = time.monotonic()
         try:
             completions = await run_within_limit(lambda: inference.generate(request.again()), limits)
@@ -106,16 +106,16 @@ class RewardOnlyAgent(Environment):
             for sample, completion in enumerate(completions)
         ]
         if self._waits():
-            import asyncio  # as above
+            import asyncio  # slow import, as above
 
             results = await asyncio.gather(*(_or_why_not(rollout, limits, spent_s) for rollout in rollouts))
         else:
-            results = [await rollout() for rollout in rollouts]  # nothing to wait for: no task for each
+            results = [await rollout() for rollout in rollouts]  # scoring is synchronous: tasks would only cost time
         trajectories = [result for result in results if isinstance(result, Trajectory)]
         return trajectories, Counter(result for result in results if isinstance(result, str))
 
     def _waits(self) -> bool:
-        """Whether there is anything to wait for once the first turn is there."""
+        """Whether a rollout awaits anything after its first turn."""
         return iscoroutinefunction(self.get_reward)
 
     async def _rollout(
@@ -127,7 +127,7 @@ class RewardOnlyAgent(Environment):
         inference: InferenceInterface,
         limits: RolloutLimits,
     ) -> Trajectory | str:
-        """What becomes of a sample whose first turn is there: a scored answer, or why it is lost."""
+        """Score a sample whose first turn is complete; return the reason if it is lost."""
         text = self.tokenizer.decode(completion.tokens)
         score = await score_answer(partial(self.get_reward, text, problem.golden, completion.finish_reason), limits)
         if isinstance(score, Exception):
@@ -135,8 +135,8 @@ class RewardOnlyAgent(Environment):
         return Trajectory.single(request.prompt_tokens, completion, text, score.reward, score.components)
 
     def _reason(self, method: str, error: Exception, problem: Problem, text: str) -> str:
-        """Short reason for the record, with the place in the task's code. The first error of each place is logged with
-        its traceback."""
+        """Return a short reason for the record, with the location in the task's code. The first error at each location
+        is logged with its traceback."""
         place = own_place(error).partition(": ")[0]
         kind = f"{method} at {place}: " if place else f"{method}: "
         kind += type(error).__name__

@@ -1,7 +1,7 @@
 """Scores of k answers to each problem: pass@k, avg@k, maj@k, with their standard errors. Pure, on plain numbers.
 
-A problem may have fewer answers than were asked for: one whose scoring failed is lost, and counts nowhere. A problem
-with too few answers for a score is left out of that score, and the number of those that are in it is told beside it.
+A problem may have fewer answers than requested: answers whose scoring failed are lost and not counted. A problem with
+too few answers for a score is excluded from that score, and the number of included problems is reported beside it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Mean:
 
     value: float
     standard_error: float | None
-    """Of `value` as an estimate for problems like these: the spread of the problems' values, over the root of their
-    number; None of one problem."""
+    """Standard error of `value` as an estimate for similar problems: the standard deviation of the problems' values,
+    divided by the square root of their number; None for a single problem."""
     problems: int
-    """How many it is over."""
+    """Number of problems in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class Judged:
 
     right: bool
     vote: str | None = None
-    """Equal for answers that say the same; None: it has none that could be compared."""
+    """Key that is equal for equivalent answers; None if the response has no comparable answer."""
 
 
 def mean_over_problems(values: Sequence[float]) -> Mean | None:
-    """None where there are none."""
+    """Return the mean with its standard error; None for no values."""
     count = len(values)
     if not count:
         return None
@@ -46,9 +46,10 @@ def mean_over_problems(values: Sequence[float]) -> Mean | None:
 
 
 def pass_at_k(answers: int, right: int, k: int) -> float:
-    """How likely it is that of k answers, drawn from these without putting back, at least one is right: the unbiased
-    estimate 1 - C(answers - right, k) / C(answers, k) of Chen et al. 2021 (arXiv 2107.03374), as a product, since the
-    binomials overflow.
+    """Return the probability that at least one of k answers, drawn without replacement from the given ones, is right.
+
+    The unbiased estimate 1 - C(answers - right, k) / C(answers, k) of Chen et al. 2021 (arXiv 2107.03374), computed as
+    a product because the binomials overflow.
 
     Raises ValueError unless 1 <= k <= answers and 0 <= right <= answers.
     """
@@ -60,9 +61,10 @@ def pass_at_k(answers: int, right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[Judged]) -> float:
-    """Share of the answers given most often, one or several tied ones, that are right; 0 where none can be compared.
+    """Return the share of right answers among the most frequent ones (several if tied); 0 if no answer is comparable.
 
-    Answers that say the same may be scored differently (one goes on talking): such a vote is right if any of them is.
+    Equivalent answers may be scored differently, for example if one has trailing text: such a vote is right if any of
+    its answers is.
     """
     votes: defaultdict[str, list[bool]] = defaultdict(list)
     for answer in answers:
@@ -76,21 +78,21 @@ def majority(answers: Sequence[Judged]) -> float:
 
 
 def powers_up_to(k: int) -> list[int]:
-    """The ks that pass@k is told for: 1, 2, 4, ... and k itself."""
+    """Return the values of k for which pass@k is reported: 1, 2, 4, ... and k itself."""
     return sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
 
 
 def pass_at(problems: Iterable[Sequence[Judged]], k: int) -> Mean | None:
-    """pass@k over the problems that have k answers."""
+    """Return pass@k over the problems that have at least k answers."""
     enough = [answers for answers in problems if len(answers) >= k]
     return mean_over_problems([pass_at_k(len(each), sum(answer.right for answer in each), k) for each in enough])
 
 
 def average(problems: Iterable[Sequence[Judged]]) -> Mean | None:
-    """avg@k: the share of right answers of each problem that has any, on average."""
+    """Return avg@k: the mean over problems of the share of right answers."""
     return mean_over_problems([sum(answer.right for answer in each) / len(each) for each in problems if each])
 
 
 def majority_over(problems: Iterable[Sequence[Judged]]) -> Mean | None:
-    """maj@k over the problems that have answers."""
+    """Return maj@k over the problems that have answers."""
     return mean_over_problems([majority(each) for each in problems if each])

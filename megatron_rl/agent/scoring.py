@@ -1,5 +1,4 @@
-"""How long an answer is waited for: its scoring, by a task's own code, which may raise anything and never end, and the
-rollout as a whole."""
+"""Time limits of a rollout and of its scoring by a task's own code, which may raise anything and never return."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ Waited = TypeVar("Waited")
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """With what one answer takes beside the model, see `EnvironmentConfig`."""
+    """Limits of one answer outside the model: see `EnvironmentConfig`."""
 
     timeout_s: float
-    """For all tries of its scoring together."""
+    """Seconds for all attempts at scoring together."""
     retries: int = 0
-    """Of its scoring, and of the whole rollout."""
+    """Retries of scoring, and of the whole rollout."""
     rollout_s: float | None = None
-    """For each try of the whole rollout."""
+    """Seconds for each attempt at the whole rollout; None: no limit."""
 
     @classmethod
     def of(cls, config: EnvironmentConfig) -> RolloutLimits:
@@ -34,11 +33,11 @@ class RolloutLimits:
 
 
 class RolloutTimeout(Exception):
-    """A rollout has taken longer than it may, in every try."""
+    """Every attempt at a rollout exceeded its time limit."""
 
 
 Reward = float | Mapping[str, float]
-"""Result of scoring: a number, or its components by name. Then `reward` among them is the reward, or else their
+"""Result of scoring: a number, or components by name. The reward is the component `reward` if there is one, else the
 sum."""
 
 COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
@@ -48,11 +47,11 @@ COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
 class Score:
     reward: float
     components: Mapping[str, float]
-    """Components by name, without `reward` itself; empty where scoring returned a number."""
+    """Components by name, excluding `reward`; empty if scoring returned a number."""
 
     @classmethod
     def of(cls, given: Reward) -> Score:
-        """Raises ValueError, TypeError where it is no reward."""
+        """Validate the result of scoring. Raises ValueError or TypeError if it is not a valid reward."""
         if not isinstance(given, Mapping):
             check_reward(reward := float(given))
             return cls(reward, {})
@@ -69,7 +68,7 @@ class Score:
 
 
 async def score_answer(score: Callable[[], Reward | Awaitable[Reward]], limits: RolloutLimits) -> Score | Exception:
-    """The score, or what scoring raised in the last try."""
+    """Return the score, or the exception of the last attempt."""
     began, tries = time.monotonic(), 0
     while True:
         try:
@@ -78,7 +77,7 @@ async def score_answer(score: Callable[[], Reward | Awaitable[Reward]], limits: 
                 left_s = limits.timeout_s - (time.monotonic() - began)
                 given = await await_score(left_s, given, limits)
             return Score.of(given)
-        except BaseException as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
+        except BaseException as error:  # noqa: BLE001 - a task's scoring may raise anything, which must not end the run
             failure = as_task_error(error)
             tries += 1
             if tries > limits.retries or time.monotonic() - began >= limits.timeout_s:
@@ -86,10 +85,10 @@ async def score_answer(score: Callable[[], Reward | Awaitable[Reward]], limits: 
 
 
 def as_task_error(error: BaseException) -> Exception:
-    """What a task's code has raised, as an error that can be told: libraries call sys.exit, panics of those in Rust are
-    no Exception, and of some errors there is no text.
+    """Return what a task's code raised as an ordinary exception with a message. Libraries may call sys.exit, panics of
+    Rust libraries are not Exceptions, and `str` of an exception may itself raise.
 
-    Raises it again where it is not the task's: Ctrl-C, or that whoever waits for the task is cancelled.
+    Re-raises errors that are not the task's: Ctrl-C, and the cancellation of the waiting asyncio task.
     """
     if isinstance(error, KeyboardInterrupt | GeneratorExit) or _cancelled(error):
         raise error
@@ -105,16 +104,16 @@ def as_task_error(error: BaseException) -> Exception:
 
 
 def _cancelled(error: BaseException) -> bool:
-    """Whether it is the cancelling of the task that runs, and not of something else that was waited for."""
-    import asyncio  # slow, and the launcher imports this module to check a recipe
+    """Whether the running asyncio task itself is cancelled, as opposed to something it awaited."""
+    import asyncio  # slow import; the launcher imports this module to check a recipe
 
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 async def await_score(left_s: float, waited: Awaitable[Waited], limits: RolloutLimits) -> Waited:
-    """What is awaited. Raises TimeoutError where that takes too long."""
-    import asyncio  # slow, and the launcher imports this module to check a recipe
+    """Await a score for at most `left_s` seconds. Raises TimeoutError."""
+    import asyncio  # slow import; the launcher imports this module to check a recipe
 
     try:
         async with asyncio.timeout(left_s) as clock:
@@ -128,15 +127,15 @@ async def await_score(left_s: float, waited: Awaitable[Waited], limits: RolloutL
 async def run_within_limit(
     work: Callable[[], Awaitable[Waited]], limits: RolloutLimits, spent_s: float = 0.0
 ) -> Waited:
-    """What `work` makes of a rollout. It is cancelled where it takes too long, and begun anew.
+    """Return the result of `work`, cancelling and restarting it whenever it exceeds the rollout limit.
 
-    spent_s: of the first try's time, on what later ones need not do again.
+    spent_s: seconds of the first attempt that were spent on work that retries do not repeat.
 
-    Raises RolloutTimeout where no try is left.
+    Raises RolloutTimeout after the last attempt.
     """
     if limits.rollout_s is None:
         return await work()
-    import asyncio  # as above
+    import asyncio  # slow import, as above
 
     for spent in (spent_s, *[0.0] * limits.retries):
         try:

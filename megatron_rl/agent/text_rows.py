@@ -1,7 +1,7 @@
-"""Rows of JSON and CSV files, each value as the file spells it.
+"""Rows of JSON and CSV files, with each value exactly as the file spells it.
 
-`datasets` guesses one type for a whole column: it reads "2024-01-02" as a time stamp, rounds long integers, and writes
-quotes around every text of a column in which one row holds a number. A right answer must not change by being read.
+The library `datasets` infers one type for a whole column: it reads "2024-01-02" as a timestamp, rounds long integers,
+and quotes every text of a column in which one row holds a number. Reading must not change a right answer.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import PurePath
 from typing import IO, Any
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
-"""Endings of the files that are read here; each may be compressed, as .jsonl.gz is."""
+"""Suffixes of supported files; each may be compressed, for example .jsonl.gz."""
 
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 class SpelledNumber(float):
-    """A number of a JSON file together with its text there: 1.50 stays 1.50."""
+    """A number of a JSON file that keeps its spelling: 1.50 stays 1.50."""
 
     def __new__(cls, text: str) -> SpelledNumber:
         number = super().__new__(cls, text)
@@ -32,14 +32,16 @@ class SpelledNumber(float):
 
 
 def text_rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each row of a file after where it stands (`data.jsonl:7`): objects of JSON, one a line or in one list, or lines
-    of a table under a line of names. Numbers of JSON that are no plain integers are `SpelledNumber`.
+    """Yield each row of a file with its location (`data.jsonl:7`).
+
+    Rows are JSON objects, one per line or in one list, or lines of a table below a header line. JSON numbers other than
+    plain integers are `SpelledNumber`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a row is no object, or no JSON at all; says where.
+        ValueError: a row is not a JSON object; the message has its location.
     """
-    # It comes with `datasets`; the launcher, which only checks arguments, lacks it.
+    # Installed with `datasets`, which the launcher, which only checks arguments, does not have.
     from fsspec.implementations.local import LocalFileSystem
 
     kind = next((each for each in reversed(PurePath(file).suffixes) if each in SUFFIXES), "")  # data.csv.gz: .csv
@@ -51,7 +53,7 @@ def text_rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def value_at(value: Any, path: Sequence[str]) -> Any:
-    """Value at a path of keys and indices below a value of JSON; None where it leads nowhere."""
+    """Return the value at a path of keys and indices below a JSON value; None if the path does not exist."""
     for part in path:
         if isinstance(value, Mapping):
             value = value.get(part)
@@ -63,7 +65,7 @@ def value_at(value: Any, path: Sequence[str]) -> Any:
 
 
 def as_text(value: Any) -> str | None:
-    """A value of JSON as text: a string as it is, a number as the file has it, a list or an object as JSON."""
+    """Return a JSON value as text: a string unchanged, a number as the file spells it, a list or an object as JSON."""
     if value is None or isinstance(value, str):
         return value
     return value.text if isinstance(value, SpelledNumber) else json.dumps(value)
@@ -91,21 +93,21 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text, parse_float=SpelledNumber, parse_int=_integer, parse_constant=SpelledNumber)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: no JSON: {error}") from error
+        raise ValueError(f"{where}: not valid JSON: {error}") from error
 
 
 def _integer(text: str) -> int | SpelledNumber:
-    """Python refuses to read integers of thousands of digits, and drops the sign of -0."""
+    """Parse an integer. Python rejects integers of thousands of digits and drops the sign of -0: their text is kept."""
     return int(text) if len(text) < 1000 and text != "-0" else SpelledNumber(text)
 
 
 def _table(file: str, opened: IO[str], delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    csv.field_size_limit(sys.maxsize)  # worked solutions are longer than the 128 KiB that it allows by itself
+    csv.field_size_limit(sys.maxsize)  # worked solutions may exceed the default of 128 KiB
     reader = csv.DictReader(opened, delimiter=delimiter, restkey="")
     try:
         for row in reader:
             if "" in row:
-                raise ValueError(f"{file}:{reader.line_num}: more fields than the first line has names")
+                raise ValueError(f"{file}:{reader.line_num}: the row has more fields than the header line")
             yield f"{file}:{reader.line_num}", row
     except csv.Error as error:
         raise ValueError(f"{file}:{reader.line_num}: {error}") from error

@@ -1,9 +1,9 @@
-"""Tool calls in the text of an answer, as a model's chat template has it write them.
+"""Tool calls in the text of an answer, in the formats that chat templates request.
 
     <tool_call>{"name": ..., "arguments": {...}}</tool_call>      Hermes, Qwen: any number, with text around them
-    {"name": ..., "parameters": {...}}                            Llama 3: the whole answer; several with ; between
+    {"name": ..., "parameters": {...}}                            Llama 3: the whole answer; several separated by ;
 
-What cannot be read as a call is text. Nothing a model has written is evaluated.
+Text that cannot be parsed as a call is content. Nothing that a model writes is evaluated.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ def _new_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function that the model wants called."""
+    """One function call that the model requests."""
 
     name: str
     arguments: str
-    """A JSON object."""
+    """Arguments as a JSON object."""
     id: str = field(default_factory=_new_id, compare=False)
 
 
 class CallReader(Protocol):
-    """Takes the text of one answer as it grows, and tells what of it is content and what calls."""
+    """Incremental parser that splits the text of one answer into content and calls."""
 
     def push(self, text: str) -> tuple[str, list[Call]]: ...
 
     def finish(self) -> tuple[str, list[Call]]:
-        """The rest, when there is no more text."""
+        """Return the rest at the end of the text."""
         ...
 
 
 class PlainText:
-    """For a model that was given no tools: all of it is content."""
+    """Parser for a model without tools: all text is content."""
 
     def push(self, text: str) -> tuple[str, list[Call]]:
         return text, []
@@ -53,10 +53,10 @@ class PlainText:
 
 
 class TaggedCalls:
-    """Hermes' format."""
+    """Parser of Hermes' format."""
 
     def __init__(self) -> None:
-        self._text = ""  # not yet told
+        self._text = ""  # received but not yet returned
         self._called = False
 
     def push(self, text: str) -> tuple[str, list[Call]]:
@@ -67,7 +67,7 @@ class TaggedCalls:
             begin = self._text.find(BEGIN)
             if begin < 0:
                 held = overlap(self._text, BEGIN)
-                certain = len(self._text[: len(self._text) - held].rstrip())  # space around a call is no content
+                certain = len(self._text[: len(self._text) - held].rstrip())  # space around a call is not content
                 content, self._text = content + self._text[:certain], self._text[certain:]
                 return content, calls
             end = self._text.find(END, begin)
@@ -94,7 +94,7 @@ class TaggedCalls:
 
 
 class WholeCalls:
-    """Llama 3's format. Its <|python_tag|> is a special token, which is not in the text."""
+    """Parser of Llama 3's format. Its <|python_tag|> is a special token, which the text does not contain."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -130,18 +130,18 @@ THOUGHT, THOUGHT_END = "<think>", "</think>"
 
 
 def opens_thought(text: str) -> bool:
-    """Whether what follows the text is a thought, as after the prompts of models that always think first."""
+    """Whether the text continues with a thought, as after the prompts of models that always think first."""
     return text.rstrip().endswith(THOUGHT)
 
 
 class AfterThought:
-    """Calls of a model that may think before it answers: what it thinks is content, and no call."""
+    """Parser for models that may think before they answer: thoughts are content, and calls within them are ignored."""
 
     def __init__(self, reader: type[CallReader], *, thinks: bool) -> None:
-        """thinks: whether the answer begins within a thought."""
+        """thinks: whether the answer begins inside a thought."""
         self._reader = reader()
-        self._text = ""  # not yet told
-        self._thinks: bool | None = True if thinks else None  # None: it has not begun
+        self._text = ""  # received but not yet returned
+        self._thinks: bool | None = True if thinks else None  # None: the answer has not begun
 
     def push(self, text: str) -> tuple[str, list[Call]]:
         if self._thinks is False:
@@ -171,7 +171,7 @@ class AfterThought:
 
 
 def reader_for(template: str) -> type[TaggedCalls] | type[WholeCalls] | None:
-    """Which format a chat template asks for; None: none that is known here."""
+    """Return the parser of the format that a chat template requests; None if the format is unknown."""
     if "tools" not in template:
         return None
     if BEGIN in template:
@@ -179,11 +179,11 @@ def reader_for(template: str) -> type[TaggedCalls] | type[WholeCalls] | None:
     return WholeCalls if '"parameters"' in template else None
 
 
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON")
+def _reject_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not valid in JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
 def _read_call(text: str, key: str) -> Call | None:
@@ -196,6 +196,6 @@ def _read_call(text: str, key: str) -> Call | None:
     try:
         arguments = json.dumps(found[key], ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
         f"{found['name']}{arguments}".encode()
-    except ValueError:  # half a surrogate pair can be written in JSON, but is no text
+    except ValueError:  # JSON can spell half a surrogate pair, which cannot be encoded
         return None
     return Call(found["name"], arguments)

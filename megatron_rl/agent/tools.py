@@ -1,8 +1,8 @@
-"""Tools: functions that an agent offers to the model, and calls where it asks for them.
+"""Tools: functions that an agent offers to the model and calls on its request.
 
-In a model's own chat template, for those that know tools (agent/tool_calls.py). A model without a template writes what
-it wants computed between [ and ], and goes on behind the result: sampling.stop must hold "]". There a call that
-fails ends the conversation.
+Models whose chat template supports tools call them in their own format (agent/tool_calls.py). A model without a
+template writes an expression between [ and ], and continues after the result: sampling.stop must contain "]". A failed
+call then ends the conversation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron_rl.model.tokenizer import Tokenizer
 
 BEGIN, END = "[", "]"
 LONGEST_RESULT = 2000
-"""Characters of a result that the model is told."""
+"""Longest result shown to the model, in characters."""
 
 
 class ToolError(ValueError):
-    """A tool cannot do what it is asked for; the model is told why."""
+    """A tool call failed; the message is shown to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,14 @@ class Tool:
     name: str
     description: str
     parameters: Mapping[str, str]
-    """Names of its parameters, all of them text, and what each is."""
+    """Description of each parameter by name; all parameters are strings."""
     call: Callable[..., str | Awaitable[str]]
-    """Given the parameters by name. Raises ToolError; whatever else it raises costs the conversation."""
+    """Called with the parameters by name. A ToolError is shown to the model; any other exception loses the
+    conversation."""
 
     @property
     def offer(self) -> dict[str, Any]:
-        """As OpenAI's API and chat templates have it."""
+        """Schema of the tool for OpenAI's API and chat templates."""
         properties = {name: {"type": "string", "description": what} for name, what in self.parameters.items()}
         schema = {"type": "object", "properties": properties, "required": [*properties]}
         return {
@@ -48,10 +49,10 @@ class Tool:
 
 
 class ToolAgent(MultiTurnAgent):
-    """An environment that is a set of problems, some tools and a `get_trajectory_reward`.
+    """An environment of problems, tools and a `get_trajectory_reward`.
 
-    A conversation ends with a response that calls none. A call that cannot be read is no call; one of a tool that is
-    not there, or with other arguments, is answered by what is wrong with it.
+    A conversation ends with a response without calls. Text that cannot be parsed as a call is not a call; a call of an
+    unknown tool, or with wrong arguments, is answered with an error message.
     """
 
     tools: Sequence[Tool]
@@ -66,16 +67,15 @@ class ToolAgent(MultiTurnAgent):
                 results.append(await self._result(call))
             except ToolError as error:
                 if self.tokenizer.chat_template is None:
-                    return None  # such a model need not have the letters to read it
+                    return None  # such a model's alphabet may lack the letters of a message
                 results.append(f"error: {error}")
         return render_results(self.tokenizer, results)
 
     def tool_calls(self, responses: Sequence[str]) -> int:
-        """See MultiTurnAgent.tool_calls: also those of tools that are not there."""
         return sum(len(calls_in(response, self.tokenizer, self.tools)) for response in responses)
 
     async def _result(self, call: Call) -> str:
-        """Raises ToolError."""
+        """Call the tool. Raises ToolError."""
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
         if tool is None:
             raise ToolError(f"there is no tool {call.name!r}, only {', '.join(tool.name for tool in self.tools)}")
@@ -87,23 +87,21 @@ class ToolAgent(MultiTurnAgent):
 
 
 def render_tool_prompt(tokenizer: Tokenizer, message: str, tools: Sequence[Tool]) -> str:
-    """The prompt that asks for an answer to `message` and offers the tools.
+    """Return the prompt that requests an answer to `message` and offers the tools.
 
-    Raises ValueError where the chat template knows no tools, or none whose calls can be read.
+    Raises ValueError if the chat template does not support tools, or if its call format is unknown.
     """
     if tokenizer.chat_template is None:
         return message
     if reader_for(tokenizer.chat_template) is None:
-        raise ValueError(
-            "the tokenizer's chat template offers no tools in a format that is known here (Hermes, Llama 3)"
-        )
+        raise ValueError("the tokenizer's chat template does not support tools in a known format (Hermes or Llama 3)")
     prompt = tokenizer.conversation([{"role": "user", "content": message}], [tool.offer for tool in tools])
     assert prompt is not None  # there is a template
     return prompt
 
 
 def calls_in(response: str, tokenizer: Tokenizer, tools: Sequence[Tool]) -> list[Call]:
-    """The calls of a response, in their order."""
+    """Return the calls of a response in order."""
     if tokenizer.chat_template is None:
         begin = response.rfind(BEGIN)
         if begin < 0 or not response.endswith(END):
@@ -111,14 +109,14 @@ def calls_in(response: str, tokenizer: Tokenizer, tools: Sequence[Tool]) -> list
         tool = tools[0]
         return [Call(tool.name, json.dumps({next(iter(tool.parameters)): response[begin + 1 : -1]}))]
     reader = reader_for(tokenizer.chat_template)
-    assert reader is not None  # render_tool_prompt has seen to it
-    # Where a prompt opens the thought, the response has only its end.
+    assert reader is not None  # render_tool_prompt has checked it
+    # If the prompt opens the thought, the response contains only its end.
     found = AfterThought(reader, thinks=THOUGHT_END in response and THOUGHT not in response)
     return found.push(response)[1] + found.finish()[1]
 
 
 def render_results(tokenizer: Tokenizer, results: Sequence[str]) -> str:
-    """The text between a response with calls and the next one."""
+    """Return the text between a response with calls and the next response."""
     if tokenizer.chat_template is None:
         return "".join(results)
     return next_turn(tokenizer, *results, role="tool")

@@ -1,4 +1,4 @@
-"""What experience consists of: problems, and trajectories of tokens that say which of them are trained on."""
+"""Problems, and trajectories of tokens with a mask of the trained ones."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Any
 from megatron_rl.inference.api import Completion, FinishReason
 
 LARGEST_REWARD = 1e18
-"""Advantages are computed in fp32, from squares of rewards too."""
+"""Largest absolute reward: advantages are computed in fp32, including squares of rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One task: the prompt as text and what its verifier needs."""
+    """One task: the prompt as text, and the data its verifier needs."""
 
     prompt: str
     golden: Mapping[str, Any]
     environment: str = ""
-    """Id of the environment it is of, where there are several."""
+    """Id of the problem's environment; empty if there is only one environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One scored conversation: prompt, the model's turns, and what the environment said in between, in order."""
+    """One scored conversation: the prompt, the model's turns, and the environment's messages between them, in order."""
 
     tokens: list[int]
     """[seq]"""
     loss_mask: list[bool]
-    """[seq] whether the model sampled the token and it is to be trained on."""
+    """[seq] whether the token is trained on; the model sampled it."""
     logprobs: list[float]
-    """[seq] the engine's; 0.0 where the model did not sample the token."""
+    """[seq] log-probs of the engine; 0.0 for tokens that the model did not sample."""
     versions: list[int]
-    """[seq] policy version of the weights that sampled the token; -1 where the model did not."""
+    """[seq] policy version of the weights that sampled the token; -1 for tokens that the model did not sample."""
     turns: list[range]
-    """Places of the tokens of each of the model's turns; the first of them follows the prompt."""
+    """Token range of each of the model's turns; the first turn follows the prompt."""
     text: str
-    """What the model said, without special tokens."""
+    """Text of the model's turns, without special tokens."""
     reward: float
     finish_reason: FinishReason
-    """Of the last turn."""
+    """Finish reason of the last turn."""
     tool_calls: int | None = None
-    """Calls of tools in it; None where none were offered."""
+    """Number of tool calls; None if no tools were offered."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Components of the reward, by name, where its scoring returned some."""
+    """Components of the reward by name, if scoring returned some."""
 
     @classmethod
     def single(
@@ -55,7 +55,7 @@ class Trajectory:
         reward: float,
         components: Mapping[str, float] | None = None,
     ) -> Trajectory:
-        """One answer to one prompt, all of it trained on."""
+        """Return the trajectory of one answer to one prompt; all tokens of the answer are trained on."""
         prompt, answer = len(prompt_tokens), len(completion.tokens)
         return cls(
             tokens=prompt_tokens + completion.tokens,
@@ -70,13 +70,13 @@ class Trajectory:
         )
 
     def __post_init__(self) -> None:
-        """Raises ValueError for lists that do not fit together and for a reward that nothing can be learned from, which
-        an agent's author may make."""
+        """Raise ValueError for lists of different lengths and for an invalid reward, either of which an agent's author
+        may cause."""
         check_reward(self.reward)
         if not len(self.tokens) == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
             raise ValueError(
-                f"a trajectory of {len(self.tokens)} tokens has {len(self.loss_mask)} in its loss mask, "
-                f"{len(self.logprobs)} logprobs and {len(self.versions)} versions: it needs one of each for a token"
+                f"a trajectory of {len(self.tokens)} tokens has {len(self.loss_mask)} loss mask entries, "
+                f"{len(self.logprobs)} logprobs and {len(self.versions)} versions: every token needs one of each"
             )
         if not self.turns:
             raise ValueError("a trajectory needs at least one turn of the model")
@@ -85,31 +85,31 @@ class Trajectory:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first turn."""
+        """Number of tokens before the first turn."""
         return self.turns[0].start
 
     @property
     def answer_length(self) -> int:
-        """Tokens the model sampled, in all turns together."""
+        """Number of tokens that the model sampled, in all turns together."""
         return sum(map(len, self.turns))
 
 
 def check_reward(reward: float) -> None:
-    """Raises ValueError for one that is no number, or too large to be computed with."""
-    if not abs(reward) <= LARGEST_REWARD:  # so that NaN is none
-        raise ValueError(f"the reward is {reward:g}, no number up to {LARGEST_REWARD:g}")
+    """Raise ValueError if the reward is not a number or is too large to compute with."""
+    if not abs(reward) <= LARGEST_REWARD:  # written so that NaN fails too
+        raise ValueError(f"the reward is {reward:g}: it must be a number of magnitude {LARGEST_REWARD:g} at most")
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """The scored answers to one problem; their mean reward is each one's baseline."""
+    """Scored answers to one problem; their mean reward is the baseline of each."""
 
     ordinal: int
     """Position of the problem in the prompt stream."""
     problem: Problem
     trajectories: list[Trajectory]
     failures: Mapping[str, int]
-    """Answers lost, by reason. A failure is never a reward of 0: it is left out of the group."""
+    """Number of lost answers by reason. A lost answer has no reward and is excluded from the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +137,20 @@ def contrastive_pair(group: TrajectoryGroup) -> ContrastivePair | None:
 
 
 class Conversation:
-    """A trajectory being made, turn by turn.
+    """Builder of a trajectory, turn by turn.
 
         conversation = Conversation(prompt_tokens)
         conversation.add_turn(completion)         # the model's answer to conversation.tokens
-        conversation.add_observation(tokens)      # what the environment says to it
+        conversation.add_observation(tokens)      # the environment's reply
         ...
         conversation.scored(text, reward)
 
-    It only grows: what the model has sampled is never turned into text and back, which may give other tokens.
+    Tokens are only appended: sampled tokens are never decoded and encoded again, which could give other tokens.
     """
 
     def __init__(self, prompt_tokens: list[int]) -> None:
         self.tokens: list[int] = []
-        """All so far: the prompt of the next turn."""
+        """All tokens so far: the prompt of the next turn."""
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
@@ -168,8 +168,10 @@ class Conversation:
         self._last = completion
 
     def cut_off(self) -> Completion:
-        """Note that there is no room for another turn, and return the last one: as if the limit had ended it. Raises
-        ValueError where the model has had no turn."""
+        """Mark the last turn as ended by the length limit, because another turn does not fit, and return it.
+
+        Raises ValueError if the model has had no turn.
+        """
         if self._last is None:
             raise ValueError("a conversation without a turn of the model cannot be cut off")
         self._last = replace(self._last, finish_reason="length")
@@ -184,10 +186,11 @@ class Conversation:
     def scored(
         self, text: str, reward: float, tool_calls: int | None = None, components: Mapping[str, float] | None = None
     ) -> Trajectory:
-        """The whole. Raises ValueError where the model has had no turn.
+        """Return the complete trajectory.
 
-        text: what the model said, see `Trajectory.text`.
-        tool_calls, components: see `Trajectory`.
+        text: text of the model's turns: see `Trajectory.text`. tool_calls, components: see `Trajectory`.
+
+        Raises ValueError if the model has had no turn.
         """
         if self._last is None:
             raise ValueError("a conversation without a turn of the model is no trajectory")

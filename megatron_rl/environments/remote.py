@@ -99,7 +99,7 @@ class RemoteAgent(Environment, Demonstrator):
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         """A request for each problem: one that is lost loses no other."""
-        import asyncio  # slow, and the launcher imports this module to check a recipe
+        import asyncio  # slow import; the launcher imports this module to check a recipe
 
         samples = request.samples_per_problem
         responses = await asyncio.gather(

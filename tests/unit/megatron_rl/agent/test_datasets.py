@@ -205,11 +205,11 @@ def test_a_list_that_is_too_short_is_a_row_without_an_answer(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"problem": "a", "answer": "1"}\n{"problem": ', r"data.jsonl:2: no JSON: "),
+        ('{"problem": "a", "answer": "1"}\n{"problem": ', r"data.jsonl:2: not valid JSON: "),
         ('{"problem": "a", "answer": "1"}\n7\n', r"data.jsonl:2: expected an object"),
         ('{"problem": "a"}\n', r"there is no column 'answer', only problem"),
-        ("\n", r"there is no row in it"),
-        ("[" * 100_000, r"data.jsonl: no JSON: "),
+        ("\n", r"it has no rows"),
+        ("[" * 100_000, r"data.jsonl: not valid JSON: "),
     ],
 )
 def test_a_bad_line_of_json_is_named(tmp_path: Path, text: str, said: str) -> None:
@@ -231,7 +231,7 @@ def test_of_two_answers_the_first_counts_and_that_is_said(caplog: pytest.LogCapt
         Question("a", "1"),
         Question("b", "3"),
     ]
-    assert caplog.messages == ["1 problems have several answers: the first one counts"]
+    assert caplog.messages == ["1 problems have several answers: the first one is used"]
 
 
 def test_answers_that_are_numbers_become_text_and_rows_without_one_are_left_out(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_answers_that_are_numbers_become_text_and_rows_without_one_are_left_out(
         ({"question": "text"}, r"there is no column 'text', only problem, answer"),
         ({"question": "problem.0"}, r"data set .*data.parquet: "),
         ({"split": "test", "path": "SAVED"}, r"there is no split 'test', only train"),
-        ({"path": "TEXT"}, r"a file ends in .parquet, .arrow, .jsonl, .json, .csv, .tsv"),
+        ({"path": "TEXT"}, r"unknown file type: supported are .parquet, .arrow, .jsonl, .json, .csv, .tsv"),
         ({"path": "BROKEN"}, r"data set .*broken.parquet: "),
     ],
 )

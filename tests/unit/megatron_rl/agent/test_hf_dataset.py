@@ -63,5 +63,5 @@ def test_data_without_a_question_names_its_split_and_columns(tmp_path: Path, mon
     ):
         build(path)
     path.write_text("")
-    with pytest.raises(ValueError, match=r"rows.jsonl: there is no row in it"):
+    with pytest.raises(ValueError, match=r"rows.jsonl: it has no rows"):
         build(path)

@@ -32,7 +32,7 @@ def test_what_differs_is_told_by_environment() -> None:
     found = {"new": digest("a"), "same": digest("a"), "others": digest("b", "a"), "fewer": digest("a")}
     assert differences(expected, found) == [
         "environment 'fewer': 1 problems instead of 2",
-        "environment 'others': 2 problems, but others or in another order",
+        "environment 'others': 2 problems, but different ones or in another order",
         "environment 'gone': 0 problems instead of 1",
         "environment 'new': 1 problems instead of 0",
     ]

@@ -113,7 +113,7 @@ def test_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         ("plugin_bad:Riddles", "", "has no attribute 'Riddles'"),
         ("plugin_bad:Riddles", "1 / 0", "ZeroDivisionError: division by zero"),
         ("plugin_bad:Riddles", "raise SystemExit('no GPU')", "SystemExit: no GPU"),
-        ("plugin_bad:Riddles", "class Riddles: pass", "no subclass of megatron_rl.agent.api.Environment"),
+        ("plugin_bad:Riddles", "class Riddles: pass", "not a subclass of megatron_rl.agent.api.Environment"),
         ("plugin_bad:Riddles", PLUGIN.replace("Config(Section)", "Config"), "has no Config"),
     ],
 )
@@ -130,7 +130,7 @@ def test_one_that_cannot_tell_its_variants_hides_no_other(site: Path, monkeypatc
     registered = registry.registered
     monkeypatch.setattr(registry, "registered", lambda name=None: registered("riddles_many"))
     [one] = describe_environments()
-    assert one.description == "cannot be used: its variants cannot be told: KeyError: 'cache'"
+    assert one.description == "cannot be used: its variants cannot be listed: KeyError: 'cache'"
 
 
 def test_two_packages_with_one_name_are_both_named(site: Path) -> None:

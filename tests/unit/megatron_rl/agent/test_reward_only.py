@@ -245,7 +245,9 @@ def test_scores_that_wait_are_waited_for_together_and_stay_in_order() -> None:
         ("2", 2.0),
         ("4", 4.0),
     ]
-    assert group.failures == {"get_reward: ValueError: the reward is nan, no number up to 1e+18": 1}
+    assert group.failures == {
+        "get_reward: ValueError: the reward is nan: it must be a number of magnitude 1e+18 at most": 1
+    }
 
 
 def test_a_reward_that_takes_too_long_costs_its_answer() -> None:

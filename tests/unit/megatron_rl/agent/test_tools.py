@@ -134,5 +134,5 @@ def test_there_a_call_that_fails_ends_the_conversation() -> None:
 
 
 def test_a_template_whose_calls_cannot_be_read_is_refused() -> None:
-    with pytest.raises(ValueError, match="offers no tools in a format that is known here"):
+    with pytest.raises(ValueError, match="does not support tools in a known format"):
         render_tool_prompt(byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"), "?", [CALCULATOR])

@@ -41,9 +41,9 @@ def test_answers_are_as_long_as_all_their_turns() -> None:
     ("changed", "said"),
     [
         ({"versions": [-1, 3, 3]}, "a trajectory of 6 tokens has .* 3 versions"),
-        ({"loss_mask": [True] * 7}, "7 in its loss mask"),
+        ({"loss_mask": [True] * 7}, "7 loss mask entries"),
         ({"turns": []}, "at least one turn"),
-        ({"reward": float("nan")}, "the reward is nan, no number up to 1e.18"),
+        ({"reward": float("nan")}, "the reward is nan: it must be a number of magnitude 1e.18 at most"),
         ({"loss_mask": [True] * 6}, "the first token of a trajectory cannot be trained on"),
     ],
 )

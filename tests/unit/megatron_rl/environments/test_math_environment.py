@@ -165,7 +165,7 @@ def test_an_answer_that_cannot_be_compared_is_lost_and_not_wrong(data: Path) -> 
     ("arguments", "said"),
     [
         ({"prompt": "Solve!"}, r"must contain \{question\}"),
-        ({"prompt": "{question} {hint}"}, r"unknown field \{hint\}; there are question, instruction"),
+        ({"prompt": "{question} {hint}"}, r"unknown field \{hint\}; available are question, instruction"),
         ({"answer_format": "plain"}, "answer_format"),
         ({"evaluate": {"AIME 2024": {"path": "a/b"}}}, "evaluate"),
         ({"trian": {"path": "a/b"}}, "trian"),

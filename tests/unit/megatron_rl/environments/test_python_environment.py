@@ -80,7 +80,7 @@ def test_components_are_recorded_and_make_the_reward(tmp_path: Path) -> None:
         ("return columns['no such column']", " at reward.py:2: KeyError: 'no such column'"),
         ("return helper(columns)", " at reward.py:4: ZeroDivisionError: division by zero"),
         ("return 'much'", ": ValueError: could not convert string to float: 'much'"),
-        ("return float('nan')", ": ValueError: the reward is nan, no number up to 1e+18"),
+        ("return float('nan')", ": ValueError: the reward is nan: it must be a number of magnitude 1e+18 at most"),
         ("return {}", ": ValueError: a reward without components: return at least one, or a number"),
         ("return {'a/b': 1}", ": ValueError: the component 'a/b' of a reward: letters, digits and _ . - make its name"),
         ("return None", ": TypeError: float() argument must be a string or a real number, not 'NoneType'"),
