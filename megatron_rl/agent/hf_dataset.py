@@ -1,4 +1,4 @@
-"""Tasks whose problems are the rows of data sets: on the hub, or files of this machine."""
+"""Tasks whose problems are the rows of data sets, on the hub or in local files."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ class HFDatasetConfig(PromptConfig):
     """Arguments of every environment whose problems are rows of data sets."""
 
     prompt_fields: ClassVar[Sequence[str]] = ("question",)
-    """What the prompt may name."""
+    """Fields that the prompt may use."""
 
     train: DataSet | None = None
-    """Problems to train on; none: it only evaluates."""
+    """Problems to train on; default: none, the environment only evaluates."""
     evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], DataSet] = {}
-    """Evaluation sets by name. Their problems are left out of the training set."""
+    """Evaluation sets by name. Their problems are excluded from the training set."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of the problems of `train`, each counted once, that is never trained on: the evaluation set held_out."""
+    """Fraction of the distinct problems of `train` that form the evaluation set held_out and are never trained on."""
     split_seed: NonNegativeInt = 0
-    """Of which problems these are."""
+    """Seed that selects the held-out problems."""
     prompt: str = "{question}"
     """The prompt, in Python's format syntax."""
     max_prompt_tokens: PositiveInt | None = None
-    """Problems with a longer prompt are left out, and counted in the log; default: none is."""
+    """Longest prompt, in tokens. Problems with a longer one are excluded and counted in the log; default: no limit."""
 
     @field_validator("prompt")
     @classmethod
     def _asks_the_question(cls, prompt: str) -> str:
         if "question" not in template_fields(prompt, cls.prompt_fields):
-            raise ValueError("the prompt must contain {question}: nothing else says what to solve")
+            raise ValueError("the prompt must contain {question}: otherwise the model does not see the problem")
         return prompt
 
     def datasets(self) -> list[str]:
-        """Names on the hub of what it reads."""
+        """Return the names on the hub of the data sets to read."""
         sets = [*self.evaluate.values(), *([self.train] if self.train else [])]
         return sorted({data.path for data in sets if is_hub_name(data.path)})
 
     def extras(self) -> list[str]:
-        """Extras of mrl that the packages it imports come with: those that read data sets."""
+        """Return the extras of mrl that the environment needs to read data sets."""
         return ["math"]
 
 
 class HFDatasetAgent(RewardOnlyAgent):
-    """Problems of `train`, but for those of `evaluate` and what is held out; all without repeats, in the order of the
-    data sets. A subclass says what an answer is worth."""
+    """Problems of `train`, except those of `evaluate` and the held-out ones; without repeats, in the order of the data
+    sets. A subclass scores the answers."""
 
     Config = HFDatasetConfig
     config: HFDatasetConfig
 
     def __init__(self, config: HFDatasetConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for data that is not there, is empty, or not as the configuration says."""
+        """Raises ValueError for data that is missing, empty, or does not match the configuration."""
         super().__init__(config, tokenizer)
         self.prompt_format = prompt_format(tokenizer, config)
         evaluated = {name: _questions(data) for name, data in config.evaluate.items()}
@@ -74,7 +74,7 @@ class HFDatasetAgent(RewardOnlyAgent):
         questions = _questions(config.train) if config.train else []
         trained = [question for question in questions if normalised(question.text) not in kept_apart]
         if len(trained) < len(questions):
-            logger.info("%d training problems left out: an evaluation set has them", len(questions) - len(trained))
+            logger.info("%d training problems skipped: an evaluation set contains them", len(questions) - len(trained))
         trained, held_out = split(trained, config.held_out, config.split_seed)
         if held_out:
             evaluated[HELD_OUT] = held_out
@@ -88,15 +88,15 @@ class HFDatasetAgent(RewardOnlyAgent):
         return self._trained
 
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
-        """A set is missing where all of its prompts are too long."""
+        """Return the evaluation sets; a set whose prompts are all too long is absent."""
         return self._evaluated
 
     def golden(self, question: Question) -> dict[str, Any]:
-        """What `get_reward` is given of it."""
+        """Return the verifier data of a question, which `get_reward` receives."""
         return {"answer": question.answer}
 
     def fields(self, question: Question) -> dict[str, Any]:
-        """What the prompt's fields stand for."""
+        """Return the values of the prompt's fields."""
         return {"question": question.text}
 
     def _problems(self, source: str, questions: Sequence[Question]) -> list[Problem]:
@@ -107,7 +107,7 @@ class HFDatasetAgent(RewardOnlyAgent):
         fitting = [problem for problem in problems if len(self.tokenizer.encode(problem.prompt)) <= limit]
         if len(fitting) < len(problems):
             left_out = len(problems) - len(fitting)
-            logger.info("%s: %d of %d problems left out: over %d tokens", source, left_out, len(problems), limit)
+            logger.info("%s: %d of %d problems skipped: over %d tokens", source, left_out, len(problems), limit)
         return fitting
 
     def _prompt(self, question: Question) -> str:
@@ -115,7 +115,7 @@ class HFDatasetAgent(RewardOnlyAgent):
 
 
 def split(questions: Sequence[Question], held_out: float, seed: int) -> tuple[list[Question], list[Question]]:
-    """Those to train on and those held out, each in their order. Which they are is decided by a hash of the words, so
+    """Return the questions to train on and the held-out ones, each in the given order. A hash of the words decides, so
     neither the order of the rows nor repeats move a question to the other side."""
     by_hash = sorted(questions, key=lambda one: stable_key(f"split:{normalised(one.text)}", seed))
     apart = {*by_hash[: round(held_out * len(questions))]}

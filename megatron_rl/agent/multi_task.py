@@ -73,7 +73,7 @@ class WeightedMultiTask(Environment, Demonstrator):
         self._held_out_prompts = {*chain.from_iterable(map(_held_out, evaluating))}
         self._training_sets = [
             TrainingSet(
-                id, one.weight, _with_environment(id, self._not_held_out_prompts(self._members[id].training_problems()))
+                id, one.weight, _with_environment(id, self._without_held_out(self._members[id].training_problems()))
             )
             for id, one in self._config.items()
             if one.trained_on
@@ -154,8 +154,8 @@ class WeightedMultiTask(Environment, Demonstrator):
         for member in self._members.values():
             await member.close()
 
-    def _not_held_out_prompts(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Those that no environment holds out which only evaluates."""
+    def _without_held_out(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Return the problems that no evaluation-only environment holds out."""
         return [problem for problem in problems if normalised(problem.prompt) not in self._held_out_prompts]
 
 
@@ -167,7 +167,7 @@ def _build(config: WeightedEnvironment, tokenizer: Tokenizer) -> Environment:
 
 
 def _held_out(environment: Environment) -> set[str]:
-    """Words of the prompts that it evaluates on and would not train on itself."""
+    """Return the normalised prompts that an environment evaluates on and does not train on itself."""
     asked = chain.from_iterable(environment.evaluation_problems().values())
     return {normalised(problem.prompt) for problem in asked} - {
         normalised(problem.prompt) for problem in environment.training_problems()

@@ -2,8 +2,7 @@
 
     python -m megatron_rl.agent.trial < TRIAL.json
 
-For `mrl environments try`. Says what it found on stdout, a JSON object a problem, and what is wrong on stderr, in one
-line.
+For `mrl environments try`. Writes a JSON object per problem to stdout, and errors to stderr in one line.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from megatron_rl.rank.world import die_with_parent
 
 
 class CodePoints:
-    """A tokenizer that knows every text and needs no file: a token is a character."""
+    """Tokenizer that encodes any text without files: a token is a code point."""
 
     vocab_size, eos_id, end_ids, chat_template = 0x110001, 0x110000, frozenset({0x110000}), None
 
@@ -58,15 +57,15 @@ class CodePoints:
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the test; return the exit code."""
     die_with_parent()
     logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stderr)
     asked = json.loads(sys.stdin.read())
-    told, sys.stdout = sys.stdout, sys.stderr  # what an environment prints is none of what it was asked
+    output, sys.stdout = sys.stdout, sys.stderr  # keep an environment's own prints out of the output
     try:
         for found in try_environment(EnvironmentConfig(**asked["environment"]), asked["problems"]):
-            told.write(json.dumps(found) + "\n")
-            told.flush()
+            output.write(json.dumps(found) + "\n")
+            output.flush()
     except ValueError as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         return EXIT_USAGE
@@ -78,12 +77,12 @@ def main() -> int:
 
 
 def try_environment(config: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
-    """`prompt`, `gold_reward` and `wrong_reward` of the first problems, those to train on if there are any. The reward
-    of a lost answer is None, and `failures` says why; `no_gold` says why no right answer is known.
+    """Yield `prompt`, `gold_reward` and `wrong_reward` of the first problems, preferably of training problems. The
+    reward of a lost answer is None, and `failures` has the reason; `no_gold` says why no right answer is known.
 
-    config: its arguments are laid over those with which the environment has problems anywhere.
+    config: its arguments override the environment's sample arguments.
 
-    Raises ValueError where it cannot be built or has no problems.
+    Raises ValueError if the environment cannot be built or has no problems.
     """
     environment = build_environment(with_samples(config), CodePoints())
     sets = [environment.training_problems(), *environment.evaluation_problems().values()]
@@ -108,7 +107,7 @@ def try_environment(config: EnvironmentConfig, problems: int) -> Iterator[dict[s
 async def _reward(
     environment: Environment, config: EnvironmentConfig, problem: Problem, text: str
 ) -> tuple[float | None, list[str]]:
-    """Reward of an answer, scored as in a run; None where it is lost, and why."""
+    """Score an answer as in a run; return the reward, None if the answer is lost, and the reasons."""
     request = GroupRolloutRequest(
         ordinal=0,
         problem=problem,

@@ -1,1 +1,1 @@
-"""The tasks that come with mrl."""
+"""Environments that come with mrl."""

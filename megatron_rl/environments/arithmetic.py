@@ -34,13 +34,15 @@ class ArithmeticConfig(DrawnProblemsConfig):
     min_digits: PositiveInt = 1
     max_digits: PositiveInt = 1
     template: str = "{expression}="
-    """The prompt, in Python's format syntax: {expression} without blanks, {question}, {num_terms}, {num_digits}."""
+    """Prompt in Python's format syntax: {expression} without blanks, {question}, {num_terms}, {num_digits}."""
 
     @field_validator("template")
     @classmethod
     def _asks_the_question(cls, template: str) -> str:
         if not template_fields(template, TEMPLATE_FIELDS) & {"expression", "question"}:
-            raise ValueError("the template must contain {expression} or {question}: nothing else says what to compute")
+            raise ValueError(
+                "the template must contain {expression} or {question}: otherwise the model does not see the problem"
+            )
         return template
 
     @model_validator(mode="after")
@@ -55,10 +57,10 @@ class ArithmeticConfig(DrawnProblemsConfig):
 class ArithmeticEnvironment(DrawnProblems, Demonstrator):
     """Sums and differences of small integers, for tiny models.
 
-    The answer is the bare integer, as reasoning-gym's chain_sum writes it, and ends there.
+    The answer is the bare integer, as reasoning-gym's chain_sum writes it, followed by the end token.
 
-    Its verifier is more lenient (`+3`, `3.0`, `03` are right): every answer rewarded here is right there, not the
-    other way round, so that one prompt has one right answer.
+    The scorer of chain_sum is more lenient (`+3`, `3.0`, `03` are right). Here each prompt has exactly one right
+    answer.
     """
 
     Config = ArithmeticConfig
@@ -94,11 +96,12 @@ def _tasks(config: ArithmeticConfig) -> Any:
 
 
 def _chain_sum() -> Any:
-    """reasoning_gym.arithmetic.chain_sum, imported when it is needed: the launcher, which only checks the arguments,
-    lacks the package.
+    """Import reasoning_gym.arithmetic.chain_sum on demand: the launcher, which only checks the arguments, does not have
+    it.
 
-    The packages around it import all their hundred tasks, matplotlib and sympy with them, most of a second of every
-    start of a rank. So bare ones take their place meanwhile, and leave again: who wants all of them can have them.
+    Its parent packages import all of their hundred tasks, including matplotlib and sympy, which takes most of a second
+    of every start of a rank. So empty packages replace them during the import, and are removed afterwards, so that
+    other code can import the real ones.
     """
     name = "reasoning_gym.arithmetic.chain_sum"
     package = None if "reasoning_gym" in sys.modules else importlib.util.find_spec("reasoning_gym")

@@ -1,4 +1,4 @@
-"""Sums and products that are hard to do in one's head, with a calculator that the model may call."""
+"""Sums and products that are hard to compute mentally, with a calculator that the model may call."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class CalculatorConfig(DrawnProblemsConfig):
     min_terms: PositiveInt = 2
     max_terms: PositiveInt = 3
     digits: PositiveInt = 3
-    """Of each number at most."""
+    """Largest number of digits of each number."""
     operations: str = "+-*"
-    """What may stand between two numbers."""
+    """Operators to draw from."""
     max_turns: PositiveInt = 4
-    """Responses of the model to one problem: calls, and the answer."""
+    """Largest number of responses per problem: calls, and the final answer."""
 
     @model_validator(mode="after")
     def _fits(self) -> CalculatorConfig:
         if self.min_terms > self.max_terms:
             raise ValueError(f"min_terms {self.min_terms} is larger than max_terms {self.max_terms}")
         if not self.operations or set(self.operations) - set("+-*"):
-            raise ValueError(f"operations {self.operations!r}: some of + - *")
+            raise ValueError(f"operations {self.operations!r}: use one or more of + - *")
         return self
 
 
 def calculate(expression: str) -> str:
-    """Raises ToolError."""
+    """Evaluate an expression. Raises ToolError."""
     try:
         value, _ = evaluate(expression)
     except (BadExpression, RecursionError) as error:
@@ -69,7 +69,7 @@ class Calculator(DrawnProblems, ToolAgent, Demonstrator):
     tools = (CALCULATOR,)
 
     def __init__(self, config: CalculatorConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError where the model's chat template knows no tools."""
+        """Raises ValueError if the model's chat template does not support tools."""
         self.max_turns = config.max_turns
         super().__init__(config, tokenizer, _problems(config, tokenizer))
         if tokenizer.chat_template is not None:
@@ -81,18 +81,18 @@ class Calculator(DrawnProblems, ToolAgent, Demonstrator):
         return float(finish_reason == "stop" and self.final_answer(responses[-1]) == golden["answer"])
 
     def final_answer(self, response: str) -> str | None:
-        """The last number; of a model without a chat template the response has to be a number and nothing else."""
+        """Return the last number. Without a chat template the whole response must be a number."""
         if self.tokenizer.chat_template is None and not NUMBER.fullmatch(response):
             return None
         said = last_number(response)
         try:
             return None if said is None else str(Fraction(said))
         except ValueError:
-            return None  # more digits than Python writes, and than any answer has
+            return None  # more digits than Python converts, and than any answer has
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
-        """Of a model without a chat template: of two problems one is done by a call, which the result follows, and one
-        at once."""
+        """Return demonstrations for a model without a chat template: every other problem uses a call, followed by its
+        result; the others are answered directly."""
         pairs = []
         for number, problem in enumerate(self._trained):
             call, answer = f"{BEGIN}{problem.golden['expression']}{END}", problem.golden["answer"]

@@ -1,7 +1,7 @@
 """Countdown: reach a target with the four operations and each of some numbers once.
 
-Problems are drawn here, or read from a data set such as Jiayi-Pan/Countdown-Tasks-3to4, whose rows have a list of
-numbers and a target. What the model writes is parsed, never evaluated (environments/expression.py).
+Problems are generated, or read from a data set such as Jiayi-Pan/Countdown-Tasks-3to4, whose rows have a list of
+numbers and a target. The model's expression is parsed, never evaluated as a program (environments/expression.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": oper
 
 
 class Rows(DataSet):
-    """Where the rows of a data set are, and where numbers and target stand in them."""
+    """Data set of problems, and the columns of numbers and target."""
 
     structured = True
 
@@ -51,14 +51,14 @@ class CountdownConfig(DrawnProblemsConfig, PromptConfig):
     """Arguments of the environment `countdown`."""
 
     train: Rows | None = None
-    """Data set to read problems from; default: they are drawn."""
+    """Data set to read problems from; default: generate them."""
     min_numbers: PositiveInt = Field(default=3, ge=2)
-    """Fewest numbers of a drawn problem."""
+    """Smallest count of numbers of a generated problem."""
     max_numbers: PositiveInt = Field(default=4, le=8)
     largest: PositiveInt = 99
-    """Largest number of a drawn problem, and largest target."""
+    """Largest number of a generated problem, and largest target."""
     format_reward: float = 0.0
-    """An expression in tags that is none, uses other numbers, or comes to something else."""
+    """Reward of a tagged expression that is invalid, uses other numbers, or has another value."""
 
     @model_validator(mode="after")
     def _range_fits(self) -> CountdownConfig:
@@ -67,11 +67,11 @@ class CountdownConfig(DrawnProblemsConfig, PromptConfig):
         return self
 
     def datasets(self) -> list[str]:
-        """Names on the hub of what it reads."""
+        """Return the names on the hub of the data sets to read."""
         return [self.train.path] if self.train and is_hub_name(self.train.path) else []
 
     def extras(self) -> list[str]:
-        """Extras of mrl that the packages it imports come with: one where it reads a data set."""
+        """Return the extras of mrl that the environment needs, if it reads a data set."""
         return ["math"] if self.train else []
 
 
@@ -88,7 +88,7 @@ class Countdown(DrawnProblems):
         self.prompt_format = ", ".join(filter(None, ["tags", prompt_format(tokenizer, config)]))
 
     def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
-        """1 for an expression of just these numbers that is the target, whatever follows it."""
+        """Return 1 for an expression of exactly the given numbers that equals the target, whatever follows it."""
         found = TAGS.find(response)
         if found is None:
             return 0.0
@@ -107,14 +107,14 @@ class Countdown(DrawnProblems):
 
 
 def _drawn(config: CountdownConfig) -> Iterator[dict[str, Any]]:
-    """Every problem from random numbers of its own, so that more draws only add problems."""
+    """Generate each problem from its own random numbers, so that raising `draws` only adds problems."""
     for draw in range(config.draws):
         choose = random.Random(stable_key("countdown", config.seed, draw))
         yield _draw(choose, config)
 
 
 def _draw(choose: random.Random, config: CountdownConfig) -> dict[str, Any]:
-    """Numbers joined two at a time in random order, again until what comes out is a target that may be asked for."""
+    """Join random numbers two at a time in random order; repeat until the result is a valid target."""
     while True:
         count = choose.randint(config.min_numbers, config.max_numbers)
         numbers = [choose.randint(1, config.largest) for _ in range(count)]
@@ -133,7 +133,7 @@ def _joined(left: tuple[Fraction, str], right: tuple[Fraction, str], sign: str) 
 
 
 def _of_rows(source: Rows) -> Iterator[dict[str, Any]]:
-    """Raises ValueError for rows that are something else."""
+    """Read problems from a data set. Raises ValueError for invalid rows."""
     for row in read_questions(source):
         try:
             numbers, target = json.loads(row.text), int(row.answer)

@@ -1,8 +1,7 @@
-"""Arithmetic that a model wrote: parsed by recursive descent, never evaluated as a program.
+"""Parser for arithmetic that a model wrote, by recursive descent; nothing is evaluated as a program.
 
-sum      = product {("+" | "-") product}
-product  = factor {("*" | "/") factor}
-factor   = number | "(" sum ")" | "-" factor
+sum      = product {("+" | "-") product} product  = factor {("*" | "/") factor} factor   = number | "(" sum ")" | "-"
+factor
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import re
 from fractions import Fraction
 
 LONGEST = 120
-"""Characters; also bounds how deep parentheses go."""
+"""Longest expression, in characters; this also bounds the depth of parentheses."""
 LARGEST = 10**9
-"""Of the numbers."""
+"""Largest number in an expression."""
 
 _TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])")
 _SIGNS = str.maketrans(
@@ -33,11 +32,11 @@ _BOLD = re.compile(r"\s*\*\*(.*)\*\*\s*", re.DOTALL)
 
 
 class BadExpression(ValueError):
-    """It is none, is too long, or divides by zero."""
+    """The text is not an expression, is too long, or divides by zero."""
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
-    """The value of an expression, exactly, and the numbers in it from left to right. Raises BadExpression."""
+    """Return the exact value of an expression, and its numbers from left to right. Raises BadExpression."""
     parser = _Parser(text)
     value = parser.sum()
     parser.end()
@@ -56,7 +55,7 @@ class _Parser:
         while position < len(text):
             found = _TOKEN.match(text, position)
             if not found:
-                raise BadExpression(f"{text[position]!r} is no arithmetic")
+                raise BadExpression(f"{text[position]!r} is not arithmetic")
             self._tokens.append(found[1])
             position = found.end()
         self._tokens.reverse()  # the next one last
@@ -71,7 +70,7 @@ class _Parser:
 
     def end(self) -> None:
         if self._tokens:
-            raise BadExpression(f"{self._tokens[-1]!r} is not expected there")
+            raise BadExpression(f"unexpected {self._tokens[-1]!r}")
 
     def _product(self) -> Fraction:
         value = self._factor()
@@ -93,7 +92,7 @@ class _Parser:
             self._tokens.pop()
             return value
         if not token.isdigit() or int(token) > LARGEST:
-            raise BadExpression(f"{token} is no number")
+            raise BadExpression(f"{token} is not a number up to {LARGEST:,}")
         self.numbers.append(int(token))
         return Fraction(int(token))
 

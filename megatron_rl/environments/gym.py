@@ -1,5 +1,5 @@
-"""An environment of gymnasium (https://gymnasium.farama.org) that can be said in words, as it is: the model acts, turn
-by turn, and is paid what the episode pays.
+"""Text-based environments of gymnasium (https://gymnasium.farama.org): the model acts turn by turn, and its reward is
+the return of the episode.
 
 environment:
   name: gym/FrozenLake-v1
@@ -33,48 +33,49 @@ class GymConfig(PromptConfig):
     id: str
     """Registered id of the environment, such as FrozenLake-v1."""
     kwargs: dict[str, Any] = {}
-    """Arguments with which gymnasium makes it."""
+    """Keyword arguments of `gymnasium.make`."""
     actions: dict[str, int] = {}
-    """What the model may say, and the action that it means; default: the number of the action."""
+    """Actions by the word that the model uses for them; default: the number of the action."""
     instruction: str = "Answer with the number of your next action."
-    """What stands before the first observation."""
+    """Text before the first observation."""
     episodes: PositiveInt = 256
-    """Episodes to train on: seeds from 0 on."""
+    """Number of training episodes: seeds from 0."""
     held_out: NonNegativeInt = 64
-    """Episodes of the evaluation set held_out: the seeds after those."""
+    """Number of episodes of the evaluation set held_out: the seeds after those."""
     max_turns: PositiveInt = 16
-    """Actions of an episode at most."""
+    """Largest number of actions of an episode."""
     invalid_action_reward: float = -1.0
-    """Added where a response names no action, which ends the episode. Choose less than the worst episode is paid: else
-    saying nothing is how to avoid it."""
+    """Reward added if a response names no action, which ends the episode. Choose less than the return of the worst
+    episode: otherwise the model learns to avoid it by naming no action."""
 
     def extras(self) -> list[str]:
-        """Extras of mrl that the packages it imports come with."""
+        """Return the extras of mrl that the environment needs."""
         return ["gym"]
 
     @field_validator("actions")
     @classmethod
-    def _can_be_told_apart(cls, actions: dict[str, int]) -> dict[str, int]:
+    def _are_distinct(cls, actions: dict[str, int]) -> dict[str, int]:
         if "" in actions:
-            raise ValueError("an action without a name is in every response")
+            raise ValueError("an action needs a name of at least one character")
         if len({name.lower() for name in actions}) < len(actions):
-            raise ValueError(f"capitals do not count in {', '.join(actions)}: name each action otherwise")
+            raise ValueError(f"upper and lower case are equal: give distinct names, not {', '.join(actions)}")
         return actions
 
 
-class Played(NamedTuple):
-    """How far an episode has come."""
+class EpisodeState(NamedTuple):
+    """State of an episode."""
 
-    seen: str
-    paid: float
+    observation: str
+    reward: float
+    """Sum of the rewards so far."""
     over: bool
 
 
 class GymEnvironment(MultiTurnAgent, Demonstrator):
-    """An environment of gymnasium with numbered actions, which can be said in words.
+    """Any text-based environment of gymnasium with numbered actions.
 
-    Nothing is kept between turns: an episode is played again from its seed each time, so one that is interrupted goes
-    on. A response that names no action ends it. It runs in the rank's event loop, so a step must be quick.
+    No state is kept between turns: an episode is replayed from its seed each time, so an interrupted episode can
+    continue. A response that names no action ends it. Steps run in the rank's event loop, so they must be quick.
     """
 
     Config = GymConfig
@@ -82,10 +83,11 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
     variant_argument = "id"
 
     def __init__(self, config: GymConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError where gymnasium is missing, has no such environment, or its actions are not numbered."""
+        """Raises ValueError if gymnasium is missing, if it does not have the environment, or if the actions are not
+        numbered."""
         super().__init__(config, tokenizer)
         self.max_turns = config.max_turns
-        self._episode = _make(config)  # one for all: making it takes ten times as long as a step
+        self._episode = _make(config)  # shared: making it takes ten times as long as a step
         numbered = _actions(config.id, self._episode.action_space)
         if not {*config.actions.values()} <= {*numbered}:
             raise ValueError(f"environment.args.actions: {config.id} has {numbered.start} to {numbered.stop - 1}")
@@ -103,7 +105,7 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
         return {"held_out": self._problems(held_out)} if held_out else {}
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
-        """Random actions, which teach how one is named and not which is right; none where there is a chat template."""
+        """Return random actions, which teach the format and not the task; none if there is a chat template."""
         if self.prompt_format:
             return []
         pairs = []
@@ -120,44 +122,45 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
 
     def get_observation(self, responses: Sequence[str], golden: Mapping[str, Any]) -> str | None:
         played = self._play(golden["seed"], responses)
-        return None if played.over else next_turn(self.tokenizer, played.seen)
+        return None if played.over else next_turn(self.tokenizer, played.observation)
 
     def get_trajectory_reward(
         self, responses: Sequence[str], golden: Mapping[str, Any], finish_reason: FinishReason
     ) -> float:
-        """The sum of what the actions were paid."""
-        return self._play(golden["seed"], responses).paid
+        """Return the sum of the rewards of the actions."""
+        return self._play(golden["seed"], responses).reward
 
     def _problems(self, seeds: range) -> list[Problem]:
-        return [Problem(self._asked(self._play(seed, []).seen), {"seed": seed}) for seed in seeds]
+        return [Problem(self._prompt(self._play(seed, []).observation), {"seed": seed}) for seed in seeds]
 
-    def _asked(self, seen: str) -> str:
+    def _prompt(self, seen: str) -> str:
         message = "".join(f"{part}\n" for part in (self.config.instruction, seen) if part)
         return render_prompt(self.tokenizer, message, self.config)
 
-    def _play(self, seed: int, responses: Sequence[str]) -> Played:
-        """What becomes of an episode by these responses."""
+    def _play(self, seed: int, responses: Sequence[str]) -> EpisodeState:
+        """Replay an episode with these responses."""
         episode = self._episode
         observation, _ = episode.reset(seed=seed)
-        paid, over = 0.0, False
+        total, over = 0.0, False
         for response in responses:
             found = [*self._action.finditer(response)]
             if not found:
-                return Played("", paid + self.config.invalid_action_reward, True)
+                return EpisodeState("", total + self.config.invalid_action_reward, True)
             observation, reward, ended, cut_off, _ = episode.step(self._meant[(found[-1].lastindex or 0) - 1])
-            paid, over = paid + float(reward), ended or cut_off
-        return Played(_seen(episode, observation), paid, over)
+            total, over = total + float(reward), ended or cut_off
+        return EpisodeState(_text(episode, observation), total, over)
 
 
 def _named(word: str) -> str:
-    """The pattern of an action's name, a group: where it begins or ends as words do, no longer word has it."""
+    """Return the pattern of an action's name as a group. An edge that is a word character must be at a word boundary,
+    so that `up` does not match inside `upper`."""
     before, after = (r"\b" if re.match(r"\w", edge) else "" for edge in (word[0], word[-1]))
     return f"({before}{re.escape(word)}{after})"
 
 
 def _make(config: GymConfig) -> Any:
     try:
-        import gymnasium  # what the launcher lacks, which only checks the arguments
+        import gymnasium  # the launcher, which only checks the arguments, does not have it
     except ImportError as error:
         raise ValueError(f"environment gym needs `pip install gymnasium`: {error}") from error
     text = {"render_mode": "ansi"} if "ansi" in _render_modes(gymnasium, config.id) else {}
@@ -178,14 +181,14 @@ def _render_modes(gymnasium: Any, id: str) -> Sequence[str]:
 
 
 def _actions(id: str, space: Any) -> range:
-    """Raises ValueError where they are not numbered."""
+    """Return the range of the actions. Raises ValueError if they are not numbered."""
     if not hasattr(space, "n"):
         raise ValueError(f"environment.args.id: the actions of {id} are not numbered: {space}")
     return range(int(space.start), int(space.start + space.n))
 
 
-def _seen(episode: Any, observation: Any) -> str:
-    """The text that it is drawn as, or the observation as Python writes it. What is drawn in colour, such as the place
-    of the player, is put in brackets."""
+def _text(episode: Any, observation: Any) -> str:
+    """Return the rendered text, or the observation as Python prints it. Colored text, such as the player's position, is
+    put in brackets."""
     drawn = episode.render() if episode.render_mode == "ansi" else str(observation)
     return re.sub(r"\x1b\[[0-9;]+m", "[", drawn.replace("\x1b[0m", "]")).strip()

@@ -1,4 +1,4 @@
-"""Questions of any kind, whose answers another model judges.
+"""Questions with free-form answers, graded by another model.
 
 environment:
   name: judge
@@ -23,19 +23,19 @@ class JudgedConfig(HFDatasetConfig):
     """Arguments of the environment `judge`."""
 
     judge: JudgeConfig
-    """Who judges."""
+    """The judging model."""
     cut_reward: float = 0.0
-    """Of an answer that was cut off by the length limit: nobody is asked."""
+    """Reward of an answer that was cut off by the length limit; the judge is not asked."""
 
 
 class JudgedEnvironment(HFDatasetAgent):
-    """Questions of any data set, whose answers another model judges."""
+    """Questions of any data set, with answers graded by another model."""
 
-    Config = JudgedConfig  # type: ignore[assignment]  # who judges has no default
+    Config = JudgedConfig  # type: ignore[assignment]  # the judge has no default
     config: JudgedConfig
 
     def __init__(self, config: JudgedConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for data that is not there, is empty, or not as the configuration says."""
+        """Raises ValueError for data that is missing, empty, or does not match the configuration."""
         super().__init__(config, tokenizer)
         self._judge = Judge(config.judge)
 

@@ -1,4 +1,4 @@
-"""Problems that a generator makes: drawn, each once, split for good into trained and held-out ones."""
+"""Generated problems: drawn without repeats, and split permanently into training and held-out problems."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megatron_rl.section import NonNegativeInt, PositiveInt, Section
 
 
 class DrawnProblemsConfig(Section):
-    """Arguments of every environment whose problems a generator makes."""
+    """Arguments of every environment with generated problems."""
 
     draws: PositiveInt = 4000
-    """Tasks drawn from the generator; those that render to the same prompt count once. Of two terms with one digit
-    there are 200, and 4000 draws find them all."""
+    """Number of tasks to draw; tasks with equal prompts count once. For example, there are 200 sums of two one-digit
+    numbers, and 4000 draws find all of them."""
     seed: NonNegativeInt = 0
-    """Seed of the draws and of the split into trained and held-out problems; independent of `training.seed`."""
+    """Seed of the draws and of the split; independent of `training.seed`."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """Fraction of the problems that is never trained on."""
     evaluation_problems: PositiveInt = 256
-    """Problems of each evaluation set at most."""
+    """Largest number of problems of each evaluation set."""
 
 
 class DrawnProblems(RewardOnlyAgent):
-    """An environment of drawn problems."""
+    """An environment of generated problems."""
 
     config: DrawnProblemsConfig
 
@@ -44,13 +44,13 @@ class DrawnProblems(RewardOnlyAgent):
         return self._trained
 
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
-        """`held_out` is missing where nothing is held out."""
+        """Return the sets `trained` and `held_out`, without empty ones."""
         limit = self.config.evaluation_problems
         sets = {"trained": self._trained[:limit], "held_out": self._held_out[:limit]}
         return {name: problems for name, problems in sets.items() if problems}
 
 
 def _in_split_order(problems: Iterable[Problem], seed: int) -> list[Problem]:
-    """Shuffled by a hash of the prompt, so that neither the order of the draws nor their number moves a problem
-    that all draws find from one side of the split to the other."""
+    """Shuffle by a hash of the prompt, so that neither the order nor the number of draws moves a problem from one side
+    of the split to the other."""
     return sorted(problems, key=lambda problem: (stable_key(f"split:{problem.prompt}", seed), problem.prompt))

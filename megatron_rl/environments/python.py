@@ -1,15 +1,15 @@
-"""Rows of a data set, scored by a function of the user's own file.
+"""Rows of a data set, scored by a function in a file of the user's.
 
     environment: {name: python, args: {file: reward.py, train: mine.jsonl}}
 
     def reward(response: str, answer: str, **columns) -> float: ...
 
-The first argument is the response, the others are columns of the row by their names, and `finish_reason`, which is
-"length" where the response was cut off. An `async def` is awaited, and all answers of a group are then scored at once;
-a plain one runs in the event loop that generates, so it must be quick. A mapping of components may be returned too: see
+The first argument is the response. The others are columns of the row by name, and `finish_reason`, which is "length" if
+the response was cut off. An `async def` is awaited, and all answers of a group are scored concurrently; a plain
+function runs in the event loop that generates, so it must be quick. It may also return a mapping of components: see
 `megatron_rl.agent.scoring.Reward`.
 
-The file is the user's own code, and runs in the rank as any environment's does.
+The file is trusted code, and runs inside the rank like any environment.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ Scoring = Callable[..., Reward | Awaitable[Reward]]
 
 
 class Rows(Source):
-    """Rows of a data set. FILE alone stands for {path: FILE}."""
+    """Rows of a data set. FILE alone is short for {path: FILE}."""
 
     structured: ClassVar[bool] = True
 
     question: str = "prompt"
     """Column of the prompt: a text, or a list of chat messages."""
     system: str | None = None
-    """Column of the system message; default: that of environment.args.system, if any."""
+    """Column of the system message; default: environment.args.system."""
 
 
 def _as_rows(given: str | Rows | None) -> Rows | None:
@@ -65,30 +65,30 @@ RowsOrPath = Annotated[HubPath | Rows, AfterValidator(_as_rows)]
 class PythonConfig(HFDatasetConfig):
     """Arguments of the environment `python`."""
 
-    file: Annotated[str, PathMark(read=False)]  # a run has its own copy, and goes on where the file is gone
+    file: Annotated[str, PathMark(read=False)]  # a run has its own copy and does not need the file
     """Python file that defines `reward`."""
     train: RowsOrPath | None = None  # type: ignore[assignment]
-    """Rows to train on; none: it only evaluates."""
+    """Rows to train on; default: none, the environment only evaluates."""
     evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], RowsOrPath] = {}  # type: ignore[assignment]
-    """Evaluation sets by name. Their problems are left out of the training set."""
+    """Evaluation sets by name. Their problems are excluded from the training set."""
 
     def files(self) -> list[str]:
-        """Files of the user's code that it runs."""
+        """Return the file of user code."""
         return [self.file]
 
     def check_files(self) -> None:
-        """Raises ValueError where the file does not define the function. Runs nothing of it."""
+        """Raise ValueError if the file does not define the function. Does not run it."""
         _check(Path(self.file).expanduser())
 
 
 class PythonEnvironment(HFDatasetAgent, Demonstrator):
-    """Rows of any data set, scored by a function `reward` of a Python file of yours."""
+    """Rows of any data set, scored by a function `reward` in a Python file of yours."""
 
     Config = PythonConfig  # type: ignore[assignment]  # the file has no default
     config: PythonConfig
 
     def __init__(self, config: PythonConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for a file or data that cannot be used."""
+        """Raises ValueError for an unusable file or unusable data."""
         self._file = Path(config.file).expanduser()
         self._score = _loaded(self._file)
         self._accepted = _accepted(self._score)
@@ -97,7 +97,8 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
         _check_columns(self._file, self._score, [problem.golden for problem in problems])
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
-        """Prompts and right answers of the rows that have a column `answer`, for `model.init: supervised` alone."""
+        """Return prompts and right answers of the rows with a column `answer`; used only by `model.init:
+        supervised`."""
         return [(one.prompt, str(one.golden["answer"])) for one in self.training_problems() if "answer" in one.golden]
 
     def get_reward(
@@ -126,9 +127,9 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
 
 
 def _conversation(tokenizer: Tokenizer, messages: Sequence[Any], asking: PromptConfig) -> str:
-    """The prompt of a list of chat messages; without a chat template, what they say. Raises ValueError."""
+    """Return the prompt of a list of chat messages; without a chat template, their contents. Raises ValueError."""
     if not messages or not all(isinstance(one, Mapping) and {"role", "content"} <= {*one} for one in messages):
-        raise ValueError("environment.args: a prompt that is a list holds chat messages, each with role and content")
+        raise ValueError("environment.args: a prompt that is a list must contain chat messages with role and content")
     if asking.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": asking.system}, *messages]
     prompt = tokenizer.conversation(messages) if asking.chat != "never" else None
@@ -145,7 +146,7 @@ def _check(file: Path) -> None:
         raise ValueError(f"{file}: {(error.strerror or str(error)).lower()}") from error
     except (SyntaxError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(f"{file}{line}: no Python: {getattr(error, 'msg', error)}") from error
+        raise ValueError(f"{file}{line}: not valid Python: {getattr(error, 'msg', error)}") from error
     bound = {
         name
         for node in tree.body
@@ -162,28 +163,28 @@ def _check(file: Path) -> None:
 
 
 def _loaded(file: Path) -> Scoring:
-    """The function of a file, which is run. Raises ValueError."""
+    """Run a file and return its function. Raises ValueError."""
     _check(file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     name = f"mrl_reward_{digest[:16]}"
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # it ends in .py, or _check would not have read it
+    assert spec is not None and spec.loader is not None  # _check has parsed the file
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        told = f"{own_place(error) or file}: {type(error).__name__}: {error}"
-        raise ValueError(f"environment.args.file: {told}") from error
+        why = f"{own_place(error) or file}: {type(error).__name__}: {error}"
+        raise ValueError(f"environment.args.file: {why}") from error
     found = getattr(module, FUNCTION, None)
     if not callable(found):
-        raise ValueError(f"environment.args.file: {file}: {FUNCTION} is no function")
-    logger.info("rewards by %s (sha256 %s)", file, digest)
+        raise ValueError(f"environment.args.file: {file}: {FUNCTION} is not a function")
+    logger.info("rewards from %s (sha256 %s)", file, digest)
     return found
 
 
 def _accepted(score: Scoring) -> frozenset[str] | None:
-    """Names of the columns that the function takes; None: all."""
+    """Return the names of the columns that the function accepts; None: any."""
     parameters = [*inspect.signature(score).parameters.values()]
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
@@ -191,12 +192,14 @@ def _accepted(score: Scoring) -> frozenset[str] | None:
 
 
 def _check_columns(file: Path, score: Scoring, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError where the function cannot be called with the columns of every row."""
+    """Raise ValueError if the function cannot be called with the columns of every row."""
     parameters = [*inspect.signature(score).parameters.values()]
     first = next((one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)), None)
     variable = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     if first is None and not variable:
-        raise ValueError(f"{file}: {FUNCTION} takes no response: def {FUNCTION}(response, **columns) -> float")
+        raise ValueError(
+            f"{file}: {FUNCTION} has no parameter for the response: write def {FUNCTION}(response, **columns) -> float"
+        )
     needed = [
         one.name
         for one in parameters
@@ -205,9 +208,9 @@ def _check_columns(file: Path, score: Scoring, rows: Sequence[Mapping[str, Any]]
     for row in rows:
         if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD and first.name in row:
             raise ValueError(
-                f"{file}: the first parameter of {FUNCTION}, which is the response, is called {first.name}, and so is "
-                f"a column: rename it, def {FUNCTION}(response, {first.name}, **columns) -> float"
+                f"{file}: the first parameter of {FUNCTION}, which receives the response, has the name of a column, "
+                f"{first.name}: rename it, for example def {FUNCTION}(response, {first.name}, **columns) -> float"
             )
         lacking = [name for name in needed if name not in row and name != FINISH_REASON]
         if lacking:
-            raise ValueError(f"{file}: {FUNCTION} needs {lacking[0]}, and a row has only {', '.join(row)}")
+            raise ValueError(f"{file}: {FUNCTION} needs the column {lacking[0]}, but a row has only {', '.join(row)}")

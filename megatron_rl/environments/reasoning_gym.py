@@ -34,7 +34,7 @@ from megatron_rl.section import PositiveFloat, PositiveInt
 logger = logging.getLogger(__name__)
 
 EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")
-"""What metadata call a right answer of a task that has many."""
+"""Metadata keys of an example answer, for tasks with many right answers."""
 
 
 class ReasoningGymConfig(DrawnProblemsConfig, PromptConfig):
@@ -43,20 +43,20 @@ class ReasoningGymConfig(DrawnProblemsConfig, PromptConfig):
     dataset: str
     """Name of the dataset, such as chain_sum."""
     dataset_args: dict[str, Any] = {}
-    """Fields of the dataset's own configuration, but for `seed` and `size`: those are `seed` and `draws`."""
+    """Fields of the dataset's own configuration, except `seed` and `size`, which are `seed` and `draws`."""
     prompt: str = "{question}"
-    """The prompt, in Python's format syntax: {question}, and whatever the dataset's metadata have, such as chain_sum's
+    """Prompt in Python's format syntax: {question}, and any field of the dataset's metadata, such as chain_sum's
     {expression}."""
     scoring: Literal["dataset", "last_number", "distance"] = "dataset"
-    """dataset: its own score of the whole answer, in parts for some. last_number: 1 where the last number in the answer
-    is the right one, else 0. distance: 1 / (1 + its distance from the right one), 0 where there is no number: where no
-    answer to a problem is right, some are better than others still."""
+    """dataset: the dataset's own score of the whole answer, which may be partial. last_number: 1 if the last number of
+    the answer is right, else 0. distance: 1 / (1 + distance from the right number), 0 without a number: wrong answers
+    to a problem still differ in reward."""
     scorers: PositiveInt = 2
-    """Processes that score answers by the dataset's own score, on each rank that generates."""
+    """Number of processes that run the dataset's own scorer, on each rank that generates."""
     score_timeout_s: PositiveFloat = 10.0
-    """Longest scoring of an answer so. One that takes longer loses the answer: it is neither right nor wrong."""
+    """Seconds that the dataset's scorer may take. An answer that exceeds it is lost: it is neither right nor wrong."""
     score_memory_gib: PositiveFloat = 4.0
-    """Largest process that scores."""
+    """Memory limit of a scoring process, in GiB."""
 
     @field_validator("dataset_args")
     @classmethod
@@ -71,9 +71,11 @@ class ReasoningGymConfig(DrawnProblemsConfig, PromptConfig):
     def _asks_something(cls, prompt: str) -> str:
         fields = template_fields(prompt)
         if not fields:
-            raise ValueError("the prompt must contain {question} or a field of the metadata: else all are the same")
+            raise ValueError(
+                "the prompt must contain {question} or a field of the metadata: otherwise all prompts are equal"
+            )
         if "answer" in fields:
-            raise ValueError("the prompt must not contain {answer}: there would be nothing left to find out")
+            raise ValueError("the prompt must not contain {answer}: it would give the answer away")
         return prompt
 
 
@@ -82,7 +84,7 @@ class NoScore(Exception):
 
 
 class ReasoningGymEnvironment(DrawnProblems):
-    """A task of reasoning-gym, named by `dataset` or as reasoning-gym/TASK. Each prompt is there once."""
+    """A task of reasoning-gym, named by `dataset` or as reasoning-gym/TASK, with distinct prompts."""
 
     Config = ReasoningGymConfig
     config: ReasoningGymConfig
@@ -90,7 +92,7 @@ class ReasoningGymEnvironment(DrawnProblems):
 
     @classmethod
     def variants(cls) -> Mapping[str, str]:
-        """Every data set that is installed, by name."""
+        """Return all installed datasets by name."""
         try:
             datasets = _datasets()
         except ValueError:
@@ -102,11 +104,11 @@ class ReasoningGymEnvironment(DrawnProblems):
         return {"draws": 8, "held_out": 0.0}
 
     def __init__(self, config: ReasoningGymConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for a dataset or arguments that reasoning-gym does not have."""
-        from megatron_rl.agent.sandbox.pool import WorkerPool  # the launcher checks a recipe without it
+        """Raises ValueError for an unknown dataset or invalid arguments of it."""
+        from megatron_rl.agent.sandbox.pool import WorkerPool  # not needed by the launcher, which only checks arguments
 
         self.compares_answers = config.scoring != "dataset"
-        self._told = False  # that there is an answer that cannot be read
+        self._warned = False  # about an answer that the scorer cannot parse
         super().__init__(config, tokenizer, _problems(_dataset(config), config, tokenizer))
         limits = ProcessLimits(
             wall_s=config.score_timeout_s,
@@ -129,25 +131,25 @@ class ReasoningGymEnvironment(DrawnProblems):
     def _waits(self) -> bool:
         return self.config.scoring == "dataset"
 
-    def _asked(self, answer: str, task: Mapping[str, Any]) -> dict[str, Any]:
-        """What a scorer is asked. Tasks have more than JSON knows; what comes back is JSON."""
+    def _scorer_request(self, answer: str, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the request to a scorer. Tasks may hold values beyond JSON, so they are pickled; the reply is JSON."""
         of_dataset = self.config.model_dump(include={"dataset", "dataset_args", "seed", "draws"})
         return {**of_dataset, "task": base64.b64encode(pickle.dumps(task)).decode(), "answer": answer}
 
     async def _score(self, answer: str, task: Mapping[str, Any]) -> float:
-        """By the dataset. Raises NoScore."""
-        outcome = await self._scorers.ask(self._asked(answer, task))
+        """Return the dataset's score of an answer. Raises NoScore."""
+        outcome = await self._scorers.ask(self._scorer_request(answer, task))
         if outcome.ending is not Ending.OK:
             key = "score_timeout_s" if outcome.ending is Ending.TIME_OUT else "score_memory_gib"
             raise NoScore(f"{outcome} (environment.args.{key})")
         score, unread = outcome.value
-        if unread and not self._told:
-            self._told = True
-            logger.warning("%s counts an answer as wrong that it cannot read: %s", self.config.dataset, unread)
+        if unread and not self._warned:
+            self._warned = True
+            logger.warning("%s scores an answer that it cannot parse as wrong: %s", self.config.dataset, unread)
         return float(score)
 
     def gold_response(self, problem: Problem) -> str:
-        """Its answer, or of a task with many an example, where it gives one."""
+        """Return the task's answer; for a task with many right answers, an example if it has one."""
         task = problem.golden
         given = [task["answer"], *(task["metadata"].get(name) for name in EXAMPLES)]
         found = next((one for one in given if one is not None), None)
@@ -156,7 +158,7 @@ class ReasoningGymEnvironment(DrawnProblems):
         return found if isinstance(found, str) else json.dumps(found)
 
     def final_answer(self, response: str) -> str | None:
-        """The last number, however it is written: 3, 3.0 and 03 are one."""
+        """Return the last number in a normal form: 3, 3.0 and 03 are equal."""
         if not self.compares_answers:
             return super().final_answer(response)
         said = last_number(response)
@@ -164,16 +166,16 @@ class ReasoningGymEnvironment(DrawnProblems):
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last decimal number of a text, None where it has none.
+    """Return the last decimal number of a text; None if it has none.
 
-    A minus sign belongs to it unless a digit stands right before that, as in 7-3; behind an equals sign, a colon or a
-    bracket a blank may follow the sign, as in 5 - 7 = - 2. Commas between thousands count for nothing.
+    A minus sign is part of the number unless a digit precedes it, as in 7-3. After an equals sign, a colon or a bracket
+    a blank may follow the sign, as in 5 - 7 = - 2. Commas between thousands are ignored.
     """
-    numbers = _NUMBER.findall(_APART.sub(r"\1-", text.replace("\N{MINUS SIGN}", "-")))
+    numbers = _NUMBER.findall(_DETACHED_SIGN.sub(r"\1-", text.replace("\N{MINUS SIGN}", "-")))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
-_APART = re.compile(r"((?:^|[=:({\[$])\s*)-\s+(?=[0-9])")
+_DETACHED_SIGN = re.compile(r"((?:^|[=:({\[$])\s*)-\s+(?=[0-9])")
 _NUMBER = re.compile(r"(?:(?<![0-9.])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
 
@@ -186,15 +188,15 @@ def _problems(
             message = config.prompt.format_map(fields)
         except (KeyError, IndexError, AttributeError) as error:
             raise ValueError(
-                f"environment.args.prompt: {config.dataset} has no {error}; there are {', '.join(fields)}"
+                f"environment.args.prompt: {config.dataset} has no field {error}, only {', '.join(fields)}"
             ) from error
         yield Problem(render_prompt(tokenizer, message, config), task)
 
 
 def _datasets() -> Mapping[str, tuple[Any, Any]]:
-    """Class and configuration of every data set. Raises ValueError where reasoning-gym is not installed."""
+    """Return class and configuration of every dataset. Raises ValueError if reasoning-gym is not installed."""
     try:
-        # Imported here because it takes a second, and the launcher, which only checks the arguments, lacks it.
+        # Imported here because it takes a second; the launcher, which only checks the arguments, does not have it.
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(f"environment reasoning-gym needs `pip install reasoning-gym`: {error}") from error

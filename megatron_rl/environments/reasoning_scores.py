@@ -1,8 +1,8 @@
-"""What is an answer to a task of reasoning-gym worth? What a worker of reasoning_gym.py says, by the task's own score.
+"""Score answers with the scorers of reasoning-gym, in a worker process of reasoning_gym.py.
 
-Some tasks have sympy read the answer, which evaluates it as Python and may take for ever, in code that no exception
-interrupts; others call eval. So nothing but such a worker imports this: it has limits of time and memory, no network,
-and changes no file.
+Some tasks parse the answer with sympy, which evaluates it as Python and may never return, in code that no exception
+interrupts; others call eval. So only such a worker may import this module: it has limits of time and memory, no
+network, and cannot change files.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from reasoning_gym.factory import DATASETS
 
 
 def score(asked: Mapping[str, Any]) -> tuple[float, str | None]:
-    """The score, and what the task raised of an answer that it cannot read: that is no right one. Raises MemoryError.
+    """Return the score, and the error of a task that cannot parse the answer, which scores 0. Raises MemoryError.
 
-    asked: dataset, dataset_args, seed and draws of the environment; task, pickled; answer.
+    asked: `dataset`, `dataset_args`, `seed` and `draws` of the environment; `task`, pickled; `answer`.
     """
     dataset = _dataset(asked["dataset"], json.dumps(asked["dataset_args"]), asked["seed"], asked["draws"])
-    task = pickle.loads(base64.b64decode(asked["task"]))  # of a rank, which is trusted
+    task = pickle.loads(base64.b64decode(asked["task"]))  # sent by a rank, which is trusted
     try:
         return float(dataset.score_answer(asked["answer"], task)), None
     except MemoryError:

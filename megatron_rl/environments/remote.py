@@ -1,4 +1,5 @@
-"""An environment that another process serves: `mrl serve-agent`. It may be on another machine, and may come and go.
+"""Environment served by another process with `mrl serve-agent`, possibly on another machine. It may restart during a
+run.
 
 environment:
   name: remote
@@ -38,25 +39,25 @@ class RemoteConfig(Section):
     """Arguments of the environment `remote`."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
-    """Where `mrl serve-agent` says that it listens."""
+    """URL that `mrl serve-agent` prints."""
     token_file: LaterPath
-    """The file with its token, readable where the ranks run."""
+    """File with its token, readable on the nodes of the ranks."""
     start_patience_s: PositiveFloat = 60.0
-    """How long it is waited for at the start of the ranks."""
+    """Seconds to wait for the agent when the ranks start."""
     patience_s: PositiveFloat = 600.0
-    """How long it may be away, or another one, while the run goes on. After that the answers that wait for it are lost,
-    and counted by the reason. Keep it below job.silence_limit_s."""
+    """Seconds that the agent may be unavailable, or serve other problems, during the run. After that the pending
+    answers are lost, and counted by the reason. Keep it below job.silence_limit_s."""
 
 
 class RemoteAgent(Environment, Demonstrator):
-    """Problems, conversations and rewards of another process; what it wants generated is generated here. The ranks know
-    its prompts; the right answers stay there."""
+    """Problems, conversations and rewards of another process; the ranks generate its completions. The ranks know the
+    prompts but not the right answers."""
 
     Config = RemoteConfig
 
     def __init__(self, config: RemoteConfig, tokenizer: Tokenizer) -> None:
-        """Raises ConfigurationError where nobody serves an agent there, or its token cannot be read."""
-        from megatron_rl.agent.remote.client import AgentClient  # the launcher checks a recipe without an HTTP client
+        """Raises ConfigurationError if no agent is served at the URL, or if the token cannot be read."""
+        from megatron_rl.agent.remote.client import AgentClient  # the launcher has no HTTP client
         from megatron_rl.agent.remote.wire import EVALUATION, TRAINING
         from megatron_rl.inference.replicas.wire import read_token
 
@@ -65,7 +66,7 @@ class RemoteAgent(Environment, Demonstrator):
         self._client = AgentClient(config.url, read_token(Path(config.token_file).expanduser()), config.patience_s)
         self._served = self._client.fetch(config.start_patience_s)
         self.prompt_format = self._served.about.prompt_format
-        self.compares_answers = self._served.about.compares_answers  # which its evaluations tell with the answers
+        self.compares_answers = self._served.about.compares_answers  # evaluations return final answers
         sets = {name: _problems(name, texts) for name, texts in self._served.prompts.items()}
         self._trained = sets.pop(TRAINING, [])
         self._evaluated = {name.removeprefix(EVALUATION): problems for name, problems in sets.items()}
@@ -77,15 +78,15 @@ class RemoteAgent(Environment, Demonstrator):
         return self._evaluated
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
-        """None where the agent has none."""
+        """Return the demonstrations of the agent; empty if it has none."""
         return self._served.demonstrations
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
-        response = await self._of_a_group("/grouped_rollouts", request)
+        response = await self._run_group("/grouped_rollouts", request)
         return TrajectoryGroup(request.ordinal, request.problem, response.trajectories[0], response.failures)
 
     async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
-        response = await self._of_a_group("/contrastive_rollouts", request)
+        response = await self._run_group("/contrastive_rollouts", request)
         found = response.trajectories[0]
         try:
             pair = ContrastivePair(request.problem, *found) if found else None
@@ -98,7 +99,7 @@ class RemoteAgent(Environment, Demonstrator):
         return await self._run("/rollouts", request.problems, 1, request, request.key, None)
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
-        """A request for each problem: one that is lost loses no other."""
+        """Send a request per problem, so that a lost request loses a single problem."""
         import asyncio  # slow import; the launcher imports this module to check a recipe
 
         samples = request.samples_per_problem
@@ -119,7 +120,7 @@ class RemoteAgent(Environment, Demonstrator):
     async def close(self) -> None:
         await self._client.close()
 
-    async def _of_a_group(self, route: str, request: GroupRolloutRequest) -> EvaluationResponse:
+    async def _run_group(self, route: str, request: GroupRolloutRequest) -> EvaluationResponse:
         return await self._run(route, [request.problem], request.group_size, request, request.key, request.ordinal)
 
     async def _run(
@@ -131,7 +132,7 @@ class RemoteAgent(Environment, Demonstrator):
         key: int,
         ordinal: int | None,
     ) -> EvaluationResponse:
-        """The agent's answers to some problems; none where it fails. Raises what the engine does."""
+        """Return the agent's answers; empty if it fails. Raises the errors of the engine."""
         from megatron_rl.agent.remote.client import AgentFailed, AgentUnavailable
         from megatron_rl.agent.remote.wire import AgentRequest, ProblemId
 

@@ -100,7 +100,7 @@ def test_a_run_whose_agent_is_killed_and_started_again_draws_the_curve_of_one_wi
     assert len(steps) == STEPS and len({line["loss"] for line in steps}) > STEPS // 2
     assert all("environments/given/mean_reward" in line for line in steps)
     assert any(name.startswith("eval/hard/") for name in evaluations[-1])
-    assert "asking again" in first.logs()
+    assert "trying again" in first.logs()
 
 
 def test_every_request_is_answered_as_the_environment_itself_would(agent: Agent) -> None:
@@ -133,8 +133,8 @@ def test_every_request_is_answered_as_the_environment_itself_would(agent: Agent)
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"token": "another-token-of-32-characters-or-more"}, "refuses the token"),
-        ({"port": 9}, "is not there (.*refused.*): start it with `mrl serve-agent`"),
+        ({"token": "another-token-of-32-characters-or-more"}, "rejects the token"),
+        ({"port": 9}, "is unavailable (.*refused.*): start it with `mrl serve-agent`"),
         ({"token": "short"}, "holds no token"),
     ],
 )

@@ -89,7 +89,7 @@ def test_what_a_function_returns_is_never_unpickled(programs: ProgramPool) -> No
     source = "import os\nclass E:\n    def __reduce__(self): return os.system, ('id',)\ndef f(): return E()"
     outcome = asyncio.run(programs.call(source, "f", [], LIMITS))
     assert outcome == ProcessResult(
-        Ending.WRONG_FORMAT, detail="E is no JSON: Object of type E is not JSON serializable"
+        Ending.WRONG_FORMAT, detail="E cannot be written as JSON: Object of type E is not JSON serializable"
     )
 
 
@@ -157,7 +157,7 @@ def test_a_regular_expression_that_never_ends_costs_its_answer() -> None:
     ("request_", "ending", "detail"),
     [
         ("raise", Ending.ERROR, "ZeroDivisionError"),
-        ("set", Ending.WRONG_FORMAT, "set is no JSON"),
+        ("set", Ending.WRONG_FORMAT, "set cannot be written as JSON"),
         ("grow", Ending.KILLED, "most likely of its limit of 0.5 GiB"),
         ("long", Ending.WRONG_FORMAT, "more than 1048576 bytes"),
     ],

@@ -125,7 +125,7 @@ def test_a_process_that_dies_costs_one_comparison() -> None:
         hanging = asyncio.ensure_future(verifier.equal("3", HANGS))
         await asyncio.sleep(0.2)
         os.kill(child, signal.SIGKILL)
-        with pytest.raises(NoVerdict, match=r"killed: it died, most likely of its limit of 4 GiB"):
+        with pytest.raises(NoVerdict, match=r"killed: it died, probably of its memory limit of 4 GiB"):
             await hanging
         return await verifier.equal("3", "3.0")
 

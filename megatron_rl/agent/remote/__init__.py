@@ -1,1 +1,1 @@
-"""An agent in another process, as the ranks that train see it: what both say, and who asks it."""
+"""Client of an agent in another process, and the protocol between the ranks and the agent."""

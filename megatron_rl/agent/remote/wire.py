@@ -1,20 +1,20 @@
-"""What the ranks and an agent in another process say to each other, as JSON over HTTP. Pure.
+"""Protocol between the ranks and an agent in another process: JSON over HTTP. Pure.
 
-    GET    /about                             what is served
-    GET    /problems?set=training&first=0     some of a set's prompts, in their order
-    GET    /demonstrations?first=0            some of its worked answers, where it has any
+    GET    /about                             the agent, its sets and its protocol
+    GET    /problems?set=training&first=0     a page of a set's prompts, in their order
+    GET    /demonstrations?first=0            a page of its worked answers, if it has any
     POST   /grouped_rollouts     {"request"}  {"session"}: the agent begins to answer a problem
-    POST   /contrastive_rollouts {"request"}  likewise; a better and a worse of its answers are the result
+    POST   /contrastive_rollouts {"request"}  likewise; the result is a better and a worse answer
     POST   /rollouts             {"request"}  likewise, several problems, each once
-    POST   /evaluation           {"request"}  likewise, several
-    POST   /sessions/ID/poll  {"known"}       "asks": what it wants generated beside `known`, which is being generated,
-                                              and what of that is "withdrawn"; or "result"; or "error"
-    POST   /sessions/ID/answers {"answers"}   what the model answered, by the ids of what was asked
-    DELETE /sessions/ID                       nobody waits for it any more
+    POST   /evaluation           {"request"}  likewise, several problems
+    POST   /sessions/ID/poll  {"known"}       "asks": generation requests other than `known`, which are in progress, and
+                                              the "withdrawn" ones of `known`; or "result"; or "error"
+    POST   /sessions/ID/answers {"answers"}   completions by the ids of their requests
+    DELETE /sessions/ID                       the caller no longer waits
 
-The ranks ask and the agent answers, generation included: so the ranks need not be reachable. Problems stay with the
-agent, which is told their set and number; the ranks know the prompts alone. Each request has the token. Each body that
-begins something names PROTOCOL and the digest of the problems: an agent that serves others refuses it.
+The ranks send all requests, even for generation, so the ranks need not be reachable. Problems stay with the agent and
+are named by set and index; the ranks know only the prompts. Each request carries the token. Each body that begins a
+session carries PROTOCOL and the digest of the problems: an agent with other problems rejects it.
 """
 
 from __future__ import annotations
@@ -29,52 +29,40 @@ from typing import Any, NamedTuple
 from megatron_rl.agent.api import EvaluationResponse
 from megatron_rl.agent.scoring import RolloutLimits, Score
 from megatron_rl.agent.trajectories import Problem, Trajectory
-from megatron_rl.inference.api import Completion, PromptTooLong, Unsupported
+from megatron_rl.inference.api import Completion
 from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.replicas.wire import Garbled, Refusal, kind_of
 
 PROTOCOL = 4
 TRAINING = "training"
-"""Name of the set that is trained on; the others are evaluation/NAME."""
+"""Name of the training set; the others are evaluation/NAME."""
 EVALUATION = "evaluation/"
 PAGE = 1000
-"""Problems that are told at once."""
+"""Problems per page."""
 POLL_S = 5.0
-"""That news are waited for before it is said that there are none."""
+"""Seconds that a poll waits for something to report."""
 
 Body = Mapping[str, Any]
-
-_KINDS: dict[str, type[Exception]] = {
-    "prompt too long": PromptTooLong,
-    "unsupported": Unsupported,
-    "value": ValueError,
-}
-REFUSALS = tuple(_KINDS.values())
-"""What the engine says of a request that can never be answered."""
-
-
-class Garbled(ValueError):
-    """A body is not what the protocol says."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What an agent serves."""
+    """Description of an agent."""
 
     protocol: int
     environment: str
     digest: str
-    """Of all prompts."""
+    """Digest of all prompts."""
     sets: Mapping[str, int]
-    """How many problems there are in each set."""
+    """Number of problems in each set."""
     prompt_format: str
     demonstrations: int
-    """Worked answers."""
+    """Number of worked answers."""
     compares_answers: bool
-    """See `EvaluationAgent.compares_answers`."""
 
 
 class ProblemId(NamedTuple):
-    """Which problem."""
+    """Set and index of a problem."""
 
     set: str
     number: int
@@ -82,16 +70,16 @@ class ProblemId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """A request for rollouts or an evaluation; see `agent.api`."""
+    """A request for rollouts or for an evaluation: see `agent.api`."""
 
     problems: list[ProblemId]
-    """One, for the answers to which are a group or a pair."""
+    """Problems to answer; exactly one for a group or a pair."""
     samples: int
-    """Answers to each."""
+    """Answers per problem."""
     sampling: Sampling
     key: int
     ordinal: int | None
-    """None where it is no place in the prompt stream."""
+    """Position in the prompt stream; None outside it."""
     limits: RolloutLimits
 
 
@@ -111,8 +99,8 @@ def decode_about(body: Body) -> About:
     return about
 
 
-def encode_agent_request(asked: AgentRequest) -> dict[str, Any]:
-    return {**asdict(asked), "sampling": asked.sampling.model_dump()}
+def encode_agent_request(request: AgentRequest) -> dict[str, Any]:
+    return {**asdict(request), "sampling": request.sampling.model_dump()}
 
 
 def decode_agent_request(body: Body) -> AgentRequest:
@@ -138,13 +126,11 @@ def decode_completions(body: Any) -> list[Completion]:
 
 
 def encode_refusal(error: Exception) -> dict[str, str]:
-    """error: one of REFUSALS."""
-    kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
-    return {"kind": kind, "message": str(error)}
+    return {"kind": kind_of(error), "message": str(error)}
 
 
 def decode_refusal(body: Body) -> Exception:
-    return _KINDS.get(body["kind"], ValueError)(body["message"])
+    return Refusal("", body["kind"], body["message"]).error
 
 
 def encode_response(response: EvaluationResponse) -> dict[str, Any]:
@@ -154,7 +140,7 @@ def encode_response(response: EvaluationResponse) -> dict[str, Any]:
 
 
 def decode_response(body: Body, vocab_size: int) -> EvaluationResponse:
-    """Raises Garbled, also for what no model can be trained on."""
+    """Decode a result. Raises Garbled, also for trajectories that no model can be trained on."""
     try:
         groups = [[_decode_trajectory(one, vocab_size) for one in group] for group in body["trajectories"]]
         failures = {str(reason): int(count) for reason, count in body["failures"].items()}
@@ -166,7 +152,7 @@ def decode_response(body: Body, vocab_size: int) -> EvaluationResponse:
 
 def _final_answers(body: Any, answers: int) -> list[str | None]:
     if len(body) != answers or not all(one is None or isinstance(one, str) for one in body):
-        raise ValueError("final answers that are no texts, or not one of each answer")
+        raise ValueError("final answers that are not strings, or not one per answer")
     return [*body]
 
 
@@ -180,18 +166,18 @@ def _decode_trajectory(body: Any, vocab_size: int) -> Trajectory:
     tokens, loss_mask, logprobs, versions, turns, text, reward, finish_reason, tool_calls, components = body
     reward = float(reward)
     if not (_all_are(int, tokens) and _all_are(int, versions) and _all_are(bool, loss_mask)):
-        raise ValueError("tokens, versions or loss mask of another type")
+        raise ValueError("tokens, versions or loss mask of a wrong type")
     if not all(0 <= token < vocab_size for token in tokens):
         raise ValueError("a token outside the vocabulary")
     if not (_all_are(float, logprobs) and all(map(math.isfinite, logprobs))):
-        raise ValueError("a log-prob that is no finite number")
+        raise ValueError("a log-prob that is not a finite number")
     spans = [range(start, stop) for start, stop in turns]
     if not all(0 <= span.start <= span.stop <= len(tokens) for span in spans):
         raise ValueError("a turn outside the tokens")
     if finish_reason not in ("stop", "length") or not isinstance(text, str):
         raise ValueError("no text, or no finish reason")
     if tool_calls is not None and type(tool_calls) is not int:
-        raise ValueError("calls of tools that are no number")
+        raise ValueError("a number of tool calls that is not an integer")
     parts = Score.of({**components, "reward": reward}).components
     return Trajectory(tokens, loss_mask, logprobs, versions, spans, text, reward, finish_reason, tool_calls, parts)
 

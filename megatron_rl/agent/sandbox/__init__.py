@@ -1,2 +1,2 @@
-"""Running what may hang, grow, die or be hostile, in child processes with limits: workers that answer again and again
-by a function of ours, and programs that a model wrote, one process each."""
+"""Child processes with limits, for code that may hang, grow, crash or be hostile: workers that call a function of ours,
+and programs that a model wrote, one process each."""

@@ -1,4 +1,7 @@
-"""What a child process may use, and how it ended. No dataclasses: every program loads this, and they take longest."""
+"""Limits of a child process, and how it ended.
+
+No dataclasses: every program imports this module, and dataclasses would dominate its start time.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,38 @@ from typing import Any, NamedTuple
 
 
 class ProcessLimits(NamedTuple):
-    """Of one child process. None has a network, writes files or starts processes: see confine.py."""
+    """Limits of one child process. No child may use the network, write files or start processes: see confine.py."""
 
     wall_s: float
-    """Seconds for one answer."""
+    """Wall-clock seconds per answer."""
     cpu_s: int
-    """Seconds of processor time for one answer."""
+    """Seconds of processor time per answer."""
     memory_bytes: int
-    """Of address space."""
+    """Bytes of address space."""
     output_bytes: int = 2**24
-    """Of one answer; what is more is not read."""
+    """Largest answer, in bytes; a longer one is not read."""
 
 
 class Ending(StrEnum):
     OK = "ok"
     WRONG_FORMAT = "wrong format"
-    """It answered, but not as was agreed on, or at more length than it may."""
+    """The answer violates the protocol or is too long."""
     TIME_OUT = "time-out"
     KILLED = "killed"
-    """By something that is not to be laid to its charge: the kernel, short of memory, or somebody else. Or it could not
-    be started."""
+    """The child was killed by something other than its own doing, such as the kernel's out-of-memory killer, or could
+    not be started."""
     ERROR = "error"
-    """It raised, crashed or gave up."""
+    """The child raised an exception, crashed or exited."""
 
 
 class ProcessResult(NamedTuple):
-    """Of one answer."""
+    """Result of one answer."""
 
     ending: Ending
     value: Any = None
-    """The answer, where it is OK."""
+    """The answer, if OK."""
     detail: str = ""
-    """What happened, where it is not; for people."""
+    """Explanation for people, if not OK."""
 
     def __str__(self) -> str:
         return f"{self.ending}: {self.detail}" if self.detail else str(self.ending)

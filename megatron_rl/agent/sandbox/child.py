@@ -1,10 +1,10 @@
-"""What runs in a child process of process.py; the standard library alone.
+"""Code of a child process of process.py; standard library only.
 
-    worker     {"function": "module:name"}: answers requests, a JSON line each, by a function of ours
+    worker     {"function": "module:name"}: answers requests, one JSON line each, by calling a function of ours
     program    {"function": null}: runs one program that a model wrote
 
-It confines itself before anything else. A program comes through stdin, as JSON behind its length; what follows there is
-the program's own input.
+The process confines itself first. A program arrives on stdin as JSON after its length; the rest of stdin is the
+program's own input.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron_rl.agent.sandbox.confine import limit_memory, limit_processor, rai
 from megatron_rl.contract.children import death_with_parent
 
 LENGTH_DIGITS = 12
-"""Of a program's length."""
+"""Digits of a program's length."""
 
 OUTSIDE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What the ranks are told is no business of their children."""
+"""Signals meant for the ranks, which their children ignore."""
 
 PRELUDE = """\
 from typing import *
@@ -40,11 +40,11 @@ from math import *
 from builtins import pow
 import bisect, collections, functools, heapq, itertools, math, operator, re, string, sys
 """
-"""Names that a function may use without importing them, as on the sites whose problems ask for functions."""
+"""Names that a function may use without importing them, as on programming sites whose problems ask for functions."""
 RARE = ("copy", "datetime", "random", "statistics")
-"""Modules beside these, imported where the answer mentions them: they take as long as Python's own start."""
+"""Further modules, imported only if the answer mentions them: they take as long to import as Python to start."""
 DEEPEST = 50_000
-"""Calls within one another: five thousand are usual."""
+"""Recursion limit: solutions commonly recurse five thousand calls deep."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     death_with_parent(job["parent"])()
     limit_memory(job["memory_bytes"])
-    del sys.path[-1]  # ours, by which process.py had this module found
+    del sys.path[-1]  # our entry, by which process.py made this module importable
     sys.path.extend(place for place in job["path"] if place not in sys.path)
     if job["function"] is None:
         run_program(job["cpu_s"])
@@ -62,9 +62,9 @@ def main() -> None:
 
 
 def work(function: str, cpu_s: int) -> None:
-    """Answer until there are no more requests."""
+    """Answer requests until stdin ends."""
     replies = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints is no reply
+    os.dup2(2, 1)  # keep the prints of libraries out of the replies
     module, _, name = function.partition(":")
     answer = getattr(import_module(module), name)
     _write(replies, ["ready", shut_in()])
@@ -74,10 +74,10 @@ def work(function: str, cpu_s: int) -> None:
 
 
 def run_program(cpu_s: int) -> None:
-    """Its output follows a line of ours, or is the line of a reply, where a function is called."""
+    """Run one program. Its output follows our "ready" line; if it is a function call, the output is one reply line."""
     job = json.loads(_read(int(_read(LENGTH_DIGITS))))
     names: dict[str, Any] = {"__name__": "__main__"}
-    for name in ("exit", "quit"):  # those of the module site, which takes as long to load as Python itself
+    for name in ("exit", "quit"):  # defined by the module site, which takes as long to load as Python itself
         setattr(builtins, name, sys.exit)
     replies = os.dup(1)
     if job["name"] is not None:
@@ -97,7 +97,7 @@ def run_program(cpu_s: int) -> None:
 
 
 def _call(code: CodeType, names: dict[str, Any], name: str, arguments: list[Any]) -> Any:
-    given = names.get(name)  # a problem may be called gcd or merge, as one of the prelude's functions
+    given = names.get(name)  # a function may have the name of one in the prelude, such as gcd
     exec(code, names)
     function = names.get(name)
     if function is None or function is given:
@@ -109,13 +109,13 @@ def _reply(answer: Callable[[], Any]) -> list[Any]:
     try:
         value = answer()
     except MemoryError:
-        os._exit(1)  # what is left of this process is not to be trusted
-    except Exception as error:  # noqa: BLE001 - somebody else's code
+        os._exit(1)  # the process is in an unknown state
+    except Exception as error:  # noqa: BLE001 - code of a model or a library
         return [Ending.ERROR, f"{type(error).__name__}: {error}"[:200]]
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        return [Ending.WRONG_FORMAT, f"{type(value).__name__} is no JSON: {error}"[:200]]
+        return [Ending.WRONG_FORMAT, f"{type(value).__name__} cannot be written as JSON: {error}"[:200]]
     return [Ending.OK, value]
 
 
@@ -126,12 +126,12 @@ def _write(file: int, reply: list[Any]) -> None:
 
 
 def _read(size: int) -> bytes:
-    """From stdin, and nothing behind it."""
+    """Read exactly `size` bytes from stdin."""
     parts = []
     while size:
         part = os.read(0, size)
         if not part:
-            raise SystemExit("the program did not come whole")
+            raise SystemExit("the program arrived incomplete")
         parts.append(part)
         size -= len(part)
     return b"".join(parts)

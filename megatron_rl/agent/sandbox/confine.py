@@ -1,13 +1,13 @@
-"""What a child process gives up before it runs what cannot be trusted. Linux; the standard library alone.
+"""Confinement of a child process before it runs untrusted code. Linux; standard library only.
 
     memory, processor time, core dumps                      limits of the process (setrlimit)
     network, writing, processes, signals, other processes   a filter of system calls (seccomp), which needs no right and
                                                             cannot be taken off again
 
-Where the kernel or the processor has no such filter, a name space without network is tried (unshare), files that it
-writes stay empty, and processes are limited by number.
+If the kernel or the processor has no such filter, the process tries a namespace without network (unshare), files it
+writes stay empty, and the number of processes is limited.
 
-It can read what its user can read. Without a network nothing of that leaves it but in its answer.
+The process can read whatever its user can read. Without a network that leaves it only in its answer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _DATAGRAMS = 2  # bit of the types of socket that need no connection: SOCK_DGRAM, SOCK_RAW
 
 STACK_BYTES = 100 * 2**20
-"""Limit of the stack; Linux keeps 128 MiB free for it to grow."""
+"""Stack limit in bytes; Linux reserves 128 MiB for it to grow."""
 FEW_PROCESSES = 64
-"""Beside those that its user has, where system calls cannot be filtered."""
+"""Processes allowed beyond those of the user, if system calls cannot be filtered."""
 
 
 def limit_memory(memory_bytes: int) -> None:
@@ -42,7 +42,8 @@ def limit_memory(memory_bytes: int) -> None:
 
 
 def raise_stack_limit() -> None:
-    """Let the stack of this thread grow to STACK_BYTES: deep recursion through C, as by lru_cache, needs it."""
+    """Let the stack of this thread grow to STACK_BYTES, which deep recursion through C needs, for example by
+    lru_cache."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     most = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -50,9 +51,9 @@ def raise_stack_limit() -> None:
 
 
 def limit_processor(seconds: int, *, for_good: bool) -> None:
-    """Allow so many further seconds of processor time; then SIGXCPU ends the process.
+    """Allow `seconds` more of processor time; then SIGXCPU ends the process.
 
-    for_good: whether they are the last ones.
+    for_good: whether the limit can be raised no more.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
@@ -63,7 +64,8 @@ def limit_processor(seconds: int, *, for_good: bool) -> None:
 
 
 def shut_in() -> str | None:
-    """Take network, writing, processes and signals from this process for good. Returns what could not be taken."""
+    """Give up network, writing, processes and signals for good. Return what could not be given up, in words; None if
+    nothing."""
     why = _filter_calls()
     if why is None:
         return None
@@ -77,14 +79,14 @@ def shut_in() -> str | None:
 
 
 def _filter_calls() -> str | None:
-    """Returns why not, where it cannot be."""
+    """Install the filter of system calls. Return why it cannot be installed; None on success."""
     machine = MACHINES.get(os.uname().machine)
     if machine is None:
         return f"no filter of system calls for {os.uname().machine}"
     program = _program(machine)
     filled = ctypes.create_string_buffer(program)
     libc = _libc()
-    # struct sock_fprog: the number of instructions, and where they are
+    # struct sock_fprog: the number of instructions and their address
     head = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(filled)))
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, head, 0, 0):
         return f"seccomp: {os.strerror(ctypes.get_errno())}"
@@ -92,7 +94,7 @@ def _filter_calls() -> str | None:
 
 
 def _program(machine: Machine) -> bytes:
-    """The filter, in BPF: instructions of (opcode, instructions to skip if it holds, if not, operand)."""
+    """Return the filter in BPF: instructions of (opcode, instructions to skip if true, if false, operand)."""
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     lines = [
         (_LOAD, 0, 0, _MACHINE),
@@ -104,9 +106,9 @@ def _program(machine: Machine) -> bytes:
         lines += [(_ANY_BIT, 0, 1, machine.other_numbers), refuse]
     for number in refused(machine):
         lines += [(_EQUAL, 0, 1, number), refuse]
-    # glibc goes on with clone, whose flags can be seen.
+    # ENOSYS makes glibc fall back to clone, whose flags the filter can inspect.
     lines += [(_EQUAL, 0, 1, machine.clone3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-    # Allowed where the test of an argument skips the refusal behind it.
+    # A call is allowed if the test of its argument skips the refusal that follows.
     for call, argument, test in (
         (machine.clone, 0, (_ANY_BIT, 1, 0, _CLONE_THREAD)),  # a thread, and no process
         (machine.prlimit, 0, (_EQUAL, 1, 0, 0)),  # its own limits
@@ -123,7 +125,7 @@ def _program(machine: Machine) -> bytes:
 
 
 def _processes() -> int:
-    """Threads of this user on this machine, which is what the kernel counts."""
+    """Count the threads of this user on this machine, which is what the kernel limits."""
     count = 0
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():

@@ -1,9 +1,9 @@
-"""Child processes that are asked from an event loop, a number of them at a time.
+"""Pools of child processes for use from an event loop.
 
     event loop -> thread -> child process
 
-What runs there may go on for ever in code that no exception interrupts. So a thread waits for the answer, with a limit
-of time, and ends the process when that is over.
+Code in a child may never return, in a place that no exception interrupts. So a thread waits for the answer with a time
+limit, and kills the process when it expires.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ logger = logging.getLogger(__name__)
 Reader = Callable[[bytes], ProcessResult]
 
 START_S = 120.0
-"""Longest start of a worker: imports from a busy network file system."""
+"""Seconds a worker may take to start: it imports from a possibly busy network file system."""
 
 
 class WorkerPool:
-    """Workers that answer requests by a function of ours, which what it is asked may bring to hang, grow or die. They
-    start when they are first needed, again after each death, and end with this object."""
+    """Workers that answer requests with a function of ours, on inputs that may make it hang, grow or crash. Workers
+    start on first use, restart after each death, and end with this object."""
 
     def __init__(self, function: str, workers: int, limits: ProcessLimits) -> None:
-        """function: module:name; it is given a request and returns the answer, both as JSON has them."""
-        made = [_Worker(function, limits) for _ in range(workers)]
-        self._idle: LifoQueue[_Worker] = LifoQueue()  # the worker used last is warm
-        for worker in made:
+        """function: module:name of a function from a request to its answer, both JSON values."""
+        all_workers = [_Worker(function, limits) for _ in range(workers)]
+        self._idle: LifoQueue[_Worker] = LifoQueue()  # reuse the latest worker, which is warm
+        for worker in all_workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
-        self.close = weakref.finalize(self, _close, self._threads, made)
-        """Ends the workers; so does the end of this object or of the interpreter."""
+        self.close = weakref.finalize(self, _close, self._threads, all_workers)
+        """End the workers. They also end with this object and with the interpreter."""
 
     async def ask(self, request: Any) -> ProcessResult:
-        """The answer of a worker, or why there is none; the event loop goes on meanwhile."""
+        """Return the answer of a worker, or why there is none. The event loop keeps running."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, request)
 
     def _ask(self, request: Any) -> ProcessResult:
@@ -61,7 +61,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process, started again after each death. Used by one thread at a time."""
+    """One process, restarted after each death. Used by one thread at a time."""
 
     def __init__(self, function: str, limits: ProcessLimits) -> None:
         self._function, self._limits = function, limits
@@ -80,14 +80,15 @@ class _Worker:
             outcome = ProcessResult(Ending.WRONG_FORMAT, detail=f"more than {self._limits.output_bytes} bytes")
         except EOFError:
             outcome = ProcessResult(
-                Ending.KILLED, detail=f"it died, most likely of its limit of {self._limits.memory_bytes / 2**30:g} GiB"
+                Ending.KILLED,
+                detail=f"it died, probably of its memory limit of {self._limits.memory_bytes / 2**30:g} GiB",
             )
         if outcome.ending not in (Ending.OK, Ending.ERROR):
             self.end()
         return outcome
 
     def kill(self) -> None:
-        """From any thread."""
+        """Kill the process, from any thread."""
         if process := self.process:
             process.kill()
 
@@ -97,7 +98,7 @@ class _Worker:
             self.process = None
 
     def _start(self) -> str | None:
-        """Returns why it did not, in words."""
+        """Start the process. Return why it did not start; None on success."""
         limit = f"within {START_S:g} s and {self._limits.memory_bytes / 2**30:g} GiB"
         try:
             self.process = ConfinedProcess(self._limits, self._function, sys.path)
@@ -105,26 +106,26 @@ class _Worker:
         except (OSError, TimeoutError, EOFError, OutputTooLarge, ValueError) as error:
             self.end()
             return f"it did not start {limit}{f': {error}' if str(error) else '; the log says more'}"
-        _say_once(ready[1])
+        _warn_once(ready[1])
         return None
 
 
 class ProgramPool:
-    """Runs programs that a model wrote, each in a process of its own, so many at a time."""
+    """Runs programs that a model wrote, each in its own process, up to `processes` at a time."""
 
     def __init__(self, processes: int) -> None:
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="sandbox")
         running: set[ConfinedProcess] = set()
         self._running = running
         self.close = weakref.finalize(self, _close, self._threads, running)
-        """Ends what runs; so does the end of this object or of the interpreter."""
+        """Kill the running programs. They also end with this object and with the interpreter."""
 
     async def run(self, source: str, standard_input: str, limits: ProcessLimits) -> ProcessResult:
-        """What a program writes to its standard output, as text."""
+        """Run a program; return its standard output as text."""
         return await self._run({"source": source, "name": None}, standard_input, limits, _as_text)
 
     async def call(self, source: str, name: str, arguments: list[Any], limits: ProcessLimits) -> ProcessResult:
-        """What a function of a program, or a method of its class Solution, returns, as JSON has it."""
+        """Call a function of a program, or a method of its class Solution; return its result as JSON."""
         return await self._run({"source": source, "name": name, "arguments": arguments}, "", limits, _read)
 
     async def _run(self, program: dict[str, Any], content: str, limits: ProcessLimits, read: Reader) -> ProcessResult:
@@ -135,7 +136,7 @@ class ProgramPool:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except asyncio.CancelledError:
-            for process in started:  # or the end of the interpreter would wait for what nobody waits for
+            for process in started:  # otherwise the interpreter's exit would wait for the abandoned program
                 process.kill()
             raise
 
@@ -143,7 +144,7 @@ class ProgramPool:
 def _run_program(
     whole: bytes, limits: ProcessLimits, read: Reader, running: set[ConfinedProcess], started: list[ConfinedProcess]
 ) -> ProcessResult:
-    """started: is given the process."""
+    """Run one program. The process is appended to `started`, so that cancellation can kill it."""
     try:
         process = ConfinedProcess(limits, path=[place for place in sys.path if place.endswith("-packages")])
     except OSError as error:
@@ -162,16 +163,16 @@ def _run_program(
     ready, begun, output = output.partition(b"\n")
     if not begun:
         return ProcessResult(
-            Ending.KILLED, detail=f"it could not begin: {_last_line(process.complaint) or _called(code)}"
+            Ending.KILLED, detail=f"it could not begin: {_last_line(process.complaint) or _describe_exit(code)}"
         )
-    _say_once(json.loads(ready)[1])
+    _warn_once(json.loads(ready)[1])
     if code == 0:
         return read(output)
     if code == -signal.SIGXCPU or process.cpu_s > limits.cpu_s:
         return ProcessResult(Ending.TIME_OUT, detail=f"more than {limits.cpu_s} s of processor time")
-    if code in (None, -signal.SIGKILL):  # no limit of ours: it may have been the kernel's memory
-        return ProcessResult(Ending.KILLED, detail=_called(code))
-    return ProcessResult(Ending.ERROR, detail=_last_line(process.complaint) or _called(code))
+    if code in (None, -signal.SIGKILL):  # not by our limits: probably by the kernel, out of memory
+        return ProcessResult(Ending.KILLED, detail=_describe_exit(code))
+    return ProcessResult(Ending.ERROR, detail=_last_line(process.complaint) or _describe_exit(code))
 
 
 def _as_text(output: bytes) -> ProcessResult:
@@ -179,14 +180,14 @@ def _as_text(output: bytes) -> ProcessResult:
 
 
 def _read(line: bytes) -> ProcessResult:
-    """What a child replied. Nothing but JSON is taken from it."""
+    """Parse a child's reply, which must be JSON."""
     try:
         ending, content = json.loads(line)
         ending = Ending(ending)
     except (ValueError, TypeError, RecursionError):
-        return ProcessResult(Ending.WRONG_FORMAT, detail="its answer is none")
-    if ending not in (Ending.OK, Ending.ERROR, Ending.WRONG_FORMAT):  # a program may write what it likes
-        return ProcessResult(Ending.WRONG_FORMAT, detail=f"it says {ending} of itself")
+        return ProcessResult(Ending.WRONG_FORMAT, detail="its answer cannot be parsed")
+    if ending not in (Ending.OK, Ending.ERROR, Ending.WRONG_FORMAT):  # a program may write anything
+        return ProcessResult(Ending.WRONG_FORMAT, detail=f"it reports {ending}")
     return ProcessResult(ending, content) if ending is Ending.OK else ProcessResult(ending, detail=str(content)[:200])
 
 
@@ -195,19 +196,19 @@ def _last_line(text: bytes) -> str:
     return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
 
 
-def _called(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
-        return "the kernel does not end it"
+        return "the kernel has not ended it"
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-_said = threading.Event()
+_warned = threading.Event()
 
 
-def _say_once(missing: str | None) -> None:
-    if missing and not _said.is_set():
-        _said.set()
-        logger.warning("this machine's kernel leaves to programs that a model wrote: %s", missing)
+def _warn_once(missing: str | None) -> None:
+    if missing and not _warned.is_set():
+        _warned.set()
+        logger.warning("this machine's kernel cannot deny to programs of a model: %s", missing)
 
 
 def _close(threads: ThreadPoolExecutor, running: Iterable[_Worker | ConfinedProcess]) -> None:

@@ -1,4 +1,4 @@
-"""One confined child process: started, talked to within its limits, and ended."""
+"""One confined child process: start, exchange of data within its limits, and end."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from megatron_rl.agent.sandbox.api import ProcessLimits
 ROOT = str(Path(__file__).parents[3])
 MAIN = "import sys; sys.path.append(sys.argv.pop(1)); from megatron_rl.agent.sandbox.child import main; main()"
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
-"""Variables of the environment that a child sees. No secret is among them."""
+"""Environment variables passed to a child. None of them is secret."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 CHUNK = 2**16
 COMPLAINT_BYTES = 2000
-"""Of what it writes to stderr: the end is kept."""
+"""Bytes of stderr that are kept, from its end."""
 REAP_S = 10.0
-"""That the kernel has to end a process that was killed; one that hangs in a file system may need longer."""
+"""Seconds the kernel has to end a killed process; a process that hangs in a file system may need longer."""
 
 
 class OutputTooLarge(Exception):
-    """It wrote more than it may."""
+    """A child wrote more than its limit."""
 
 
 class ConfinedProcess:
-    """Used by one thread at a time. When the thread that made it ends, so does the process."""
+    """A child process. Used by one thread at a time; it ends with the thread that created it."""
 
     def __init__(self, limits: ProcessLimits, function: str | None = None, path: Sequence[str] = ()) -> None:
-        """
-        function: module:name of what a worker answers by; None: a program will be sent.
-        path: where it finds modules beside the interpreter's own.
+        """Start the process.
 
-        Raises OSError where it cannot be started.
+        function: module:name that a worker answers with; None: a program is sent.
+        path: directories to import modules from, besides the interpreter's own.
+
+        Raises OSError if the process cannot be started.
         """
         job = {
             "parent": os.getpid(),
@@ -65,37 +66,38 @@ class ConfinedProcess:
         self._output_bytes = limits.output_bytes
         self.pid = self._process.pid
         self.complaint = b""
-        """The end of what it wrote to stderr, where it is a program."""
+        """End of its stderr, if it runs a program."""
         self.cpu_s = 0.0
-        """Processor time that it took, once it has ended."""
+        """Seconds of processor time, once it has ended."""
         for pipe in self._pipes():
             os.set_blocking(pipe.fileno(), False)
 
     def ask(self, request: bytes, deadline: float) -> bytes:
-        """The line that it answers. Raises TimeoutError, OutputTooLarge, and EOFError where it ended."""
+        """Send a request; return the line of the answer. Raises TimeoutError, OutputTooLarge, and EOFError if the child
+        ended."""
         line = self._exchange(request, deadline, to_end=False)
         if not line.endswith(b"\n"):
             raise EOFError
         return line
 
     def finish(self, content: bytes, deadline: float) -> bytes:
-        """Everything that it writes until it ends. Raises TimeoutError and OutputTooLarge."""
+        """Send the content; return the complete output. Raises TimeoutError and OutputTooLarge."""
         output = self._exchange(content, deadline, to_end=True)
-        if not self._reap(deadline):  # it closed its output, and goes on
+        if not self._reap(deadline):  # it closed its output but still runs
             raise TimeoutError
         return output
 
     def kill(self) -> int | None:
-        """Kill what is left of it, from any thread. Its exit code, negative for a signal; None where the kernel cannot
-        end it yet."""
+        """Kill the process group, from any thread. Return the exit code, negative for a signal; None if the kernel has
+        not ended the process yet."""
         with self._ending:
             if self._process.returncode is None:
-                os.killpg(self.pid, signal.SIGKILL)  # not reaped: no other process has this number
+                os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the number cannot belong to another process
         self._reap(time.monotonic() + REAP_S)
         return self._process.returncode
 
     def end(self) -> int | None:
-        """As `kill`, and close what it was talked to by."""
+        """Kill the process and close its pipes."""
         code = self.kill()
         for pipe in self._pipes():
             pipe.close()
@@ -107,7 +109,7 @@ class ConfinedProcess:
         assert process.stdin is not None and process.stdout is not None  # pipes
         unwritten, stdin, stdout = memoryview(content), process.stdin.fileno(), process.stdout.fileno()
         reading = {stdout} if process.stderr is None else {stdout, process.stderr.fileno()}
-        waiting = select.poll()  # unlike select.select it takes a file number beyond 1023
+        waiting = select.poll()  # unlike select.select it supports file numbers beyond 1023
         waiting.register(stdin, select.POLLOUT)
         for file in reading:
             waiting.register(file, select.POLLIN)
@@ -121,7 +123,7 @@ class ConfinedProcess:
                     try:
                         unwritten = unwritten[os.write(file, unwritten[:CHUNK]) :]
                     except BrokenPipeError:
-                        unwritten = unwritten[:0]  # it does not want to know
+                        unwritten = unwritten[:0]  # the child does not read its input
                     if not unwritten:
                         waiting.unregister(file)
                         if to_end:
@@ -143,7 +145,7 @@ class ConfinedProcess:
         return b"".join(output)
 
     def _reap(self, deadline: float) -> bool:
-        """Whether it has ended by then."""
+        """Wait until the deadline; return whether the process has ended."""
         while True:
             with self._ending:
                 if self._process.returncode is not None:

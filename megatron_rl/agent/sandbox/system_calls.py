@@ -1,4 +1,4 @@
-"""Numbers of Linux's system calls that a confined process is refused, as its headers have them (asm/unistd_64.h of
+"""Numbers of the Linux system calls that a confined process is denied, from the kernel's headers (asm/unistd_64.h of
 x86_64, asm-generic/unistd.h for aarch64)."""
 
 from __future__ import annotations
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-    """A kind of processor."""
+    """System call numbers of a processor architecture."""
 
     column: int
-    """Of the table below."""
+    """Column of the architecture in the table below."""
     audit: int
-    """AUDIT_ARCH_..., by which a filter knows it."""
+    """AUDIT_ARCH_... value that a filter sees."""
     open: int | None
     openat: int
     clone: int
@@ -21,14 +21,14 @@ class Machine(NamedTuple):
     prctl: int
     socketpair: int
     other_numbers: int | None
-    """Bit of the numbers of another calling convention, through which the table could be passed by."""
+    """Bit of the numbers of a second calling convention, which would bypass the table."""
 
 
 MACHINES = {
     "x86_64": Machine(0, 0xC000003E, 2, 257, 56, 435, 302, 157, 53, 0x40000000),
     "aarch64": Machine(1, 0xC00000B7, None, 56, 220, 435, 261, 167, 199, None),
 }
-"""By what `uname -m` calls it."""
+"""Machine by its name in `uname -m`."""
 
 
 def refused(machine: Machine) -> list[int]:
@@ -43,7 +43,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "listen": (50, 201),
     "accept": (43, 202),
     "accept4": (288, 242),
-    # programs, sessions and name spaces of its own
+    # programs, sessions and namespaces
     "fork": (57, None),
     "vfork": (58, None),
     "execve": (59, 221),
@@ -129,7 +129,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "keyctl": (250, 219),
     "add_key": (248, 217),
     "request_key": (249, 218),
-    # what outlives a process
+    # objects that outlive a process
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),

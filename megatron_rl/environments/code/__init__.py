@@ -1,1 +1,1 @@
-"""Programming: problems whose answers are programs, which are run against tests."""
+"""Programming problems, answered by programs that are run against tests."""

@@ -1,7 +1,7 @@
-"""Programming: the last code block of an answer is run against the tests of its problem.
+"""Programming problems: the last code block of an answer is run against the tests of its problem.
 
-reward      1                   it passes all of them
-            format_reward       it fails one, crashes, takes too long or too much, or was cut off by the length limit
+reward      1                   it passes all tests
+            format_reward       it fails a test, crashes, exceeds a limit, or was cut off by the length limit
             negative_reward     no code block
 """
 
@@ -23,27 +23,27 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import PositiveFloat, PositiveInt
 
 WAITING = 4
-"""How many times its processor time a test may take on the clock: the machine has other things to do."""
+"""Wall-clock limit of a test as a multiple of its processor time: the machine is shared with other work."""
 START_S = 20.0
-"""And beside that, until Python has started."""
+"""Seconds added to the wall-clock limit for the start of Python."""
 
 PROGRAM = "Write a Python program that reads standard input and writes to standard output."
 FUNCTION = "Write a Python function {name}, or a class Solution with a method of that name."
-PLACE = "Put the whole code into one block that begins with ```python and ends with ```, the last one of your answer."
+FENCE = "Put the whole code into one block that begins with ```python and ends with ```, the last one of your answer."
 
 SAMPLES = Path(__file__).parent / "samples" / "taco.jsonl"
 
 
 class Rows(DataSet):
-    """Where problems come from, and where they stand in a row."""
+    """Data set of problems, and the columns of problem and tests."""
 
     structured = True
 
     question: str = "question"
     """Column of the problem; a.0.b is the field b of the first element of the list in column a."""
     answer: str = "input_output"
-    """Column of its tests, as JSON: {"inputs": [...], "outputs": [...]}, with "fn_name" where a function is asked for.
-    A text, or in a file of JSON lines the object itself."""
+    """Column of the tests, as JSON: {"inputs": [...], "outputs": [...]}, with "fn_name" if a function is requested.
+    Either text, or in a JSON lines file the object itself."""
 
 
 class CodeConfig(HFDatasetConfig):
@@ -52,38 +52,40 @@ class CodeConfig(HFDatasetConfig):
     prompt_fields = ("question", "instruction")
 
     train: Rows | None = None
-    """Problems to train on; none: it only evaluates."""
+    """Problems to train on; default: none, the environment only evaluates."""
     evaluate: dict[str, Rows] = {}  # type: ignore[assignment]
-    """Evaluation sets by name. Their problems are left out of the training set."""
+    """Evaluation sets by name. Their problems are excluded from the training set."""
     prompt: str = "{question}\n\n{instruction}"
-    """The prompt, in Python's format syntax; {instruction} says whether a program or a function is asked for."""
+    """Prompt in Python's format syntax; {instruction} requests a program or a function."""
     format_reward: float = 0.0
-    """A program that fails, or one that was cut off."""
+    """Reward of a program that fails or was cut off."""
     negative_reward: float = 0.0
-    """No code block."""
+    """Reward of an answer without a code block."""
     max_tests: PositiveInt | None = None
-    """Tests that an answer has to pass at most, the first ones; default: all."""
+    """Largest number of tests per answer, the first ones; default: all."""
     processes: PositiveInt = 4
-    """Programs that run at a time, on each rank that generates."""
+    """Number of programs that run concurrently on each rank that generates."""
     test_timeout_s: PositiveInt = 6
-    """Processor time of one test, in seconds; on the clock four times as much."""
+    """Processor time of one test, in seconds; the wall-clock limit is four times that."""
     test_memory_gib: PositiveFloat = 1.0
-    """Memory of one test."""
+    """Memory limit of one test, in GiB."""
 
 
 class ProgramLost(Exception):
-    """A program came to no end that it is to be judged by."""
+    """A program could not be judged, because something other than its own doing killed it."""
 
 
 class CodeEnvironment(HFDatasetAgent):
-    """Programming problems, answered by Python that is run against tests."""
+    """Programming problems, answered by Python programs that are run against tests."""
 
     Config = CodeConfig  # type: ignore[assignment]  # its data sets have other columns
     config: CodeConfig
 
     def __init__(self, config: CodeConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for data that is not there, is empty, or not as the configuration says."""
-        from megatron_rl.agent.sandbox.api import ProcessLimits  # the launcher checks a recipe without it
+        """Raises ValueError for data that is missing, empty, or does not match the configuration."""
+        from megatron_rl.agent.sandbox.api import (
+            ProcessLimits,
+        )  # not needed by the launcher, which only checks arguments
         from megatron_rl.agent.sandbox.pool import ProgramPool
 
         super().__init__(config, tokenizer)
@@ -124,26 +126,26 @@ class CodeEnvironment(HFDatasetAgent):
     def fields(self, question: Question) -> dict[str, Any]:
         tests = _parsed(question.answer)
         task = PROGRAM if tests.function is None else FUNCTION.format(name=tests.function)
-        return {**super().fields(question), "instruction": f"{task} {PLACE}"}
+        return {**super().fields(question), "instruction": f"{task} {FENCE}"}
 
     @classmethod
     def sample_arguments(cls) -> Mapping[str, Any]:
         return {"train": {"path": str(SAMPLES)}}
 
     def gold_response(self, problem: Problem) -> str:
-        """Of the samples: other data sets need not have solutions."""
+        """Return the solution of a sample problem; other data sets may have no solutions."""
         for line in SAMPLES.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if row["input_output"] == problem.golden["answer"]:
                 return f"```python\n{json.loads(row['solutions'])[0]}\n```"
-        raise NotImplementedError("no solution of this problem is known: only the samples have them")
+        raise NotImplementedError("the solution is unknown: only the sample problems have one")
 
     def wrong_response(self, problem: Problem) -> str:
         return "```python\nprint('no idea')\n```"
 
 
 def last_code_block(response: str) -> str | None:
-    """What is in the last fenced block that is closed; None where there is none, or nothing in it."""
+    """Return the content of the last closed code fence; None if there is none, or if it is empty."""
     blocks: list[str] = []
     begun: list[str] | None = None
     for line in response.split("\n"):
@@ -158,4 +160,4 @@ def last_code_block(response: str) -> str | None:
     return blocks[-1] if blocks and blocks[-1].strip() else None
 
 
-_parsed = lru_cache(maxsize=256)(parse_tests)  # all answers of a group need the same
+_parsed = lru_cache(maxsize=256)(parse_tests)  # all answers of a group share their tests

@@ -1,16 +1,16 @@
-"""Tests of a programming problem, as TACO, APPS, PRIME and LiveCodeBench have them, and whether one is passed. Pure.
+"""Tests of a programming problem in the formats of TACO, APPS, PRIME and LiveCodeBench, and their evaluation. Pure.
 
     {"inputs": ["3 4\\n"], "outputs": ["7\\n"]}                          standard input and output
-    {"inputs": [[3, 4]], "outputs": [7], "fn_name": "add"}             arguments of a function, and what it returns
+    {"inputs": [[3, 4]], "outputs": [7], "fn_name": "add"}             arguments and result of a function
     [{"input": "3 4\\n", "output": "7\\n", "testtype": "stdin"}, ...]    LiveCodeBench
 
-What a program prints is compared word by word, and what a function returns as a value:
+The output of a program is compared word by word, the result of a function as a value:
 
-- A number with a point or an exponent may differ by CLOSE. A whole one may be printed as 9.0, but 9.0000001 is wrong,
-  and so are 09 and +9, since digits may be a text.
-- True is not 1, "12" is not 12, and capital letters count. Tuples are lists. 9.0 may be returned for 9.
+- A number with a point or an exponent may differ by CLOSE. An integer may be printed as 9.0, but 9.0000001, 09 and +9
+  are wrong, because digits may be text.
+- True is not 1, "12" is not 12, and case matters. Tuples equal lists. 9.0 equals 9 as a result.
 
-Nothing of it is evaluated.
+Nothing is evaluated as code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 WHOLE = re.compile("-?[0-9]+")
 NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 CLOSE = 1e-6
-"""Relative or absolute difference of numbers that are not whole."""
+"""Relative or absolute tolerance of numbers that are not integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,18 @@ class Test:
     given: Any
     """Standard input, or the arguments of the function."""
     expected: Any
-    """Standard output, or what the function returns."""
+    """Standard output, or the result of the function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tests:
     function: str | None
-    """Name of a function, or of a method of the class Solution; None: a program is run."""
+    """Name of a function, or of a method of the class Solution; None: the answer is a program."""
     cases: Sequence[Test]
 
 
 def parse_tests(text: str) -> Tests:
-    """Raises ValueError for what is in none of the formats above."""
+    """Parse tests in any of the formats above. Raises ValueError."""
     try:
         found = json.loads(text)
         if isinstance(found, list):
@@ -56,9 +56,9 @@ def parse_tests(text: str) -> Tests:
             functions = {found.get("fn_name")}
             pairs = [*zip(found["inputs"], found["outputs"], strict=True)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"these are no tests ({error!r}): {text[:80]!r}") from error
+        raise ValueError(f"invalid tests ({error!r}): {text[:80]!r}") from error
     if not pairs:
-        raise ValueError(f"there is no test: {text[:80]!r}")
+        raise ValueError(f"the list of tests is empty: {text[:80]!r}")
     (function,) = functions
     if function is None:
         return Tests(None, [Test(_as_text(given), _as_text(expected)) for given, expected in pairs])
@@ -66,10 +66,9 @@ def parse_tests(text: str) -> Tests:
 
 
 def passes(expected: Any, found: Any, *, function: bool) -> bool:
-    """Whether what a program wrote, or a function returned, is what a test expects.
+    """Whether the output of a program, or the result of a function, is the expected one.
 
-    Of texts the words count, and numbers that are not whole may differ by CLOSE. A returned value may be wrapped in a
-    list by the test, as APPS has it.
+    Output is compared word by word. In APPS the expected result of a function may be wrapped in a list.
     """
     if not function:
         return len(expected.split()) == len(found.split()) and all(map(_same_word, expected.split(), found.split()))
@@ -77,20 +76,20 @@ def passes(expected: Any, found: Any, *, function: bool) -> bool:
 
 
 def _as_text(value: Any) -> str:
-    """Some rows have a list of lines."""
+    """Return a text; some rows have a list of lines instead."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _call(given: Any, expected: Any) -> Test:
-    """LiveCodeBench has an argument a line, as JSON, and so what is returned; the others have the values themselves, of
-    which "12" is a text."""
+    """Return the test of a function. LiveCodeBench has one JSON argument per line and a JSON result; the other formats
+    have the values themselves, in which "12" is a string."""
     if isinstance(given, str):
         return Test([_value(line) for line in given.splitlines() if line.strip()], _value(expected))
     return Test(list(given) if isinstance(given, list) else [given], expected)
 
 
 def _value(text: Any) -> Any:
-    """A value that may stand there as JSON."""
+    """Decode a value that may be encoded as JSON."""
     if not isinstance(text, str):
         return text
     try:

@@ -1,1 +1,1 @@
-"""Competition mathematics: problems of a data set, answers checked by math-verify."""
+"""Mathematics: problems of a data set, with answers compared by value."""

@@ -1,6 +1,6 @@
-"""Arithmetic on exact numbers, fractions, and on those of 60 digits, with a limit to their size. Pure.
+"""Arithmetic on fractions and on 60-digit numbers of bounded size. Pure.
 
-What would exceed it, 10^{10^{10}} or (10^6)!, raises TooLarge before anything is computed.
+Operations whose result would be too large, such as 10^{10^{10}} or (10^6)!, raise TooLarge before computing it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Number = Any
 """Fraction, or mpmath's mpf or mpc."""
 
 MOST_BITS = 2**20
-"""Size of a numerator, a denominator, or a binary exponent."""
+"""Largest size of a numerator, a denominator, or a binary exponent, in bits."""
 CLOSE = mp.mpf(10) ** -45
 
 
@@ -27,11 +27,11 @@ class TooLarge(Exception):
 
 
 class Undefined(Exception):
-    """An operation has no real value here."""
+    """An operation has no real value for its arguments."""
 
 
 def close(one: Number, other: Number) -> bool:
-    """Whether two values are the same number."""
+    """Whether two values are equal: fractions exactly, others to 45 digits."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
     one, other = inexact(one), inexact(other)
@@ -40,13 +40,13 @@ def close(one: Number, other: Number) -> bool:
 
 
 def roughly(exact: Number, other: Number) -> bool:
-    """Whether two values differ by one percent at most."""
+    """Whether two values differ by at most one percent."""
     return bool(abs(inexact(exact) - inexact(other)) <= abs(inexact(exact)) / 100)
 
 
 def rounds_to(exact: Number, written: str, least: int = 6) -> bool:
-    """Whether `written`, a decimal number with `least` digits or more behind its point, is `exact` rounded or cut
-    off."""
+    """Whether `written` is `exact` rounded or truncated to its digits, a decimal number with at least `least`
+    decimals."""
     match = re.fullmatch(r"-?[0-9]*(?:\.([0-9]*))?", written)
     decimals = len(match[1] or "") if match else -1
     if decimals < least or isinstance(exact, mp.mpc):

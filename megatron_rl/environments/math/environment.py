@@ -1,8 +1,8 @@
-"""Competition mathematics: problems of a data set, answers checked by math-verify, one number for how it ended.
+"""Mathematics: problems of a data set, with a reward for each way in which an answer may end.
 
-prompt      the problem and one sentence that says where the answer goes (agent/answer_format.py)
-reward      1                   right, and nothing follows
-            partial_end_reward  right, but text follows
+prompt      the problem and a sentence that requests the answer format (agent/answer_format.py)
+reward      1                   right, without trailing text
+            partial_end_reward  right, with trailing text
             format_reward       in the format, but wrong or cut off by the length limit
             negative_reward     not in the format
 """
@@ -22,38 +22,40 @@ from megatron_rl.section import PositiveFloat, PositiveInt
 
 
 class MathConfig(HFDatasetConfig):
-    """Arguments of the environments of mathematics."""
+    """Arguments of the mathematics environments."""
 
     prompt_fields = ("question", "instruction")
 
     answer_format: Literal["boxed", "tags", "line"] = "boxed"
-    r"""Where the answer goes: \boxed{42}, <answer>42</answer>, or a last line Answer: 42. Scores in different formats
-    do not compare."""
+    r"""Answer format: \boxed{42}, <answer>42</answer>, or a last line Answer: 42. Scores in different formats are not
+    comparable."""
     prompt: str = "{question}\n{instruction}"
-    """The prompt, in Python's format syntax; {instruction} asks for the format."""
+    """Prompt in Python's format syntax; {instruction} requests the format."""
     partial_end_reward: float = 0.0
-    """A right answer, followed by more text."""
+    """Reward of a right answer with trailing text."""
     format_reward: float = 0.0
-    """A wrong one in the right format, or a right one whose text was cut off."""
+    """Reward of a wrong answer in the right format, or of a right one that was cut off."""
     negative_reward: float = 0.0
-    """No answer in the format."""
+    """Reward of a response without an answer in the format."""
     verifiers: PositiveInt = 2
-    """Processes that compare answers, on each rank that generates."""
+    """Number of processes that compare answers, on each rank that generates."""
     verify_timeout_s: PositiveFloat = 10.0
-    """Longest comparison of two answers. One that takes longer loses the answer: it is neither right nor wrong."""
+    """Seconds that comparing two answers may take. An answer that exceeds it is lost: it is neither right nor wrong."""
     verify_memory_gib: PositiveFloat = 4.0
-    """Largest process that compares."""
+    """Memory limit of a comparing process, in GiB."""
 
 
 class MathEnvironment(HFDatasetAgent):
-    """Mathematics with one right answer, of any data set."""
+    """Mathematics with one right answer per problem, from any data set."""
 
     Config = MathConfig
     config: MathConfig
     compares_answers = True
 
     def __init__(self, config: MathConfig, tokenizer: Tokenizer) -> None:
-        from megatron_rl.environments.math.verifier import Verifier  # the launcher checks a recipe without it
+        from megatron_rl.environments.math.verifier import (
+            Verifier,
+        )  # not needed by the launcher, which only checks arguments
 
         self._format = FORMATS[config.answer_format]
         super().__init__(config, tokenizer)
@@ -69,7 +71,7 @@ class MathEnvironment(HFDatasetAgent):
         return float(self.config.partial_end_reward) if found.has_trailing_text else 1.0
 
     def final_answer(self, response: str) -> str | None:
-        """The answer in its format, without blanks. As text: 1/2 and 0.5 are two, though both may be right."""
+        """Return the answer without blanks. Compared as text: 1/2 and 0.5 differ, though both may be right."""
         found = self._format.find(response)
         return None if found is None else "".join(found.text.split())
 

@@ -1,12 +1,11 @@
-r"""Whether two answers are the same mathematics: what a worker of math/verifier.py computes.
+r"""Mathematical equality of two answers: the function of the workers of math/verifier.py.
 
-Both texts are brought into one spelling (notation.py) and taken apart (forms.py): several answers, tuples, intervals,
-sets, matrices, equations. Their parts are formulas, which are compared by value (formulas.py): exactly where they are
-made of whole numbers, to 45 digits where they are not, and at several points where they have variables. math-verify is
-asked only about formulas that formulas.py cannot read.
+Both texts are normalised (notation.py) and parsed into their structure (forms.py): several answers, tuples, intervals,
+sets, matrices, equations. Formulas inside them are compared by value (formulas.py): exactly if they are rational, to 45
+digits otherwise, and at several points if they have variables. math-verify compares only what formulas.py cannot read.
 
-sympy, below math-verify, can take for ever on a few characters such as \gcd(9^{9^{9^9}}, 3), in code that no exception
-interrupts. So nothing but such a worker imports this, and the worker has limits of time and memory.
+sympy, on which math-verify is based, may never return on short input such as \gcd(9^{9^{9^9}}, 3), in code that no
+exception interrupts. So only such a worker may import this module, and it has limits of time and memory.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from megatron_rl.environments.math.formulas import Unreadable, value, variables
 from megatron_rl.environments.math.notation import cleaned, european, readings
 from megatron_rl.environments.math.units import quantity
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we keep the time ourselves
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; the worker has one
 
 POINTS = 3
 """Points of each kind at which two formulas with variables are compared ..."""
 ENOUGH = 3
-"""... and those at which both must have a value."""
+"""... and the number of points at which both must have a value."""
 
 
 def equal(texts: Sequence[str]) -> bool:
-    """Whether the second text is the same answer as the first, the right one. Raises MemoryError."""
+    """Whether the second text is an answer equal to the first, the right one. Raises MemoryError."""
     golden, answer = map(cleaned, texts)
     if golden == answer:
         return True
@@ -63,11 +62,12 @@ def equal(texts: Sequence[str]) -> bool:
         decimal = european(answer)
         return decimal is not None and european(golden) is None and _same(form(golden), Formula(decimal))
     except RecursionError:
-        return False  # hundreds of brackets within one another
+        return False  # hundreds of nested brackets
 
 
 def _readings(text: str) -> Iterator[str]:
-    r"""Readings of a text: 1,234 is a number or two, \pi \approx 3.14 one or the other, and 5 \approx 7 neither."""
+    r"""Yield the readings of a text: 1,234 is one number or two, \pi \approx 3.14 is either side, and 5 \approx 7 is
+    neither."""
     exact, approximate, rounded = text.partition(r"\approx")
     if not exact.strip():
         yield from readings(rounded)
@@ -76,7 +76,7 @@ def _readings(text: str) -> Iterator[str]:
         try:
             found, near = value(exact.rpartition("=")[2]), value(rounded)
         except (Unreadable, TooLarge, Undefined):
-            pass  # it has a unit, or a variable
+            pass  # a unit or a variable
         else:
             if rounds_to(found, rounded.strip(), least=0):
                 yield rounded
@@ -156,13 +156,14 @@ def _distinct(items: Sequence[Form]) -> list[Form]:
 
 
 def _is_record(several: Several) -> bool:
-    """Whether the items are values of different things, x = 3, y = 5, and not roots of one equation."""
+    """Whether the items are values of different quantities (x = 3, y = 5), not several roots of one equation."""
     names = [one.name for one in several.items if isinstance(one, Named)]
     return len({*names}) == len(names) > 1
 
 
 def _same_names(golden: str, answer: str) -> bool:
-    """x is x_1, since roots may be numbered, but not y; what has no letter for a name is called as one likes."""
+    """Whether two names may denote the same quantity: x equals x_1, because roots may be numbered, but not y. Names
+    that are not single letters are free to differ."""
     one, other = (re.fullmatch(r"(\\?[A-Za-z]+)(?:_\{?(\w+)\}?)?", name) for name in (golden, answer))
     if one is None or other is None or not (_is_letter(one[1]) and _is_letter(other[1])):
         return True
@@ -202,7 +203,7 @@ def _same_formulas(golden: str, answer: str) -> bool:
 
 
 def _by_value(golden: str, answer: str) -> bool | None:
-    """None where one of them cannot be read."""
+    """Compare two formulas by value; None if one of them cannot be read."""
     based = _in_bases(golden, answer)
     if based is not None:
         return based
@@ -222,19 +223,20 @@ def _by_value(golden: str, answer: str) -> bool | None:
     except Unreadable:
         return None
     except TooLarge:
-        return False  # and not worth a process that runs out of memory: what is equal to it is written likewise
+        return False  # an equal answer is spelled the same; computing it would exhaust the memory
     except Undefined:
         return False
 
 
 def _values(formulas: Sequence[str], names: Sequence[str]) -> list[tuple[Number, Number]]:
-    """Values of two formulas at points where both have one. The points are random, but always the same ones."""
+    """Return the values of two formulas at pseudo-random but fixed points where both have a value."""
     draw, found = random.Random(0), []
     kinds: list[Callable[[], Fraction]] = [
-        lambda: Fraction(draw.randint(3, 400), draw.choice((7, 11, 13))),  # where roots and logarithms are at home
-        lambda: Fraction(draw.randint(3, 20)),  # factorials
-        lambda: Fraction(draw.randint(1, 99), 101),  # inverse sines
-        lambda: Fraction(draw.choice((-1, -1, 1)) * draw.randint(3, 400), 17),  # absolute values
+        lambda: Fraction(draw.randint(3, 400), draw.choice((7, 11, 13))),  # for roots and logarithms
+        lambda: Fraction(
+            draw.randint(3, 20)
+        ),  # for factorials        lambda: Fraction(draw.randint(1, 99), 101),  # for inverse sines
+        lambda: Fraction(draw.choice((-1, -1, 1)) * draw.randint(3, 400), 17),  # for absolute values
     ]
     for kind in kinds * POINTS:
         at = {name: kind() for name in names}
@@ -244,7 +246,8 @@ def _values(formulas: Sequence[str], names: Sequence[str]) -> list[tuple[Number,
 
 
 def _percentages(golden: str, answer: str) -> bool | None:
-    """50% is 0.5, and where the right answer says neither (50), or leaves it away, 50% is 50."""
+    """Compare percentages: 50% equals 0.5. If the right answer has no sign and exceeds 1, its sign may have been
+    omitted: 50 then equals 50%."""
     bare = [text.rstrip("% ") for text in (golden, answer)]
     if golden.endswith("%") and answer.endswith("%"):
         return _by_value(*bare)
@@ -264,12 +267,12 @@ BASED = re.compile(
 
 
 def _in_bases(golden: str, answer: str) -> bool | None:
-    """Compares numbers of which one says its base at least, as 2516_8; None where neither does."""
+    """Compare numbers of which at least one has a base, as 2516_8; None if neither has one."""
     one, other = (BASED.fullmatch(text) for text in (golden, answer))
     if one is None and other is None:
         return None
     if any(found and not _has_base(found["digits"], int(found["base"])) for found in (one, other)):
-        return None  # 2x_1 is a variable's multiple
+        return None  # 2x_1 is a multiple of a variable
     digits = [found["digits"] if found else text for found, text in ((one, golden), (other, answer))]
     if one and other and one["base"] != other["base"]:
         return False
@@ -277,13 +280,14 @@ def _in_bases(golden: str, answer: str) -> bool | None:
 
 
 def _has_base(digits: str, base: int) -> bool:
-    """Whether these may be digits in this base; decimal ones always are, right or wrong."""
+    """Whether these may be digits in this base. Decimal digits are accepted in any base, so that 29_8 is compared, not
+    ignored."""
     return all(digit in "-.0123456789" or int(digit, 36) < base for digit in digits)
 
 
 def _by_math_verify(golden: str, answer: str) -> bool:
     try:
-        reading = [LatexExtractionConfig()]  # formulas only: a number somewhere in a sentence is no answer
+        reading = [LatexExtractionConfig()]  # formulas only: a number inside a sentence is not an answer
         one, other = (
             parse(f"\\boxed{{{_as_latex(text)}}}", reading, parsing_timeout=None, raise_on_error=True)
             for text in (golden, answer)
@@ -291,7 +295,7 @@ def _by_math_verify(golden: str, answer: str) -> bool:
         return bool(verify(one, other, timeout_seconds=None, raise_on_error=True))
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - math-verify raises anything on text it cannot read: that is no right answer
+    except Exception:  # noqa: BLE001 - math-verify raises anything on text it cannot read, which is a wrong answer
         return False
 
 

@@ -1,4 +1,4 @@
-"""The shape of an answer: several answers, tuples and intervals, sets, matrices, equations, words, formulas. Pure."""
+"""The structure of an answer: several answers, tuples, intervals, sets, matrices, equations, words, formulas. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Answers in any order."""
+    """Several answers in any order."""
 
     items: tuple[Form, ...]
 
@@ -67,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A union, of intervals mostly."""
+    """A union, usually of intervals."""
 
     items: tuple[Form, ...]
 
@@ -96,13 +96,13 @@ class Named:
 
     @property
     def simple(self) -> bool:
-        """Whether the name is no formula, as 2x + z is in 2x + z = 1."""
+        """Whether the name is a plain name, unlike 2x + z in 2x + z = 1."""
         return not OPERATOR.search(re.sub(r"_\{.*?\}", "", self.name)) and not re.match(r"\d", self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """One that is neither an assignment nor an interval, x^2 + y^2 < 1, or that is false, 3 + 3 = 5."""
+    """A relation other than an assignment or an interval, such as x^2 + y^2 < 1, or a false one, such as 3 + 3 = 5."""
 
     text: str
 
@@ -113,7 +113,7 @@ Form = Formula | Words | Several | Row | Pieces | SetOf | Matrix | Named | Relat
 
 
 def form(text: str) -> Form:
-    """The shape of cleaned text."""
+    """Parse cleaned text into its structure."""
     text = text.strip()
     if matrix := MATRIX.fullmatch(text):
         lines = [line for line in split(matrix[1], LINE) if line]
@@ -140,19 +140,19 @@ def form(text: str) -> Form:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a formula has words in it, and so is none: a number somewhere in a sentence is no answer."""
+    """Whether a text contains words and so is not a formula: a number inside a sentence is not an answer."""
     words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{3,}", text)
     return any(word not in NAMES_OF_FUNCTIONS for word in words)
 
 
 def _words(text: str) -> str | None:
-    """Words in small letters; None where the text is no words."""
+    """Return the words in lower case; None if the text is not only words."""
     bare = re.sub(r"\\words\{([^{}]*)\}", r" \1 ", text)
     words = re.findall(r"[A-Za-z]+", bare)
     if re.search(r"[0-9\\^_=<>+*/|]", bare) or not words:
         return None
-    told = bare != text and max(map(len, words)) > 1
-    if told or len(words[0]) > 3 or (len(words) > 1 and max(map(len, words)) > 2 and not {*words} & JOINERS):
+    as_text = bare != text and max(map(len, words)) > 1
+    if as_text or len(words[0]) > 3 or (len(words) > 1 and max(map(len, words)) > 2 and not {*words} & JOINERS):
         return None if {*words} & NAMES_OF_FUNCTIONS else " ".join(words).lower()
     return None
 
@@ -177,7 +177,7 @@ def _both_signs(text: str) -> list[str]:
 
 
 def _related(parts: list[str], signs: list[str], text: str) -> Form:
-    if len(signs) != len(parts) - 1:  # some stand in brackets
+    if len(signs) != len(parts) - 1:  # some signs are inside brackets
         signs = [sign for sign in signs if split(text, re.compile(re.escape(sign))) != [text]][: len(parts) - 1]
     if signs == [r"\in"]:
         return form(parts[1])
@@ -204,7 +204,7 @@ def _constant(text: str) -> Any:
 
 
 def _inequality(parts: list[str], signs: list[str]) -> Form | None:
-    """The interval of x < 3, 3 > x, 1 <= x < 2, x != 3."""
+    """Return the interval of x < 3, 3 > x, 1 <= x < 2, or x != 3; None for other inequalities."""
     if len(parts) == 2 and SYMBOL.fullmatch(parts[1]) and parts[1] not in CONSTANTS:
         parts, signs = parts[::-1], [FLIPPED.get(signs[0], "")]
     if len(parts) == 3 and {*signs} <= {">", ">="}:

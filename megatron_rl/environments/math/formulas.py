@@ -1,8 +1,8 @@
-r"""Values of formulas, computed exactly where that is possible: 1/2^{99}, 2004!, \frac{\sqrt{3}}{2}, 3x+1 at a point.
+r"""Values of formulas, exact where possible: 1/2^{99}, 2004!, \frac{\sqrt{3}}{2}, 3x+1 at a point.
 
-A value is a Fraction as long as only rational arithmetic is involved, and otherwise a number of 60 digits, so two
-closed forms are compared to 45 digits and not to the six decimals of a float. Every operation is bounded: 10^{10^{10}}
-and (10^6)! raise TooLarge before anything is computed.
+A value is a Fraction as long as only rational arithmetic is involved, otherwise a number of 60 digits, so that closed
+forms are compared to 45 digits instead of the six decimals of a float. Every operation is bounded: 10^{10^{10}} and
+(10^6)! raise TooLarge before anything is computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_rl.environments.math.bounded import (
 )
 
 DEEPEST = 60
-"""Brackets and signs within one another."""
+"""Largest nesting depth of brackets."""
 
 FUNCTIONS: dict[str, Callable[[Number], Number]] = {
     name: getattr(mp, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "ln", "exp")
@@ -39,7 +39,7 @@ ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
 """Functions whose argument may be in degrees."""
 WORDS = (*FUNCTIONS, "sqrt", "pi", "binom", "frac", "log", "cdot", "times", "div", "infty", "circ")
 APPLIED = "fghFGHPQ"
-"""Letters that name a function where a bracket follows: f(x+1) is no product."""
+"""Letters that name a function if a bracket follows: f(x+1) is not a product."""
 
 TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![0-9A-Za-z])|\\overline\s*\{[0-9]+\})?)"
@@ -55,11 +55,11 @@ GREEK = frozenset(
 
 
 class Unreadable(Exception):
-    """The text is no formula that this module knows."""
+    """The text is not a formula that this module can read."""
 
 
 def value(text: str, at: Mapping[str, Number] | None = None) -> Number:
-    """Value of a formula.
+    """Return the value of a formula.
 
     at: values of its variables.
 
@@ -76,7 +76,7 @@ def value(text: str, at: Mapping[str, Number] | None = None) -> Number:
 
 
 def variables(text: str) -> set[str]:
-    """Names of the variables of a formula. Raises Unreadable for characters that are in none."""
+    """Return the names of the variables of a formula. Raises Unreadable for unknown characters."""
     tokens = _tokens(text)
     return {word for kind, word in tokens if kind == "name" and word not in ("e", "i")} | {
         word for kind, word in tokens if kind == "command" and word in GREEK
@@ -96,7 +96,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 
 class _Reader:
-    """Reads a formula by recursive descent, and computes on the way."""
+    """Recursive descent parser that computes the value of a formula on the way."""
 
     def __init__(self, text: str, at: Mapping[str, Number]) -> None:
         self._tokens, self._place, self._depth = _tokens(text), 0, 0
@@ -113,7 +113,7 @@ class _Reader:
         return self._tokens[self._place][1]
 
     def take(self, *words: str) -> str | None:
-        """The next token, if it is one of these."""
+        """Consume and return the next token if it is one of these."""
         if self.kind in ("sign", "command") and self.word in words:
             self._place += 1
             return self._tokens[self._place - 1][1]
@@ -139,7 +139,7 @@ class _Reader:
         return total
 
     def product(self) -> Number:
-        """Factors by signs or side by side, from left to right."""
+        """Parse factors joined by signs or by juxtaposition, from left to right."""
         total, begun = self.factor(), self._place
         total = self._mixed(total, begun)
         while True:
@@ -153,7 +153,7 @@ class _Reader:
                 return total
 
     def signed(self) -> Number:
-        """A factor that may have a sign: 2*-3."""
+        """Parse a factor that may have a sign: 2*-3."""
         return -self.factor() if self.take("-") else self.factor()
 
     def factor(self) -> Number:
@@ -172,7 +172,7 @@ class _Reader:
     def exponent(self) -> Number:
         if self.take("-"):
             return -self.exponent()
-        base = self.operand()  # 2^{3^2} is 2^9, and so is 2^3^2
+        base = self.operand()  # right associative: 2^3^2 is 2^9
         return self._power(base, self.exponent()) if self.take("^", "**") else base
 
     def operand(self) -> Number:
@@ -237,7 +237,7 @@ class _Reader:
         return self._power(found, power) if power != 1 else found
 
     def _applied_to(self) -> Number:
-        """Argument of a function: a bracket, or the factors that follow it, as in \\sin 2x."""
+        """Parse the argument of a function: a bracket, or the factors that follow it, as in \\sin 2x."""
         if self.word in ("(", "{", "[", "|", "lvert"):
             return self.factor()
         total = self.factor()
@@ -248,7 +248,7 @@ class _Reader:
         return total
 
     def _argument(self) -> Number:
-        """Argument of a command: a group, or one digit or letter, as in \\frac12."""
+        """Parse the argument of a command: a group, or one digit or letter, as in \\frac12."""
         if self.kind == "number" and len(self.word) > 1 and self.word.isdigit():
             digit, rest = self.word[0], self.word[1:]
             self._tokens[self._place] = ("number", rest)
@@ -256,7 +256,7 @@ class _Reader:
         return self.operand()
 
     def _mixed(self, whole: Number, begun: int) -> Number:
-        """2\\frac12 and 2 1/2 are sums."""
+        """Add a proper fraction that follows an integer: 2\\frac12 and 2 1/2 are mixed numbers."""
         if begun != self._place or self._tokens[begun - 1][0] != "number" or "." in self._tokens[begun - 1][1]:
             return whole
         if begun > 1 and self._tokens[begun - 2][1] not in ("-", "+", "(", "{", "["):
@@ -278,7 +278,7 @@ class _Reader:
         return "".join(word for _, word in self._tokens[place : place + 8])
 
     def _begins_a_factor(self) -> bool:
-        if self.kind == "number":  # 2 3 is no product, x2 neither
+        if self.kind == "number":  # neither 2 3 nor x2 is a product
             return self._tokens[self._place - 1][1] in (")", "}")
         return (
             self.kind == "name"

@@ -1,4 +1,4 @@
-r"""One spelling for what is written in several ways: \dfrac and \frac, \leq and <=, 70{,}000 and 70000. Pure."""
+r"""Normalisation of spelling: \dfrac and \frac, \leq and <=, 70{,}000 and 70000. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OPENING, CLOSING = "([{⟨", ")]}⟩"
 """Brackets of cleaned text; ⟨ and ⟩ are the braces of a set, \\{ and \\}."""
 
 NEW_LINE = "⏎"
-r"""The end of a matrix's row, which is \\\\ in LaTeX: there is no other backslash to mistake it for."""
+r"""End of a matrix row, \\\\ in LaTeX, as a character that cannot be mistaken for another backslash."""
 
 SYMBOLS = str.maketrans(
     {
@@ -64,10 +64,12 @@ SPACED_THOUSANDS = re.compile(r"(?<![0-9.,])(?<![0-9] )([0-9]{1,3})((?: [0-9]{3}
 
 
 def cleaned(text: str) -> str:
-    """The text in one spelling, with blanks only where they separate."""
+    """Normalise the spelling of a text, with blanks only where they separate."""
     text = re.sub(r"\\\\|\\cr(?![A-Za-z])", NEW_LINE, text.translate(SYMBOLS))
     if "matrix" not in text and "array" not in text:
-        text = re.sub(rf"{NEW_LINE}(?=[A-Za-z])", lambda _: "\\", text).replace(NEW_LINE, " ")  # \\\\frac of bad JSON
+        text = re.sub(rf"{NEW_LINE}(?=[A-Za-z])", lambda _: "\\", text).replace(
+            NEW_LINE, " "
+        )  # \\\\frac, from JSON that was escaped twice
     for pattern, spelling in SPELLINGS:
         text = pattern.sub(spelling, text)
     for name in UNWRAPPED:
@@ -79,7 +81,7 @@ def cleaned(text: str) -> str:
 
 
 def _text(inside: str) -> str:
-    r"""Replacement of \text{inside}: its content, where that is a formula or a joining word."""
+    r"""Return the replacement of \text{inside}: the content, if it is a formula or a conjunction."""
     if JOINING.fullmatch(inside) or any(sign.isdigit() for sign in inside):
         return f" {inside} "
     return rf"\words{{{inside}}}"
@@ -99,7 +101,7 @@ def _each_group(text: str, command: str, replace: object) -> str:
 
 
 def closing(text: str, opening: int) -> int | None:
-    """Place of the bracket that closes the one at `opening`; None where nothing does."""
+    """Return the index of the bracket that closes the one at `opening`; None if it is not closed."""
     depth = 0
     for place in range(opening, len(text)):
         depth += (text[place] in OPENING) - (text[place] in CLOSING)
@@ -109,7 +111,7 @@ def closing(text: str, opening: int) -> int | None:
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """The parts between separators that stand in no bracket."""
+    """Split at separators outside all brackets."""
     parts, begun, depth, place = [], 0, 0, 0
     while place < len(text):
         depth += (text[place] in OPENING) - (text[place] in CLOSING)
@@ -123,13 +125,13 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def readings(text: str) -> Iterator[str]:
-    """1,234 is a number, or two of them."""
+    """Yield the readings of a text: 1,234 is one number or two."""
     yield THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
     if THOUSANDS.search(text):
         yield text
 
 
 def european(text: str) -> str | None:
-    """3.5 for 3,5, and 1234.56 for 1.234,56; None where the text is no number with a decimal comma."""
+    """Return 3.5 for 3,5, and 1234.56 for 1.234,56; None if the text is not a number with a decimal comma."""
     match = re.fullmatch(r"(-?)([0-9]+|[0-9]{1,3}(?:[. ][0-9]{3})+),([0-9]+)", text)
     return match and f"{match[1]}{re.sub('[. ]', '', match[2])}.{match[3]}"

@@ -1,4 +1,4 @@
-"""Data sets of mathematics that have a name here: where each is, and where question and answer stand in its rows."""
+"""Named data sets of mathematics: their paths on the hub, and the columns of question and answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DAPO = {
     "path": "BytedTsinghua-SIA/DAPO-Math-17k",
     "question": "prompt.0.content",
     "answer": "reward_model.ground_truth",
-    "remove": [  # its own instructions, which ask for another format than ours
+    "remove": [  # its own instructions, which request a different answer format
         "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
         "$Answer (without quotes) where $Answer is the answer to the problem.",
         'Remember to put your answer on its own line after "Answer:".',
@@ -37,9 +37,9 @@ BIG_MATH = {"path": "SynthLabsAI/Big-Math-RL-Verified", "question": "problem", "
 
 
 def _environment(name: str, description: str, **defaults: Any) -> type[MathEnvironment]:
-    """An environment of mathematics on a data set of its own, which its arguments may replace by another.
+    """Make an environment of mathematics with a default data set.
 
-    defaults: its arguments where neither `train` nor `evaluate` is given.
+    defaults: its arguments if neither `train` nor `evaluate` is given.
     """
 
     class ShippedConfig(MathConfig):
@@ -66,29 +66,29 @@ def _environment(name: str, description: str, **defaults: Any) -> type[MathEnvir
 
 DapoMath17k = _environment(
     "dapo-math-17k",
-    "DAPO-Math-17k: competition problems with whole numbers for answers, each of 17 thousand once.",
+    "DAPO-Math-17k: 17 thousand distinct competition problems with integer answers.",
     train=DAPO,
 )
 Aime2024 = _environment(
     "aime-2024",
-    "AIME 2024: the thirty problems of that year, to evaluate on; it trains on none.",
+    "AIME 2024: the thirty problems of that year, for evaluation only.",
     evaluate={"aime_2024": AIME},
 )
 Gsm8k = _environment(
     "gsm8k",
-    "GSM8K: word problems of grade school, with its test problems as evaluation set gsm8k_test.",
+    "GSM8K: grade school word problems, with its test problems as evaluation set gsm8k_test.",
     train=GSM8K,
     evaluate={"gsm8k_test": {**GSM8K, "split": "test"}},
 )
 Math = _environment(
     "math",
-    "Mathematics of any data set (train, evaluate); of none, MATH, with MATH-500 as evaluation set math_500.",
+    "Mathematics from any data set (train, evaluate); by default MATH, with MATH-500 as evaluation set math_500.",
     train=MATH,
     evaluate={"math_500": MATH_500},
 )
 OpenMathInstruct2 = _environment(
     "open-math-instruct-2",
-    "OpenMathInstruct-2: its first million rows, each problem once, two in a thousand held out.",
+    "OpenMathInstruct-2: the distinct problems of its first million rows, two in a thousand held out.",
     train=OPEN_MATH,
     held_out=0.002,
 )

@@ -1,4 +1,4 @@
-"""Units behind a number: 18 dollars, 5 cm, 3 million people. Pure."""
+"""Units after a number: 18 dollars, 5 cm, 3 million people. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAME = {
     "radian": ("rad",),
 }
 KNOWN = {spelling: unit for unit, others in SAME.items() for spelling in (unit, *others)}
-"""Spelling -> unit, of those that must not be taken for one another."""
+"""Spelling -> unit, for units that must match."""
 
 TIMES = {
     "dozen": "12",
@@ -59,11 +59,11 @@ UNIT = re.compile(
 class Quantity(NamedTuple):
     number: str
     unit: str | None
-    """None where there is none, or none that is known."""
+    """Canonical unit; None if there is none, or an unknown one."""
 
 
 def quantity(text: str) -> Quantity:
-    """A number and the unit behind it; the whole text as the number where no unit follows."""
+    """Split a quantity into number and unit; the whole text is the number if no unit follows."""
     bare = re.sub(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:[CF]\b)?$", "", text)
     if bare != text and bare:
         return Quantity(bare, "degree^1")

@@ -1,4 +1,4 @@
-"""Are two answers equal? math-verify says, in processes that may hang, grow or die without harm to anyone else."""
+"""Comparison of two answers, in processes that may hang, grow or crash without harm."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron_rl.agent.sandbox.pool import WorkerPool
 from megatron_rl.extras import install_command
 
 LONGEST_ANSWER = 500
-"""Characters up to which an answer is looked at, unless the right one is as long: a model that puts its whole text into
-the box is wrong, and parsing a thousand characters takes seconds."""
+"""Longest answer to compare, in characters, unless the right one is longer: a model that boxes its whole text is wrong,
+and parsing a thousand characters takes seconds."""
 
 
 class NoVerdict(Exception):
@@ -19,21 +19,21 @@ class NoVerdict(Exception):
 
 
 class Verifier:
-    """Compares answers in `processes` workers, which start when they are first needed and end with this object."""
+    """Compares answers in `processes` workers, which start on first use and end with this object."""
 
     def __init__(self, processes: int, timeout_s: float, memory_gib: float) -> None:
-        """Raises ValueError where math-verify is not installed."""
+        """Raises ValueError if math-verify is not installed."""
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError(f"environment math needs math-verify: `{install_command('math')}`")
         limits = ProcessLimits(wall_s=timeout_s, cpu_s=math.ceil(timeout_s), memory_bytes=int(memory_gib * 2**30))
         self._pool = WorkerPool("megatron_rl.environments.math.equality:equal", processes, limits)
         self.close = self._pool.close
-        """Ends the workers; so does the end of this object or of the interpreter."""
+        """End the workers. They also end with this object and with the interpreter."""
 
     async def equal(self, golden: str, answer: str) -> bool:
-        """Whether `answer` is mathematically the same as `golden`; the event loop goes on meanwhile.
+        """Whether `answer` equals `golden` mathematically. The event loop keeps running.
 
-        Raises NoVerdict where it takes too long or too much memory to say.
+        Raises NoVerdict if the comparison exceeds its limit of time or memory.
         """
         if golden == answer:
             return True

@@ -32,12 +32,12 @@ from megatron_rl.agent.remote.wire import (
     TRAINING,
     About,
     AgentRequest,
-    Garbled,
     decode_agent_request,
     digest_of,
 )
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import InferenceInterface
+from megatron_rl.inference.replicas.wire import Garbled
 from megatron_rl.server.agent.sessions import Session, Sessions
 from megatron_rl.server.connections import MISSING, token_of
 

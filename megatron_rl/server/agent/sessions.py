@@ -10,9 +10,9 @@ from typing import Any
 from uuid import uuid4
 
 from megatron_rl.agent.api import EvaluationResponse
-from megatron_rl.agent.remote.wire import REFUSALS, decode_completions, decode_refusal, encode_refusal, encode_response
+from megatron_rl.agent.remote.wire import decode_completions, decode_refusal, encode_refusal, encode_response
 from megatron_rl.inference.api import Completion, GenerationRequest, InferenceInterface
-from megatron_rl.inference.replicas.wire import encode_request
+from megatron_rl.inference.replicas.wire import REFUSED, encode_request
 
 FORGOTTEN_S = 120.0
 """Without a question the ranks have gone; they ask for news every few seconds."""
@@ -69,7 +69,7 @@ class Session:
         error = None if self._task.cancelled() else self._task.exception()
         if error is None:
             return {"result": encode_response(self._task.result())}
-        if isinstance(error, REFUSALS) and any(error is refusal for refusal in self._refusals):
+        if isinstance(error, REFUSED) and any(error is refusal for refusal in self._refusals):
             return {"error": encode_refusal(error)}
         return {"error": {"kind": "error", "message": f"{type(error).__name__}: {error}"[:300]}}
 

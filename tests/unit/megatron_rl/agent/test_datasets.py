@@ -197,7 +197,7 @@ def test_a_list_that_is_too_short_is_a_row_without_an_answer(
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert list(read_questions(DataSet(path=str(file), answer="answers.1"))) == [Question("a", "2")]
     (said,) = caplog.messages
-    assert "2 of 3 rows are left out" in said
+    assert "2 of 3 rows are skipped" in said
     with pytest.raises(ValueError, match=r"a list or a structure; name the text in it, for example .*answers\.0"):
         list(read_questions(DataSet(path=str(file), answer="answers")))
 

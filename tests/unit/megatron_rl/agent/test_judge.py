@@ -101,13 +101,13 @@ def test_what_a_judge_refuses_is_not_sent() -> None:
 @pytest.mark.parametrize(
     ("handler", "why"),
     [
-        (saying("I like it"), "said no VERDICT"),
+        (saying("I like it"), "reply has no VERDICT"),
         (saying("VERDICT: 11"), "not between 0 and 10"),
         (saying("VERDICT: -1"), "not between 0 and 10"),
         (saying("VERDICT: 3/5"), "out of 5, not out of 10"),
-        (saying("VERDICT: 7-8"), "said no VERDICT"),
-        (saying("VERDICT: and a number from 0 to 10"), "said no VERDICT"),
-        (saying("The verdict of 10 jurors"), "said no VERDICT"),
+        (saying("VERDICT: 7-8"), "reply has no VERDICT"),
+        (saying("VERDICT: and a number from 0 to 10"), "reply has no VERDICT"),
+        (saying("The verdict of 10 jurors"), "reply has no VERDICT"),
         (lambda _: httpx.Response(200, json={"choices": []}), "no chat completion"),
         (lambda _: httpx.Response(200, content=b"hm"), "no chat completion"),
         (lambda _: httpx.Response(401), "HTTP 401"),

@@ -91,7 +91,7 @@ def test_the_model_calls_in_its_chat_template_and_answers_with_the_result(chat: 
     ("first", "result"),
     [
         (call("1/0"), "error: a division by zero"),
-        (call("__import__"), "error: '_' is no arithmetic"),
+        (call("__import__"), "error: '_' is not arithmetic"),
         (call("1+" * 200), "error: more than 120 characters"),
         (call("1", name="shell"), "error: there is no tool 'shell', only calculator"),
         ('<tool_call>{"name": "calculator", "arguments": {}}</tool_call>', "error: calculator takes expression"),

@@ -97,7 +97,7 @@ def test_template_renders_the_tasks_metadata() -> None:
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        ({"template": "{expresion}="}, r"unknown field \{expresion\}; there are expression"),
+        ({"template": "{expresion}="}, r"unknown field \{expresion\}; available are expression"),
         ({"template": "="}, "must contain"),
         ({"template": "{expression"}, "template"),
         ({"min_terms": 3, "max_terms": 2}, "min_terms 3 is larger than max_terms 2"),

@@ -94,8 +94,8 @@ def test_the_same_seed_and_actions_are_the_same_episode_and_no_seed_is_in_both_s
     [
         ({"id": "FrozenPond-v1"}, "environment.args.id: .*FrozenPond"),
         ({"kwargs": {"slippery": True}}, "gymnasium cannot make FrozenLake-v1: .*slippery"),
-        ({"actions": {"up": 3, "Up": 1}}, "capitals do not count in up, Up"),
-        ({"actions": {"": 0, "up": 3}}, "an action without a name"),
+        ({"actions": {"up": 3, "Up": 1}}, "give distinct names, not up, Up"),
+        ({"actions": {"": 0, "up": 3}}, "an action needs a name"),
         ({"actions": {"jump": 4}}, "environment.args.actions: FrozenLake-v1 has 0 to 3"),
         ({"id": "Pendulum-v1", "kwargs": {}, "actions": {}}, "the actions of Pendulum-v1 are not numbered"),
     ],

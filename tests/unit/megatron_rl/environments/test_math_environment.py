@@ -54,7 +54,7 @@ def test_problems_of_an_evaluation_set_are_not_trained_on(data: Path, caplog: py
     environment = build(data, prompt="{question}")
     assert [problem.prompt for problem in environment.training_problems()] == ["What is 1/4 + 1/4?", "2 +  3?"]
     assert {name: len(problems) for name, problems in environment.evaluation_problems().items()} == {"sums": 2}
-    assert "1 training problems left out: an evaluation set has them" in caplog.messages
+    assert "1 training problems skipped: an evaluation set contains them" in caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_long_prompts_are_left_out_and_counted(data: Path, caplog: pytest.LogCap
     environment = build(data, prompt="{question}", max_prompt_tokens=10)
     assert [problem.prompt for problem in environment.training_problems()] == ["2 +  3?"]
     assert environment.evaluation_problems() == {}
-    assert any(message.endswith("train.jsonl: 1 of 2 problems left out: over 10 tokens") for message in caplog.messages)
+    assert any(message.endswith("train.jsonl: 1 of 2 problems skipped: over 10 tokens") for message in caplog.messages)
     with pytest.raises(ValueError, match=r"train.jsonl leaves no problem to train on"):
         build(data, max_prompt_tokens=3)
 

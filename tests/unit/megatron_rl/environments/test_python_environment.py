@@ -127,15 +127,15 @@ def test_rows_are_held_out_and_evaluated_like_any_data_set(tmp_path: Path) -> No
             "def score(response): return 0",
             r"reward.py: defines no function reward: def reward\(",
         ),
-        ("def reward(response, **columns)\n    return 0", r"reward.py:1: no Python: expected ':'"),
-        ("reward = 7", "reward is no function"),
+        ("def reward(response, **columns)\n    return 0", r"reward.py:1: not valid Python: expected ':'"),
+        ("reward = 7", "reward is not a function"),
         (
             "import no_such_module\ndef reward(response): return 0",
             r"reward.py:1: import no_such_module: ModuleNotFoundError",
         ),
-        ("def reward(): return 0", "reward takes no response"),
-        ("def reward(answer, **columns): return 0", "the response, is called answer, and so is a column: rename it"),
-        ("def reward(response, solution): return 0", "needs solution, and a row has only prompt, answer, level"),
+        ("def reward(): return 0", "reward has no parameter for the response"),
+        ("def reward(answer, **columns): return 0", "the response, has the name of a column, answer: rename it"),
+        ("def reward(response, solution): return 0", "needs the column solution, but a row has only prompt, answer, level"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_error_at_the_start(tmp_path: Path, source: str, said: str) -> None:
