@@ -1,8 +1,8 @@
-"""What the login node, the batch host and the ranks must agree on, because they meet in files only.
+"""Agreements between the login node, the batch host and the ranks, which meet in files only.
 
     paths            the name of every file of a run
     codes            exit codes, causes, outcomes, and the deadlines and environment names that two sides share
-    files            bytes: written whole or not at all, appended line by line, read once more where a mount is stale
+    files            bytes: written whole or not at all, appended line by line, read again if a mount is stale
     shapes           a record type <-> a JSON object: what `@record` declares is checked in both directions
     records          a record <-> a file: `read`, `write`, `append`, `read_lines`; a reader never raises
     attempt_records  the types in attempts/NNN/
@@ -11,7 +11,6 @@
     children         how one of our processes starts another, and ends with it
     learning         whether anything is learned in a run, or something is lost: warnings by name
 
-Something belongs here when two processes would disagree if each said it by itself. Policy does not: what an unreadable
-file means for a run is decided by whoever reads it. Standard library only, and Python 3.9, the oldest
-python3 of a batch host.
+Definitions belong here if two processes would disagree by defining them separately. Policy does not: the reader decides
+what an unreadable file means for a run. Standard library only, and Python 3.9, the oldest python3 of a batch host.
 """

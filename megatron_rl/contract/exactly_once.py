@@ -1,4 +1,4 @@
-"""What became of every prompt of a run, read from its record: trained once or dropped once, with a reason."""
+"""Fate of every prompt of a run according to its record: trained once, or dropped once with a reason."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 
 Fate = Union[int, str]
-"""The step that trained on a prompt, or the reason why none did."""
+"""Step that trained on a prompt, or the reason why it was dropped."""
 
 
 class NotExactlyOnce(ValueError):
-    """A record in which an ordinal has two fates or none, or in which that cannot be seen; the message says where."""
+    """An ordinal has no fate or several, or the record cannot be read; the message says where."""
 
 
 def fates(run: RunDir) -> dict[int, Fate]:
-    """The fate of every ordinal that the run has drawn.
+    """Return the fate of every ordinal that the run has drawn.
 
-    Raises:
-        NotExactlyOnce: not each of 0, 1, 2, ... up to the last one has exactly one, or the record cannot be read.
+    Raises NotExactlyOnce unless each of 0, 1, 2, ... up to the last ordinal has exactly one fate.
     """
     lines = read_lines(MetricsLine, run.metrics)
     if isinstance(lines, Unreadable):
@@ -40,11 +39,11 @@ def _settle(found: dict[int, Fate], line: MetricsLine, expected: int) -> None:
     """Add the fates of one step's ordinals."""
     step = line.step
     if step != expected:
-        raise NotExactlyOnce(f"step {step} where step {expected} belongs")
+        raise NotExactlyOnce(f"step {step} instead of step {expected}")
     first, beyond = (_whole(line, name) for name in ("first_ordinal", "next_ordinal"))
     if first != len(found) or beyond < first:
-        said = "step {} settles the prompts from {} up to {}, the one before ended at {}"
-        raise NotExactlyOnce(said.format(step, first, beyond, len(found)))
+        message = "step {} settles the prompts from {} up to {}, the one before ended at {}"
+        raise NotExactlyOnce(message.format(step, first, beyond, len(found)))
     dropped = _dropped(line)
     strangers = sorted(ordinal for ordinal in dropped if not first <= ordinal < beyond)
     if strangers:
@@ -60,7 +59,7 @@ def _whole(line: MetricsLine, name: str) -> int:
 
 
 def _dropped(line: MetricsLine) -> dict[int, str]:
-    """Ordinal -> reason. JSON has no numbers as keys."""
+    """Return the reasons by ordinal; JSON has no numbers as keys."""
     dropped = line.values.get("dropped_ordinals", {})
     try:
         return {int(ordinal): str(reason) for ordinal, reason in dropped.items()}

@@ -1,4 +1,4 @@
-"""Bytes on a shared file system: whole files or none, lines in one write, and reads that a stale mount may delay."""
+"""Files on a shared file system: written whole or not at all, appended line by line, read again if a mount is stale."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from typing import Callable, TypeVar, Union
 T = TypeVar("T")
 AnyPath = Union[str, Path]
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: no room on the disk, or none left to this user
-ROOM_PATIENCE_S = 30.0  # seconds: a save that fills the disk gives the space back when it fails
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errno of a full disk or an exhausted quota
+ROOM_PATIENCE_S = 30.0  # seconds; a save that fills the disk frees the space when it fails
 
 logger = logging.getLogger(__name__)
 
 
 def write_atomic(path: AnyPath, text: str, durable: bool = True, private: bool = False) -> None:
-    """Write `text` so that readers and a crash see either the old file or the whole new one. Raises OSError; its folder
-    must be there.
+    """Write `text` so that readers, also after a crash, see either the old file or the whole new one.
 
     Args:
-        durable: whether it must outlive a power failure; what is written every few seconds need not.
-        private: whether nobody but its owner may ever read it.
+        durable: whether it must survive a power failure; unnecessary for files that are written every few seconds.
+        private: whether only its owner may ever read it.
+
+    Raises:
+        OSError: the folder is missing, or the file cannot be written.
     """
     target = Path(path)
-    # A process id is unique on its node only, and the nodes share the file system.
+    # A process id is unique only on its node, but the nodes share the file system.
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -49,20 +51,20 @@ def write_atomic(path: AnyPath, text: str, durable: bool = True, private: bool =
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file of this name is what `write_atomic` left behind when it was cut short."""
+    """Whether a file of this name was left behind by an interrupted `write_atomic`."""
     return re.match(r"^\..+\.[0-9a-f]{32}\.tmp$", name) is not None
 
 
 def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
-    """Append one line in a single write, to a file that has one writer at a time. A torn last line, left by a crash, is
-    ended first and stays by itself.
+    """Append one line in a single write, to a file with one writer at a time. A torn last line, left by a crash, is
+    terminated first and stays a line of its own.
 
-    Raises OSError with the file as it was, so that it can be tried again: what a full disk took of the line is taken
-    back. Where the file system refuses that too, the line is torn or, if only the flush failed, there.
+    Raises OSError and restores the file, so that the call can be repeated. If the restoration fails too, the line may
+    be torn or, if only the flush failed, complete.
 
     Args:
-        line: without its line break.
-        durable: whether it must outlive a power failure.
+        line: without a line break.
+        durable: whether it must survive a power failure.
     """
     data = (line + "\n").encode("utf-8")
     end: int | None = None
@@ -75,7 +77,7 @@ def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
                     data = b"\n" + data
             end = size
             while data:
-                data = data[file.write(data) :]  # all at once, but for a disk that is full in the middle of it
+                data = data[file.write(data) :]  # one write, unless the disk fills up during it
             if durable:
                 os.fsync(file.fileno())
     except OSError:
@@ -86,13 +88,13 @@ def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
 
 
 def once_there_is_room(path: AnyPath, write: Callable[[], T], patience: float = ROOM_PATIENCE_S) -> T:
-    """What `write`, which writes `path`, returns once it succeeds.
+    """Call `write`, which writes `path`, until it succeeds; return its result.
 
     Args:
-        patience: seconds for which a full disk is waited for.
+        patience: seconds to wait for space on a full disk.
 
     Raises:
-        OSError: the disk stays full, or something else is wrong with it.
+        OSError: the disk stays full, or another error occurs.
     """
     give_up = time.monotonic() + patience
     while True:
@@ -102,23 +104,23 @@ def once_there_is_room(path: AnyPath, write: Callable[[], T], patience: float = 
             left = give_up - time.monotonic()
             if error.errno not in FULL or left <= 0:
                 raise
-            logger.warning("%s waits for room: %s", path, error)
+            logger.warning("waiting for space to write %s: %s", path, error)
         time.sleep(min(1.0, left))
 
 
 def read_bytes(path: AnyPath) -> bytes:
-    """The content of a regular file; a pipe or a device, which may have no end, is refused. Raises OSError."""
+    """Return the content of a regular file. Raises OSError, also for pipes and devices, which may have no end."""
     return _again_if_stale(lambda: _read_bytes(str(path)))
 
 
 def check_regular(path: AnyPath) -> None:
-    """For what only a library can open, which would wait at a pipe for ever. Raises OSError where `path` is no regular
-    file, nor a link to one."""
+    """Raise OSError if `path` is not a regular file or a link to one. For files that a library opens: it would wait for
+    ever at a pipe."""
     _refuse_irregular(Path(path).stat(), str(path))
 
 
 def names_in(folder: AnyPath) -> list[str]:
-    """The names in a folder; none where there is no such folder. Raises OSError."""
+    """Return the names in a folder; none if it does not exist. Raises OSError."""
     try:
         return _again_if_stale(lambda: [found.name for found in Path(folder).iterdir()])
     except (FileNotFoundError, NotADirectoryError):
@@ -126,7 +128,7 @@ def names_in(folder: AnyPath) -> list[str]:
 
 
 def _read_bytes(path: str) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or the open of a pipe would wait for its writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe waits for its writer
     try:
         _refuse_irregular(os.fstat(descriptor), path)
         with open(descriptor, "rb", closefd=False) as file:
@@ -137,11 +139,12 @@ def _read_bytes(path: str) -> bytes:
 
 def _refuse_irregular(found: os.stat_result, path: str) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "is no regular file", path)
+        raise OSError(errno.EINVAL, "is not a regular file", path)
 
 
 def _again_if_stale(read: Callable[[], T]) -> T:
-    """A file that another node replaced while this one had its handle is found under its name at the second try."""
+    """Read again after ESTALE: another node replaced the file while this one had it open, and its name leads to the new
+    one."""
     try:
         return read()
     except OSError as error:

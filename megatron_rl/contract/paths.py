@@ -1,6 +1,7 @@
-"""The only place that names a file of a run. Nothing is created by asking for a path.
+"""Names of all files of a run. Creating these objects creates no file.
 
-Where a docstring names a record, its type in `attempt_records` or `run_records` says who writes and reads it.
+Where the description of a file is the name of a record, that type in `attempt_records` or `run_records` says who writes
+and who reads it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from pathlib import Path
 
 from megatron_rl.contract.files import AnyPath, names_in
 
-TRAIN = "train"  # step of an attempt whose ranks train
-CARRIED = "huggingface"  # folder in a converted checkpoint: config.json, tokenizer and what else came with the weights
+TRAIN = "train"
+"""Step of an attempt whose ranks train."""
+CARRIED = "huggingface"
+"""Folder in a converted checkpoint: config.json, the tokenizer, and the other files that came with the weights."""
 
 
 class RunDir:
@@ -20,226 +23,142 @@ class RunDir:
     def __init__(self, root: AnyPath) -> None:
         self.root = Path(root)
 
-    # What was asked
-
-    @property
-    def recipe(self) -> Path:
+        # Inputs
+        self.recipe = self.root / "recipe.yaml"
         """The recipe as the user gave it."""
-        return self.root / "recipe.yaml"
-
-    @property
-    def resolved(self) -> Path:
-        """The recipe with every default written out. A directory with this file in it is a run's."""
-        return self.root / "resolved.yaml"
-
-    @property
-    def identity(self) -> Path:
+        self.resolved = self.root / "resolved.yaml"
+        """The recipe with every default written out. A directory with this file is a run directory."""
+        self.identity = self.root / "run.json"
         """RunIdentity."""
-        return self.root / "run.json"
-
-    @property
-    def changes(self) -> Path:
+        self.changes = self.root / "changes.jsonl"
         """RecipeChange, a line for each `--change` of a resumed run."""
-        return self.root / "changes.jsonl"
-
-    @property
-    def plan(self) -> Path:
+        self.plan = self.root / "plan.json"
         """PlanRecord."""
-        return self.root / "plan.json"
-
-    @property
-    def script(self) -> Path:
-        """The sbatch script of this run; submitting it again goes on with the run."""
-        return self.root / "job.sbatch"
-
-    @property
-    def code(self) -> Path:
-        """Snapshot of the code that runs, first on the ranks' PYTHONPATH; a link to the newest one."""
-        return self.root / "code"
-
-    @property
-    def code_record(self) -> Path:
+        self.script = self.root / "job.sbatch"
+        """The sbatch script of this run; submitting it again resumes the run."""
+        self.code = self.root / "code"
+        """Snapshot of the running code, first on the ranks' PYTHONPATH; a link to the newest one."""
+        self.code_record = self.code / "SNAPSHOT.json"
         """CodeSnapshot."""
-        return self.code / "SNAPSHOT.json"
-
-    @property
-    def kept_files(self) -> Path:
-        """Copies of files of the user's code."""
-        return self.root / "files"
-
-    @property
-    def kept_files_record(self) -> Path:
+        self.kept_files = self.root / "files"
+        """Folder of copies of the user's code files."""
+        self.kept_files_record = self.kept_files / "FILES.json"
         """KeptFiles."""
-        return self.kept_files / "FILES.json"
-
-    @property
-    def job(self) -> Path:
+        self.job = self.root / "job.json"
         """Owner: the Slurm job that owns this run, or was the last to."""
-        return self.root / "job.json"
-
-    @property
-    def job_lock(self) -> Path:
+        self.job_lock = self.root / ".job.lock"
         """flock of the batch script that is running this run."""
-        return self.root / ".job.lock"
+        self.fork = self.root / "fork.json"
+        """Fork."""
+        self.lock = self.root / ".lock"
+        """flock of the process that owns the run; its text is a LockOwner."""
+        self.token = self.root / "token"
+        """Token of the listeners of this run's ranks, one line. Readable by the run's owner only, and never put into an
+        argument, a log or a script. Written by the host side before any rank starts."""
+
+        # Results
+        self.attempts_ledger = self.root / "attempts.jsonl"
+        """AttemptStart and AttemptEnd, a line for each start and end of an attempt."""
+        self.goodput = self.root / "goodput.json"
+        """Use of every GPU-second of all attempts, for people; rewritten at each attempt's end."""
+        self.done = self.root / "DONE"
+        """Done: exists if the run is finished."""
+        self.metrics = self.root / "metrics.jsonl"
+        """MetricsLine, one per step."""
+        self.evaluations = self.root / "evaluations.jsonl"
+        """MetricsLine, one per evaluation; step 0 is the model before training."""
+        self.evaluation = self.root / "evaluation.json"
+        """EvaluationResult of a job that evaluates another run's checkpoint; the answers are in the same folder."""
+        self.evaluation_results = self.root / "evaluations"
+        """Folder of the results of `mrl evaluate` for this run: an EvaluationResult and its answers for each."""
+        self.bank = self.root / "rollouts" / "bank"
+        """Folder of the answers that are generated and not yet trained on."""
+        self.tensorboard = self.root / "tensorboard"
+        """Folder of TensorBoard's event files."""
+        self.wandb = self.root / "wandb.json"
+        """WandbRun."""
+        self.wandb_files = self.root / "wandb"
+        """Folder of wandb's own files, a copy of the record from the newest attempt."""
+        self.checkpoints = self.root / "checkpoints"
+        """Folder of all checkpoints."""
+        self.latest_checkpoint = self.checkpoints / "latest"
+        """Text file with the name of the newest published checkpoint."""
+        self.exports = self.root / "hf"
+        """Folder of all exports: weights in Hugging Face's format."""
 
     @property
     def batch_log(self) -> Path:
-        """Output of the batch script, all attempts in one. Beside the run directory, because Slurm opens it before the
-        job can create anything."""
+        """Output of the batch script over all attempts. It is outside the run directory, because Slurm opens it before
+        the job can create anything."""
         return self.root.with_name(self.root.name + ".log")
-
-    @property
-    def fork(self) -> Path:
-        """Fork."""
-        return self.root / "fork.json"
-
-    @property
-    def lock(self) -> Path:
-        """flock of the one owner; its text is a LockOwner."""
-        return self.root / ".lock"
-
-    @property
-    def token(self) -> Path:
-        """One line that opens the listeners of this run's ranks: for its owner's eyes alone, never in an argument, a
-        log or a script. Written by the host side before any rank starts."""
-        return self.root / "token"
-
-    # What happened
-
-    @property
-    def attempts_ledger(self) -> Path:
-        """AttemptStart and AttemptEnd, a line for each start and end of an attempt."""
-        return self.root / "attempts.jsonl"
-
-    @property
-    def goodput(self) -> Path:
-        """Where every GPU-second of all attempts went; written anew at each attempt's end, for people."""
-        return self.root / "goodput.json"
-
-    @property
-    def done(self) -> Path:
-        """Done: present = finished."""
-        return self.root / "DONE"
-
-    @property
-    def metrics(self) -> Path:
-        """MetricsLine, one a step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """MetricsLine, one an evaluation; step 0 is the model before training."""
-        return self.root / "evaluations.jsonl"
-
-    @property
-    def evaluation(self) -> Path:
-        """EvaluationResult of a job that evaluates another run's checkpoint, with its answers beside it."""
-        return self.root / "evaluation.json"
-
-    @property
-    def evaluation_results(self) -> Path:
-        """Folder of what `mrl evaluate` found of this run, an EvaluationResult each with its answers beside it."""
-        return self.root / "evaluations"
 
     def samples(self, step: int) -> Path:
         """Sample rollouts of one step, as text."""
         return self.root / "rollouts" / "samples" / f"step-{step:06d}.txt"
 
-    @property
-    def bank(self) -> Path:
-        """Folder of the answers that are paid for and not yet trained on."""
-        return self.root / "rollouts" / "bank"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of TensorBoard's event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        """WandbRun."""
-        return self.root / "wandb.json"
-
-    @property
-    def wandb_files(self) -> Path:
-        """Folder of wandb's own files: the record once more, as the newest attempt tells it."""
-        return self.root / "wandb"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of all checkpoints."""
-        return self.root / "checkpoints"
-
     def checkpoint(self, step: int) -> Path:
         """Folder of one published checkpoint."""
         return self.checkpoints / f"step-{step:06d}"
 
-    @property
-    def exports(self) -> Path:
-        """Folder of all exports: weights in Hugging Face's format."""
-        return self.root / "hf"
-
-    def export(self, step: int) -> Path:
-        """Folder of the export of one checkpoint; it is there once it is whole."""
-        return self.exports / f"step-{step:06d}"
-
     def checkpoint_under_way(self, step: int, save_id: str) -> Path:
-        """Where a save is written until it is published; every `.tmp` is debris once its processes are gone."""
+        """Folder of a save until it is published; a `.tmp` whose processes have ended is debris."""
         return self.checkpoints / f"step-{step:06d}.{save_id}.tmp"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a published checkpoint, newest first; whether it is intact is another question. Raises
-        OSError where the folder is there and cannot be listed."""
+        """Return the steps with a published checkpoint, newest first, whether it is intact or not. Raises OSError if
+        the folder cannot be listed."""
         return _steps_in(self.checkpoints)
 
+    def export(self, step: int) -> Path:
+        """Folder of the export of one checkpoint; it exists once it is complete."""
+        return self.exports / f"step-{step:06d}"
+
     def export_steps(self) -> list[int]:
-        """Steps that have a whole export, newest first. Raises OSError where the folder is there and cannot be
-        listed."""
+        """Return the steps with a complete export, newest first. Raises OSError if the folder cannot be listed."""
         return _steps_in(self.exports)
 
-    @property
-    def latest_checkpoint(self) -> Path:
-        """Text file with the name of the newest published checkpoint."""
-        return self.checkpoints / "latest"
-
     def attempt(self, number: int) -> Attempt:
-        """The files of one attempt."""
+        """Return the paths of one attempt."""
         return Attempt(self, number)
 
     def last_attempt(self) -> int:
-        """Number of the newest attempt, 0 before the first. Raises OSError where the folder is there and cannot be
+        """Return the number of the newest attempt; 0 before the first. Raises OSError if the folder cannot be
         listed."""
-        return max([int(name) for name in names_in(self.root / "attempts") if re.match(r"^[0-9]+$", name)] or [0])
+        return max(_numbers(self.root / "attempts", r"([0-9]+)"), default=0)
 
 
 def _steps_in(folder: Path) -> list[int]:
-    names = names_in(folder)
-    return sorted((int(name[5:]) for name in names if re.match(r"^step-[0-9]{6,}$", name)), reverse=True)
+    return _numbers(folder, r"step-([0-9]{6,})")[::-1]
+
+
+def _numbers(folder: Path, pattern: str) -> list[int]:
+    """Numbers of the names in a folder that match a pattern, ascending. Raises OSError."""
+    found = (re.fullmatch(pattern, name) for name in names_in(folder))
+    return sorted(int(match[1]) for match in found if match)
 
 
 class RankFiles:
-    """Files of the ranks of one world: how each of them is, and how they leave."""
+    """Paths of the ranks of one world: their state, and how they end."""
 
     def __init__(self, folder: Path, logs: Path, role: str) -> None:
-        """role: step of the attempt, such as `train`; names their logs."""
+        """role: step of the attempt, such as `train`; prefix of the names of its logs."""
         self.folder = folder
         self.logs = logs
         self.role = role
-
-    @property
-    def drain(self) -> Path:
-        """Drain: present = stop at the next safe point."""
-        return self.folder / "drain.json"
-
-    @property
-    def outcome(self) -> Path:
+        self.drain = folder / "drain.json"
+        """Drain: exists if the ranks shall stop at the next safe point."""
+        self.outcome = folder / "outcome.json"
         """Outcome."""
-        return self.folder / "outcome.json"
-
-    @property
-    def progress(self) -> Path:
+        self.progress = folder / "progress.json"
         """Progress; replaced, never appended."""
-        return self.folder / "progress.json"
+        self.heartbeats = folder / "heartbeats"
+        """Folder of the ranks' heartbeats."""
+        self.image = folder / "image"
+        """Text file with the path of the container image of the attempt's steps."""
+        self.hang = folder / "hang.json"
+        """Hang."""
+        self.srun = folder / f"srun.{role}"
+        """Messages of srun about the step itself, such as `node05: task 3: Killed`."""
 
     def address(self, name: str) -> Path:
         """Address of a listener of these ranks, such as `train` (their rendezvous)."""
@@ -250,72 +169,44 @@ class RankFiles:
         return self.folder / f"error.{rank}.json"
 
     def errors(self) -> list[Path]:
-        """Error files written so far, lowest rank first. Raises OSError where the folder is there and cannot be
-        listed."""
-        found = [re.match(r"^error\.([0-9]+)\.json$", name) for name in names_in(self.folder)]
-        return [self.error(rank) for rank in sorted(int(match.group(1)) for match in found if match)]
-
-    @property
-    def heartbeats(self) -> Path:
-        """Folder of the ranks' heartbeats."""
-        return self.folder / "heartbeats"
+        """Return the existing error files, lowest rank first. Raises OSError if the folder cannot be listed."""
+        return [self.error(rank) for rank in _numbers(self.folder, r"error\.([0-9]+)\.json")]
 
     def heartbeat(self, rank: int) -> Path:
         """Heartbeat of one rank."""
         return self.heartbeats / f"{rank}.json"
 
-    @property
-    def image(self) -> Path:
-        """Text file with the path of the container image that the steps of the attempt were given."""
-        return self.folder / "image"
-
-    @property
-    def hang(self) -> Path:
-        """Hang."""
-        return self.folder / "hang.json"
-
-    @property
-    def srun(self) -> Path:
-        """What srun says of the step itself, such as `node05: task 3: Killed`."""
-        return self.folder / f"srun.{self.role}"
-
     def stacks(self, rank: int, role: str | None = None) -> Path:
-        """Where every thread of a rank was, each time it got STACKS_SIGNAL. role: another step's."""
+        """Stacks of all threads of a rank at each STACKS_SIGNAL. role: that of another step."""
         return self.logs / f"{role or self.role}.{rank}.stacks"
 
     def log(self, rank: int, role: str | None = None) -> Path:
-        """Output of one rank. role: another step's."""
+        """Output of one rank. role: that of another step."""
         return self.logs / f"{role or self.role}.{rank}.log"
 
 
 class Attempt(RankFiles):
-    """Files of one attempt, one start of the ranks: of those that train, and what there is once."""
+    """Paths of one attempt, which is one start of the ranks: those of the training ranks and of the attempt as a
+    whole."""
 
     def __init__(self, run: RunDir, number: int) -> None:
         name = f"{number:03d}"
         super().__init__(run.root / "attempts" / name, run.root / "logs" / ("attempt-" + name), TRAIN)
         self.number = number
         self.latest_logs = run.root / "logs" / "latest"
-
-    @property
-    def requeued(self) -> Path:
+        self.requeued = self.folder / "requeued.json"
         """Requeued."""
-        return self.folder / "requeued.json"
-
-    @property
-    def kernels(self) -> Path:
+        self.kernels = self.folder / "kernels.json"
         """Kernels."""
-        return self.folder / "kernels.json"
-
-    @property
-    def nodes(self) -> Path:
+        self.nodes = self.folder / "nodes.json"
         """NodeAssignment."""
-        return self.folder / "nodes.json"
-
-    @property
-    def marks(self) -> Path:
+        self.marks = self.folder / "marks.json"
         """Marks."""
-        return self.folder / "marks.json"
+        self.fabric = self.folder / "fabric.json"
+        """FabricReport."""
+        self.timeline = self.folder / "timeline.jsonl"
+        """TimelineLine, one per stretch of time. A line has the seconds of all ranks since the line before it; the
+        first line has those since `began`."""
 
     def health(self, host: str) -> Path:
         """NodeHealth of one node."""
@@ -325,51 +216,27 @@ class Attempt(RankFiles):
         """Empty file: the container image is unpacked on this node."""
         return self.folder / "unpacked" / host
 
-    @property
-    def fabric(self) -> Path:
-        """FabricReport."""
-        return self.folder / "fabric.json"
-
-    @property
-    def timeline(self) -> Path:
-        """TimelineLine, one per stretch of time. The seconds of a line are those of all ranks since the line before it;
-        the first: since `began`."""
-        return self.folder / "timeline.jsonl"
-
     def replica(self, number: int) -> Replica:
-        """The files of one inference replica of this attempt."""
+        """Return the paths of one inference replica of this attempt."""
         return Replica(self, number)
 
     def replicas(self) -> list[Replica]:
-        """Those that have been started, lowest number first. Raises OSError where the folder is there
-        and cannot be listed."""
-        names = names_in(self.folder / "replicas")
-        return [Replica(self, number) for number in sorted(int(name) for name in names if re.match(r"^[0-9]+$", name))]
+        """Return the paths of the started replicas, lowest number first. Raises OSError if the folder cannot be
+        listed."""
+        return [Replica(self, number) for number in _numbers(self.folder / "replicas", r"([0-9]+)")]
 
 
 class Replica(RankFiles):
-    """Files of the ranks of one inference replica, a world of its own. A later start of it in the same attempt writes
-    the same ones; it is asked to leave with the attempt."""
+    """Paths of the ranks of one inference replica, a world of its own. A restart of it in the same attempt writes the
+    same files. It drains with the attempt."""
 
     def __init__(self, attempt: Attempt, number: int) -> None:
         super().__init__(attempt.folder / "replicas" / str(number), attempt.logs, f"infer-{number}")
         self.attempt = attempt
         self.number = number
-
-    @property
-    def drain(self) -> Path:
-        return self.attempt.drain
-
-    @property
-    def image(self) -> Path:
-        return self.attempt.image
-
-    @property
-    def state(self) -> Path:
+        self.drain = attempt.drain
+        self.image = attempt.image
+        self.state = self.folder / "state.json"
         """ReplicaState."""
-        return self.folder / "state.json"
-
-    @property
-    def listener(self) -> Path:
+        self.listener = self.folder / "address.json"
         """ReplicaAddress."""
-        return self.folder / "address.json"

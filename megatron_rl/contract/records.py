@@ -1,12 +1,12 @@
-"""Records in files: one way to write each, and readers that never raise.
+"""Records in files, with readers that never raise.
 
     found = read(Drain, attempt.drain)
-    if found is ABSENT: ...                       nobody has asked the attempt to leave
-    elif isinstance(found, Unreadable): ...       somebody may have; found.why says what is wrong
+    if found is ABSENT: ...                       the attempt was not asked to leave
+    elif isinstance(found, Unreadable): ...       it may have been asked; found.why is the reason
     else: found.deadline
 
-What cannot be read is never taken for absent: the three are different types, and mypy lets nobody ask one of them for
-the fields of another. Where they do come to the same, as in a view, the caller says so: `if_readable(found)`.
+Unreadable files are never treated as absent: the results are different types, so mypy rejects access to the fields of a
+record that may be missing. Callers that need no distinction, such as views, say so: `if_readable(found)`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE_S = 5.0  # seconds over which a decision looks again: a stale mount, so
 
 
 class Absent(Enum):
-    """There is no such file."""
+    """The file does not exist."""
 
     ABSENT = "absent"
 
@@ -37,7 +37,7 @@ ABSENT = Absent.ABSENT
 
 
 class Unreadable(NamedTuple):
-    """There is a file, or may be one, and it does not say what it should."""
+    """A file exists, or may exist, but its content cannot be used."""
 
     path: str
     why: str
@@ -47,18 +47,18 @@ class Unreadable(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """A line that is no record: torn, foreign or of a newer mrl."""
+    """A line that is not a record: torn, foreign or written by a newer mrl."""
 
     line: int  # number, from 1
     why: str
 
 
 class Lines(Generic[T]):
-    """What a JSON-lines file holds.
+    """Content of a JSON-lines file.
 
-    records: of the lines that can be read, in their order.
-    damaged: the others.
-    absent: whether there is no such file.
+    records: those of the readable lines, in order.
+    damaged: the other lines.
+    absent: whether the file does not exist.
     """
 
     def __init__(self, records: list[T], damaged: list[Damage], absent: bool = False) -> None:
@@ -71,10 +71,9 @@ Found = Union[T, Absent, Unreadable]
 
 
 def read(kind: type[T], path: AnyPath, patience: float = 0.0) -> T | Absent | Unreadable:
-    """The record in a file.
+    """Read the record in a file.
 
-    Args:
-        patience: seconds for which a file that cannot be read is looked at again: a stale mount, somebody's editor.
+    patience: seconds for which reading is retried if the file cannot be read, for example because of a stale mount.
     """
     return _patiently(lambda: _read(kind, path), patience)
 
@@ -92,34 +91,33 @@ def read_or_raise(kind: type[T], path: AnyPath) -> T | None:
 
 
 def if_readable(found: T | Absent | Unreadable) -> T | None:
-    """The record; None where there is none and where it cannot be read. For what is shown or merely helps: a decision
-    has to look which of the two it is."""
+    """Return the record; None if it is absent or unreadable. For views and optional information: a decision must
+    distinguish the two."""
     return None if isinstance(found, (Absent, Unreadable)) else found
 
 
 def write(path: AnyPath, value: Any, durable: bool = True) -> None:
-    """Put a record into a file, whole or not at all.
+    """Write a record to a file, whole or not at all.
 
     Args:
-        durable: whether it must outlive a power failure.
+        durable: whether it must survive a power failure.
 
     Raises:
-        OSError: the file is as it was.
-        ValueError: a field does not hold what its type says, or a number that is not finite.
+        OSError: the file is unchanged.
+        ValueError: a field does not match its type, or a number is not finite.
     """
     write_atomic(path, encode(value), durable)
 
 
 def encode(value: Any) -> str:
-    """The text of a record's file. Raises ValueError."""
+    """Return the text of a record's file. Raises ValueError."""
     return json.dumps(to_json(value), indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 
 def decode(kind: type[T], data: bytes, path: AnyPath) -> T | Unreadable:
-    """The record in the content of a file.
+    """Parse the content of a record's file.
 
-    Args:
-        path: of that file, for the complaint.
+    path: of that file, for the message.
     """
     try:
         return from_json(kind, _parse(data))
@@ -128,16 +126,15 @@ def decode(kind: type[T], data: bytes, path: AnyPath) -> T | Unreadable:
 
 
 def append(path: AnyPath, value: Any, durable: bool = False) -> None:
-    """Add a record to a JSON-lines file. Raises OSError, and ValueError as `write` does.
+    """Append a record to a JSON-lines file. Raises OSError, and ValueError as `write` does.
 
-    Args:
-        durable: whether it must outlive a power failure.
+    durable: whether it must survive a power failure.
     """
     append_line(path, encode_line(value), durable)
 
 
 def encode_line(value: Any) -> str:
-    """A record as one line, without a line break. Raises ValueError."""
+    """Return a record as one line, without a line break. Raises ValueError."""
     return json.dumps(to_json(value), sort_keys=True, allow_nan=False)
 
 
@@ -146,11 +143,11 @@ def read_lines(kinds: type[T], path: AnyPath, patience: float = ...) -> Lines[T]
 @overload
 def read_lines(kinds: tuple[type[T], type[S]], path: AnyPath, patience: float = ...) -> Lines[T | S] | Unreadable: ...
 def read_lines(kinds: Any, path: AnyPath, patience: float = 0.0) -> Any:
-    """The records of a JSON-lines file, none where there is no such file; Unreadable where it cannot be read at all.
+    """Read the records of a JSON-lines file; none if it does not exist. Unreadable if it cannot be read at all.
 
     Args:
-        kinds: type of the lines; of two types, told apart by their events.
-        patience: seconds for which a file that cannot be read is looked at again.
+        kinds: type of the lines, or two types with different events.
+        patience: seconds for which reading is retried if the file cannot be read.
     """
     return _patiently(lambda: _read_lines(kinds, path), patience)
 
@@ -160,11 +157,10 @@ def decode_lines(kinds: type[T], data: bytes) -> Lines[T]: ...
 @overload
 def decode_lines(kinds: tuple[type[T], type[S]], data: bytes) -> Lines[T | S]: ...
 def decode_lines(kinds: Any, data: bytes) -> Any:
-    """The records in a part of a JSON-lines file, which begins where a line begins. A last line that only lacks its end
-    counts; empty ones do not.
+    """Parse a part of a JSON-lines file that begins at the start of a line. A last line without a line break counts;
+    empty lines do not.
 
-    Args:
-        kinds: as of `read_lines`.
+    kinds: as for `read_lines`.
     """
     several = kinds if isinstance(kinds, tuple) else (kinds,)
     found: Lines[Any] = Lines([], [])
@@ -184,7 +180,7 @@ def _read(kind: type[T], path: AnyPath) -> T | Absent | Unreadable:
         data = read_bytes(path)
     except (FileNotFoundError, NotADirectoryError):
         return ABSENT
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an impossible file name
         return _failed(path, error)
     return decode(kind, data, path)
 
@@ -220,11 +216,11 @@ def _kind_of(kinds: tuple[Any, ...], value: Any) -> Any:
     for kind in kinds:
         if SHAPES[kind].event == event:
             return kind
-    raise Mismatch("is no line of this file")
+    raise Mismatch("does not belong in this file")
 
 
 def _parse(data: bytes) -> Any:
-    """Raises ValueError, in words that name no file."""
+    """Parse JSON. Raises ValueError with a message that names no file."""
     if not data.strip():
         raise Mismatch("is empty")
     try:
@@ -232,7 +228,7 @@ def _parse(data: bytes) -> Any:
     except RecursionError:
         raise Mismatch("is nested too deeply") from None
     except ValueError as error:
-        raise Mismatch(f"is torn or no JSON ({error})") from None
+        raise Mismatch(f"is torn or not JSON ({error})") from None
 
 
 def _finite(text: str) -> float:

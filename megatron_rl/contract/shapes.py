@@ -1,4 +1,4 @@
-"""What a record type looks like as a JSON object: declared once, by the type itself, and checked in both directions.
+"""JSON form of record types: declared once, by the type itself, and checked in both directions.
 
     @record()
     class Done(NamedTuple):
@@ -9,9 +9,9 @@
     to_json(Done(3, 40, 1e9))             {"version": 1, "attempt": 3, "step": 40, "at": 1e9}
     from_json(Done, {"attempt": "3"})     raises Mismatch: attempt: expected a whole number, got text
 
-Field types: int, float (an int is taken too), str, bool, Any, other records, list and dict[str, ...] of them, and
-`... | None` of any of these. A field whose default is None is left out of the JSON where it is None. Lists and
-dictionaries of a record are not to be changed.
+Field types: int, float (an int is accepted too), str, bool, Any, other records, list and dict[str, ...] of them, and
+`... | None` of any of these. A None field whose default is None is omitted from the JSON. Do not modify lists and
+dictionaries of a record.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
 T = TypeVar("T")
 
-LARGEST_INT = 2**63  # beyond: no count, time or size, but damage; and arithmetic with floats would raise OverflowError
+LARGEST_INT = 2**63  # larger numbers are damage, and would raise OverflowError in arithmetic with floats
 
 
 class Mismatch(ValueError):
-    """A JSON value is not what its record type says; the text says where and how."""
+    """A JSON value does not match its record type; the message says where and how."""
 
 
 class Shape(NamedTuple):
-    """How a record type is written."""
+    """JSON form of a record type."""
 
     version: int | None
     event: str | None
-    rest: str | None  # field that holds all other keys
+    rest: str | None  # field with all other keys
     keys: dict[str, str]  # field -> its key in the JSON; without `rest`
     types: dict[str, Any]  # field -> annotation; without `rest`
     defaults: dict[str, Any]
@@ -53,12 +53,12 @@ def record(
     """Declare a NamedTuple to be a record.
 
     Args:
-        version: raised with every change that an older reader would misunderstand; a further field with a default is
-            none. A newer one is refused, a missing one counts as 1. None: neither written nor looked for, in parts of
-            other records and in lines that people read with tools of their own.
-        event: value of the key `event`, by which the kinds of lines of one file are told apart.
-        keys: field -> its key in the JSON, where that is no Python name.
-        rest: field, a dict[str, Any], that holds all keys that are no other field's, beside these in the JSON.
+        version: raised with every change that older readers would misunderstand; an additional field with a default
+            is not one. Readers reject newer versions; a missing version counts as 1. None: no version, for parts of
+            other records and for lines that people read with their own tools.
+        event: value of the key `event`, which distinguishes the kinds of lines of one file.
+        keys: field -> its key in the JSON, if that is not a Python name.
+        rest: field, a dict[str, Any], with all keys that belong to no other field.
     """
 
     def declare(kind: type[T]) -> type[T]:
@@ -82,14 +82,14 @@ def _type(annotation: Any, module: dict[str, Any]) -> Any:
 
 
 def to_json(value: Any) -> dict[str, Any]:
-    """The JSON object of a record. Raises Mismatch where a field does not hold what its type says."""
+    """Return the JSON object of a record. Raises Mismatch if a field does not match its type."""
     plain: dict[str, Any] = _plain(value)
     from_json(type(value), plain)
     return plain
 
 
 def from_json(kind: type[T], value: Any) -> T:
-    """The record of a JSON object; keys that it does not know are passed over. Raises Mismatch."""
+    """Return the record of a JSON object, ignoring unknown keys. Raises Mismatch."""
     return _read_record(kind, value, "")
 
 
@@ -143,7 +143,7 @@ def _read_record(kind: Any, value: Any, name: str) -> Any:
         if key in value:
             given[field] = _read(shape.types[field], value[key], _below(name, key))
         elif field in shape.defaults:
-            given[field] = copy.copy(shape.defaults[field])  # which nobody shares
+            given[field] = copy.copy(shape.defaults[field])  # a list or dict of its own
         else:
             raise Mismatch(f"{_below(name, key)} is missing")
     if shape.rest is not None:
@@ -154,7 +154,7 @@ def _read_record(kind: Any, value: Any, name: str) -> Any:
 
 def _check_version(known: int, found: Any, name: str) -> None:
     if type(found) is not int or found < 1:
-        raise _mismatch(_below(name, "version"), "a whole number from 1 on", found)
+        raise _mismatch(_below(name, "version"), "a whole number of at least 1", found)
     if found > known:
         raise Mismatch(f"was written by a newer mrl (version {found}, this one knows {known})")
 

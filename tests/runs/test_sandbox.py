@@ -158,7 +158,7 @@ def test_a_regular_expression_that_never_ends_costs_its_answer() -> None:
     [
         ("raise", Ending.ERROR, "ZeroDivisionError"),
         ("set", Ending.WRONG_FORMAT, "set cannot be written as JSON"),
-        ("grow", Ending.KILLED, "most likely of its limit of 0.5 GiB"),
+        ("grow", Ending.KILLED, "probably of its memory limit of 0.5 GiB"),
         ("long", Ending.WRONG_FORMAT, "more than 1048576 bytes"),
     ],
 )

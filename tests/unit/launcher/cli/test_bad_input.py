@@ -57,10 +57,10 @@ def test_a_recipe_that_is_no_file():
     os.mkfifo("pipe.yaml")
     Path("loop.yaml").symlink_to("loop.yaml")
     for file, said in {
-        "pipe.yaml": "pipe.yaml: cannot be read: is no regular file",
-        "/dev/zero": "/dev/zero: cannot be read: is no regular file",
+        "pipe.yaml": "pipe.yaml: cannot be read: is not a regular file",
+        "/dev/zero": "/dev/zero: cannot be read: is not a regular file",
         "loop.yaml": "loop.yaml: cannot be read: Too many levels of symbolic links",
-        ".": ".: cannot be read: is no regular file",
+        ".": ".: cannot be read: is not a regular file",
         "": "RECIPE is empty",
         " ": "RECIPE is empty",
         "x" * 5000: "no recipe is called",

@@ -333,7 +333,11 @@ def test_a_failed_start_leaves_no_copy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "no such file or directory"), ("def score(): ...", "defines no function reward"), ("def", "not valid Python")],
+    [
+        (None, "no such file or directory"),
+        ("def score(): ...", "defines no function reward"),
+        ("def", "not valid Python"),
+    ],
 )
 def test_a_reward_file_that_cannot_be_used_is_refused_with_the_recipe(tmp_path: Path, text: str, said: str) -> None:
     recipe = own_reward(tmp_path)

@@ -198,7 +198,7 @@ def test_a_list_that_is_too_short_is_a_row_without_an_answer(
     assert list(read_questions(DataSet(path=str(file), answer="answers.1"))) == [Question("a", "2")]
     (said,) = caplog.messages
     assert "2 of 3 rows are skipped" in said
-    with pytest.raises(ValueError, match=r"a list or a structure; name the text in it, for example .*answers\.0"):
+    with pytest.raises(ValueError, match=r"a list or an object; name the text inside it, for example .*answers\.0"):
         list(read_questions(DataSet(path=str(file), answer="answers")))
 
 
@@ -245,7 +245,7 @@ def test_answers_that_are_numbers_become_text_and_rows_without_one_are_left_out(
     [
         ({"path": "./nowhere"}, r"data set ./nowhere: no such file or directory"),
         ({"path": "owner/never-fetched"}, r"not on this machine; `mrl prefetch RECIPE` fetches it"),
-        ({"path": "data/train.parquet/more"}, r"neither a name on the hub nor a path that begins with / . or ~"),
+        ({"path": "data/train.parquet/more"}, r"neither a name on the hub nor a path that begins with /, . or ~"),
         ({"question": "text"}, r"there is no column 'text', only problem, answer"),
         ({"question": "problem.0"}, r"data set .*data.parquet: "),
         ({"split": "test", "path": "SAVED"}, r"there is no split 'test', only train"),

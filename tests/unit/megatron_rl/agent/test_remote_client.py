@@ -307,7 +307,7 @@ def test_a_result_survives_the_way_to_the_bit() -> None:
 def test_one_that_says_nothing_is_not_waited_for_longer_than_asked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ConfigurationError, match=r"is not there \(timed out\): start it"):
+        with pytest.raises(ConfigurationError, match=r"is unavailable \(timed out\): start it"):
             AgentClient(url, TOKEN, 60.0).fetch(0.2)
 
 

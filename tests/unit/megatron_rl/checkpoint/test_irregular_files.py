@@ -60,7 +60,7 @@ def test_no_pipe_is_waited_for_among_what_belongs_to_a_tokenizer(
     (source / name).parent.mkdir(exist_ok=True)
     (source / name).unlink(missing_ok=True)
     os.mkfifo(source / name)
-    with pytest.raises(ConfigurationError, match=f"is no regular file: '{source / name}'"):
+    with pytest.raises(ConfigurationError, match=f"is not a regular file: '{source / name}'"):
         to_megatron(source, tmp_path / "m", platform, shard_bytes=SHARD)
     with pytest.raises(ValueError, match=f"tokenizer.path .*{name}"):
         build_tokenizer(TokenizerConfig(path=str(source)))

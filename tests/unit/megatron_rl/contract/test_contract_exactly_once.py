@@ -49,8 +49,8 @@ def test_ordinals_have_no_gaps(tmp_path_factory, sizes):
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([step(1, 0, 2), step(3, 2, 4)], "step 3 where step 2 belongs"),
-        ([step(1, 0, 2), step(1, 0, 2)], "step 1 where step 2 belongs"),
+        ([step(1, 0, 2), step(3, 2, 4)], "step 3 instead of step 2"),
+        ([step(1, 0, 2), step(1, 0, 2)], "step 1 instead of step 2"),
         ([step(1, 0, 2), step(2, 3, 4)], "step 2 settles the prompts from 3 up to 4, the one before ended at 2"),
         ([step(1, 0, 2), step(2, 1, 4)], "step 2 settles the prompts from 1 up to 4, the one before ended at 2"),
         ([step(1, 0, -1)], "step 1 settles the prompts from 0 up to -1"),
@@ -77,5 +77,5 @@ def test_an_unreadable_line_is_named(tmp_path):
 def test_an_unreadable_record_is_not_an_empty_one(tmp_path):
     run = RunDir(tmp_path)
     run.metrics.mkdir()
-    with pytest.raises(NotExactlyOnce, match=r"metrics\.jsonl cannot be used: is no regular file"):
+    with pytest.raises(NotExactlyOnce, match=r"metrics\.jsonl cannot be used: is not a regular file"):
         fates(run)

@@ -100,8 +100,8 @@ def test_what_is_hurt_between_good_lines_is_counted_with_its_number(tmp_path, hu
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ({"event": "pause", "attempt": 1, "at": 1.0}, "is no line of this file"),
-        ({"event": ["start"], "attempt": 1, "at": 1.0}, "is no line of this file"),
+        ({"event": "pause", "attempt": 1, "at": 1.0}, "does not belong in this file"),
+        ({"event": ["start"], "attempt": 1, "at": 1.0}, "does not belong in this file"),
         ({"event": "start", "attempt": 1}, "at is missing"),
         (
             {"event": "start", "attempt": 1, "at": 1.0, "version": 2},

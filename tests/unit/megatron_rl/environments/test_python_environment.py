@@ -135,7 +135,10 @@ def test_rows_are_held_out_and_evaluated_like_any_data_set(tmp_path: Path) -> No
         ),
         ("def reward(): return 0", "reward has no parameter for the response"),
         ("def reward(answer, **columns): return 0", "the response, has the name of a column, answer: rename it"),
-        ("def reward(response, solution): return 0", "needs the column solution, but a row has only prompt, answer, level"),
+        (
+            "def reward(response, solution): return 0",
+            "needs the column solution, but a row has only prompt, answer, level",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_error_at_the_start(tmp_path: Path, source: str, said: str) -> None:

@@ -32,7 +32,7 @@ def own_score(environment: ReasoningGymEnvironment, answer: str, problem: Proble
     """As a scorer says it, without the process around it."""
     from megatron_rl.environments.reasoning_scores import score
 
-    return score(environment._asked(answer, problem.golden))[0]
+    return score(environment._scorer_request(answer, problem.golden))[0]
 
 
 def prompts(environment: ReasoningGymEnvironment, name: str) -> list[str]:
@@ -175,7 +175,7 @@ def test_whatever_stands_before_it_the_last_number_is_found(text: str, number: D
         ({"dataset": "chain_sums"}, r"reasoning-gym has no 'chain_sums' \(did you mean chain_sum\?\)"),
         ({"dataset_args": {"min_term": 2}}, "dataset_args: chain_sum: .*'min_term'"),
         ({"dataset_args": {"min_terms": 3, "max_terms": 2}}, "dataset_args: chain_sum: max_terms must be >= min_terms"),
-        ({"prompt": "{expresion}"}, "prompt: chain_sum has no 'expresion'; there are .*expression.*question"),
+        ({"prompt": "{expresion}"}, "prompt: chain_sum has no field 'expresion', only .*expression.*question"),
     ],
 )
 def test_what_reasoning_gym_does_not_have_is_refused_at_start(arguments: dict[str, Any], said: str) -> None:

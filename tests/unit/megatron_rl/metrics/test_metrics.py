@@ -99,7 +99,7 @@ def test_a_record_that_shows_garbage_is_not_cut_back(tmp_path: Path, damage: sli
     good = "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(1, 6)).encode()
     path.write_bytes(good[: damage.start or 0] + bytes(len(good[damage])) + good[damage][:0])
     before = path.read_bytes()
-    with pytest.raises(OSError, match=r"metrics.jsonl: line \d is torn or no JSON .*, and that of step 5 is missing"):
+    with pytest.raises(OSError, match=r"metrics.jsonl: line \d is torn or not JSON .*, and that of step 5 is missing"):
         cut_back(path, last_step=5)
     assert path.read_bytes() == before
 
@@ -475,7 +475,7 @@ def test_the_record_waits_for_room_and_optional_files_are_left_out(
     record.sync()
     record.close()
     assert [each.step for each in lines(RunDir(small_disk).metrics)] == [1, 2]
-    assert "waits for room" in caplog.text
+    assert "waiting for space" in caplog.text
     assert "a sample of the rollouts is left out" in caplog.text
 
 

@@ -153,7 +153,7 @@ def test_a_pipe_instead_of_the_cache_does_not_block(
     with caplog.at_level(logging.WARNING):
         weights(recipe(), platform)
     assert len(teachings) == 1
-    assert f"{path} cannot be read ([Errno 22] is no regular file" in caplog.text
+    assert f"{path} cannot be read ([Errno 22] is not a regular file" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(
