@@ -1,6 +1,6 @@
-"""What stands in attempts/NNN/, of one attempt alone, and the two lines that the ledger has of it.
+"""Records in attempts/NNN/ of a single attempt, and the ledger's two lines about it.
 
-Times are unix seconds by the writer's clock, durations seconds. A rank is its number in the world of its step. The
+Times are Unix seconds by the writer's clock, durations are seconds. A rank is its number in the world of its step. The
 host side is the batch host's process of a Slurm job or the supervisor of a local run.
 """
 
@@ -14,25 +14,28 @@ from megatron_rl.contract.shapes import record
 
 @record()
 class Drain(NamedTuple):
-    """drain.json: a request to leave at the next safe point. That it is there is the request, whatever it says.
+    """drain.json: a request to leave at the next safe point. The existence of the file is the request, whatever it
+    contains.
 
-    Written by whoever is asked to end the attempt: the host side, `mrl cancel` and `mrl requeue`, mrl-submit at Ctrl-C,
-    a rank that a signal reached alone. Completed by the host side. Read by the host side, rank 0 and the views.
+    Written by the process asked to end the attempt: the host side, `mrl cancel` and `mrl requeue`, mrl-submit at
+    Ctrl-C, or a rank that received a signal. Completed by the host side. Read by the host side, rank 0 and the views.
     """
 
-    cause: str  # one of codes, or of a local run the name of a signal
-    by: str  # who or what asked, in words
+    cause: str  # one of codes; in a local run also the name of a signal
+    by: str  # who or what asked, for people
     at: float
-    deadline: float | None = None  # when the processes are gone; None: nobody knows yet
-    end: float | None = None  # when Slurm ends the job, as it said when it was asked
+    deadline: float | None = None  # when the processes must have ended; None: not known yet
+    end: float | None = None  # when Slurm ends the job, as it answered
 
 
 @record()
 class Outcome(NamedTuple):
-    """outcome.json: that the ranks end in order. Written by rank 0 after its last save, read by the host side."""
+    """outcome.json: the ranks end in order. Written by rank 0 after its last save, read by the host side."""
 
     outcome: str  # FINISHED or DRAINED
-    step: int | None = None  # of the newest checkpoint; None: there is none
+
+
+step: int | None = None  # of the newest checkpoint; None: there is none
 
 
 @record()
@@ -43,9 +46,9 @@ class RankError(NamedTuple):
     host: str
     step: int
     phase: str
-    error: str  # one line; of a bad configuration, its whole message
+    error: str  # one line; for a bad configuration, the whole message
     traceback: str = ""
-    waited: bool = False  # a collective timed out: another rank did not come
+    waited: bool = False  # a collective timed out, because another rank did not join
     log: list[str] = []  # the newest lines of its log, oldest first
     exit_code: int = EXIT_CRASHED
     at: float = 0.0
@@ -53,27 +56,27 @@ class RankError(NamedTuple):
 
 @record()
 class Heartbeat(NamedTuple):
-    """heartbeats/RANK.json: when a rank last got on with its work. Written by a thread of that rank, which goes on
-    while the work hangs; read by the host side."""
+    """heartbeats/RANK.json: the latest progress of a rank. Written by a thread of the rank, which keeps running while
+    its work hangs; read by the host side."""
 
     rank: int
     ranks: int  # of the world
-    host: str | None  # None: of a rank that never sent one, as the host side imagines it
+    host: str | None  # None: a placeholder of the host side for a rank that never sent one
     phase: str  # HEARTBEAT_WAIT: it waits for others; HEARTBEAT_LEFT: it leaves in order
     step: int
-    entered: int  # phases so far; all ranks enter the same ones in the same order
-    at: float  # of the last sign of work
+    entered: int  # number of phases entered; all ranks enter the same ones in the same order
+    at: float  # when the rank last made progress
     written: float
-    every: float  # seconds to the next one
+    every: float  # seconds until the next one
 
 
 @record()
 class Hang(NamedTuple):
-    """hang.json: the rank that was silent for too long. Written by the host side before it ends the ranks for it, read
-    by it when it judges the attempt."""
+    """hang.json: the rank that was silent for too long. Written by the host side before it kills the ranks for it, and
+    read by the host side when it judges the attempt."""
 
     rank: int
-    host: str | None  # None: it never said a word
+    host: str | None  # None: it never sent a heartbeat
     phase: str
     step: int
     silent_s: float
@@ -82,18 +85,18 @@ class Hang(NamedTuple):
 
 @record()
 class Kernels(NamedTuple):
-    """kernels.json: what does the work of the device. Written by rank 0 when it starts, for people."""
+    """kernels.json: kernels and libraries in use on the device. Written by rank 0 when it starts, for people."""
 
     transformer_impl: str  # transformer_engine or local
-    reason: str  # why that one
-    attention: str  # in words
-    fp8: str | None = None  # format of the layers' products; None: the model's own type
-    decoding: str = ""  # in words: by graphs or operation by operation, and why
+    reason: str  # reason for that choice
+    attention: str  # for people
+    fp8: str | None = None  # format of the layers' matrix products; None: the model's own type
+    decoding: str = ""  # for people: whether CUDA graphs are used, and why
 
 
 @record()
 class Progress(NamedTuple):
-    """progress.json: what rank 0 is doing. Written by it, read by the live view."""
+    """progress.json: the current phase of rank 0. Written by rank 0, read by the live view."""
 
     phase: str
     step: int
@@ -101,63 +104,63 @@ class Progress(NamedTuple):
 
 @record()
 class NodeAssignment(NamedTuple):
-    """nodes.json: which node does what. Written by the host side before the steps start, read by it and by
-    `mrl attach`."""
+    """nodes.json: the assignment of nodes to steps. Written by the host side before the steps start; read by the host
+    side and by `mrl attach`."""
 
-    working: int  # nodes of the plan that this attempt follows; 0: too few are fit for any
+    working: int  # nodes of the plan that this attempt follows; 0: too few are healthy for any plan
     steps: dict[str, list[str]]  # step -> its hosts, in the order of the plan's nodes
-    spare: list[str]  # fit and idle
-    bad: dict[str, str]  # host -> why it is not used
+    spare: list[str]  # healthy and idle
+    bad: dict[str, str]  # host -> reason why it is not used
 
 
 @record()
 class Marks(NamedTuple):
-    """marks.json: how far the start of an attempt got. Written by the host side, read by its goodput."""
+    """marks.json: milestones of the start of an attempt. Written by the host side, read by its goodput."""
 
-    image: float | None = None  # when the container image was there
+    image: float | None = None  # when the container image was available
     ready: float | None = None  # when the nodes had been chosen, and the ranks were about to start
 
 
 @record()
 class Requeued(NamedTuple):
-    """requeued.json: that what the ledger's end intends was done about the job, or what of it could not be. Written by
-    the host side that ends the attempt, read by that of the next one and by `mrl status`."""
+    """requeued.json: the action that the ledger's end intends was taken on the job, or why it failed. Written by the
+    host side that ends the attempt, read by that of the next one and by `mrl status`."""
 
     at: float
-    avoided: list[str] | None = None  # nodes that the job stays away from; None: undecided
-    problem: str | None = None  # what Slurm or the disk refused
-    queued: bool = True  # whether Slurm has the job, or its successor, in its queue
-    postponed: bool = True  # whether it waits there until the ledger's `not_before`, where that is given
+    avoided: list[str] | None = None  # nodes that the job avoids; None: undecided
+    problem: str | None = None  # what Slurm or the disk rejected
+    queued: bool = True  # whether the job, or its successor, is in Slurm's queue
+    postponed: bool = True  # whether it waits until the ledger's `not_before`, if that is set
 
 
 @record()
 class NodeHealth(NamedTuple):
-    """health/HOST.json: whether a node is fit to compute. Written by the check on that node, read by the batch host."""
+    """health/HOST.json: the health of a node. Written by the check on that node, read by the batch host."""
 
     host: str
     at: float
     ok: bool
-    problems: list[str]  # why it is not
-    skipped: list[str] = []  # what could not be looked at
+    problems: list[str]  # reasons why it is not
+    skipped: list[str] = []  # checks that could not run
     gpus: int | None = None
     shm_free_mib: int | None = None
-    canary_s: float | None = None  # a megabyte to the shared file system and back
+    canary_s: float | None = None  # seconds to write and read a megabyte on the shared file system
     network_gbps: float | None = None  # Gb/s of all active ports of its RDMA adapters
 
 
 @record(version=None)
 class AllReduce(NamedTuple):
-    """What the slowest rank of a group measured, or why nobody could."""
+    """Measurement of the slowest rank of a group, or the reason why there is none."""
 
-    gbps: float | None = None  # bus bandwidth, 1e9 bytes a second
+    gbps: float | None = None  # bus bandwidth, 1e9 bytes per second
     seconds: float | None = None  # of one all-reduce
     error: str | None = None
-    tflops: float | None = None  # of matrix products on this GPU alone, 1e12 a second; not on CPUs
+    tflops: float | None = None  # matrix products on this GPU alone, 1e12 operations per second; not on CPUs
 
 
 @record(version=None)
 class PairAllReduce(NamedTuple):
-    """The same of two neighbouring nodes."""
+    """Measurement of two neighbouring nodes."""
 
     hosts: list[str]
     gbps: float | None = None
@@ -167,20 +170,20 @@ class PairAllReduce(NamedTuple):
 
 @record()
 class FabricReport(NamedTuple):
-    """fabric.json: what the all-reduce between the nodes found. Written by its rank 0, read by the batch host."""
+    """fabric.json: results of the all-reduce check between the nodes. Written by its rank 0, read by the batch host."""
 
-    hosts: list[str]  # all of whose ranks came
-    bad: dict[str, str]  # host -> why it must not be used
+    hosts: list[str]  # hosts whose ranks all joined
+    bad: dict[str, str]  # host -> reason why it must not be used
     whole: AllReduce | None = None  # of all of them together
-    pairs: list[PairAllReduce] = []  # where the whole was bad
+    pairs: list[PairAllReduce] = []  # measured only if the whole was bad
     unexplained: bool = False  # the whole was bad, and no single node explains it
     slower_than: float | None = None  # gbps below which a group is bad
-    seconds: float = 0.0  # that the check took
+    seconds: float = 0.0  # duration of the check
 
 
 @record()
 class Address(NamedTuple):
-    """addresses/NAME.json: where a listener of this attempt is reached. Written by it, read by those who call it."""
+    """addresses/NAME.json: the address of a listener of this attempt. Written by the listener, read by its clients."""
 
     host: str
     port: int
@@ -188,92 +191,94 @@ class Address(NamedTuple):
 
 @record()
 class ReplicaAddress(NamedTuple):
-    """replicas/K/address.json: where an inference replica is asked, once it can be. Written by its rank 0, read by the
-    ranks that train."""
+    """replicas/K/address.json: the address of an inference replica that accepts requests. Written by its rank 0, read
+    by the training ranks."""
 
     replica: int
-    start: int  # how often it was started in this attempt before
+    start: int  # number of earlier starts in this attempt
     host: str
     port: int
     ranks: int
     digest: str  # SHA-256 of its resolved.yaml
-    protocol: int  # of what is said there
+    protocol: int  # version of the protocol
     at: float
 
 
 @record()
 class ReplicaState(NamedTuple):
-    """replicas/K/state.json: what the host side makes of an inference replica. Written by it with every change; read by
-    the ranks that train, which wait for none that is given up, by the judge of the attempt's end and by the views."""
+    """replicas/K/state.json: the host side's view of an inference replica. Written by the host side with every change;
+    read by the training ranks, which wait for no replica that is given up, by the judge of the attempt's end and by the
+    views."""
 
     replica: int
     state: str  # one of codes
     starts: int  # in this attempt
     at: float  # since when
-    hosts: list[str] = []  # that it runs on; a local run names none
-    why: str | None = None  # how it ended last, with its rank; None: it never has
-    misconfigured: bool = False  # and by that it would end so again
-    job: str | None = None  # id of the Slurm job of its own that runs it; None: it runs in that of the attempt
+    hosts: list[str] = []  # hosts of the replica; empty in a local run
+    why: str | None = None  # how it ended last, with its rank; None: it never ended
+    misconfigured: bool = False  # whether it would end the same way again
+    job: str | None = None  # id of its own Slurm job; None: it runs in the attempt's job
 
 
 @record(version=None)
 class TimelineLine(NamedTuple):
-    """A line of timeline.jsonl: a stretch of time since the line before it. Written by rank 0, read by goodput and by
-    what shows the record elsewhere."""
+    """A line of timeline.jsonl: the stretch of time since the line before it. Written by rank 0; read by goodput and by
+    exporters of the record."""
 
     at: float  # mean over the ranks
     step: int
     seconds: dict[str, float]  # category -> seconds, summed over all ranks
-    began: float | None = None  # in the first line: when the ranks began, mean over them
+    began: float | None = None  # in the first line: when the ranks began, mean over the ranks
     ranks: int | None = None  # in the first line
-    resumed: int | None = None  # in the line that follows the load: step of the checkpoint that was gone on from
+    resumed: int | None = None  # in the first line after loading: step of the resumed checkpoint
 
 
 @record(event="start")
 class AttemptStart(NamedTuple):
-    """The line of attempts.jsonl for the start of an attempt. Written by the host side; read by it, by `mrl status` and
-    by rank 0, which judges by the ledger how often to save."""
+    """Line of attempts.jsonl for the start of an attempt. Written by the host side; read by the host side, by `mrl
+    status` and by rank 0, which derives the save interval from the ledger."""
 
     attempt: int
     at: float
-    host: str = ""  # that writes this
+    host: str = ""  # host of the writer
     job_id: str | None = None  # of Slurm; None: a local run
     cluster: str | None = None
-    restart: int = 0  # how often Slurm had requeued the job
+    restart: int = 0  # number of times that Slurm had requeued the job
     nodes: list[str] = []  # of the allocation
     gpus: int | None = None  # of the allocation
     submitted_at: float | None = None
     held_since: float | None = None  # when the allocation began
     pid: int | None = None  # of the supervisor of a local run
     ranks: int | None = None  # of a local run
-    generating: int = 0  # of its GPUs or ranks, those that only generate
+    generating: int = 0  # number of its GPUs or ranks that only generate
 
 
 @record(event="end")
 class AttemptEnd(NamedTuple):
-    """The line of attempts.jsonl for the end of an attempt: how it ended, and what is to become of the job. Written by
-    the host side, of the same start or of the next one; read as AttemptStart is."""
+    """Line of attempts.jsonl for the end of an attempt: how it ended, and what happens to the job next. Written by the
+    host side of the same start or of the next one; read like AttemptStart."""
 
     attempt: int
     at: float
     outcome: str  # one of codes
-    host: str = ""  # that ran the attempt
-    step: int | None = None  # safe on disk (finished, drained), or where it happened
+    host: str = ""  # host that ran the attempt
+    step: int | None = None  # saved step (finished, drained), or step of the failure
     error: str | None = None  # one line
-    rank: int | None = None  # whose error it is
-    node: str | None = None  # where that rank was
-    phase: str | None = None  # what it was doing
-    hung: bool = False  # it said nothing any more, and the ranks were ended for it
-    checkpoint: int = 0  # step of the newest checkpoint then; 0: none
-    cause: str | None = None  # one of codes, or of a local run the name of a signal; None: nobody asked it to end
-    then: str | None = None  # what becomes of the job (launcher.host.judge.policy); None: a local run
-    why: str = ""  # it is held, or what somebody can do
-    crashes: int = 0  # without a new checkpoint, this one included
-    excluded: list[str] = []  # nodes that the job should not get again
+    rank: int | None = None  # rank of the error
+    node: str | None = None  # node of that rank
+    phase: str | None = (
+        None  # phase of that rank    hung: bool = False  # it stopped responding, and the ranks were killed for it
+    )
+    checkpoint: int = 0  # step of the newest checkpoint at that time; 0: none
+    cause: str | None = None  # one of codes; in a local run also the name of a signal; None: nobody asked it to end
+    then: str | None = None  # next action on the job (launcher.host.judge.policy); None: a local run
+    why: str = ""  # why the job is held, or advice for the user
+    crashes: int = 0  # consecutive crashes without a new checkpoint, including this one
+    excluded: list[str] = []  # nodes that the job should avoid
     not_before: float | None = None  # when it may start again
     exit_code: int | None = None  # of the batch script
     job_id: str | None = None
-    seconds: float | None = None  # of the attempt; None: whoever ran it could not say, this was written later
+    seconds: float | None = None  # duration of the attempt; None: unknown, because this line was written later
 
 
 LedgerLine = Union[AttemptStart, AttemptEnd]
@@ -283,9 +288,9 @@ LEDGER = (AttemptStart, AttemptEnd)
 
 @record(version=None, rest="values")
 class MetricsLine(NamedTuple):
-    """A line of metrics.jsonl, one a step, or of evaluations.jsonl, one an evaluation: {"step": 1, "loss": 0.2, ...}.
-    Written by rank 0; read by the views, the report, the exactly-once checker, and by people with tools of their own,
-    for whom it stays one flat object without a version."""
+    """A line of metrics.jsonl (one per step) or of evaluations.jsonl (one per evaluation): {"step": 1, "loss": 0.2,
+    ...}. Written by rank 0; read by the views, the report and the exactly-once checker. It is one flat object without a
+    version, because people read it with their own tools."""
 
     step: int
-    values: dict[str, Any]  # name in metrics/names.py -> value; never a number that is not finite
+    values: dict[str, Any]  # name in metrics/names.py -> value; numbers are finite

@@ -1,11 +1,11 @@
-"""Signs in a run's record that nothing is learned, or that something is lost: pure rules over lines of metrics.jsonl.
+"""Warnings that a run learns nothing or loses something: pure rules over lines of metrics.jsonl.
 
     watch = Watch()
-    began = watch.add(line)     # for every line of the record, in order; the warnings that begin with it
-    watch.warnings              # those that hold now
+    new = watch.add(line)       # for every line of the record, in order; returns the warnings that start with it
+    watch.warnings              # the current warnings
 
-Rank 0 logs a warning when it begins; the live view, `mrl status` and the summary of a run show those that hold. A
-warning changes nothing else: the run goes on, and its exit code is the same.
+Rank 0 logs a warning when it starts; the live view, `mrl status` and the summary of a run show the current ones. A
+warning has no other effect: the run continues with the same exit code.
 """
 
 from __future__ import annotations
@@ -18,45 +18,46 @@ from typing import Callable, NamedTuple, Optional
 from megatron_rl.contract.attempt_records import MetricsLine
 
 WINDOW = 10
-"""Steps that most rules look back: enough that one odd batch is no warning, few enough to be told early."""
+"""Steps that most rules look back: enough to ignore one odd batch, few enough to warn early."""
 LEAST = 3
-"""Steps before a rule judges a mean: the first batches of a small run may all be odd."""
+"""Fewest steps of a mean: the first batches of a small run may all be odd."""
 SIGNAL_SHARE = 0.1
-"""Groups with signal, over the share of answers that are not right. A wrong answer among right ones gives its group a
-signal, so this is about 1 or above while a policy improves, also near the end; below 0.1 nine wrong answers in ten are
-in groups that teach nothing."""
+"""Groups with signal, divided by the share of wrong answers. A wrong answer among right ones gives its group a signal,
+so the ratio is about 1 or above while a policy improves, even near the end. Below 0.1 nine of ten wrong answers are in
+groups that teach nothing."""
 TRUNCATED_SHARE = 0.5
-"""Answers cut at the limit. Long reasoning often begins with a third of them; beyond half, most rewards are of answers
-that never came to their end."""
+"""Share of answers cut at the length limit. Long reasoning often starts with a third; above half, most rewards are of
+unfinished answers."""
 LOST_SHARE = 0.01
-"""Answers lost. A sandbox or a judge that times out now and then loses one in a thousand; more is a fault."""
+"""Share of lost answers. Occasional time-outs of a sandbox or a judge lose one in a thousand; more is a fault."""
 NONFINITE_SHARE = 0.001
-"""Sampled tokens without a finite log-prob. Rounding may cost one in a million its probability."""
+"""Share of sampled tokens without a finite log-prob. Rounding may cause one in a million."""
 DROPPED_SHARE = 0.05
-"""Prompts dropped, beside those without signal. Those that are known to be too long are left out before training."""
+"""Share of dropped prompts, apart from those without signal. Prompts known to be too long are excluded before
+training."""
 LARGEST_LOSS = 1e3
-"""A GRPO loss is a mean of advantages of about 1, times ratios that are clipped around 1."""
+"""Largest plausible loss. A GRPO loss is a mean of advantages of about 1, times ratios that are clipped around 1."""
 LARGEST_GRAD_NORM = 1e4
-"""Norms before clipping are 0.01 to 10, in outliers a few hundred."""
+"""Largest plausible gradient norm. Norms before clipping are 0.01 to 10, outliers a few hundred."""
 LARGEST_LEARNING_RATE = 0.1
-"""Adam moves every weight by about the learning rate; weights of a transformer are 0.01 to 1."""
+"""Largest plausible learning rate. Adam moves every weight by about the learning rate; a transformer's weights are 0.01
+to 1."""
 TREND_STEPS = 300
-"""Steps before the first and the last quarter of a run are compared: the demo with a lag spends its first 200 on a
-dip."""
+"""Steps before the first and the last quarter of a run are compared: the demo with a lag has a dip in its first 200."""
 SOLVED = 0.9
-"""Right answers, as a share, from which on rewards need not rise any more."""
+"""Share of right answers above which rewards need not rise any more."""
 
 
 NO_SIGNAL = "no signal"
-"""Reason in dropped_ordinals for prompts that dynamic sampling passed over, which it is there to do."""
+"""Reason in dropped_ordinals for prompts rejected by dynamic sampling, which is intended."""
 
 
 class LearningWarning(NamedTuple):
-    """Something that a rule has seen."""
+    """Observation of a rule."""
 
     name: str  # of the rule
     since: int  # step at which it began
-    seen: str  # what is seen, with numbers
+    seen: str  # the observation, with numbers
     look: str  # recipe keys and files to look at
 
     def __str__(self) -> str:
@@ -64,7 +65,7 @@ class LearningWarning(NamedTuple):
 
 
 Found = Optional[tuple[int, str]]
-"""First step at which a rule's condition is seen in the window, and what is seen; None: nothing."""
+"""First step of the window at which a rule's condition holds, and the observation; None: it does not hold."""
 
 
 class Rule(NamedTuple):
@@ -88,23 +89,23 @@ READ = (
     "skipped_updates",
     "truncated_ratio",
 )
-"""Metrics that the rules read, beside failed_rollouts_by_reason, dropped_ordinals and the ordinals of a step."""
+"""Metrics that the rules read, besides failed_rollouts_by_reason, dropped_ordinals and the ordinals of a step."""
 
 
 class Recent:
-    """The newest steps of a record, at most WINDOW, and the mean rewards of all."""
+    """The newest steps of a record, at most WINDOW, and the mean rewards of all steps."""
 
     def __init__(self) -> None:
         self.steps: deque[int] = deque(maxlen=WINDOW)
         self.reasons: deque[dict[str, int]] = deque(maxlen=WINDOW)
-        """Answers lost in each step."""
+        """Lost answers of each step, by reason."""
         self.dropped: deque[tuple[int, float, dict[str, int]]] = deque(maxlen=WINDOW)
-        """Each step, the prompts that it settled, and those of them that were dropped, by reason."""
+        """Each step, the number of prompts it settled, and its dropped prompts by reason."""
         self._columns: dict[str, deque[tuple[int, float | None]]] = {name: deque(maxlen=WINDOW) for name in READ}
         self.rewards = [(0.0, 0.0)]
         """Sums of the first 0, 1, 2, ... mean rewards, and of their squares."""
         self.varied = False
-        """Whether answers of one step have ever earned rewards that differ."""
+        """Whether the answers of any step have had different rewards."""
 
     def add(self, line: MetricsLine) -> None:
         self.steps.append(line.step)
@@ -128,27 +129,27 @@ class Recent:
         return f"the last {len(self.steps)} steps" if len(self.steps) > 1 else "the last step"
 
     def values(self, name: str) -> list[float]:
-        """Values of the steps that have one."""
+        """Return the values of the steps that have one."""
         return [value for _, value in self._columns[name] if value is not None]
 
     def mean(self, name: str) -> float | None:
-        """None where fewer than LEAST steps have a value."""
+        """Return the mean; None if fewer than LEAST steps have a value."""
         values = self.values(name)
         return sum(values) / len(values) if len(values) >= LEAST else None
 
     def steps_without(self, name: str) -> list[int]:
-        """Steps that an update was made in and whose value is absent: numbers that are not finite are not recorded."""
+        """Return the steps with an update whose value is missing: numbers that are not finite are not recorded."""
         trained = {step for step, rate in self._columns["learning_rate"] if rate is not None}
         return [step for step, value in self._columns[name] if value is None and step in trained]
 
     def since(self, name: str, least: float) -> int:
-        """First of the steps whose value is at least that much, either way from 0."""
+        """Return the first step whose absolute value is at least `least`."""
         large = (step for step, value in self._columns[name] if value is not None and abs(value) >= least)
         return next(large, self.steps[0])
 
 
 def number(line: MetricsLine, name: str) -> float | None:
-    """A value of one step; None where it was not finite, or not measured in that step."""
+    """Return a value of one step; None if it was not finite or not measured."""
     value = line.values.get(name)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
@@ -216,7 +217,7 @@ def _nonfinite_tokens(recent: Recent) -> Found:
     sampled = sum(recent.values("answers")) * (recent.mean("answer_length") or 0)
     if not tokens or tokens < NONFINITE_SHARE * sampled:
         return None
-    said = f"{tokens:.0f} tokens of {recent.span} were left out, because a log-prob of theirs was not finite"
+    said = f"{tokens:.0f} tokens of {recent.span} were excluded, because a log-prob was not finite"
     return recent.since("nonfinite_tokens", 1), said
 
 
@@ -231,7 +232,7 @@ def _too_large(name: str, what: str, limit: float) -> Callable[[Recent], Found]:
 
 def _zero_gradient(recent: Recent) -> Found:
     norm, signal = recent.mean("grad_norm"), recent.mean("nonzero_groups_ratio")
-    if norm is None or norm > 0 or not signal:  # a gradient of 0 for want of signal is another rule's
+    if norm is None or norm > 0 or not signal:  # the rule no-signal covers a zero gradient without signal
         return None
     said = "The gradient of {} was zero, although rewards differed in {:.0%} of the groups"
     return recent.steps[0], said.format(recent.span, signal)
@@ -256,7 +257,8 @@ def _reward_not_rising(recent: Recent) -> Found:
 
 
 def _mean_and_error(low: tuple[float, float], high: tuple[float, float], count: int) -> tuple[float, float]:
-    """Mean of `count` values and its standard error, from the sums of values and of squares before and after them."""
+    """Return the mean of `count` values and its standard error, from the sums of values and of squares before and after
+    them."""
     mean, squares = (high[0] - low[0]) / count, (high[1] - low[1]) / count
     return mean, sqrt(max(0.0, squares - mean * mean) / count)
 
@@ -304,7 +306,7 @@ class Watch:
         return [self._warnings[rule.name] for rule in RULES if rule.name in self._warnings]
 
     def add(self, line: MetricsLine) -> list[LearningWarning]:
-        """The warnings that begin with a line. One that goes on keeps the step since which it holds."""
+        """Add a line; return the warnings that start with it. A continuing warning keeps its first step."""
         self._recent.add(line)
         before, self._warnings = self._warnings, {}
         for rule in RULES:
@@ -316,7 +318,7 @@ class Watch:
 
 
 def warnings_of(lines: Iterable[MetricsLine]) -> list[LearningWarning]:
-    """The warnings that hold at the end of a record."""
+    """Return the warnings that hold at the end of a record."""
     watch = Watch()
     for line in lines:
         watch.add(line)

@@ -31,7 +31,7 @@ def test_the_formats_of_the_data_sets(row: Any, tests: Tests) -> None:
     "text", ["", "7", "{'inputs': []}", "[]", '{"inputs": [1], "outputs": []}', '{"inputs": [], "outputs": []}', "null"]
 )
 def test_what_is_no_test_is_an_error_that_shows_it(text: str) -> None:
-    with pytest.raises(ValueError, match="invalid tests|list of tests is empty"):
+    with pytest.raises(ValueError, match=r"invalid tests|list of tests is empty"):
         parse_tests(text)
 
 
