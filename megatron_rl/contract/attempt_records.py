@@ -33,9 +33,7 @@ class Outcome(NamedTuple):
     """outcome.json: the ranks end in order. Written by rank 0 after its last save, read by the host side."""
 
     outcome: str  # FINISHED or DRAINED
-
-
-step: int | None = None  # of the newest checkpoint; None: there is none
+    step: int | None = None  # of the newest checkpoint; None: there is none
 
 
 @record()
@@ -266,9 +264,8 @@ class AttemptEnd(NamedTuple):
     error: str | None = None  # one line
     rank: int | None = None  # rank of the error
     node: str | None = None  # node of that rank
-    phase: str | None = (
-        None  # phase of that rank    hung: bool = False  # it stopped responding, and the ranks were killed for it
-    )
+    phase: str | None = None  # phase of that rank
+    hung: bool = False  # it stopped responding, and the ranks were killed for it
     checkpoint: int = 0  # step of the newest checkpoint at that time; 0: none
     cause: str | None = None  # one of codes; in a local run also the name of a signal; None: nobody asked it to end
     then: str | None = None  # next action on the job (launcher.host.judge.policy); None: a local run

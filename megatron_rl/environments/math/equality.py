@@ -233,9 +233,8 @@ def _values(formulas: Sequence[str], names: Sequence[str]) -> list[tuple[Number,
     draw, found = random.Random(0), []
     kinds: list[Callable[[], Fraction]] = [
         lambda: Fraction(draw.randint(3, 400), draw.choice((7, 11, 13))),  # for roots and logarithms
-        lambda: Fraction(
-            draw.randint(3, 20)
-        ),  # for factorials        lambda: Fraction(draw.randint(1, 99), 101),  # for inverse sines
+        lambda: Fraction(draw.randint(3, 20)),  # for factorials
+        lambda: Fraction(draw.randint(1, 99), 101),  # for inverse sines
         lambda: Fraction(draw.choice((-1, -1, 1)) * draw.randint(3, 400), 17),  # for absolute values
     ]
     for kind in kinds * POINTS:
