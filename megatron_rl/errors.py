@@ -1,6 +1,7 @@
-"""Errors that no retry mends, and where in a task's own code an error arose: its environment, reward function or agent.
+"""Errors that no retry fixes, and the location of errors in a task's own code: its environment, reward function or
+agent.
 
-Whoever wrote that code needs its file and line; the frames of mrl that called it help nobody.
+The author of that code needs its file and line, not the frames of mrl that called it.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ from traceback import FrameSummary, StackSummary
 
 PACKAGE = Path(__file__).resolve().parent
 SEAM = tuple(str(PACKAGE / room) + "/" for room in ("agent", "environments"))
-"""Rooms that a task's code builds on: what they raise, they raise about it."""
+"""Rooms that a task's code builds on: errors raised there are about the task."""
 LIBRARIES = ("/site-packages/", "/dist-packages/")
 STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 SOURCE_LIMIT = 120
-"""Characters of a line of source in a headline."""
+"""Longest source line in a headline, in characters."""
 
 
 _task_code: set[str] = set()
-"""Files and folders of installed packages that a task's code is in."""
+"""Files and folders of installed packages that contain a task's code."""
 
 
 class ConfigurationError(ValueError):
-    """The recipe cannot run as it stands; the message says what to change. Ends a rank with EXIT_CONFIG."""
+    """The recipe cannot run as it is; the message says what to change. Ends a rank with EXIT_CONFIG."""
 
 
 class TaskFailed(RuntimeError):
-    """A task's code has failed, and its error is not at hand any more: it was counted, or is another rank's."""
+    """A task's code failed, and the original exception is unavailable: it was counted, or raised in another rank."""
 
     def __init__(self, message: str, trace: str = "") -> None:
-        """trace: of the task's code, as `own_trace` has it."""
+        """trace: traceback of the task's code: see `own_trace`."""
         super().__init__(message)
         self.trace = trace
 
 
 def note_task_code(module: str) -> None:
-    """Take the package of a loaded module, which an environment is defined in, for the task's own code, though it is
+    """Register the package of a loaded module, which defines an environment, as the task's own code even if it is
     installed among libraries."""
     file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None) or ""
     folder, _, name = file.rpartition("/")
@@ -48,7 +49,8 @@ def note_task_code(module: str) -> None:
 
 
 def own_place(error: BaseException) -> str:
-    """Place of an error in the task's code, `reward.py:12: return row["answr"]`; empty where it is not its own."""
+    """Return the location of an error in the task's code, such as `reward.py:12: return row["answr"]`; empty if it
+    arose elsewhere."""
     found = _own(error)
     if found is None:
         return ""
@@ -58,24 +60,24 @@ def own_place(error: BaseException) -> str:
 
 
 def own_trace(error: BaseException) -> str:
-    """Traceback of an error from the task's first frame on; empty where it is not its own."""
+    """Return the traceback of an error from the task's first frame on; empty if it arose elsewhere."""
     if isinstance(error, TaskFailed):
         return error.trace
     found = _own(error)
     if found is None:
         return ""
     cause, _ = found
-    told = traceback.TracebackException.from_exception(cause)
-    frames = [*told.stack]
+    summary = traceback.TracebackException.from_exception(cause)
+    frames = [*summary.stack]
     first = next((place for place, frame in enumerate(frames) if _is_own(frame.filename)), len(frames))
-    told.stack = StackSummary.from_list(frames[first:])
-    return "".join(told.format(chain=False))
+    summary.stack = StackSummary.from_list(frames[first:])
+    return "".join(summary.format(chain=False))
 
 
 def _own(error: BaseException) -> tuple[BaseException, FrameSummary] | None:
-    """The newest frame of the task's code in an error or in what caused it, and whose that is.
+    """Return the error or cause that has a frame in the task's code, with the innermost such frame.
 
-    What mrl itself raised while the task called it, an engine that failed for example, is not the task's.
+    Errors that mrl raised while the task called it, such as a failing engine, are not the task's.
     """
     for cause in _chain(error):
         if isinstance(cause, SyntaxError) and cause.filename and _is_own(cause.filename):
@@ -88,7 +90,7 @@ def _own(error: BaseException) -> tuple[BaseException, FrameSummary] | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and what caused it, newest first."""
+    """Yield an error and its causes, newest first."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -102,7 +104,7 @@ def _is_core(file: str) -> bool:
 
 
 def _is_own(file: str) -> bool:
-    """Whether a file is the task's: neither mrl's nor a library's."""
+    """Whether a file belongs to the task, not to mrl or a library."""
     library = _is_ours(file) or file.startswith((STDLIB, "<")) or any(part in file for part in LIBRARIES)
     return not library or file.startswith((*_task_code,))
 

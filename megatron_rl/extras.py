@@ -1,6 +1,7 @@
-"""Optional packages of mrl: what an extra of pyproject.toml brings, what of it is missing here, how to install it.
+"""Optional packages of mrl: requirements of the extras in pyproject.toml, missing ones, and the command that installs
+them.
 
-Reads the metadata of installed distributions and imports none of them: a package may take seconds to import.
+Reads only the metadata of installed distributions: importing a package may take seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _EXTRA = re.compile(r"""\bextra\s*==\s*["']([^"']+)["']""")
 
 @cache
 def requirements(extra: str) -> tuple[str, ...]:
-    """Requirements of an extra as pip reads them, without their condition: `torch>=2.7`; none where mrl itself is not
+    """Return the requirements of an extra as pip reads them, without markers, such as `torch>=2.7`; none if mrl is not
     installed."""
     ours = _distribution(OURS)
     found: list[str] = []
@@ -35,25 +36,25 @@ def requirements(extra: str) -> tuple[str, ...]:
 
 
 def names(extra: str) -> tuple[str, ...]:
-    """Names of the distributions that an extra brings."""
+    """Return the names of the distributions of an extra."""
     return tuple(match[1] for one in requirements(extra) if (match := _REQUIREMENT.match(one)))
 
 
 def is_installed(name: str) -> bool:
-    """Whether a distribution is installed where this process imports from."""
+    """Whether a distribution is installed for this interpreter."""
     return _distribution(name) is not None
 
 
 def missing(extras: Iterable[str]) -> list[str]:
-    """Names of the distributions of these extras that are not installed, each once."""
+    """Return the names of the missing distributions of these extras, each once."""
     wanted = dict.fromkeys(name for extra in extras for name in names(extra))
     return [name for name in wanted if not is_installed(name)]
 
 
 def install_command(*extras: str) -> str:
-    """The shell command that installs extras of mrl from where mrl itself was installed.
+    """Return the shell command that installs extras of mrl from the source of the present installation.
 
-    No package index knows this mrl: somebody else owns that name there.
+    mrl is not on any package index: another project owns that name.
     """
     source = _source()
     if source is None:
@@ -65,16 +66,17 @@ def install_command(*extras: str) -> str:
 
 
 class _Source(NamedTuple):
-    """Source that mrl was installed from."""
+    """Source of the mrl installation."""
 
     url: str
     folder: str | None
-    """The directory that the URL names: a clone; None: it names an archive or a repository."""
+    """Directory of the URL, a clone; None: the URL is an archive or a repository."""
     editable: bool
 
 
 def _source() -> _Source | None:
-    """The source on record in direct_url.json, which pip writes (PEP 610); None: from an index, or not by pip."""
+    """Return the source recorded in direct_url.json, which pip writes (PEP 610); None: installed from an index, or not
+    by pip."""
     ours = _distribution(OURS)
     text = ours.read_text("direct_url.json") if ours else None
     try:

@@ -1,1 +1,1 @@
-"""Pure: GRPO's formulas on tensors and lists."""
+"""GRPO's formulas as pure functions of tensors and lists."""

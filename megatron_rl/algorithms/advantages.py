@@ -1,4 +1,4 @@
-"""Advantages: each answer is judged against the other answers to the same prompt, or against all of the batch."""
+"""Advantages: the reward of each answer relative to the other answers to its prompt, or to all answers of the batch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from megatron_rl.algorithms.signal import SIGNAL_SPREAD, has_signal
 
 STD_EPSILON = 1e-4
-"""Added to the standard deviation that advantages are divided by."""
+"""Added to the standard deviation by which advantages are divided."""
 
 
 class RewardMoments(NamedTuple):
-    """The rewards of some answers, as far as a baseline needs them."""
+    """Moments and extremes of the rewards of some answers, for a baseline."""
 
     answers: float = 0.0
     total: float = 0.0
     squares: float = 0.0
-    """Sum of their squares."""
+    """Sum of squares."""
     lowest: float = math.inf
     highest: float = -math.inf
 
     @classmethod
     def of(cls, rewards: Tensor) -> RewardMoments:
-        """rewards: [answers], any floating type."""
+        """Return the moments of rewards, [answers] of any floating type."""
         if not len(rewards):
             return cls()
         exact = rewards.detach().double()
@@ -35,21 +35,21 @@ class RewardMoments(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Iterable[RewardMoments]) -> RewardMoments:
-        """Of the answers of all parts."""
+        """Return the moments of the answers of all parts."""
         answers, total, squares, lowest, highest = zip(*parts, strict=True)
         return cls(math.fsum(answers), math.fsum(total), math.fsum(squares), min(lowest), max(highest))
 
     @property
     def differ(self) -> bool:
-        """Whether they differ by more than rounding."""
+        """Whether the rewards differ by more than rounding."""
         return self.highest - self.lowest > SIGNAL_SPREAD * max(abs(self.highest), abs(self.lowest))
 
 
 def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_by_std: bool) -> Tensor:
-    """How much better each answer is than its group, in fp32.
+    """Return the advantage of each answer within its group, in fp32.
 
-    (reward - mean) / (1e-4 + population std) of GRPO (arXiv 2402.03300), or reward - mean of Dr. GRPO
-    (arXiv 2503.20783). A group without signal (see `has_signal`), such as one answer alone, gives exactly 0.
+    (reward - mean) / (1e-4 + population std) of GRPO (arXiv 2402.03300), or reward - mean of Dr. GRPO (arXiv
+    2503.20783). In a group without signal (see `has_signal`), such as a single answer, it is exactly 0.
 
     Args:
         rewards: [trajectories], any floating type.
@@ -70,13 +70,13 @@ def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_
 
 
 def batch_advantages(rewards: Tensor, batch: RewardMoments, *, divide_by_std: bool) -> Tensor:
-    """How much better each answer is than those of the whole batch (REINFORCE++, arXiv 2501.03262 eq. 5), in fp32.
+    """Return the advantage of each answer within the whole batch (REINFORCE++, arXiv 2501.03262 eq. 5), in fp32.
 
-    (reward - mean) / (1e-4 + population std), or reward - mean; 0 where all rewards of the batch are equal.
+    (reward - mean) / (1e-4 + population std), or reward - mean; 0 if all rewards of the batch are equal.
 
     Args:
         rewards: [trajectories], any floating type.
-        batch: of all answers, these among them.
+        batch: moments of all answers of the batch, including these.
 
     Returns:
         [trajectories] fp32, without gradient.
@@ -92,16 +92,16 @@ def batch_advantages(rewards: Tensor, batch: RewardMoments, *, divide_by_std: bo
 
 
 def _deviation(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Reward minus the group's mean, [trajectories] fp32."""
+    """Return each reward minus its group's mean, [trajectories] fp32."""
     rewards = rewards.detach().float()
     lowest = rewards.new_zeros(num_groups).scatter_reduce(0, group, rewards, "amin", include_self=False)
-    # Above the lowest instead of above 0: n equal rewards need not sum to exactly n times one of them, zeros do.
+    # Relative to the lowest reward: n equal rewards need not sum to exactly n times one of them, but n zeros sum to 0.
     above_lowest = rewards - lowest[group]
     return above_lowest - _mean(above_lowest, group, num_groups)[group]
 
 
 def _mean(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Mean of each group's values, [groups]; 0 where a group is empty."""
+    """Return the mean of each group's values, [groups]; 0 for an empty group."""
     zeros = values.new_zeros(num_groups)
     counts = zeros.index_add(0, group, values.new_ones(()).expand_as(values))
     return zeros.index_add(0, group, values) / counts.clamp(min=1)

@@ -1,34 +1,36 @@
-"""Which data-parallel replica trains on which group: none takes much longer than another, and few groups move. Pure."""
+"""Assignment of groups to data-parallel replicas that balances the work and moves few groups. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 MEASURABLE = 0.02
-"""Share of its work that the slowest replica must lose before any group moves: what is less, no clock would tell."""
+"""Smallest excess of the slowest replica, as a share of its work, that justifies moving groups. Less is not
+measurable."""
 STEP = 0.005
-"""Limits to a replica's work are tried in steps of this share."""
+"""Relative step between the limits tried for a replica's work."""
 
 
 def balance(costs: Sequence[float], homes: Sequence[int], replicas: int, *, negligible: float = 0.0) -> list[int]:
-    """The replica of each group.
+    """Return the replica of each group.
 
-    The least limit to a replica's work is looked for, from a lower bound of the best on, under which all can be placed:
-    first the groups at home, the costliest first, as long as they are within it; then the others, the costliest first,
-    each on the replica that has least to do. So no group moves that could have stayed within that limit. Where groups
-    stay because it would not be measurable, the slowest replica has at most (1 + MEASURABLE) times the limit tried, or
+    Limits to a replica's work are tried upwards from a lower bound of the optimum, until all groups can be placed:
+    first the groups that stay at home, most expensive first, as long as they fit the limit; then the others, most
+    expensive first, each on the least loaded replica. So no group moves that could have stayed within that limit. If
+    groups stay because the gain is not measurable, the slowest replica has at most (1 + MEASURABLE) times the limit, or
     `negligible` more.
 
-    At the latest at 4/3 of the best possible all can be placed, in the second of two ways: each of the groups, the
-    costliest first, at home or else where least is. (A group that does not fit even there, and is at most a third of
-    the best, finds all replicas beyond the best, which cannot be. If it is more than a third, the best has at most two
-    of those so far on a replica, and those that are alone here, since two would be too much, are alone there too.)
+    At the latest at 4/3 of the optimum all groups can be placed, in the second of two ways: each group, most expensive
+    first, at home or else on the least loaded replica. (Suppose a group does not fit even there. If its cost is at most
+    a third of the optimum, all replicas exceed the optimum, which is impossible. If it is more, the optimum has at most
+    two of the groups placed so far on any replica, and those that are alone here, because two would exceed the limit,
+    are alone there too.)
 
     Args:
-        costs: of each group, not negative.
-        homes: the replica of the driver that has the group.
-        replicas: how many there are.
-        negligible: what the slowest replica loses, in units of `costs`, must be more to be worth a message.
+        costs: cost of each group, not negative.
+        homes: replica of the driver that holds the group.
+        replicas: number of replicas.
+        negligible: excess of the slowest replica, in units of `costs`, that is not worth a message.
     """
     slowest = max(_loads(costs, homes, replicas))
     limit = max(sum(costs) / replicas, *costs, 0.0)
@@ -44,9 +46,9 @@ def balance(costs: Sequence[float], homes: Sequence[int], replicas: int, *, negl
 def _within(
     limit: float, costs: Sequence[float], homes: Sequence[int], replicas: int, *, home_first: bool
 ) -> list[int] | None:
-    """The replica of each group where none has more to do than `limit`; None where that was not found.
+    """Return the replica of each group with no load above `limit`; None if no such assignment was found.
 
-    home_first: place all that can stay at home before any that cannot.
+    home_first: place all groups that can stay at home before any that cannot.
     """
     loads = [0.0] * replicas
     assigned = list(homes)

@@ -1,14 +1,14 @@
-"""Which of a micro-batch's packed tokens each context-parallel rank works on. Pure.
+"""Split of a micro-batch's packed tokens over context-parallel ranks. Pure.
 
-Each tree is cut into twice as many chunks as there are ranks, and a rank has one from the front and the one as far from
-the end: of a long sequence early tokens, which attend to few, and late ones, which attend to many (zig-zag, as in
-arXiv 2407.21783, section 3.3.2):
+Each tree is cut into twice as many chunks as there are ranks. A rank gets one chunk from the front and its mirror image
+from the end, that is, early tokens, which attend to few, and late tokens, which attend to many (zig-zag, as in arXiv
+2407.21783, section 3.3.2):
 
     rank    0 0 1 1 2 2 2 1 1 1 0 0
 
-Tree by tree, not the micro-batch as one: only within a tree do later tokens attend to more. A tree may be cut anywhere,
-for every token keeps its place, and who sees whom is a matter of places. Of all trees together each rank has equally
-many tokens, so all need as much memory and send as much.
+The cut is per tree, not per micro-batch, because only within a tree do later tokens attend to more. A tree may be cut
+anywhere, because every token keeps its position, which determines what it attends to. Over all trees each rank has the
+same number of tokens, and so needs the same memory and sends the same amount.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.packing import MicroBatch, places_of
+from megatron_rl.algorithms.packing import MicroBatch, run_indices
 from megatron_rl.platform.attention import PackedSequences
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPart:
-    """What one rank works on of a micro-batch. Every trained token is predicted in one part."""
+    """One rank's part of a micro-batch. Every trained token is predicted in exactly one part."""
 
     tokens: Tensor
     """[part]"""
     positions: Tensor
-    """[part] within their sequence."""
+    """[part] position within the sequence."""
     select: Tensor
-    """[selected] the token of the part whose logits predict each trained token."""
+    """[selected] index in the part of the token whose logits predict each trained token."""
     targets: Tensor
     """[selected] the trained tokens."""
     trained: Tensor
     """[selected] see `MicroBatch.trained`."""
     places: Tensor
-    """[part] where the tokens stand in the whole, ascending."""
+    """[part] indices of the part's tokens in the whole, ascending."""
     places_of_ranks: Tensor
-    """[ranks, part] where those of each rank do."""
+    """[ranks, part] indices of each rank's tokens in the whole."""
     whole: PackedSequences
-    """That of all ranks, with trees added so that they have equally many tokens."""
+    """The whole micro-batch, padded with trees so that all ranks have the same number of tokens."""
 
 
 def context_part(batch: MicroBatch, rank: int, ranks: int) -> ContextPart:
-    """The part of one of so many ranks."""
+    """Return the part of one of `ranks` ranks."""
     whole = _divisible(batch, ranks)
     places_of_ranks = cut(whole.cu_seqlens, ranks)
     places = places_of_ranks[rank]
@@ -64,23 +64,23 @@ def context_part(batch: MicroBatch, rank: int, ranks: int) -> ContextPart:
 
 
 def cut(cu_seqlens: Tensor, ranks: int) -> Tensor:
-    """Packed tokens of each rank, ascending.
+    """Return the packed tokens of each rank, ascending, [ranks, part].
 
-    cu_seqlens: [trees + 1] where each tree begins, and the end, which the ranks divide. -> [ranks, part]
+    cu_seqlens: [trees + 1] start of each tree, and the end, which the number of ranks divides.
     """
     edges = cu_seqlens.numpy().astype(np.int64)
-    # As if all tokens were dealt out one by one: so ranks differ by one token in a tree, and by none in all of them.
+    # As if tokens were dealt one by one: ranks differ by at most one token in a tree, and not at all over all trees.
     dealt = (edges[:, None] + np.arange(ranks)[::-1]) // ranks
     of_rank = np.diff(dealt, axis=0)  # [trees, ranks]
     front = of_rank // 2
-    sizes = np.concatenate((front, (of_rank - front)[:, ::-1]), axis=1)  # of the chunks of each tree, in their order
+    sizes = np.concatenate((front, (of_rank - front)[:, ::-1]), axis=1)  # of the chunks of each tree in order
     chunks = np.stack((edges[:-1, None] + sizes.cumsum(axis=1) - sizes, sizes), axis=-1)
-    places = [places_of(chunks[:, [rank, 2 * ranks - 1 - rank]].reshape(-1, 2)) for rank in range(ranks)]
+    places = [run_indices(chunks[:, [rank, 2 * ranks - 1 - rank]].reshape(-1, 2)) for rank in range(ranks)]
     return torch.from_numpy(np.stack(places))
 
 
 def _divisible(batch: MicroBatch, ranks: int) -> MicroBatch:
-    """With the fewest tokens more that make the ranks divide all: trees of their own, which predict nothing."""
+    """Add the fewest tokens that make the number divisible, as trees of their own that predict nothing."""
     missing = -len(batch.tokens) % ranks
     if not missing:
         return batch

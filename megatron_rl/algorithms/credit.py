@@ -1,4 +1,4 @@
-"""What GRPO makes of the rewards of some groups: every trajectory's advantage, and which of them teach anything."""
+"""Credit assignment: the advantage of every trajectory, and which trajectories and groups have a gradient."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from megatron_rl.config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Of whole groups, whose trajectories stand one group after the other; on the CPU."""
+    """Credit of complete groups, whose trajectories are concatenated; on the CPU."""
 
     group: Tensor
-    """[trajectories] index among the groups."""
+    """[trajectories] index of the group."""
     rewards: Tensor
     """[trajectories] as scored."""
     advantages: Tensor
     """[trajectories]"""
     signal: Tensor
-    """[groups] whether there is something to learn from: see `has_signal`."""
+    """[groups] whether the rewards differ: see `has_signal`."""
     carries_loss: Tensor
-    """[trajectories] 1, or 0 where it is masked as overlong."""
+    """[trajectories] 1, or 0 if masked as overlong."""
     has_gradient: list[bool]
     """[trajectories] whether it goes through the model: see `loss.has_gradient`."""
 
 
 def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, batch: RewardMoments | None = None) -> Credit:
-    """What groups teach. With `grpo.baseline: group` that depends on no other group: whoever has one whole can tell.
+    """Return the credit of groups. With `grpo.baseline: group` it does not depend on other groups.
 
-    batch: what the baseline of the whole batch is made of; None: these groups are the batch.
+    batch: moments of the whole batch, for its baseline; None: these groups are the batch.
     """
     rewards = group_rewards(groups, config.sampling.max_new_tokens, config.grpo.overlong)
     cut = [each.finish_reason == "length" for group in groups for each in group.trajectories]

@@ -1,4 +1,4 @@
-"""Correction for tokens that another policy sampled than the one that a step begins with."""
+"""Correction for tokens sampled by a policy other than the one at the start of the step."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from megatron_rl.algorithms.config import ImportanceConfig
 
 @torch.no_grad()
 def importance_weights(log_ratios: Tensor, config: ImportanceConfig) -> Tensor:
-    """Weight of each token, r = exp(log ratio):
+    """Return the weight of each token, with r = exp(log ratio):
 
         truncate, sequence   min(r, cap)
         mask                 r where 1 / cap <= r <= cap, else 0
 
-    The truncation (Ionides 2008, https://doi.org/10.1198/106186008X320456) bounds the variance that a token the
-    sampler found far less likely would bring in; the price is a bias for just these tokens. The mask has the trainer
-    leave them alone.
+    The truncation (Ionides 2008, https://doi.org/10.1198/106186008X320456) bounds the variance due to tokens that the
+    sampler found far less likely, at the price of a bias for these tokens. The mask excludes them from training.
 
     Args:
-        log_ratios: [tokens] log-prob before the step minus that of the sampler; of `mode: sequence` see
+        log_ratios: [tokens] log-prob before the step minus that of the sampler; for `mode: sequence` see
             `answer_log_ratios`.
 
     Returns:
@@ -34,17 +33,17 @@ def importance_weights(log_ratios: Tensor, config: ImportanceConfig) -> Tensor:
 
 @torch.no_grad()
 def answer_log_ratios(log_ratios: Tensor, lengths: Tensor) -> Tensor:
-    """Sum of the log ratios of a trajectory's trained tokens, for each of them. A token whose ratio is not finite is
-    left out of the sum, as the loss leaves it out: one NaN must not cost the whole answer.
+    """Return, for each trained token, the sum of the log ratios of its trajectory's trained tokens. Ratios that are not
+    finite are excluded from the sum, as the loss excludes the token: one NaN must not discard the whole answer.
 
     Args:
-        log_ratios: [tokens] of the trained tokens of all trajectories, one after the other.
-        lengths: [trajectories] how many are of each.
+        log_ratios: [tokens] of the trained tokens of all trajectories, concatenated.
+        lengths: [trajectories] number of tokens of each.
 
     Returns:
         [tokens]
     """
-    if not len(lengths):  # segment_reduce wants one
+    if not len(lengths):  # segment_reduce fails without segments
         return log_ratios
     lengths = lengths.to(log_ratios.device)
     finite = torch.where(log_ratios.isfinite(), log_ratios, 0.0)

@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence to the reference policy, from the log-probs of sampled tokens alone."""
+"""Estimators of the KL divergence to the reference policy, from the log-probs of sampled tokens."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from megatron_rl.algorithms.config import KlEstimator
 LARGEST_D = 20.0
 """Largest d that k3 exponentiates: exp(88) is infinite in fp32, and infinity times a gradient of 0 is NaN."""
 LARGEST_K3 = 10.0
-"""Largest penalty k3 gives a token, reached at d = 2.61 and at d = -11. Beyond it the gradient is 0; without the bound
-one token that the policy all but dropped would decide the step alone (at d = 15 its gradient is -3.27e6). verl, NeMo-RL
-and SkyRL use the same two bounds."""
+"""Largest k3 penalty of a token, reached at d = 2.61 and at d = -11. Beyond it the gradient is 0; without the bound a
+single token that the policy has almost abandoned could dominate the step (at d = 15 its gradient is -3.27e6). verl,
+NeMo-RL and SkyRL use the same two bounds."""
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
-    """Penalty of each token for leaving the reference policy, with d = ref_logprobs - logprobs.
+    """Return the penalty of each token for deviating from the reference policy, with d = ref_logprobs - logprobs.
 
-    As *values*, averaged over tokens sampled from the policy, k1 and k3 are unbiased for KL(policy || reference);
-    k3 is never negative and varies less; k2 is biased by little where the policies are close
+    As *values*, averaged over tokens sampled from the policy, k1 and k3 are unbiased for KL(policy || reference); k3 is
+    never negative and has less variance; k2 has little bias while the policies are close
     (http://joschu.net/blog/kl-approx.html).
 
-    As a *loss* they differ more than that, because the gradient of a sampled estimate leaves out how the
-    sampling itself would change. Per token, with g the gradient of logprobs, and what it is on average on policy:
+    As a *loss* they differ more, because the gradient of a sampled estimate ignores the effect on the sampling. Per
+    token, with g the gradient of logprobs, and its average on policy:
 
-        k1 = -d              g              zero: noise that pulls nowhere. Useful as a value, not as a penalty
+        k1 = -d              g              zero: only noise. Useful as a value, not as a penalty
         k2 = d^2 / 2         -d g           the gradient of KL(policy || reference)
         k3 = exp(d) - d - 1  (1 - exp(d)) g the gradient of KL(reference || policy): the same minimum and, close
                                             to it, the same pull. Bounded: min(k3, 10), with gradient 0 above 10
 
-    Off policy the averages are those of the policy that sampled: no importance ratio is applied here.
+    Off policy the averages are over the sampling policy: no importance ratio is applied here.
 
     Args:
         logprobs: [tokens], of the policy; the gradient flows here.

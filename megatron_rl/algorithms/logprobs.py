@@ -1,8 +1,8 @@
-"""Log-probs of given tokens and the entropy of the distributions they were drawn from.
+"""Log-probs of given tokens, and the entropy of the distributions they were drawn from.
 
-The logits of all tokens at once are the largest tensor of a training pass by far: 12,000 tokens of a vocabulary of
-152,000 take 7 GB in fp32, and several of them are needed. So they are made chunk by chunk inside the function that
-needs them, dropped, and made again in the backward pass; and no rank ever sees another's part of the vocabulary.
+The logits of all tokens are by far the largest tensor of a training pass: 12,000 tokens of a vocabulary of 152,000 take
+7 GB in fp32, several times over. So they are computed chunk by chunk inside the function that needs them, discarded,
+and recomputed in the backward pass. No rank sees another rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from megatron_rl.model.policy import OutputPart
 
 CHUNK_BYTES = 2**28
-"""Of a chunk's logits in fp32; about three such tensors exist at once. Smaller ones would not keep a GPU busy."""
+"""Bytes of a chunk's logits in fp32; about three such tensors exist at once. Smaller chunks would not keep a GPU
+busy."""
 
 
 def predicted_logprobs(
     hidden: Tensor, output: OutputPart, targets: Tensor, temperature: float, *, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the targets under softmax(logits / temperature) over the whole vocabulary, and that distribution's
-    entropy in nats where it is asked for.
+    """Return log-probs of the targets under softmax(logits / temperature) over the whole vocabulary, and that
+    distribution's entropy in nats if requested.
 
-    hidden [tokens, hidden], targets [tokens] -> logprobs [tokens] fp32 with gradient, entropy [tokens] without.
-    The gradient to `hidden` is that of this rank's part of the vocabulary: see `Policy.predictors`. Temperature 0,
-    greedy decoding, counts as 1. Collective over `output.group`.
+    hidden [tokens, hidden], targets [tokens] -> logprobs [tokens] fp32 with gradient, entropy [tokens] without. The
+    gradient to `hidden` is that of this rank's part of the vocabulary: see `Policy.predictors`. Temperature 0, greedy
+    decoding, counts as 1. Collective over `output.group`.
     """
     chunk = max(1, CHUNK_BYTES // (4 * len(output.weight)))
     if output.group is None and len(targets) <= chunk:
@@ -43,7 +44,7 @@ def predicted_logprobs(
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, *, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """The same from logits of the whole vocabulary, [tokens, vocab]."""
+    """Return log-probs and entropy from logits of the whole vocabulary, [tokens, vocab]."""
     scaled = logits.float()
     if temperature not in (0.0, 1.0):
         scaled = scaled / temperature
@@ -56,12 +57,12 @@ def token_logprobs(
 
 
 class _PredictedLogprobs(torch.autograd.Function):
-    """Of a token with logits l / T = z, its target t and Z = sum exp z:
+    """Log-probs of tokens in chunks. For a token with logits l / T = z, its target t and Z = sum exp z:
 
         log-prob = z_t - log Z     entropy = log Z - sum exp(z) z / Z     d log-prob / d z = onehot(t) - exp(z) / Z
 
-    Every rank sums over its part of the vocabulary, relative to the largest z of that part. What all parts make is
-    found once for all chunks: one maximum and one sum over the ranks.
+    Every rank sums over its part of the vocabulary, relative to the largest z of that part. The parts are combined once
+    for all chunks, by one maximum and one sum over the ranks.
     """
 
     @staticmethod
@@ -80,7 +81,7 @@ class _PredictedLogprobs(torch.autograd.Function):
         for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
             scaled = _scaled_logits(part, weight, len(tokens), temperature)
             of_chunks.append(_over_part(scaled, target - tokens.start, len(tokens), with_entropy))
-            del scaled  # before the next ones are made
+            del scaled  # before the next chunk is computed
         largest, mass, chosen, weighted = torch.cat(of_chunks, dim=1).unbind()
         if group is not None:
             of_part = largest.clone()
@@ -102,7 +103,7 @@ class _PredictedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_mass = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
-        # Over many chunks bf16 would lose what one product sums up in fp32.
+        # Accumulated in fp32 over the chunks: one product over all tokens would do the same internally.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for first in range(0, len(targets), ctx.chunk):
             rows = slice(first, first + ctx.chunk)
@@ -121,7 +122,8 @@ class _PredictedLogprobs(torch.autograd.Function):
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, tokens: int, temperature: float) -> Tensor:
-    """[tokens of the chunk, rows] fp32 logits / temperature, the least there is where a row pads the vocabulary."""
+    """Return logits / temperature, [tokens of the chunk, rows] fp32; the lowest value for rows that pad the
+    vocabulary."""
     scaled = (hidden @ weight.t()).float()
     if temperature != 1.0:
         scaled.div_(temperature)
@@ -130,11 +132,11 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, tokens: int, temperature: flo
 
 
 def _over_part(scaled: Tensor, target: Tensor, tokens: int, with_entropy: bool) -> Tensor:
-    """[4, tokens of the chunk] of a part of the vocabulary: the largest z, the sum of exp(z - largest), z of the target
-    where it is in this part else 0, and the sum of exp(z - largest) (z - largest) where it is asked for. Changes
-    `scaled`."""
+    """Return the sums over a part of the vocabulary, [4, tokens of the chunk]: the largest z, the sum of exp(z -
+    largest), z of the target (0 if it is in another part), and the sum of exp(z - largest) (z - largest) if requested.
+    Overwrites `scaled`."""
     largest = scaled.amax(dim=1)
-    if not tokens:  # all of the part is padding
+    if not tokens:  # the whole part is padding
         return torch.stack((largest, *[torch.zeros_like(largest)] * 3))
     in_part = (target >= 0) & (target < tokens)
     chosen = torch.where(in_part, scaled.gather(1, target.clamp(0, tokens - 1)[:, None]).squeeze(1), 0.0)

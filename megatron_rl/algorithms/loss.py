@@ -13,43 +13,43 @@ from megatron_rl.algorithms.kl import kl_penalty
 from megatron_rl.metrics.stats import LossStats
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to it: exp of more than 88 is infinite in fp32, and infinity times 0 has no gradient."""
+"""Log-ratios are clamped to this magnitude: exp of more than 88 is infinite in fp32, and infinity times 0 is NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """The trained tokens of one micro-batch, all sequences one after the other; every tensor is [tokens] fp32.
+    """The trained tokens of one micro-batch, all sequences concatenated; every tensor is [tokens] fp32.
 
     All log-probs are of softmax(logits / T), T the sampling temperature.
     """
 
     logprobs: Tensor
-    """Of the policy in training; the only tensor with a gradient."""
+    """Log-probs of the policy in training; the only tensor with a gradient."""
     old_logprobs: Tensor
-    """At the weights before the step, or at those that sampled. On policy and before the first update these are
-    `logprobs.detach()`: the ratio is exactly 1."""
+    """Log-probs at the weights before the step, or at those that sampled. On policy and before the first update they
+    equal `logprobs.detach()`, so the ratio is exactly 1."""
     inference_logprobs: Tensor
-    """Of the engine that sampled."""
+    """Log-probs of the engine that sampled."""
     entropy: Tensor
-    """Of the distributions the tokens were drawn from; for the record alone."""
+    """Entropy of the distributions the tokens were drawn from; recorded only."""
     advantages: Tensor
     weights: Tensor
-    """Each token's share of the global mean, see `reduction.token_weights`; 0 for tokens that carry no loss, whose
-    other numbers, finite or not, then count for nothing."""
+    """Each token's share of the global mean: see `reduction.token_weights`. 0 for tokens that carry no loss, whose
+    other values may be anything, even NaN."""
     ref_logprobs: Tensor | None = None
-    """Of the reference policy; needed when `kl_beta` is above 0."""
+    """Log-probs of the reference policy; needed if `kl_beta` is above 0."""
     answer_log_ratios: Tensor | None = None
-    """Of the whole answer, see `importance.answer_log_ratios`; needed where `importance.mode` is sequence."""
+    """Log ratios of the whole answer: see `importance.answer_log_ratios`; needed if `importance.mode` is sequence."""
 
 
 def has_gradient(advantages: Tensor, carries_loss: Tensor, config: GrpoConfig) -> Tensor:
-    """Which trajectories' tokens `grpo_loss` has a gradient for that is not exactly 0, and with it a loss.
+    """Return which trajectories have tokens with a nonzero gradient or loss in `grpo_loss`.
 
-    Without a penalty or bonus every term of a token is a product with its advantage.
+    Without a penalty or bonus every term of a token is a multiple of its advantage.
 
     Args:
         advantages: [trajectories]
-        carries_loss: [trajectories] 1, or 0 where the weights of its tokens are 0.
+        carries_loss: [trajectories] 1, or 0 if the weights of its tokens are 0.
 
     Returns:
         [trajectories] bool
@@ -60,7 +60,7 @@ def has_gradient(advantages: Tensor, carries_loss: Tensor, config: GrpoConfig) -
 
 
 def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossStats]:
-    """Weighted sum of the token losses (arXiv 2402.03300, asymmetric clip of arXiv 2503.14476). Per token:
+    """Return the weighted sum of the token losses (arXiv 2402.03300, asymmetric clip of arXiv 2503.14476). Per token:
 
         -w min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A) + kl_beta KL - entropy_coefficient (-p log p)
 
@@ -69,16 +69,15 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
 
     The entropy term is the sampled token's summand of the entropy, without importance ratio.
 
-    A token with a log-prob that is not finite (NaN from an engine, or -inf where rounding leaves a token no
-    probability) is left out and counted: its term is 0, as a masked token's. The gradient of the whole update would be
-    NaN with it.
+    A token with a log-prob that is not finite (NaN from an engine, or -inf if rounding leaves a token no probability)
+    is excluded and counted: its term is 0, like a masked token's. Otherwise the gradient of the whole update would be
+    NaN.
 
     Returns:
         The loss, a scalar whose sum over micro-batches and ranks is the loss of the global batch, and its statistics.
 
     Raises:
-        ValueError: kl_beta is above 0 and there are no ref_logprobs, or importance is of answers of which nothing is
-            said.
+        ValueError: kl_beta is above 0 without ref_logprobs, or importance is per answer without answer_log_ratios.
     """
     if config.kl_beta > 0 and tokens.ref_logprobs is None:
         raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")
@@ -94,7 +93,7 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
     clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high) * tokens.advantages
     token_loss = -torch.minimum(unclipped, clipped)
 
-    # Where the advantage is positive only the upper clip can bind, where it is negative only the lower one.
+    # Only the upper clip can bind for a positive advantage, and only the lower one for a negative advantage.
     removed = unclipped.detach() > clipped.detach()
     per_token = {
         "tokens": trained,
@@ -127,7 +126,7 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
 
 
 def _finite(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
-    """Whether all log-probs of a token that the loss reads are finite, [tokens] bool."""
+    """Return whether all log-probs that the loss reads are finite, [tokens] bool."""
     finite = tokens.logprobs.isfinite() & tokens.old_logprobs.isfinite() & tokens.inference_logprobs.isfinite()
     if config.kl_beta > 0 and tokens.ref_logprobs is not None:
         finite &= tokens.ref_logprobs.isfinite()
@@ -135,10 +134,10 @@ def _finite(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
 
 
 def _statistics(loss: Tensor, per_token: dict[str, Tensor]) -> LossStats:
-    """Statistics of values that are 0 where a token is not trained, with one reduction for all of them."""
+    """Return statistics of values that are 0 for untrained tokens, with one reduction for all of them."""
     values = torch.stack([value.to(torch.float32) for value in per_token.values()])
     sums = dict(zip(per_token, values.sum(dim=1).unbind(), strict=True))
-    # The two maxima are of values never below 0: a column of zeros changes neither and gives an empty micro-batch one.
+    # Values with a maximum are never below 0: the added zero changes no maximum, and gives an empty micro-batch one.
     largest = dict(zip(per_token, torch.nn.functional.pad(values, (0, 1)).amax(dim=1).unbind(), strict=True))
     return LossStats(
         loss=loss,

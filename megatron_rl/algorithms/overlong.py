@@ -1,4 +1,4 @@
-"""Answers that hit, or come close to, the limit of new tokens."""
+"""Treatment of answers that reach, or approach, the limit of new tokens."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from megatron_rl.algorithms.config import OverlongConfig
 
 
 def overlong_penalty(length: Tensor, *, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13): what is added to the reward of each answer.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13), which is added to the reward of each answer.
 
-    0 up to `max_new_tokens - buffer` tokens, from there falling linearly to `-penalty` at `max_new_tokens`.
+    0 up to `max_new_tokens - buffer` tokens, then falling linearly to `-penalty` at `max_new_tokens`.
 
     Args:
         length: [trajectories] integer, tokens of each answer.
         max_new_tokens: the limit, in tokens.
         buffer: tokens before the limit over which the penalty grows, above 0.
-        penalty: reward taken away at the limit, not negative.
+        penalty: reward subtracted at the limit, not negative.
 
     Returns:
         [trajectories] fp32, each in [-penalty, 0].
@@ -27,7 +27,7 @@ def overlong_penalty(length: Tensor, *, max_new_tokens: int, buffer: int, penalt
 
 
 def shaped_rewards(rewards: Tensor, length: Tensor, *, max_new_tokens: int, overlong: OverlongConfig) -> Tensor:
-    """The rewards advantages are computed from, [trajectories]: less the overlong penalty in `mode: penalty`."""
+    """Return the rewards for the advantages, [trajectories]: after the overlong penalty in `mode: penalty`."""
     if overlong.mode != "penalty":
         return rewards
     return rewards + overlong_penalty(
@@ -36,14 +36,14 @@ def shaped_rewards(rewards: Tensor, length: Tensor, *, max_new_tokens: int, over
 
 
 def trained_mask(cut: Tensor, overlong: OverlongConfig) -> Tensor:
-    """Which answers carry loss: all, or in `mode: mask` only those that were not cut.
+    """Return which answers carry loss: all, or in `mode: mask` only those that were not cut off.
 
-    A masked answer still counts in its group's mean: it is a sample of the policy like the others.
+    A masked answer still counts in its group's mean, because it is a sample of the policy like the others.
 
     Args:
         cut: [trajectories] bool, whether the answer ended at the limit of new tokens (finish reason `length`).
 
     Returns:
-        [trajectories] fp32, 1 where the answer is trained on and 0 where it is not.
+        [trajectories] fp32, 1 for answers that are trained on, else 0.
     """
     return (~cut).float() if overlong.mode == "mask" else torch.ones_like(cut, dtype=torch.float32)

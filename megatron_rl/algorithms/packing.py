@@ -1,8 +1,8 @@
-"""Token sequences to micro-batches of packed tokens: no padding, and what neighbours begin with stands once.
+"""Packing of token sequences into micro-batches without padding, with shared prefixes stored once.
 
 packed         p p p p  x a  b b   answers x a . and x b b . to the prompt p; the last trained token predicts nothing
-subtree_ends   8 8 8 8  8 6  8 8   of the tree that they make
-select               ^  ^ ^        whose logits predict the trained tokens of the first answer
+subtree_ends   8 8 8 8  8 6  8 8   of the tree that they form select               ^  ^ ^        tokens whose logits
+predict the trained tokens of the first answer
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.algorithms.bins import ROWS_ARE_FREE, Room, Tree, spread
+from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit, Tree, spread
 from megatron_rl.platform.attention import PackedSequences
 
 HEAD = 64
-"""Tokens behind their beginning by which sequences are told apart, before all of them are compared."""
+"""Tokens after the prefix by which sequences are compared, before whole sequences are."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch(PackedSequences):
-    """One forward and backward of a replica. All of it lies on the CPU."""
+    """One forward and backward pass of a replica. All tensors are on the CPU."""
 
     tokens: Tensor
     """[packed]"""
     positions: Tensor
-    """[packed] within their sequence."""
+    """[packed] position within the sequence."""
     select: Tensor
-    """[selected] the packed token whose logits predict each trained token."""
+    """[selected] index of the packed token whose logits predict each trained token."""
     targets: Tensor
     """[selected] the trained tokens."""
     trained: Tensor
-    """[selected] which of the batch's trained tokens these are: those of all its sequences, concatenated."""
+    """[selected] index of each trained token among those of the whole batch, all its sequences concatenated."""
 
     @classmethod
     def empty(cls) -> MicroBatch:
-        """One token that predicts nothing, for a rank that has less to do than others."""
+        """Return one token that predicts nothing, for a rank with fewer micro-batches than others."""
         zero, none = torch.zeros(1, dtype=torch.long), torch.zeros(0, dtype=torch.long)
         edges = torch.tensor([0, 1], dtype=torch.int32)
         return cls(edges, edges[1:], tokens=zero, positions=zero, select=none, targets=none, trained=none)
@@ -50,18 +50,18 @@ class MicroBatch(PackedSequences):
 def pack(
     tokens: Sequence[list[int]], loss_masks: Sequence[list[bool]], chosen: Iterable[int], limit: int
 ) -> list[MicroBatch]:
-    """The chosen sequences in micro-batches of at most `limit` packed tokens, whatever is gathered of them again: see
+    """Pack the chosen sequences into micro-batches of at most `limit` packed tokens, ignoring gathered rows: see
     `Packing`."""
     packing = Packing(tokens, loss_masks, chosen)
-    return [packing.microbatch(names) for names in packing.bins(Room(limit, ROWS_ARE_FREE))]
+    return [packing.microbatch(names) for names in packing.bins(BinLimit(limit, ROWS_ARE_FREE))]
 
 
 class Packing:
-    """Sequences that go through the model together; those without a trained token are left out.
+    """The sequences of a batch that go through the model; those without a trained token are skipped.
 
-    Neighbours that begin alike up to their first trained token are a tree: within a micro-batch they share that, and
-    the beginnings of what follows too. What shares what is found once; micro-batches are then made of runs of tokens,
-    however long.
+    Neighbours with the same tokens up to their first trained token form a tree: within a micro-batch they share these
+    tokens, and common prefixes of the rest. Shared prefixes are determined once; micro-batches are then assembled from
+    runs of tokens of any length.
     """
 
     def __init__(self, tokens: Sequence[list[int]], loss_masks: Sequence[list[bool]], chosen: Iterable[int]) -> None:
@@ -72,9 +72,12 @@ class Packing:
             chosen: which of them go through the model.
         """
         masks = [bytes(mask) for mask in loss_masks]
-        self._trained_before = [0, *accumulate(mask.count(1) for mask in masks)]  # each sequence of the batch, and all
+        self._trained_before = [
+            0,
+            *accumulate(mask.count(1) for mask in masks),
+        ]  # before each sequence of the batch, and in all
         self._packed = packed = [index for index in chosen if any(masks[index])]
-        # Of each that is packed:
+        # Of each packed sequence:
         self._lists = [tokens[index] for index in packed]
         self._flags = [masks[index] for index in packed]
         self._starts = [0, *accumulate(map(len, self._lists))]
@@ -82,19 +85,19 @@ class Packing:
         self._lasts = [mask.rfind(1) for mask in self._flags]
         self._tree_of: list[int] = []
         self.trees: list[Tree] = []
-        """Lengths of all; a sequence's name is its place among those that are packed."""
-        beginnings = [sequence[:first] for sequence, first in zip(self._lists, self._firsts, strict=True)]
+        """Trees of all packed sequences; the name of a sequence is its index among the packed ones."""
+        prefixes = [sequence[:first] for sequence, first in zip(self._lists, self._firsts, strict=True)]
         named = 0
-        for beginning, alike in groupby(beginnings):
+        for prefix, alike in groupby(prefixes):
             names = range(named, named + sum(1 for _ in alike))
             rests = [(self._lists[name], self._firsts[name], self._lasts[name]) for name in names]
             self._tree_of += [len(self.trees)] * len(names)
-            self.trees.append(_tree(len(beginning), names, rests))
+            self.trees.append(_tree(len(prefix), names, rests))
             named = names.stop
 
     @cached_property
     def _tokens(self) -> NDArray[np.int64]:
-        """Of all that are packed, one sequence after the other."""
+        """Tokens of all packed sequences, concatenated."""
         return np.fromiter(chain.from_iterable(self._lists), np.int64, sum(map(len, self._lists)))
 
     @cached_property
@@ -103,111 +106,112 @@ class Packing:
 
     @cached_property
     def _spans(self) -> NDArray[np.int64]:
-        """[packed, 2] of `_tokens` those from the first trained one of each to the last: where, and how many."""
+        """[packed, 2] start and length, in `_tokens`, of each sequence's span from its first trained token to its
+        last."""
         firsts = np.array(self._firsts)
         return np.stack((np.array(self._starts[:-1]) + firsts, np.array(self._lasts) + 1 - firsts), 1)
 
     @cached_property
     def _trained(self) -> NDArray[np.int64]:
-        """[packed, 2] of the trained tokens of the whole batch those of each: where, and how many."""
+        """[packed, 2] start and length of each sequence's trained tokens among those of the whole batch."""
         before = np.array(self._trained_before)
         return np.stack((before[:-1], np.diff(before)), 1)[self._packed]
 
-    def bins(self, room: Room, count: int = 1) -> list[list[int]]:
-        """Names of the sequences of each micro-batch, ascending.
+    def bins(self, limit: BinLimit, count: int = 1) -> list[list[int]]:
+        """Return the names of the sequences of each micro-batch, ascending.
 
         Args:
-            room: of a micro-batch; a sequence that alone needs more makes its own.
-            count: micro-batches that are run anyway: where fewer would do, the sequences are spread over as many.
+            limit: memory limit of a micro-batch; a sequence that exceeds it alone gets its own.
+            count: number of micro-batches that run anyway: if fewer would do, the sequences are spread over this many.
         """
-        return spread(self.trees, room, count)
+        return spread(self.trees, limit, count)
 
     def microbatch(self, names: Sequence[int]) -> MicroBatch:
-        """The sequences of these names, ascending, on the CPU."""
+        """Return the micro-batch of the sequences with these names, which are ascending."""
         merged = _Merged()
         in_bin = set(names)
         for number in dict.fromkeys(self._tree_of[name] for name in names):
             self._merge(self.trees[number], in_bin, merged)
         ends = np.array(sorted(merged.ends))
-        spans = places_of(self._spans[names])
+        spans = run_indices(self._spans[names])
         trained = self._masks[spans]
-        # The places that predict those of the spans.
-        select = places_of([run for name in names for run in merged.paths[name]])
+        # Indices of the tokens that predict those of the spans.
+        select = run_indices([run for name in names for run in merged.paths[name]])
         return MicroBatch(
             cu_seqlens=torch.tensor(merged.edges, dtype=torch.int32),
             subtree_ends=torch.from_numpy(np.repeat(ends[:, 2], ends[:, 1])).int(),
-            tokens=torch.from_numpy(self._tokens[places_of(merged.sources)]),
-            positions=torch.from_numpy(places_of(merged.positions)),
+            tokens=torch.from_numpy(self._tokens[run_indices(merged.sources)]),
+            positions=torch.from_numpy(run_indices(merged.positions)),
             select=torch.from_numpy(select[trained]),
             targets=torch.from_numpy(self._tokens[spans[trained]]),
-            trained=torch.from_numpy(places_of(self._trained[names])),
+            trained=torch.from_numpy(run_indices(self._trained[names])),
         )
 
     def _merge(self, tree: Tree, in_bin: set[int], merged: _Merged) -> None:
-        """Append the tree of those of its sequences that are in the bin, depth first, everything they share once."""
+        """Append the tree of its sequences that are in the bin, depth first, with shared tokens once."""
         members = [place for place, name in enumerate(tree.names) if name in in_bin]
-        start, beginning = merged.edges[-1], tree.beginning
-        end = start + beginning
-        merged.add(self._starts[tree.names[members[0]]], 0, beginning)
-        last_of_beginning: Run = (end - 1, 1)
+        start, prefix = merged.edges[-1], tree.prefix
+        end = start + prefix
+        merged.add(self._starts[tree.names[members[0]]], 0, prefix)
+        last_of_prefix: Run = (end - 1, 1)
         path: list[Run] = []
-        predicting = [last_of_beginning]
+        predicting = [last_of_prefix]
         before = members[0]
         for place in members:
             rest = tree.rests[place]
-            # A sequence shares most with the one before it, and follows those it continues.
+            # In lexicographic order, a sequence shares its longest prefix with its predecessor.
             shared = tree.shared[place] if place == before + 1 else min(tree.shared[before + 1 : place + 1], default=0)
             before = place
             if shared < rest:
                 path = merged.leave(path, shared, end)
                 path.append((end, rest - shared))
-                predicting = [last_of_beginning, *path]
+                predicting = [last_of_prefix, *path]
                 name = tree.names[place]
-                merged.add(self._starts[name] + self._firsts[name] + shared, beginning + shared, rest - shared)
+                merged.add(self._starts[name] + self._firsts[name] + shared, prefix + shared, rest - shared)
                 end += rest - shared
             merged.paths[tree.names[place]] = predicting
         merged.leave(path, 0, end)
-        merged.ends.append((start, beginning, end))
+        merged.ends.append((start, prefix, end))
         merged.edges.append(end)
 
 
 Run = tuple[int, int]
-"""First of a number of consecutive places, and that number."""
+"""Start and length of a run of consecutive indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Merged:
-    """Trees one after the other, in runs of packed tokens."""
+    """Concatenated trees, as runs of packed tokens."""
 
     edges: list[int] = field(default_factory=lambda: [0])
-    """Where each tree begins, and the end."""
+    """Start of each tree, and the end."""
     sources: list[Run] = field(default_factory=list)
-    """Where the packed tokens stand among those of the sequences."""
+    """Runs of the sequences' tokens that are packed."""
     positions: list[Run] = field(default_factory=list)
     ends: list[tuple[int, int, int]] = field(default_factory=list)
-    """Runs of packed tokens with one subtree end, and that."""
+    """(start, length, subtree end) of runs of packed tokens."""
     paths: dict[int, list[Run]] = field(default_factory=dict)
-    """By a sequence's name, the packed tokens that it has from the last of its beginning on."""
+    """By name, the packed tokens of a sequence from the last one of its prefix."""
 
     def add(self, source: int, position: int, length: int) -> None:
         self.sources.append((source, length))
         self.positions.append((position, length))
 
     def leave(self, path: list[Run], shared: int, end: int) -> list[Run]:
-        """The first `shared` tokens of a path; those behind them are continued by nothing from `end` on."""
-        prefix: list[Run] = []
+        """Return the first `shared` tokens of a path; the subtrees of the others end at `end`."""
+        kept: list[Run] = []
         for place, length in path:
             stays = min(length, shared)
             shared -= stays
             if stays:
-                prefix.append((place, stays))
+                kept.append((place, stays))
             if stays < length:
                 self.ends.append((place + stays, length - stays, end))
-        return prefix
+        return kept
 
 
-def places_of(runs: Sequence[Run] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """All places of some runs, one after the other."""
+def run_indices(runs: Sequence[Run] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the indices of all runs, concatenated."""
     numbers = runs if isinstance(runs, np.ndarray) else np.fromiter(chain.from_iterable(runs), np.int64, 2 * len(runs))
     starts, lengths = numbers.reshape(-1, 2).T
     before = lengths.cumsum() - lengths
@@ -215,23 +219,23 @@ def places_of(runs: Sequence[Run] | NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 _Rest = tuple[list[int], int, int]
-"""The tokens first..last-1 of a sequence."""
+"""Sequence, first, last: its tokens first..last-1."""
 
 
-def _tree(beginning: int, names: range, rests: Sequence[_Rest]) -> Tree:
+def _tree(prefix: int, names: range, rests: Sequence[_Rest]) -> Tree:
     heads = [sequence[first : min(last, first + HEAD)] for sequence, first, last in rests]
     full = [tuple(head) for head in heads if len(head) == HEAD]
     if len({*full}) < len(full):
         heads = [sequence[first:last] for sequence, first, last in rests]
     order = sorted(range(len(rests)), key=heads.__getitem__)
-    shared = [0, *(_common_beginning(heads[one], heads[other]) for one, other in pairwise(order))]
+    shared = [0, *(_common_prefix(heads[one], heads[other]) for one, other in pairwise(order))]
     lengths = [last - first for _, first, last in rests]
-    return Tree(beginning, [names[index] for index in order], [lengths[index] for index in order], shared)
+    return Tree(prefix, [names[index] for index in order], [lengths[index] for index in order], shared)
 
 
-def _common_beginning(one: list[int], other: list[int]) -> int:
-    """How many tokens both start with."""
-    if one == other:  # as short answers often are
+def _common_prefix(one: list[int], other: list[int]) -> int:
+    """Return the length of the common prefix."""
+    if one == other:  # common for short answers
         return len(one)
     found, end, width = 0, min(len(one), len(other)), 8
     while found < end:

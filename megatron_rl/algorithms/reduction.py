@@ -1,7 +1,7 @@
-"""From losses of tokens to the loss of the global batch, which no rank sees whole.
+"""Reduction of token losses to the loss of the global batch, which no rank holds as a whole.
 
-Every token's share of the global mean is fixed before the first micro-batch. The losses of micro-batches and ranks
-then simply add up, so that neither packing nor the data-parallel layout changes the gradient.
+Every token's share of the global mean is fixed before the first micro-batch. The losses of micro-batches and ranks are
+then simply added, so neither packing nor the data-parallel layout changes the gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron_rl.algorithms.config import LossReduction
 
 
 def local_normaliser(lengths: Tensor, trained: Tensor, reduction: LossReduction) -> float:
-    """This rank's part of the normaliser: its trained tokens, or its trained answers that have a token.
+    """Return this rank's part of the normaliser: its trained tokens, or its trained non-empty answers.
 
     Args:
         lengths: [trajectories] int64, answer tokens.
@@ -26,15 +26,15 @@ def local_normaliser(lengths: Tensor, trained: Tensor, reduction: LossReduction)
 
 
 def token_weights(lengths: Tensor, trained: Tensor, reduction: LossReduction, normaliser: float) -> Tensor:
-    """Weight of every token of each answer, such that the sum of weight * token loss is the global mean.
+    """Return the weight of each answer's tokens, such that the sum of weight * token loss is the global mean.
 
-    `token`: 1 / normaliser, the mean over all trained tokens (DAPO, arXiv 2503.14476).
-    `sequence`: 1 / (length * normaliser), the mean over answers of their token means (GRPO, arXiv 2402.03300).
+    `token`: 1 / normaliser, the mean over all trained tokens (DAPO, arXiv 2503.14476). `sequence`: 1 / (length *
+    normaliser), the mean over answers of their token means (GRPO, arXiv 2402.03300).
 
     Args:
         lengths: [trajectories] int64, answer tokens.
         trained: [trajectories] 0 or 1, which answers carry loss.
-        normaliser: sum of `local_normaliser` over all ranks; 0 says that nothing is trained.
+        normaliser: sum of `local_normaliser` over all ranks; 0 if nothing is trained.
 
     Returns:
         [trajectories] fp32, 0 for answers that carry no loss.

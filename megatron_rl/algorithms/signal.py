@@ -1,4 +1,4 @@
-"""Which groups teach something: those whose answers earned rewards that differ."""
+"""Groups with signal: those whose answers have different rewards."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_rl.algorithms.config import OverlongConfig
 from megatron_rl.algorithms.overlong import shaped_rewards
 
 SIGNAL_SPREAD = 1e-6
-"""A group's rewards are equal where they spread no more than this, as a share of the largest of them: fp32 has seven
-digits, and a mean or a penalty has cost the last of them."""
+"""Largest spread of equal rewards, relative to the largest of them: fp32 has seven digits, and a mean or a penalty
+rounds the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +24,15 @@ class GroupRewards:
     group: Tensor
     """[trajectories] int64, index of each one's group."""
     scored: Tensor
-    """[trajectories] fp32, as the environment scored them."""
+    """[trajectories] fp32, as scored by the environment."""
     shaped: Tensor
-    """[trajectories] fp32, less the overlong penalty: what advantages are computed from."""
+    """[trajectories] fp32, after the overlong penalty; advantages are computed from these."""
 
 
 def group_rewards(groups: Sequence[TrajectoryGroup], max_new_tokens: int, overlong: OverlongConfig) -> GroupRewards:
-    """Rewards of the groups' trajectories, one group after the other, on the CPU.
+    """Return the rewards of the groups' trajectories, group after group, on the CPU.
 
-    max_new_tokens: limit of one turn; the penalty goes by the last turn, which may have been cut there.
+    max_new_tokens: limit of one turn. The penalty depends on the last turn, which may have been cut there.
     """
     index = [i for i, group in enumerate(groups) for _ in group.trajectories]
     rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
@@ -46,11 +46,12 @@ def group_rewards(groups: Sequence[TrajectoryGroup], max_new_tokens: int, overlo
 
 
 def has_signal(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Which groups have rewards that differ by more than rounding, [groups] bool. Dynamic sampling keeps the groups
-    that have signal as scored (arXiv 2503.14476); the advantages of groups that have none as shaped are 0.
+    """Return which groups have rewards that differ by more than rounding, [groups] bool. Dynamic sampling keeps the
+    groups with signal in their scored rewards (arXiv 2503.14476); the advantages of groups without signal in their
+    shaped rewards are 0.
 
     Args:
-        rewards: [trajectories] as scored or as shaped.
+        rewards: [trajectories] scored or shaped rewards.
         group: [trajectories] int64, the group of each in 0..num_groups-1.
     """
     rewards = rewards.detach().float()

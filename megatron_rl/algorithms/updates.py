@@ -1,4 +1,4 @@
-"""Which optimizer step of a pass each group of rollouts goes into."""
+"""Assignment of groups of rollouts to the optimizer steps of a pass."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from hashlib import blake2b
 def update_plan(num_groups: int, updates: int, seed: int, step: int, pass_: int) -> list[int]:
     """Shuffle the groups of a batch over the optimizer steps of one pass.
 
-    Each block of `updates` consecutive groups puts one group into every update, in an order of its own. So every
-    update gets floor or ceil of num_groups / updates groups, and any contiguous share of the groups, which is what
-    a data-parallel rank holds, spreads over the updates as evenly to within two groups. The plan knows nothing of
-    ranks: it is the same on every layout.
+    Each block of `updates` consecutive groups puts one group into every update, in a random order. So every update gets
+    floor or ceil of num_groups / updates groups, and any contiguous share of the groups, which is what a data-parallel
+    rank holds, spreads over the updates evenly to within two groups. The plan is the same on every layout.
 
     Args:
         num_groups: groups of the global batch, in ordinal order.
         updates: optimizer steps of the pass.
         seed: of the run.
         step: of the run.
-        pass_: which pass over the batch, from 0.
+        pass_: index of the pass over the batch, from 0.
 
     Returns:
-        For every group the index of its update, 0..updates-1. With fewer groups than updates some updates are empty.
+        The index of each group's update, 0..updates-1. With fewer groups than updates some updates are empty.
 
     Raises:
         ValueError: `updates` is below 1.

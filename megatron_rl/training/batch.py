@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.advantages import RewardMoments
-from megatron_rl.algorithms.bins import ROWS_ARE_FREE, Room
+from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser
@@ -151,7 +151,7 @@ class UpdatePart:
     """Packing of the chosen trajectories with a gradient; the others count as zeros in the mean."""
     bins: Sequence[Sequence[int]]
     """Fewest bins found for them: see `Packing.bins`."""
-    room: Room
+    room: BinLimit
     """Capacity of a micro-batch."""
     normaliser: float
     """This rank's part of the normaliser (`local_normaliser`), over all chosen trajectories."""
@@ -215,8 +215,10 @@ def update_batch(part: UpdatePart, agreed: Agreed) -> UpdateBatch:
     return UpdateBatch([*map(part.packing.microbatch, bins), *empty], agreed.normaliser)
 
 
-def microbatch_room(config: RunConfig, platform: Platform) -> Room:
+def microbatch_room(config: RunConfig, platform: Platform) -> BinLimit:
     """Capacity of a micro-batch over its context-parallel ranks. Counts gathered prefixes if attention gathers them."""
     cp = config.placement.training.cp
     gathers = platform.gathers_branches(DTYPES[config.model.dtype], in_parts=cp > 1)
-    return Room(cp * config.training.tokens_per_microbatch, rows_per_token(config.model) if gathers else ROWS_ARE_FREE)
+    return BinLimit(
+        cp * config.training.tokens_per_microbatch, rows_per_token(config.model) if gathers else ROWS_ARE_FREE
+    )

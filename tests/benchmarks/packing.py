@@ -19,7 +19,7 @@ import numpy as np
 from launcher.recipe.load import load_recipe
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.balance import balance
-from megatron_rl.algorithms.bins import Room, Tree
+from megatron_rl.algorithms.bins import BinLimit, Tree
 from megatron_rl.algorithms.packing import Packing
 from megatron_rl.inference.api import Completion
 from megatron_rl.model.flops import rows_per_token
@@ -29,7 +29,7 @@ from megatron_rl.rollout.stream import shares
 
 PROMPTS, ANSWERS, REPLICAS, LONGEST, VOCABULARY = 64, 16, 8, 11_999, 152_064
 CONFIG = load_recipe("qwen2.5-32b-dapo").config
-ROOM = Room(CONFIG.training.tokens_per_microbatch, rows_per_token(CONFIG.model))
+ROOM = BinLimit(CONFIG.training.tokens_per_microbatch, rows_per_token(CONFIG.model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ def batch_of(case: Lengths, seed: int) -> list[TrajectoryGroup]:
 
 
 def next_fit(trees: Sequence[Tree]) -> int:
-    """Micro-batches, where sequences of a tree share its beginning and nothing else."""
+    """Micro-batches, where sequences of a tree share its prefix and nothing else."""
     made, used = 1, 0
     for tree in trees:
         others = 0
         for _, rest in sorted(zip(tree.names, tree.rests, strict=True)):
-            alone = ROOM.rows_per_token * (tree.beginning + rest)
-            needed = ROOM.rows_per_token * rest + tree.beginning if others else alone
+            alone = ROOM.rows_per_token * (tree.prefix + rest)
+            needed = ROOM.rows_per_token * rest + tree.prefix if others else alone
             if used and used + needed > ROOM.cost:
                 made, used, others, needed = made + 1, 0, 0, alone
             used += needed
@@ -94,8 +94,8 @@ def lower_bound(trees: Sequence[Tree]) -> int:
     rests = sum(2 * rest > ROOM.tokens for tree in trees for rest in tree.rests)
     prompts = 0
     for tree in trees:
-        if 2 * tree.beginning > ROOM.tokens:
-            paid_again = (ROOM.rows_per_token - 1) * tree.beginning
+        if 2 * tree.prefix > ROOM.tokens:
+            paid_again = (ROOM.rows_per_token - 1) * tree.prefix
             prompts += -(-(tree.cost(ROOM.rows_per_token) - paid_again) // (ROOM.cost - paid_again))
     return max(cut, rests, prompts)
 

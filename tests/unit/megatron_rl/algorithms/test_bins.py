@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.bins import ROWS_ARE_FREE, Room, Tree, fill, spread
+from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit, Tree, fill, spread
 
 ROWS_PER_TOKEN = 5
 
@@ -28,9 +28,9 @@ def groups(prompts: list[int], answers: list[list[int]]) -> list[Tree]:
 
 
 def packed_tokens(trees: list[Tree], names: list[int]) -> int:
-    """Of a bin whose sequences share their beginning and nothing else."""
+    """Of a bin whose sequences share their prefix and nothing else."""
     rests = {name: rest for tree in trees for name, rest in zip(tree.names, tree.rests, strict=True)}
-    return sum(rests[name] for name in names) + sum(tree.beginning for tree in trees if {*tree.names} & {*names})
+    return sum(rests[name] for name in names) + sum(tree.prefix for tree in trees if {*tree.names} & {*names})
 
 
 def loads(lengths: list[int], bins: list[list[int]]) -> list[int]:
@@ -52,7 +52,7 @@ GROUPS = st.lists(
 @given(LENGTHS, st.integers(30, 70))
 def test_what_shares_nothing_takes_no_more_bins_than_first_fit_decreasing_may(lengths: list[int], limit: int) -> None:
     """11/9 of the fewest and 6/9 (Dosa 2007)."""
-    bins = fill(alone(lengths), Room(limit, ROWS_PER_TOKEN))
+    bins = fill(alone(lengths), BinLimit(limit, ROWS_PER_TOKEN))
     fewest = next(count for count in range(1, len(lengths) + 1) if best(lengths, count) <= limit)
     assert sorted(name for names in bins for name in names) == [*range(len(lengths))]
     assert max(loads(lengths, bins)) <= limit
@@ -61,9 +61,9 @@ def test_what_shares_nothing_takes_no_more_bins_than_first_fit_decreasing_may(le
 
 def test_a_group_stays_together_where_it_fits_and_is_split_where_that_fills_better() -> None:
     short = groups([10] * 4, [[10, 10]] * 4)  # a group is 30 tokens and 2 more for its rows
-    assert sorted(fill(short, Room(64, ROWS_PER_TOKEN))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(fill(short, BinLimit(64, ROWS_PER_TOKEN))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     long = groups([1] * 3, [[33, 33]] * 3)  # two groups in three bins of whole groups would leave half of each empty
-    assert [*map(len, fill(long, Room(103, ROWS_PER_TOKEN)))] == [3, 3]
+    assert [*map(len, fill(long, BinLimit(103, ROWS_PER_TOKEN)))] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_a_group_stays_together_where_it_fits_and_is_split_where_that_fills_bett
 )
 def test_of_three_orders_the_best_is_taken(prompts: list[int], answers: list[list[int]]) -> None:
     """Each is the only one that needs two bins for one of these."""
-    assert len(fill(groups(prompts, answers), Room(100, ROWS_ARE_FREE))) == 2
+    assert len(fill(groups(prompts, answers), BinLimit(100, ROWS_ARE_FREE))) == 2
 
 
 def test_the_prompt_is_paid_again_only_in_another_bin() -> None:
     trees = groups([40], [[10] * 6])
-    bins = fill(trees, Room(100, ROWS_PER_TOKEN))
+    bins = fill(trees, BinLimit(100, ROWS_PER_TOKEN))
     assert sorted(packed_tokens(trees, names) for names in bins) == [
         70,
         70,
@@ -92,18 +92,18 @@ def test_the_prompt_is_paid_again_only_in_another_bin() -> None:
 def test_the_rows_that_branches_gather_count() -> None:
     """A prompt of 1000 tokens and 50 answers of one token are 1050 tokens, but 50,000 rows."""
     trees = groups([1000], [[1] * 50])
-    assert len(fill(trees, Room(2000, ROWS_PER_TOKEN))) > 5
-    assert len(fill(trees, Room(50_000, ROWS_PER_TOKEN))) == 1
+    assert len(fill(trees, BinLimit(2000, ROWS_PER_TOKEN))) > 5
+    assert len(fill(trees, BinLimit(50_000, ROWS_PER_TOKEN))) == 1
 
 
 def test_a_sequence_that_is_too_long_has_its_own_bin() -> None:
-    assert fill(alone([5, 99, 5]), Room(10, ROWS_PER_TOKEN)) == [[1], [0, 2]]
+    assert fill(alone([5, 99, 5]), BinLimit(10, ROWS_PER_TOKEN)) == [[1], [0, 2]]
 
 
 def test_what_is_continued_by_another_goes_beside_it_for_nothing() -> None:
     """The first three tokens of four, and the same four again."""
     tree = Tree(2, [0, 1, 2], [3, 4, 4], [0, 3, 4])
-    assert fill([tree, *alone([3])], Room(6, ROWS_PER_TOKEN)) in ([[0, 1, 2], [0]], [[0, 1, 2, 0]])
+    assert fill([tree, *alone([3])], BinLimit(6, ROWS_PER_TOKEN)) in ([[0, 1, 2], [0]], [[0, 1, 2, 0]])
     assert (tree.tokens, tree.pairs) == (6, 21)
 
 
@@ -113,16 +113,16 @@ def test_a_given_number_of_bins_is_reached_with_none_empty(
 ) -> None:
     trees = groups([prompt for prompt, _ in drawn], [rests for _, rests in drawn])
     names = sorted(name for tree in trees for name in tree.names)
-    bins = spread(trees, Room(limit, ROWS_PER_TOKEN), count)
+    bins = spread(trees, BinLimit(limit, ROWS_PER_TOKEN), count)
     assert sorted(name for each in bins for name in each) == names
     assert all(each == sorted(each) and each for each in bins)
-    assert len(bins) == max(len(fill(trees, Room(limit, ROWS_PER_TOKEN))), min(count, len(names)))
-    longest = max(tree.beginning + rest for tree in trees for rest in tree.rests)
+    assert len(bins) == max(len(fill(trees, BinLimit(limit, ROWS_PER_TOKEN))), min(count, len(names)))
+    longest = max(tree.prefix + rest for tree in trees for rest in tree.rests)
     assert all(packed_tokens(trees, each) <= max(limit, longest) for each in bins)
 
 
 @given(LENGTHS, st.integers(1, 4))
 def test_they_are_evenly_filled(lengths: list[int], count: int) -> None:
     """13/11 of the best, as of multifit (Yue 1990), and what halving has not told apart."""
-    bins = spread(alone(lengths), Room(10**6, ROWS_PER_TOKEN), count)
+    bins = spread(alone(lengths), BinLimit(10**6, ROWS_PER_TOKEN), count)
     assert max(loads(lengths, bins)) <= best(lengths, count) * 13 / 11 + 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory
-from megatron_rl.algorithms.bins import Room
+from megatron_rl.algorithms.bins import BinLimit
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.packing import HEAD, MicroBatch, Packing, pack
 from megatron_rl.model.policy import Policy
@@ -103,7 +103,7 @@ def test_the_limit_holds_but_for_what_an_answer_alone_exceeds(
 ) -> None:
     """In packed tokens, and in those and rows together, of which an answer alone has as many as it has tokens."""
     owner = [index for index, each in enumerate(trajectories) for _ in answer_of(each)]
-    for micro in in_room(trajectories, Room(limit, rows)):
+    for micro in in_room(trajectories, BinLimit(limit, rows)):
         alone = max(len(trajectories[owner[token]].tokens) - 1 for token in micro.trained.tolist())
         assert len(micro.tokens) + (rows_of(micro) - len(micro.tokens)) / rows <= max(limit, alone)
 
@@ -114,17 +114,17 @@ def rows_of(micro: MicroBatch) -> int:
     return sum(len(branch) for first, stop in trees for branch in branches(micro.subtree_ends, first, stop))
 
 
-def in_room(trajectories: list[Trajectory], room: Room) -> list[MicroBatch]:
+def in_room(trajectories: list[Trajectory], limit: BinLimit) -> list[MicroBatch]:
     tokens, masks = [each.tokens for each in trajectories], [each.loss_mask for each in trajectories]
     packing = Packing(tokens, masks, range(len(tokens)))
-    return [packing.microbatch(names) for names in packing.bins(room)]
+    return [packing.microbatch(names) for names in packing.bins(limit)]
 
 
 @given(trajectories=batches(), limit=LIMIT, rows=ROWS)
 def test_there_are_no_more_micro_batches_than_by_filling_one_after_the_other(
     trajectories: list[Trajectory], limit: int, rows: int
 ) -> None:
-    assert len(in_room(trajectories, Room(limit, rows))) <= next_fit(trajectories, limit, rows)
+    assert len(in_room(trajectories, BinLimit(limit, rows))) <= next_fit(trajectories, limit, rows)
 
 
 def next_fit(trajectories: list[Trajectory], limit: int, rows_per_token: int) -> int:
@@ -145,8 +145,8 @@ def next_fit(trajectories: list[Trajectory], limit: int, rows_per_token: int) ->
 def test_a_group_computes_every_beginning_once_and_no_last_token(prompt: list[int], answers: list[list[int]]) -> None:
     trajectories = [trajectory(prompt, answer) for answer in answers]
     (micro,) = packed(trajectories)
-    beginnings = {tuple(answer[:length]) for answer in answers for length in range(1, len(answer))}
-    assert len(micro.tokens) == len(prompt) + len(beginnings)
+    prefixes = {tuple(answer[:length]) for answer in answers for length in range(1, len(answer))}
+    assert len(micro.tokens) == len(prompt) + len(prefixes)
 
 
 @given(shared=st.lists(st.integers(1, HEAD + 40), min_size=1, max_size=6), length=st.integers(HEAD + 40, HEAD + 90))
@@ -154,8 +154,8 @@ def test_it_finds_what_long_answers_begin_with(shared: list[int], length: int) -
     """Each as many tokens as it shares with one of zeros, which is the last, and then ones."""
     answers = [*([0] * each + [1] * (length - each) for each in shared), [0] * length]
     (micro,) = packed([trajectory([5, 6], answer) for answer in answers])
-    beginnings = {tuple(answer[:size]) for answer in answers for size in range(1, length)}
-    assert len(micro.tokens) == 2 + len(beginnings)
+    prefixes = {tuple(answer[:size]) for answer in answers for size in range(1, length)}
+    assert len(micro.tokens) == 2 + len(prefixes)
 
 
 @examples(12)

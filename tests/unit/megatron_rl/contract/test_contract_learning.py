@@ -86,7 +86,7 @@ def curve(reward: Callable[[int], float], steps: int) -> list[MetricsLine]:
         ),
         (record(5, 1, skipped_updates=1, grad_norm=None), "skipped-updates", 6, "1 updates of the last 6 steps"),
         (record(5, 2, loss=None), "nonfinite-loss", 6, "not finite in 2 of the last 7 steps"),
-        (record(2, 1, nonfinite_tokens=64), "nonfinite-tokens", 3, "64 tokens of the last 3 steps were left out"),
+        (record(2, 1, nonfinite_tokens=64), "nonfinite-tokens", 3, "64 tokens of the last 3 steps were excluded"),
         (record(0, 1, learning_rate=1e30), "learning-rate", 1, "reached 1e+30 in the last step"),
         (record(3, 1, loss=-5e3), "loss", 4, "The loss reached 5e+03"),
         (record(3, 1, grad_norm=2e4), "grad-norm", 4, "The gradient norm reached 2e+04"),

@@ -83,8 +83,8 @@ def test_shared_tokens_serve_every_branch(
         expected = by_definition(query[places], key[places], value[places])
         torch.testing.assert_close(out[places], expected, rtol=1e-5, atol=1e-5)
         assert micro.positions[places].tolist() == list(range(len(places)))
-    beginnings = {tuple(micro.tokens[places].tolist()) for places in found}
-    assert all(any(beginning[: len(row) - 1] == tuple(row[:-1]) for beginning in beginnings) for row in rows)
+    prefixes = {tuple(micro.tokens[places].tolist()) for places in found}
+    assert all(any(prefix[: len(row) - 1] == tuple(row[:-1]) for prefix in prefixes) for row in rows)
 
 
 def test_gradients_of_shared_tokens_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
