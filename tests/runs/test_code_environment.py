@@ -31,14 +31,14 @@ def rewards(environment: CodeEnvironment, problem: int, *answers: str, finish: F
     return asyncio.run(all_of_them())
 
 
-def test_the_solutions_of_the_samples_are_right_and_other_answers_are_not(environment: CodeEnvironment) -> None:
+def test_solutions_of_the_samples_are_right_and_other_answers_wrong(environment: CodeEnvironment) -> None:
     for number, problem in enumerate(environment.training_problems()):
         gold, wrong = environment.gold_response(problem), environment.wrong_response(problem)
         assert rewards(environment, number, gold, wrong) == [1.0, -0.5]
     assert len(environment.training_problems()) == 4
 
 
-def test_a_program_that_fails_hangs_or_attacks_is_wrong_and_prose_is_no_program(environment: CodeEnvironment) -> None:
+def test_failing_hanging_or_hostile_program_is_wrong_and_prose_is_not_a_program(environment: CodeEnvironment) -> None:
     answers = [
         "while True: pass",
         "import os\nos.fork()",
@@ -50,12 +50,12 @@ def test_a_program_that_fails_hangs_or_attacks_is_wrong_and_prose_is_no_program(
     assert rewards(environment, 0, *blocks, "It is 7.") == [-0.5] * 5 + [-1.0]
 
 
-def test_an_answer_that_was_cut_off_earns_nothing(environment: CodeEnvironment) -> None:
+def test_cut_off_answer_earns_nothing(environment: CodeEnvironment) -> None:
     gold = environment.gold_response(environment.training_problems()[0])
     assert rewards(environment, 0, gold, finish="length") == [-0.5]
 
 
-def test_a_program_killed_by_somebody_else_is_lost_and_not_wrong(environment: CodeEnvironment) -> None:
+def test_program_killed_from_outside_is_lost_and_not_wrong(environment: CodeEnvironment) -> None:
     async def kill() -> float:
         golden = environment.training_problems()[0].golden
         waits = asyncio.ensure_future(environment.get_reward("```\nimport time; time.sleep(60)\n```", golden, "stop"))
@@ -86,29 +86,29 @@ FUNCTIONS = {
 
 
 def graded(source: str, tests: dict[str, object]) -> float:
-    """The reward of a program; its environment is as large as a test needs."""
+    """Reward of a program; the environment is only as large as the test needs."""
     config = CodeConfig.model_validate({**CodeEnvironment.sample_arguments(), "processes": 1})
     environment = CodeEnvironment(config, Words())
     return asyncio.run(environment.get_reward(f"```python\n{source}\n```", {"answer": json.dumps(tests)}, "stop"))
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_a_function_may_use_the_usual_names(kind: str) -> None:
+def test_function_may_use_the_usual_imports(kind: str) -> None:
     assert graded(FUNCTIONS[kind], {"fn_name": "f", "inputs": [[10]], "outputs": [55]}) == 1.0
 
 
-def test_a_name_of_the_prelude_is_no_answer() -> None:
+def test_function_of_the_prelude_is_not_an_answer() -> None:
     tests = {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}
     assert graded("# math has it", tests) == 0.0
     assert graded("class Solution:\n    def gcd(self, a, b):\n        return 2", tests) == 1.0
 
 
-def test_a_function_that_returns_text_is_graded_by_the_text() -> None:
+def test_returned_text_is_compared_as_text() -> None:
     tests = {"fn_name": "f", "inputs": [[1]], "outputs": ["12"]}
     assert graded("def f(n):\n    return '12'", tests) == 1.0
     assert graded("def f(n):\n    return 12", tests) == 0.0
 
 
-def test_a_program_may_call_five_thousand_times_within_itself() -> None:
+def test_program_may_recurse_five_thousand_calls_deep() -> None:
     source = "def g(k):\n    return 0 if k == 0 else 1 + g(k - 1)\nprint(g(int(input())))"
     assert graded(source, {"inputs": ["5000\n"], "outputs": ["5000\n"]}) == 1.0

@@ -1,4 +1,4 @@
-"""Answers to tasks of reasoning-gym are scored in processes that may hang: some tasks evaluate them as Python."""
+"""Answers to reasoning-gym tasks are scored in processes that may hang: some tasks evaluate them as Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.environments.reasoning_gym import NoScore, ReasoningGymConfig, 
 pytestmark = needs("reasoning_gym")
 
 HANGS = "9**9**9**9"
-"""sympy evaluates it, for longer than the universe is old."""
+"""Expression that sympy would evaluate for longer than the age of the universe."""
 
 
 def countdown(timeout_s: float) -> ReasoningGymEnvironment:
@@ -29,7 +29,7 @@ async def score(environment: ReasoningGymEnvironment, answer: str) -> float:
     return await cast(Awaitable[float], environment.get_reward(answer, problem.golden, "stop"))
 
 
-def test_an_answer_that_is_a_program_is_wrong_and_does_nothing_here(tmp_path: Path) -> None:
+def test_answer_that_is_code_is_wrong_and_has_no_effect(tmp_path: Path) -> None:
     environment = countdown(60.0)
     problem = environment.training_problems()[0]
     program = f"__import__('os').system('touch {tmp_path}/run') or open('{tmp_path}/written', 'w')"
@@ -43,7 +43,7 @@ def test_an_answer_that_is_a_program_is_wrong_and_does_nothing_here(tmp_path: Pa
     assert [*tmp_path.iterdir()] == []
 
 
-def test_an_answer_that_is_never_read_to_its_end_is_lost() -> None:
+def test_answer_that_takes_for_ever_to_parse_is_lost() -> None:
     environment = countdown(0.5)
     with pytest.raises(NoScore, match=r"time-out: no answer within 0.5 s \(environment.args.score_timeout_s\)"):
         asyncio.run(score(environment, HANGS))

@@ -1,4 +1,4 @@
-"""An environment in a process of its own: the run that asks it draws the same curve, also where it comes and goes."""
+"""A remote environment: the run has the same learning curve, even if the agent restarts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 6
 
 
 class Agent:
-    """A server of `arithmetic`, started anew at will, always at the same place."""
+    """Server of `arithmetic` that can be restarted at the same address."""
 
     def __init__(self, home: Path, recipe: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -57,7 +57,7 @@ class Agent:
 
 
 def recipe(environment: dict[str, Any]) -> dict[str, Any]:
-    """Two environments that are trained on, the second of them the given one, and one that is evaluated."""
+    """Two trained environments, of which the second is the given one, and one that is only evaluated."""
     easy = {"name": "arithmetic", "id": "easy", "weight": 2.0, "args": {"evaluation_problems": 8}}
     given = {**environment, "id": "given", "weight": 1.0}
     hard = {"name": "arithmetic", "id": "hard", "evaluation_only": True, "args": {"min_terms": 3, "max_terms": 3}}
@@ -79,10 +79,8 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
     served.kill()
 
 
-def test_a_run_whose_agent_is_killed_and_started_again_draws_the_curve_of_one_without(
-    agent: Agent, tmp_path: Path
-) -> None:
-    """On two environments of which that agent serves one; its rank is killed once too, and goes on."""
+def test_run_with_restarted_agent_has_the_curve_of_a_local_run(agent: Agent, tmp_path: Path) -> None:
+    """The agent serves one of two environments; the rank is killed once too, and resumes."""
     here = prepare(tmp_path / "here", recipe({"name": "arithmetic", "args": ARGUMENTS}))
     elsewhere = prepare(tmp_path / "elsewhere", recipe({"name": "remote", "args": agent.config}))
     undisturbed = Attempt(here, tmp_path / "cache", ranks=1)
@@ -103,7 +101,7 @@ def test_a_run_whose_agent_is_killed_and_started_again_draws_the_curve_of_one_wi
     assert "trying again" in first.logs()
 
 
-def test_every_request_is_answered_as_the_environment_itself_would(agent: Agent) -> None:
+def test_remote_agent_answers_every_request_like_the_environment(agent: Agent) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789+-="))
     there = RemoteAgent(RemoteConfig(**agent.config), tokenizer)
     here = ArithmeticEnvironment(ArithmeticEnvironment.Config(**ARGUMENTS), tokenizer)
@@ -138,9 +136,7 @@ def test_every_request_is_answered_as_the_environment_itself_would(agent: Agent)
         ({"token": "short"}, "holds no token"),
     ],
 )
-def test_an_agent_that_cannot_be_asked_is_one_error_at_the_start(
-    agent: Agent, tmp_path: Path, changed: dict[str, Any], said: str
-) -> None:
+def test_unusable_agent_is_one_error_at_start(agent: Agent, tmp_path: Path, changed: dict[str, Any], said: str) -> None:
     url, token_file = agent.said["address"], agent.token_file
     if "token" in changed:
         token_file = tmp_path / "token"
@@ -162,7 +158,7 @@ def test_an_agent_that_cannot_be_asked_is_one_error_at_the_start(
         (["arithmetic", "--tokenizer", "demo", "--host", "192.0.2.1"], "cannot be listened on"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_one_line(tmp_path: Path, words: list[str], said: str) -> None:
+def test_environment_that_cannot_be_served_is_rejected_in_one_line(tmp_path: Path, words: list[str], said: str) -> None:
     ended = run(["mrl", "serve-agent", *words, "--token-file", tmp_path / "token", "--port", "0"])
     assert ended.returncode == EXIT_USAGE and "Traceback" not in ended.stderr
     (line,) = ended.stderr.strip().splitlines()

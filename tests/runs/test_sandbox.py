@@ -1,4 +1,4 @@
-"""What is asked of a sandbox may hang, grow, die or be hostile: it costs that one answer, and the reason is told."""
+"""Requests to a sandbox may hang, grow, crash or be hostile: only that answer is lost, with a reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(programs: ProgramPool, source: str, standard_input: str = "", limits: Pr
     return asyncio.run(programs.run(source, standard_input, limits))
 
 
-def test_a_program_reads_its_input_and_what_it_writes_is_the_answer(programs: ProgramPool) -> None:
+def test_program_reads_its_input_and_its_output_is_the_answer(programs: ProgramPool) -> None:
     source = "import sys\nprint(sum(map(int, input().split())), len(sys.stdin.read()))"
     assert run(programs, source, "3 4\n" + "x" * 200_000) == ProcessResult(Ending.OK, "7 200000\n")
 
@@ -42,7 +42,7 @@ def test_a_program_reads_its_input_and_what_it_writes_is_the_answer(programs: Pr
         "        return a + b, [b]",
     ],
 )
-def test_a_function_returns_its_answer(programs: ProgramPool, source: str) -> None:
+def test_function_returns_its_answer(programs: ProgramPool, source: str) -> None:
     assert asyncio.run(programs.call(source, "add", [1, 2], LIMITS)) == ProcessResult(Ending.OK, [3, [2]])
 
 
@@ -76,7 +76,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_costs_its_answer_and_nothing_else(programs: ProgramPool, name: str) -> None:
+def test_hostile_program_loses_only_its_own_answer(programs: ProgramPool, name: str) -> None:
     source, ending, detail = HOSTILE[name]
     limits = SHORT if "0.5 s" in detail else LIMITS
     if "processor" in detail:
@@ -85,7 +85,7 @@ def test_a_hostile_program_costs_its_answer_and_nothing_else(programs: ProgramPo
     assert outcome.ending is ending and detail in outcome.detail, str(outcome)
 
 
-def test_what_a_function_returns_is_never_unpickled(programs: ProgramPool) -> None:
+def test_result_of_a_function_is_never_unpickled(programs: ProgramPool) -> None:
     source = "import os\nclass E:\n    def __reduce__(self): return os.system, ('id',)\ndef f(): return E()"
     outcome = asyncio.run(programs.call(source, "f", [], LIMITS))
     assert outcome == ProcessResult(
@@ -96,9 +96,7 @@ def test_what_a_function_returns_is_never_unpickled(programs: ProgramPool) -> No
 @pytest.mark.parametrize(
     "reply", [b"\x80\x04cos\nsystem\n", b"[" * 50_000, b'["king", 1]', b'["killed", ""]', b"7", b""]
 )
-def test_what_a_program_puts_in_the_place_of_a_reply_is_taken_as_json_or_not_at_all(
-    programs: ProgramPool, reply: bytes
-) -> None:
+def test_forged_reply_of_a_program_is_accepted_only_as_json(programs: ProgramPool, reply: bytes) -> None:
     source = f"""
 import os
 def f():
@@ -110,7 +108,7 @@ def f():
     assert asyncio.run(programs.call(source, "f", [], LIMITS)).ending is Ending.WRONG_FORMAT
 
 
-def test_a_program_killed_by_somebody_else_was_not_wrong(programs: ProgramPool) -> None:
+def test_program_killed_from_outside_is_not_wrong(programs: ProgramPool) -> None:
     async def kill() -> ProcessResult:
         running = asyncio.ensure_future(programs.run("import time; time.sleep(1e6)", "", LIMITS))
         while not programs._running:
@@ -123,8 +121,8 @@ def test_a_program_killed_by_somebody_else_was_not_wrong(programs: ProgramPool) 
     assert outcome.ending is Ending.KILLED
 
 
-def test_a_program_that_nobody_waits_for_any_more_is_ended(programs: ProgramPool) -> None:
-    """A rank that leaves must not wait for it."""
+def test_abandoned_program_is_killed(programs: ProgramPool) -> None:
+    """A leaving rank must not wait for it."""
 
     async def leave() -> None:
         running = asyncio.ensure_future(programs.run("import time; time.sleep(1e6)", "", LIMITS))
@@ -140,8 +138,8 @@ def test_a_program_that_nobody_waits_for_any_more_is_ended(programs: ProgramPool
     asyncio.run(leave())
 
 
-def test_a_regular_expression_that_never_ends_costs_its_answer() -> None:
-    """In the C code of a verifier, which no exception interrupts."""
+def test_endless_regular_expression_loses_its_answer() -> None:
+    """The C code of a verifier, which no exception interrupts."""
     pool = WorkerPool("sandbox_functions:backtracks", 1, ProcessLimits(wall_s=1.0, cpu_s=60, memory_bytes=2**29))
 
     async def ask() -> list[ProcessResult]:
@@ -162,7 +160,7 @@ def test_a_regular_expression_that_never_ends_costs_its_answer() -> None:
         ("long", Ending.WRONG_FORMAT, "more than 1048576 bytes"),
     ],
 )
-def test_a_worker_that_fails_is_told_by_its_kind_and_the_next_request_is_answered(
+def test_failure_of_a_worker_is_classified_and_the_next_request_answered(
     worker: WorkerPool, request_: str, ending: Ending, detail: str
 ) -> None:
     async def ask() -> tuple[ProcessResult, ProcessResult]:
@@ -180,14 +178,14 @@ def worker() -> Iterator[WorkerPool]:
     pool.close()
 
 
-def test_a_worker_is_used_again(worker: WorkerPool) -> None:
+def test_worker_is_reused(worker: WorkerPool) -> None:
     async def ask() -> set[int]:
         return {(await worker.ask("pid")).value for _ in range(3)}
 
     assert len(asyncio.run(ask())) == 1
 
 
-def test_a_worker_sees_no_secret_of_its_owner(worker: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_sees_no_secret_of_its_owner(worker: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     pool = WorkerPool("sandbox_functions:answer", 1, LIMITS)
     names = asyncio.run(pool.ask("environment")).value
@@ -195,7 +193,7 @@ def test_a_worker_sees_no_secret_of_its_owner(worker: WorkerPool, monkeypatch: p
     assert "PATH" in names and "WANDB_API_KEY" not in names
 
 
-def test_without_a_filter_of_system_calls_the_network_goes_by_other_means_or_the_log_says_that_it_stays() -> None:
+def test_network_is_removed_without_system_call_filter_or_the_log_warns() -> None:
     program = """
 import resource, socket
 from megatron_rl.agent.sandbox import confine

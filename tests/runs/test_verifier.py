@@ -1,4 +1,4 @@
-"""Answers are compared in processes that may hang or die: nobody else does."""
+"""Answers are compared in processes that may hang or crash without affecting the caller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.environments.math.verifier import NoVerdict, Verifier
 pytestmark = needs("math_verify")
 
 HANGS = r"\gcd(9^{9^{9^{9}}}, 3)"
-"""A formula that is left to sympy, which evaluates it for longer than the universe is old."""
+"""Formula left to sympy, which would evaluate it for longer than the age of the universe."""
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +30,13 @@ def verifier() -> Iterator[Verifier]:
 
 
 def children() -> set[int]:
-    """Processes this one started and has not buried."""
+    """Child processes of this process that were not reaped."""
     listed = (entry.read_text() for entry in Path("/proc/self/task").glob("*/children"))
     return {int(pid) for text in listed for pid in text.split()}
 
 
 def children_of(verifier: Verifier) -> list[int]:
-    """The processes it has started, whatever others have."""
+    """Child processes that the verifier started."""
     alive = verifier.close.peek()
     assert alive is not None
     return [worker.process.pid for worker in alive[2][1] if worker.process is not None]
@@ -72,13 +72,11 @@ def wait_until_gone(pid: int, limit_s: float) -> None:
         ("1", "\x00\n\ud800", False),
     ],
 )
-def test_answers_are_equal_where_their_mathematics_is(
-    verifier: Verifier, golden: str, answer: str, equal: bool
-) -> None:
+def test_mathematically_equal_answers_are_equal(verifier: Verifier, golden: str, answer: str, equal: bool) -> None:
     assert asyncio.run(verifier.equal(golden, answer)) is equal
 
 
-def test_a_comparison_that_hangs_is_killed_and_the_next_one_answered() -> None:
+def test_hanging_comparison_is_killed_and_the_next_one_answered() -> None:
     verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=4.0)
     before = children()
 
@@ -97,7 +95,7 @@ def test_a_comparison_that_hangs_is_killed_and_the_next_one_answered() -> None:
     assert not running(fresh)
 
 
-def test_the_event_loop_goes_on_while_answers_are_compared() -> None:
+def test_event_loop_runs_while_answers_are_compared() -> None:
     verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=4.0)
 
     async def compare() -> int:
@@ -114,8 +112,8 @@ def test_the_event_loop_goes_on_while_answers_are_compared() -> None:
     verifier.close()
 
 
-def test_a_process_that_dies_costs_one_comparison() -> None:
-    """As the kernel ends one that has taken too much memory."""
+def test_dying_process_loses_one_comparison() -> None:
+    """Killed like a process that used too much memory."""
     verifier = Verifier(processes=1, timeout_s=20.0, memory_gib=4.0)
     before = children()
 
@@ -133,7 +131,7 @@ def test_a_process_that_dies_costs_one_comparison() -> None:
     verifier.close()
 
 
-def test_a_text_in_place_of_an_answer_is_wrong_without_a_comparison() -> None:
+def test_overlong_answer_is_wrong_without_a_comparison() -> None:
     verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=4.0)
     before = children()
     assert not asyncio.run(verifier.equal("3", "+".join(["x"] * 300)))
@@ -141,7 +139,7 @@ def test_a_text_in_place_of_an_answer_is_wrong_without_a_comparison() -> None:
     assert children() == before
 
 
-def test_a_process_that_cannot_start_is_one_clear_error() -> None:
+def test_process_that_cannot_start_is_one_clear_error() -> None:
     verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=0.01)
     with pytest.raises(NoVerdict, match=r"did not start .*verify_memory_gib\)"):
         asyncio.run(verifier.equal("3", "4"))
@@ -156,8 +154,8 @@ def test_signals_for_the_ranks_do_not_end_a_comparison(verifier: Verifier) -> No
     assert running(child)
 
 
-def test_nothing_outlives_a_rank_that_is_killed() -> None:
-    """One process waits for work then, another hangs in it."""
+def test_no_process_outlives_a_killed_rank() -> None:
+    """One process is idle at that time, another one hangs."""
     program = f"""
 import asyncio, sys
 from megatron_rl.environments.math.verifier import Verifier

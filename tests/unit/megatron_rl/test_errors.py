@@ -1,4 +1,4 @@
-"""Where in a task's own code an error arose, whatever of mrl and of libraries stands around it."""
+"""Location of an error in a task's own code, through frames of mrl and of libraries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def broken_engine(call):
 
 @pytest.fixture
 def mine(tmp_path: Path) -> ModuleType:
-    """A task's code, in a folder of its author."""
+    """Code of a task, in its author's folder."""
     return load(tmp_path / "mine.py", REWARD)
 
 
@@ -65,17 +65,17 @@ def raised(call: Callable[[], Any]) -> Exception:
     return error
 
 
-def test_the_place_is_the_tasks_own_line_however_deep_a_library_failed(mine: ModuleType) -> None:
+def test_location_is_the_tasks_own_line_however_deep_a_library_failed(mine: ModuleType) -> None:
     assert own_place(raised(lambda: mine.reward({}))) == 'mine.py:6: return row["answr"]'
     assert own_place(raised(lambda: mine.deep("{"))) == "mine.py:10: return json.loads(text)"
     assert own_place(raised(lambda: mine.waits({}))) == 'mine.py:6: return row["answr"]'
 
 
-def test_what_mrl_finds_wrong_with_a_value_is_blamed_on_the_line_that_gave_it(mine: ModuleType) -> None:
+def test_invalid_value_is_attributed_to_the_line_that_passed_it(mine: ModuleType) -> None:
     assert own_place(raised(lambda: mine.refused(1e30))) == "mine.py:20: check_reward(value)"
 
 
-def test_the_trace_begins_in_the_tasks_code(mine: ModuleType) -> None:
+def test_traceback_starts_in_the_tasks_code(mine: ModuleType) -> None:
     lines = own_trace(raised(lambda: mine.deep("{"))).splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert [line for line in lines if f"{PACKAGE}/" in line] == []
@@ -84,7 +84,7 @@ def test_the_trace_begins_in_the_tasks_code(mine: ModuleType) -> None:
     assert lines[-1].startswith("json.decoder.JSONDecodeError: ")
 
 
-def test_the_cause_of_a_bad_configuration_counts_too(mine: ModuleType) -> None:
+def test_cause_of_a_bad_configuration_counts_too(mine: ModuleType) -> None:
     with pytest.raises(ConfigurationError) as wrapped:
         try:
             mine.reward({})
@@ -95,32 +95,32 @@ def test_the_cause_of_a_bad_configuration_counts_too(mine: ModuleType) -> None:
     assert own_trace(wrapped.value).endswith("KeyError: 'answr'\n")
 
 
-def test_an_engine_that_fails_is_not_the_tasks_fault(mine: ModuleType) -> None:
+def test_engine_that_fails_is_not_the_tasks_fault(mine: ModuleType) -> None:
     request: Any = SimpleNamespace(id="a", again=None)
     error = raised(lambda: mine.broken_engine(lambda: refuse_duplicate(request, {"a"})))
     assert "request a is already being answered" in str(error)
     assert (own_place(error), own_trace(error)) == ("", "")
 
 
-def test_an_error_of_mrl_alone_has_no_place() -> None:
+def test_error_inside_mrl_has_no_location() -> None:
     with pytest.raises(ValueError, match="the reward is nan") as found:
         check_reward(float("nan"))
     found.value.__traceback__ = found.tb.tb_next  # without this test's own frame
     assert (own_place(found.value), own_trace(found.value)) == ("", "")
 
 
-def test_a_line_that_is_no_python_has_its_place(tmp_path: Path) -> None:
+def test_syntax_error_has_its_location(tmp_path: Path) -> None:
     with pytest.raises(SyntaxError) as wrong:
         load(tmp_path / "typo.py", "x = 1\ndef reward(row)\n    return 1\n")
     assert own_place(wrong.value) == "typo.py:2: def reward(row)"
 
 
-def test_a_counted_error_brings_its_trace(tmp_path: Path) -> None:
+def test_counted_error_keeps_its_traceback(tmp_path: Path) -> None:
     assert own_trace(TaskFailed("no answer could be scored", "Traceback ...\n")) == "Traceback ...\n"
     assert own_place(TaskFailed("no answer could be scored")) == ""
 
 
-def test_an_environment_that_cannot_be_imported_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_error_of_an_environment_has_its_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_task.py").write_text("import math\n\nLIMIT = math.inff\n")
     info = tmp_path / "broken_task-1.dist-info"
     info.mkdir()
@@ -131,9 +131,7 @@ def test_an_environment_that_cannot_be_imported_says_where(tmp_path: Path, monke
         environment_class("broken-task")
 
 
-def test_an_environment_that_is_installed_among_libraries_is_the_tasks_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_environment_is_the_tasks_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = tmp_path / "site-packages"
     info = packages / "installed_task-1.dist-info"
     info.mkdir(parents=True)

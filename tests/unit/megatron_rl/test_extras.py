@@ -1,4 +1,4 @@
-"""What an extra brings, what of it is missing, and the command that installs it from where mrl itself came from."""
+"""Distributions of an extra, missing ones, and the command that installs them from mrl's own source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Requires-Dist: click>=8; extra == 'brushes'
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory of installed packages that comes first, with another mrl in it."""
+    """Directory of installed packages that comes first on the path, with another mrl in it."""
     (tmp_path / "mrl-0.1.0.dist-info").mkdir()
     (tmp_path / "mrl-0.1.0.dist-info" / "METADATA").write_text(METADATA)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -46,7 +46,7 @@ def came_from(site: Path, **record: object) -> str:
     return extras.install_command("colours", "brushes")
 
 
-def test_an_extra_is_missing_as_far_as_its_distributions_are(site):
+def test_missing_distributions_of_an_extra_are_listed(site):
     assert extras.names("colours") == ("red-paint", "blue_paint")
     assert extras.missing(["colours", "brushes", "colours"]) == ["red-paint", "blue_paint"]
     install(site, "blue_paint")
@@ -71,12 +71,12 @@ def test_from_an_archive_or_a_repository_the_command_names_that(site):
 
 
 @pytest.mark.parametrize("record", [None, "{", "[]"])
-def test_without_a_record_the_command_never_asks_an_index_for_mrl(site, record):
+def test_command_without_a_record_never_installs_mrl_from_an_index(site, record):
     if record is not None:
         (site / "mrl-0.1.0.dist-info" / "direct_url.json").write_text(record)
     words = shlex.split(extras.install_command("colours", "brushes"))
     assert words == ["pip", "install", "red-paint>=1", "blue_paint[thick]<3,>=2", "click>=8"]
 
 
-def test_here_it_is_the_clone_that_this_test_is_in():
+def test_command_names_the_clone_of_this_test():
     assert extras.install_command("math") == f"pip install -e '{Path(__file__).parents[3]}[math]'"

@@ -1,4 +1,4 @@
-"""Where an answer stands in a response, in each of the three formats, and whether anything follows it."""
+"""Location of the answer in a response in each of the three formats, and trailing text."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ TABLE: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("answers_f
     ("name", "response", "answer", "follows"),
     [(name, *row) for name in FORMATS for row in TABLE[name]],
 )
-def test_an_answer_is_found_where_the_table_says(name: str, response: str, answer: str | None, follows: str) -> None:
+def test_answer_is_found_as_the_table_expects(name: str, response: str, answer: str | None, follows: str) -> None:
     expected = None if answer is None else FoundAnswer(answer, has_trailing_text=follows == "text")
     assert FORMATS[name].find(response) == expected
 
 
 @pytest.mark.parametrize("ending", TABLE["harmless"])
-def test_a_harmless_ending_is_no_text(ending: str) -> None:
+def test_harmless_ending_is_not_trailing_text(ending: str) -> None:
     assert FORMATS["boxed"].find(rf"$\boxed{{42}}{ending}") == FoundAnswer("42", has_trailing_text=False)
 
 
 @pytest.mark.parametrize("ending", TABLE["harmful"])
-def test_another_ending_is_text(ending: str) -> None:
+def test_other_ending_is_trailing_text(ending: str) -> None:
     assert FORMATS["boxed"].find(rf"\boxed{{42}}{ending}") == FoundAnswer("42", has_trailing_text=True)
 
 
@@ -47,7 +47,7 @@ def test_another_ending_is_text(ending: str) -> None:
         "{" * 50_000 + "}" * 50_000,
     ],
 )
-def test_no_response_takes_long_to_search(response: str) -> None:
+def test_search_is_fast_for_every_response(response: str) -> None:
     began = time.process_time()
     for format_ in FORMATS.values():
         format_.find(response)
@@ -62,7 +62,7 @@ BRACED = st.recursive(
 
 
 @given(before=st.text(max_size=20), answer=BRACED.filter(str.strip))
-def test_whatever_nests_in_the_last_box_comes_out_whole(before: str, answer: str) -> None:
+def test_nested_content_of_the_last_box_is_returned_whole(before: str, answer: str) -> None:
     assert FORMATS["boxed"].find(f"{before}\\boxed{{{answer}}}") == FoundAnswer(answer.strip(), has_trailing_text=False)
 
 

@@ -1,4 +1,4 @@
-"""Problems of local data sets: every layout in which they come, each problem once, and one clear error otherwise."""
+"""Problems of local data sets: every file layout, each problem once, and one clear error for unreadable data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUESTIONS = [Question(row["problem"], row["answer"]) for row in ROWS]
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What `datasets` and the hub's client keep on disk: this test's alone."""
+    """Caches of `datasets` and of the hub's client, private to a test."""
     home = tmp_path / "huggingface"
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", home / "datasets")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
@@ -72,7 +72,7 @@ def as_arrow(folder: Path) -> Path:
 
 
 def in_the_hubs_cache(folder: Path) -> str:
-    """As `mrl prefetch` leaves it."""
+    """Data set in the layout of `mrl prefetch`."""
     snapshot = folder / "huggingface" / "hub" / "datasets--owner--sums" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     as_folder_of_parquet(snapshot)
@@ -86,25 +86,25 @@ def in_the_hubs_cache(folder: Path) -> str:
     "place",
     [as_jsonl, as_parquet, as_arrow, as_folder_of_parquet, as_saved, as_saved_with_splits, in_the_hubs_cache],
 )
-def test_every_layout_gives_the_same_questions(tmp_path: Path, place: Callable[[Path], Path | str]) -> None:
+def test_every_file_layout_gives_the_same_questions(tmp_path: Path, place: Callable[[Path], Path | str]) -> None:
     assert list(read_questions(DataSet(path=str(place(tmp_path))))) == QUESTIONS
 
 
 @pytest.mark.parametrize("place", [as_jsonl, as_parquet, as_arrow, as_folder_of_parquet, as_saved])
 def test_reading_writes_nothing(tmp_path: Path, own_cache: Path, place: Callable[[Path], Path]) -> None:
-    """Hundreds of ranks read at once: a cache of their own on the shared file system would be locked by each."""
+    """Hundreds of ranks read concurrently: each would lock a cache on the shared file system."""
     source = DataSet(path=str(place(tmp_path)))
     shutil.rmtree(own_cache, ignore_errors=True)  # making the data may have used it
     assert list(read_questions(source)) == QUESTIONS
     assert not [path for path in own_cache.rglob("*") if path.is_file()]
 
 
-def test_a_split_is_chosen(tmp_path: Path) -> None:
+def test_named_split_is_read(tmp_path: Path) -> None:
     source = DataSet(path=str(as_saved_with_splits(tmp_path)), split="test")
     assert list(read_questions(source)) == QUESTIONS[:1]
 
 
-def test_nested_columns_are_reached_and_instructions_cut_out(tmp_path: Path) -> None:
+def test_nested_columns_are_read_and_instructions_removed(tmp_path: Path) -> None:
     rows = [
         {
             "prompt": [{"role": "user", "content": f"Solve it.\nStep by step.\n\n{question.text}\n\nSay {{42}}."}],
@@ -126,7 +126,7 @@ ODD = ["2024-01-02", "1180591620717411303424", "1.50", "2\\%", "007", "true", "N
 
 
 def as_lines(folder: Path) -> Path:
-    """Strings, and one row with a number, in a column that begins with a date."""
+    """Strings and one number, in a column that starts with a date."""
     lines = [json.dumps({"problem": f"p{place}", "answer": text}) for place, text in enumerate(ODD)]
     lines[1:3] = ['{"problem": "p1", "answer": 1180591620717411303424}', '{"problem": "p2", "answer": 1.50}']
     lines[5] = '{"problem": "p5", "answer": true}'
@@ -175,16 +175,14 @@ def as_a_folder_with_a_table(folder: Path) -> Path:
         as_a_folder_with_a_table,
     ],
 )
-def test_answers_of_text_files_are_spelled_as_in_the_file(tmp_path: Path, place: Callable[[Path], Path]) -> None:
-    """`datasets` guesses a type for each column: dates, rounded integers, quotes around every text."""
+def test_answers_of_text_files_keep_their_spelling(tmp_path: Path, place: Callable[[Path], Path]) -> None:
+    """`datasets` infers a type for each column: dates, rounded integers, quotes around every text."""
     found = [question.answer for question in read_questions(DataSet(path=str(place(tmp_path))))]
     assert found == ODD[:-1]  # an empty text is no answer
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_list_that_is_too_short_is_a_row_without_an_answer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, ending: str
-) -> None:
+def test_row_with_too_short_list_has_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture, ending: str) -> None:
     rows = [
         {"problem": "a", "answers": ["1", "2"]},
         {"problem": "b", "answers": ["3"]},
@@ -212,21 +210,23 @@ def test_a_list_that_is_too_short_is_a_row_without_an_answer(
         ("[" * 100_000, r"data.jsonl: not valid JSON: "),
     ],
 )
-def test_a_bad_line_of_json_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_error_locates_the_bad_line_of_json(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "data.jsonl").write_text(text)
     with pytest.raises(ValueError, match=said):
         list(read_questions(DataSet(path=str(tmp_path / "data.jsonl"))))
 
 
-def test_each_problem_comes_once_in_the_order_of_the_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """DAPO-Math-17k holds each about a hundred times."""
+def test_repeated_problems_appear_once_in_the_order_of_the_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DAPO-Math-17k repeats each problem about a hundred times."""
     spaced = [{"problem": row["problem"].replace(" ", "  "), "answer": row["answer"]} for row in ROWS]
     table((ROWS[::-1] + spaced) * 40).to_parquet(tmp_path / "data.parquet")
     assert distinct(read_questions(DataSet(path=str(tmp_path / "data.parquet")))) == QUESTIONS[::-1]
     assert not caplog.records
 
 
-def test_of_two_answers_the_first_counts_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_first_of_contradicting_answers_is_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert distinct([Question("a", "1"), Question("a ", "2"), Question("b", "3")]) == [
         Question("a", "1"),
         Question("b", "3"),
@@ -234,7 +234,7 @@ def test_of_two_answers_the_first_counts_and_that_is_said(caplog: pytest.LogCapt
     assert caplog.messages == ["1 problems have several answers: the first one is used"]
 
 
-def test_answers_that_are_numbers_become_text_and_rows_without_one_are_left_out(tmp_path: Path) -> None:
+def test_numeric_answers_become_text_and_rows_without_answer_are_skipped(tmp_path: Path) -> None:
     rows = [{"problem": "a", "answer": 7}, {"problem": "b", "answer": None}, {"problem": None, "answer": 1}]
     table(rows).to_parquet(tmp_path / "data.parquet")
     assert list(read_questions(DataSet(path=str(tmp_path / "data.parquet")))) == [Question("a", "7")]
@@ -253,7 +253,7 @@ def test_answers_that_are_numbers_become_text_and_rows_without_one_are_left_out(
         ({"path": "BROKEN"}, r"data set .*broken.parquet: "),
     ],
 )
-def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, fields: dict[str, str], said: str) -> None:
+def test_unreadable_data_is_one_clear_error(tmp_path: Path, fields: dict[str, str], said: str) -> None:
     (tmp_path / "data.txt").write_text("a")
     (tmp_path / "broken.parquet").write_text("not parquet")
     save_splits(tmp_path, train=table())
@@ -265,7 +265,7 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, fields: dict[str
         list(read_questions(DataSet(**values)))  # type: ignore[arg-type]
 
 
-def test_an_answer_at_the_end_of_a_worked_solution_is_found(tmp_path: Path) -> None:
+def test_answer_at_the_end_of_a_worked_solution_is_found(tmp_path: Path) -> None:
     rows = [
         {"problem": "a", "answer": "#### 1\nno\n#### 42"},
         {"problem": "b", "answer": r"It is \boxed{\frac{1}{2}}."},

@@ -1,4 +1,4 @@
-"""Tasks of data sets: what is held out, whatever the order and repeats of the rows, and data that cannot be used."""
+"""Tasks of data sets: held-out problems for any order and repeats of the rows, and unusable data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rows(folder: Path, *texts: str) -> Path:
 
 
 @given(st.lists(st.text("abc", min_size=1), unique=True), st.floats(0, 0.9), st.randoms())
-def test_the_split_depends_on_the_words_alone(texts: list[str], held_out: float, random: Any) -> None:
+def test_split_depends_only_on_the_words(texts: list[str], held_out: float, random: Any) -> None:
     questions = [Question(text, "") for text in texts]
     trained, apart = split(questions, held_out, 3)
     assert sorted(one.text for one in trained + apart) == sorted(texts)
@@ -45,7 +45,7 @@ def test_the_split_depends_on_the_words_alone(texts: list[str], held_out: float,
     assert {*split(questions, held_out, 3)[1]} == {*apart}
 
 
-def test_repeats_are_dropped_before_a_part_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_are_removed_before_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     agent = build(rows(tmp_path, *"abcdabcdabcd"), held_out=0.5)
     trained, held_out = agent.training_problems(), agent.evaluation_problems()["held_out"]
@@ -54,7 +54,9 @@ def test_repeats_are_dropped_before_a_part_is_held_out(tmp_path: Path, monkeypat
     assert agent.gold_response(trained[0]) == trained[0].prompt.upper()
 
 
-def test_data_without_a_question_names_its_split_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_data_without_questions_names_split_and_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / "rows.jsonl"
     path.write_text('{"problem": "a", "answer": null}\n')

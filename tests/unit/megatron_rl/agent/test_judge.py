@@ -1,4 +1,4 @@
-"""A model that judges: its verdict is read, and where there is none the answer is lost, not wrong."""
+"""A judging model: its verdict is parsed, and an answer without verdict is lost, not wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def saying(text: str) -> Callable[[httpx.Request], httpx.Response]:
     return lambda _: httpx.Response(200, json={"choices": [{"message": {"content": text}}]})
 
 
-def test_it_is_asked_as_openai_has_it_by_the_token() -> None:
+def test_request_has_openai_format_and_the_token() -> None:
     seen: list[httpx.Request] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -80,11 +80,11 @@ def test_it_is_asked_as_openai_has_it_by_the_token() -> None:
         ("VERDICT: 7\n(the verdict is final)", 0.7),
     ],
 )
-def test_the_last_verdict_counts(text: str, reward: float) -> None:
+def test_last_verdict_counts(text: str, reward: float) -> None:
     assert judged(saying(text)) == pytest.approx(reward)
 
 
-def test_what_a_judge_refuses_is_not_sent() -> None:
+def test_fields_set_to_null_are_not_sent() -> None:
     bodies: list[dict[str, object]] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -113,19 +113,19 @@ def test_what_a_judge_refuses_is_not_sent() -> None:
         (lambda _: httpx.Response(401), "HTTP 401"),
     ],
 )
-def test_without_a_verdict_the_answer_is_lost(handler: Callable[[httpx.Request], httpx.Response], why: str) -> None:
+def test_answer_without_verdict_is_lost(handler: Callable[[httpx.Request], httpx.Response], why: str) -> None:
     with pytest.raises(NoVerdict, match=why):
         judged(handler)
 
 
-def test_a_busy_judge_is_asked_again() -> None:
+def test_busy_judge_is_retried() -> None:
     answers = iter([httpx.Response(429), httpx.Response(503), saying("VERDICT: 5")(httpx.Request("GET", "http://x"))])
     assert judged(lambda _: next(answers)) == 0.5
     with pytest.raises(NoVerdict, match="HTTP 503"):
         judged(lambda _: httpx.Response(503))
 
 
-def test_what_cannot_judge_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_judge_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValidationError, match=r"must contain \{response\}"):
         JudgeConfig(url="http://judge/v1", model="wise", prompt="{question}")
     monkeypatch.delenv("JUDGE_TOKEN")
@@ -133,7 +133,7 @@ def test_what_cannot_judge_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPa
         Judge(CONFIG)
 
 
-def test_its_connections_end_with_the_environment_that_asks_it() -> None:
+def test_connections_close_with_the_environment() -> None:
     judge = Judge(CONFIG, transport=httpx.MockTransport(saying("VERDICT: 5")))
     environment = object.__new__(JudgedEnvironment)
     environment._judge = judge

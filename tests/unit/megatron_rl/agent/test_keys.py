@@ -1,4 +1,4 @@
-"""Keys of random numbers: pinned, separated by purpose, and different for all that is drawn."""
+"""Keys of random numbers: pinned, separated by purpose, and distinct."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ def test_keys_are_pinned_and_separated_by_purpose() -> None:
     assert stable_key("group", 1, 23) != stable_key("group", 12, 3)
 
 
-def test_later_turns_have_keys_of_their_own() -> None:
+def test_later_turns_have_their_own_keys() -> None:
     group = group_key(0, 0, 0, 0)
     keys = {turn_key(group, sample, turn) for sample in range(20) for turn in range(1, 20)} | {group}
     assert len(keys) == 20 * 19 + 1

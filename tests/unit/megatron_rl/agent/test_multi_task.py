@@ -1,4 +1,4 @@
-"""Several environments trained on at once: who answers what, what is refused, and what the record says of each."""
+"""Several environments trained at once: routing of problems, rejected lists, and the record of each environment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build(*environments: dict[str, Any]) -> WeightedMultiTask:
     return built
 
 
-def test_every_problem_says_whose_it_is_and_sets_are_named_by_it() -> None:
+def test_problems_and_sets_carry_the_id_of_their_environment() -> None:
     agent = build(PLUS, MINUS, APART)
     assert [(each.environment, each.weight) for each in agent.training_sets()] == [("plus", 3.0), ("minus", 1.0)]
     assert all(problem.environment == one.environment for one in agent.training_sets() for problem in one.problems)
@@ -54,7 +54,7 @@ def test_every_problem_says_whose_it_is_and_sets_are_named_by_it() -> None:
     assert not trained & {problem.prompt for problem in sets["apart/held_out"]}
 
 
-def test_an_evaluation_is_answered_by_each_environment_in_the_order_of_the_request() -> None:
+def test_evaluation_returns_answers_in_the_order_of_the_request() -> None:
     agent = build(PLUS, MINUS)
     sets = agent.evaluation_problems()
     mixed = [*sets["minus/trained"], *sets["plus/trained"], *sets["minus/held_out"]]
@@ -80,12 +80,12 @@ def test_an_evaluation_is_answered_by_each_environment_in_the_order_of_the_reque
         ([{"args": {}}], "name is missing"),
     ],
 )
-def test_a_list_that_cannot_be_is_refused_by_the_environments_name(environments: Any, said: str) -> None:
+def test_invalid_list_is_rejected_with_the_environments_name(environments: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         run_config(*environments)
 
 
-def test_one_of_environment_and_environments_is_needed() -> None:
+def test_either_environment_or_environments_is_required() -> None:
     values = tiny_run().model_dump()
     with pytest.raises(ValueError, match="environments and environment are both given"):
         RunConfig.model_validate({**values, "environments": [PLUS]})
@@ -101,14 +101,14 @@ def test_one_of_environment_and_environments_is_needed() -> None:
         ({"no_such": 1}, {}, "environment 'odd': "),
     ],
 )
-def test_an_environment_that_cannot_be_built_is_named(arguments: Any, more: Any, said: str) -> None:
+def test_error_names_the_environment_that_cannot_be_built(arguments: Any, more: Any, said: str) -> None:
     odd = {"name": "arithmetic", "id": "odd", "args": arguments, **more}
     with pytest.raises(ValueError, match=said):
         build(PLUS, odd)
 
 
-def test_entries_of_megatron_rl_are_accepted_as_they_are() -> None:
-    """The figures of its DAPO and GSM8K files."""
+def test_entries_of_megatron_rl_files_are_accepted() -> None:
+    """Values of its DAPO and GSM8K files."""
     config = run_config(
         {"agent_type": "DAPOAgent", "agent_args": {"format_reward": 0.0}, "weight": 1.0},
         {"agent_type": "AIMEAgent", "agent_args": {"format_reward": 0.0}, "weight": 0.0, "evaluation_only": True},
@@ -127,7 +127,7 @@ def test_entries_of_megatron_rl_are_accepted_as_they_are() -> None:
     assert RunConfig.model_validate(config.model_dump()) == config
 
 
-def test_what_all_of_them_need_is_known_without_building_any() -> None:
+def test_requirements_of_all_environments_are_known_without_building_them() -> None:
     data = {"train": {"path": "owner/sums"}, "evaluate": {"a": {"path": "owner/held-out"}}}
     task = run_config(PLUS, {"name": "math", "args": data}, {"name": "reasoning-gym/chain_sum"}).task
     assert task.name == MULTI_TASK
@@ -135,15 +135,15 @@ def test_what_all_of_them_need_is_known_without_building_any() -> None:
     assert [entry.name for entry in entry_points_of(task)] == [MULTI_TASK, "arithmetic", "math", "reasoning-gym"]
 
 
-def test_a_variant_is_an_argument_in_the_name() -> None:
+def test_variant_is_an_argument_in_the_name() -> None:
     with pytest.raises(ValueError, match="'reasoning-gym/chain_sum' says dataset by its name"):
         required_datasets(EnvironmentConfig(name="reasoning-gym/chain_sum", args={"dataset": "countdown"}))
     with pytest.raises(ValueError, match="unknown environment 'arithmetic/sums': 'arithmetic' has no variants"):
         required_datasets(EnvironmentConfig(name="arithmetic/sums"))
 
 
-def test_the_record_of_a_step_tells_them_apart(tmp_path: Any, platform: Any, groups: Any) -> None:
-    """The whole way, with a bank; and what another attempt takes from it is the same."""
+def test_record_of_a_step_distinguishes_environments(tmp_path: Any, platform: Any, groups: Any) -> None:
+    """End to end with a bank; another attempt takes the same answers from it."""
     config = run_config(PLUS, MINUS, APART, grpo={"prompts_per_step": 8})
     run = build_run(config, platform, groups)
     drive(run, bank_in(tmp_path))

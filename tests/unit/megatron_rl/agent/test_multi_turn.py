@@ -1,4 +1,5 @@
-"""Conversations between a model and an environment: when they end, what is trained on, and what costs one of them."""
+"""Conversations between a model and an environment: their end, their trained tokens, and errors that lose one of
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from megatron_rl.section import Section
 
 
 class Guess(MultiTurnAgent):
-    """Says higher or lower until the number is found."""
+    """Replies higher or lower until the number is found."""
 
     Config = Section
     max_turns = 3
@@ -45,7 +46,7 @@ class Guess(MultiTurnAgent):
 
 
 def converse(agent: Guess, answers: Mapping[str, str], size: int = 1, longest: int | None = None) -> TrajectoryGroup:
-    """answers: to each text of the conversation so far; sample i answers `start` + i to the first."""
+    """answers: answer to each text of the conversation so far; sample i answers `start` + i first."""
     engine = ScriptedInference(
         Words(), lambda prompt, sample: answers.get(f"{prompt}{sample}", answers.get(prompt, "5")), longest
     )
@@ -58,7 +59,7 @@ AGENT = Guess(Section(), Words())
 END = "\0"
 
 
-def test_a_conversation_ends_when_nothing_more_is_said_and_only_the_model_is_trained_on() -> None:
+def test_conversation_ends_without_observation_and_trains_only_on_the_models_tokens() -> None:
     [one] = converse(AGENT, {"?": "2", "?2higher": "8", "?2higher8lower": "5"}).trajectories
     assert Words().decode(one.tokens) == "?2higher8lower5"
     sampled = [token for token, trained in zip(one.tokens, one.loss_mask, strict=True) if trained]
@@ -66,25 +67,25 @@ def test_a_conversation_ends_when_nothing_more_is_said_and_only_the_model_is_tra
     assert (len(one.turns), one.text, one.reward) == (3, "2\n8\n5", pytest.approx(1 / 3))
 
 
-def test_samples_go_ways_of_their_own_in_the_order_of_the_first_turn() -> None:
+def test_samples_diverge_and_keep_the_order_of_the_first_turn() -> None:
     group = converse(AGENT, {"?0": "5", "?1": "9", "?9lower": "5"}, size=2)
     assert [(one.text, one.reward) for one in group.trajectories] == [("5", 1.0), ("9\n5", 0.5)]
 
 
-def test_turns_are_limited_and_so_is_their_length() -> None:
+def test_number_and_length_of_turns_are_limited() -> None:
     [one] = converse(AGENT, dict.fromkeys(["?", "?2higher", "?2higher2higher"], "2")).trajectories
     assert (one.text, one.reward, one.finish_reason) == ("2\n2\n2", 0.0, "stop")
     [one] = converse(AGENT, {"?": "2", "?2higher": "55555"}).trajectories
     assert (one.text, one.finish_reason) == ("2\n5555", "length")
 
 
-def test_without_room_for_another_turn_it_is_scored_as_it_is() -> None:
+def test_conversation_without_room_for_another_turn_is_scored_as_it_is() -> None:
     [one] = converse(AGENT, {"?": "2"}, longest=8).trajectories
     assert (one.text, one.reward, one.finish_reason) == ("2", 0.0, "length"), "it counts as cut off"
 
 
-def test_what_the_tokenizer_cannot_say_costs_one_conversation() -> None:
-    """Words of the environment that a small alphabet has not."""
+def test_text_that_cannot_be_encoded_loses_one_conversation() -> None:
+    """Text of the environment with characters that a small alphabet lacks."""
     agent = Guess(Section(), build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789?")))
     engine = ScriptedInference(agent.tokenizer, ["2", "5"])
     request = GroupRolloutRequest(
@@ -96,7 +97,7 @@ def test_what_the_tokenizer_cannot_say_costs_one_conversation() -> None:
     assert "no token for the character 'h'" in reason
 
 
-def test_what_the_environment_raises_costs_one_conversation() -> None:
+def test_error_of_the_environment_loses_one_conversation() -> None:
     group = converse(AGENT, {"?0": "no", "?1": "5"}, size=2)
     assert [one.reward for one in group.trajectories] == [1.0]
     ((reason, lost),) = group.failures.items()
@@ -104,7 +105,7 @@ def test_what_the_environment_raises_costs_one_conversation() -> None:
     assert reason.endswith(": ValueError: invalid literal for int() with base 10: 'no'")
 
 
-def test_a_conversation_over_its_limit_is_had_again_from_its_first_turn_and_ends_no_other() -> None:
+def test_conversation_over_its_limit_restarts_alone_from_its_first_turn() -> None:
     stuck: list[str] = []
 
     class Stuck(Guess):
@@ -134,5 +135,5 @@ class Chat(Words):
         return END
 
 
-def test_the_next_turn_is_put_in_the_chat_templates_words() -> None:
+def test_next_turn_uses_the_chat_template() -> None:
     assert next_turn(Chat(), "12", role="tool") == f"\n<tool>12{END}\n<assistant>"

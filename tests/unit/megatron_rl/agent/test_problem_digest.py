@@ -1,4 +1,4 @@
-"""Two lists of problems have the same digest where they have the same prompts in the same order."""
+"""Two lists of problems have the same digest if they have the same prompts in the same order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def digest(*prompts: str) -> ProblemDigest:
 @given(PROMPTS, PROMPTS)
 @example(["ab", ""], ["a", "b"])
 @example(["a", "b"], ["b", "a"])
-def test_it_is_another_one_wherever_prompts_or_their_order_are_others(one: list[str], other: list[str]) -> None:
+def test_digest_changes_with_prompts_and_their_order(one: list[str], other: list[str]) -> None:
     assert (digest(*one) == digest(*other)) == (one == other)
 
 
-def test_it_depends_on_nothing_else_and_on_no_process() -> None:
+def test_digest_depends_on_nothing_else_and_is_the_same_in_another_process() -> None:
     problems = [Problem("1+2=", {"answer": "3"}, "sums"), Problem("é\ud800", {"answer": {"4"}})]
     assert ProblemDigest.of(problems) == digest("1+2=", "é\ud800") == ProblemDigest(2, "7d3ec0eb17a3834b")
 
 
-def test_what_differs_is_told_by_environment() -> None:
+def test_differences_are_described_by_environment() -> None:
     expected = {"same": digest("a"), "fewer": digest("a", "b"), "others": digest("a", "b"), "gone": digest("a")}
     found = {"new": digest("a"), "same": digest("a"), "others": digest("b", "a"), "fewer": digest("a")}
     assert differences(expected, found) == [

@@ -45,13 +45,13 @@ TOKENIZER = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of installed packages, found like any other."""
+    """Directory of installed packages, found like any other."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
 def install(site: Path, package: str, name: str, value: str, source: str = "") -> None:
-    """What an installer leaves of `package` 2.1: one module and its metadata."""
+    """Files that an installer creates for `package` 2.1: one module and its metadata."""
     (site / f"{package}.py").write_text(dedent(source))
     metadata = site / f"{package}-2.1.dist-info"
     metadata.mkdir()
@@ -59,33 +59,33 @@ def install(site: Path, package: str, name: str, value: str, source: str = "") -
     (metadata / "entry_points.txt").write_text(f"[mrl.environments]\n{name} = {value}\n")
 
 
-def test_the_shipped_environment_is_registered() -> None:
+def test_shipped_environment_is_registered() -> None:
     assert "arithmetic" in environment_names()
     assert environment_class("arithmetic") is ArithmeticEnvironment
 
 
-def test_another_packages_environment_is_found_configured_and_built(site: Path) -> None:
+def test_environment_of_another_package_is_found_configured_and_built(site: Path) -> None:
     install(site, "plugin_good", "riddles", "plugin_good:Riddles", PLUGIN)
     assert environment_names() == sorted(environment_names()) and "riddles" in environment_names()
     environment = build_environment(EnvironmentConfig(name="riddles", args={"count": 3}), TOKENIZER)
     assert len(environment.training_problems()) == 3
 
 
-def test_what_a_package_prints_as_it_is_imported_is_no_output(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A command that was asked for JSON writes nothing else."""
+def test_prints_of_an_imported_package_stay_out_of_the_output(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command with JSON output writes nothing else."""
     install(site, "plugin_loud", "riddles", "plugin_loud:Riddles", f'{dedent(PLUGIN)}\nprint("welcome")\n')
     assert environment_class("riddles").__name__ == "Riddles"
     assert capsys.readouterr() == ("", "welcome\n")
 
 
-def test_bad_arguments_are_refused_by_the_environments_own_config(site: Path) -> None:
+def test_bad_arguments_are_rejected_by_the_environments_config(site: Path) -> None:
     install(site, "plugin_args", "riddles_args", "plugin_args:Riddles", PLUGIN)
     with pytest.raises(ValidationError, match="coutn"):
         build_environment(EnvironmentConfig(name="riddles_args", args={"coutn": 3}), TOKENIZER)
 
 
-def test_what_the_name_says_already_is_no_argument(site: Path) -> None:
-    """Which of the two would hold?"""
+def test_variant_in_the_name_excludes_the_argument(site: Path) -> None:
+    """The two could contradict each other."""
     source = PLUGIN.replace("class Config", 'variant_argument = "kind"\n\n        class Config').replace(
         "count: int = 2", 'count: int = 2\n            kind: str = "old"'
     )
@@ -124,7 +124,7 @@ def test_broken_plugin_is_one_error_that_names_its_package(site: Path, value: st
         environment_class("riddles_bad")
 
 
-def test_one_that_cannot_tell_its_variants_hides_no_other(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_with_broken_variants_hides_no_other(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = "    @classmethod\n    def variants(cls):\n        raise KeyError('cache')\n"
     install(site, "plugin_many", "riddles_many", "plugin_many:Riddles", f"{dedent(PLUGIN)}\n{broken}")
     registered = registry.registered

@@ -1,4 +1,4 @@
-"""Asking an agent in another process: what it wants generated is generated once, and what it does wrong is a reason."""
+"""Client of an agent in another process: each completion is generated once, and the agent's faults become reasons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SAMPLING = Sampling(max_new_tokens=4)
 
 
 class Digits(RewardOnlyAgent):
-    """An answer is worth its number."""
+    """The reward of an answer is its number."""
 
     class Config(Section):
         pass
@@ -70,7 +70,7 @@ def client(handler: httpx.AsyncBaseTransport, patience_s: float = 60.0) -> Agent
 def run(
     agent: AgentService, route: str = "/grouped_rollouts", request: AgentRequest | None = None, **options: Any
 ) -> Any:
-    """An agent that is asked in this process."""
+    """Run a request against an agent in this process."""
     app = options.get("app") or application(agent, [TOKEN])
     engine = options.get("engine") or ScriptedInference(TOKENIZER, ["5", "6"])
     transport = httpx.ASGITransport(app=app)
@@ -79,7 +79,7 @@ def run(
     return asyncio.run(asking.run(route, request or asked(), digest, engine.generate, TOKENIZER.vocab_size))
 
 
-def test_rollouts_are_those_that_the_environment_makes_here() -> None:
+def test_remote_rollouts_equal_local_ones() -> None:
     engine = ScriptedInference(TOKENIZER, ["5", "6", ""])
     here = Digits(Digits.Config(), TOKENIZER)
     problem = here.training_problems()[0]
@@ -91,7 +91,7 @@ def test_rollouts_are_those_that_the_environment_makes_here() -> None:
     assert sum(group.failures.values()) == 1 and len(group.trajectories) == 2
 
 
-def test_an_evaluation_answers_each_problem() -> None:
+def test_evaluation_answers_each_problem() -> None:
     problems = [ProblemId("evaluation/held_out", 0), ProblemId("training", 1)]
     response = run(service(), "/evaluation", asked(*problems, samples=1))
     assert response.rewards == [5.0, 5.0]
@@ -108,14 +108,14 @@ def test_single_rollouts_answer_each_problem_once() -> None:
     assert there.trajectories and there.rewards == [2.0, 1.0]
 
 
-def test_a_pair_is_the_better_and_the_worse_answer() -> None:
+def test_pair_is_the_better_and_the_worse_answer() -> None:
     engine = ScriptedInference(TOKENIZER, ["5", "6", ""])
     there = run(service(), "/contrastive_rollouts", asked(samples=3), engine=engine)
     assert there.rewards == [6.0, 5.0] and sum(there.failures.values()) == 1
     assert run(service(), "/contrastive_rollouts", engine=ScriptedInference(TOKENIZER, ["5"])).trajectories == [[]]
 
 
-def test_an_evaluation_tells_what_the_answers_come_to_where_the_environment_compares_them() -> None:
+def test_evaluation_returns_final_answers_if_the_environment_compares_them() -> None:
     class Compared(Digits):
         compares_answers = True
 
@@ -126,12 +126,12 @@ def test_an_evaluation_tells_what_the_answers_come_to_where_the_environment_comp
     assert there.final_answers == {0: ["5", None]}
 
 
-def test_what_the_engine_refuses_reaches_the_agent_and_comes_back() -> None:
+def test_refusal_of_the_engine_passes_through_the_agent_and_back() -> None:
     with pytest.raises(PromptTooLong):
         run(service(), engine=ScriptedInference(TOKENIZER, ["5"], max_length=3))
 
 
-def test_what_the_agent_itself_raises_is_its_failure_whatever_kind_of_error_it_is() -> None:
+def test_any_error_of_the_agent_itself_is_a_failure() -> None:
     class Careless(Digits):
         async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
             await super().group_rollout(request)
@@ -141,7 +141,7 @@ def test_what_the_agent_itself_raises_is_its_failure_whatever_kind_of_error_it_i
         run(AgentService("digits", Careless(Digits.Config(), TOKENIZER)))
 
 
-def test_a_reason_may_quote_what_is_no_text(caplog: pytest.LogCaptureFixture) -> None:
+def test_reason_may_quote_text_that_cannot_be_encoded(caplog: pytest.LogCaptureFixture) -> None:
     """Half a surrogate pair, which a model can write in JSON."""
     caplog.set_level(logging.CRITICAL)  # pytest's workers could not send what is logged of it
 
@@ -153,8 +153,8 @@ def test_a_reason_may_quote_what_is_no_text(caplog: pytest.LogCaptureFixture) ->
     assert reason.endswith(": ValueError: \ud800") and lost == 2
 
 
-def test_what_the_agent_gives_up_is_generated_no_further() -> None:
-    """Its rollout is over its limit, and begun anew."""
+def test_withdrawn_requests_are_cancelled() -> None:
+    """The rollout exceeds its limit and restarts."""
     cancelled: list[str] = []
 
     class Stuck(ScriptedInference):
@@ -173,7 +173,7 @@ def test_what_the_agent_gives_up_is_generated_no_further() -> None:
     assert cancelled == [engine.requests[0].id] and len(engine.requests) == 2
 
 
-def test_its_connections_end_with_the_run() -> None:
+def test_connections_close_with_the_run() -> None:
     class Counted(httpx.ASGITransport):
         closed = 0
 
@@ -192,7 +192,7 @@ def test_its_connections_end_with_the_run() -> None:
     assert transport.closed == 1
 
 
-def test_an_engine_that_fails_is_no_failure_of_the_agent() -> None:
+def test_error_of_the_engine_is_not_a_failure_of_the_agent() -> None:
     class Dead:
         async def generate(self, request: GenerationRequest) -> list[Completion]:
             raise ConnectionError("engine gone")
@@ -201,8 +201,8 @@ def test_an_engine_that_fails_is_no_failure_of_the_agent() -> None:
         run(service(), engine=Dead())
 
 
-def test_an_agent_that_forgets_is_told_what_was_generated_and_generates_nothing_anew() -> None:
-    """As one that is started again."""
+def test_restarted_agent_reuses_finished_completions() -> None:
+    """The agent loses its sessions, as after a restart."""
     engine = ScriptedInference(TOKENIZER, ["5", "6"])
     lives = [application(service(), [TOKEN]) for _ in range(3)]
     told: list[str] = []
@@ -219,8 +219,8 @@ def test_an_agent_that_forgets_is_told_what_was_generated_and_generates_nothing_
 
 
 @pytest.mark.parametrize(("status", "coding"), [(401, "identity"), (409, "identity"), (502, "identity"), (200, "gzip")])
-def test_one_that_is_away_or_another_one_is_asked_until_patience_ends(status: int, coding: str) -> None:
-    """Or has somebody before it who says in gzip what is none."""
+def test_unavailable_agent_is_retried_until_the_time_limit(status: int, coding: str) -> None:
+    """Includes a proxy that sends invalid gzip."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-encoding", coding.encode())]
@@ -231,12 +231,12 @@ def test_one_that_is_away_or_another_one_is_asked_until_patience_ends(status: in
         run(service(), app=app, patience_s=0.05)
 
 
-def test_one_that_serves_other_problems_is_refused() -> None:
+def test_agent_with_other_problems_is_rejected() -> None:
     with pytest.raises(AgentUnavailable, match=r"409: this agent \(digits\) serves other problems"):
         run(service(), digest="another", patience_s=0.0)
 
 
-def test_one_that_dies_of_every_request_ends_too() -> None:
+def test_agent_that_crashes_on_every_request_is_given_up() -> None:
     opened: list[int] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -283,7 +283,7 @@ def changed(place: int, value: Any) -> dict[str, Any]:
         changed(8, "many"),
     ],
 )
-def test_nonsense_is_never_trained_on(result: dict[str, Any]) -> None:
+def test_invalid_trajectories_are_never_trained_on(result: dict[str, Any]) -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         said = {"session": "1"} if request.url.path == "/grouped_rollouts" else {"result": result}
         return httpx.Response(200, content=json.dumps(said))
@@ -298,20 +298,20 @@ def nonsense(handler: Callable[[httpx.Request], httpx.Response]) -> None:
     asyncio.run(asking.run("/grouped_rollouts", asked(), "digest", engine.generate, TOKENIZER.vocab_size))
 
 
-def test_a_result_survives_the_way_to_the_bit() -> None:
+def test_result_round_trips_bit_for_bit() -> None:
     response = run(service())
     again = json.loads(json.dumps(encode_response(response)))
     assert decode_response(again, TOKENIZER.vocab_size) == response
 
 
-def test_one_that_says_nothing_is_not_waited_for_longer_than_asked() -> None:
+def test_silent_server_is_abandoned_at_the_time_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConfigurationError, match=r"is unavailable \(timed out\): start it"):
             AgentClient(url, TOKEN, 60.0).fetch(0.2)
 
 
-def test_one_that_says_something_else_is_no_agent() -> None:
+def test_other_server_is_reported_as_not_an_agent() -> None:
     class Another(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)

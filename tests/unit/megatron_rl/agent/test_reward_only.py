@@ -1,4 +1,4 @@
-"""RewardOnlyAgent: one request a problem, one score an answer, and no failure ever counts as a reward of 0."""
+"""RewardOnlyAgent: one request per problem, one score per answer, and no failure ever counts as a reward of 0."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ PATIENT = RolloutLimits(60.0)
 
 
 class Scored(RewardOnlyAgent):
-    """Scores with the function it is given."""
+    """Scores with the given function."""
 
     class Config(Section):
         pass
@@ -49,7 +49,7 @@ class Scored(RewardOnlyAgent):
 
 @dataclass
 class Scripted:
-    """An engine that answers with the given texts, in turn; the last answer is cut off."""
+    """Engine that returns the given texts in turn; the last one is cut off."""
 
     texts: list[str]
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -81,7 +81,7 @@ def rollout_group(
     return asyncio.run(agent.group_rollout(request))
 
 
-def test_a_group_is_one_request_for_all_its_answers() -> None:
+def test_group_is_one_request_for_all_its_answers() -> None:
     engine = Scripted(["1"])
     rollout_group(Scored(float), engine, 6)
     assert engine.requests == [GenerationRequest(TOKENIZER.encode("7="), 6, SAMPLING, 11, ordinal=5)]
@@ -109,7 +109,7 @@ def without_places(group: TrajectoryGroup) -> dict[str, int]:
     return {re.sub(r" at \w+\.py:\d+", "", reason): lost for reason, lost in group.failures.items()}
 
 
-def test_answer_whose_reward_raises_is_left_out_and_counted_by_reason() -> None:
+def test_answer_whose_reward_raises_is_excluded_and_counted_by_reason() -> None:
     def score(text: str) -> float:
         if text == "2":
             raise TimeoutError("the verifier took 10 s\nand more")
@@ -125,7 +125,7 @@ def test_answer_whose_reward_raises_is_left_out_and_counted_by_reason() -> None:
 
 
 @pytest.mark.parametrize(("failures", "lost"), [(2, {}), (3, {"get_reward: OSError: no answer": 1})])
-def test_scoring_that_fails_is_tried_again_before_the_answer_is_lost(failures: int, lost: dict[str, int]) -> None:
+def test_failed_scoring_is_retried_before_the_answer_is_lost(failures: int, lost: dict[str, int]) -> None:
     tries = iter(range(100))
 
     def score(text: str) -> float:
@@ -139,13 +139,13 @@ def test_scoring_that_fails_is_tried_again_before_the_answer_is_lost(failures: i
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, None, "high"])
-def test_reward_that_is_no_number_to_compute_with_is_a_failure(value: Any) -> None:
+def test_invalid_reward_is_a_failure(value: Any) -> None:
     group = rollout_group(Scored(lambda text: value), Scripted(["1"]), 3)
     assert group.trajectories == [] and sum(group.failures.values()) == 3
 
 
 class Panic(BaseException):
-    """As those of a library in Rust."""
+    """Base exception like those of Rust libraries."""
 
 
 class Mute(Exception):
@@ -160,8 +160,8 @@ class Mute(Exception):
         (asyncio.CancelledError(), "CancelledError: "),
     ],
 )  # fmt: skip
-def test_whatever_else_a_reward_raises_costs_its_answer_too(error: BaseException, said: str) -> None:
-    """Such as the cancelling of something that it waits for; its own ends it."""
+def test_non_exceptions_of_a_reward_lose_its_answer_too(error: BaseException, said: str) -> None:
+    """Includes the cancellation of an awaited task; the cancellation of its own task ends it."""
 
     def score(text: str) -> float:
         raise error
@@ -185,7 +185,7 @@ def test_first_failure_of_each_type_is_logged_with_its_traceback(caplog: pytest.
     assert "'0' to '7='" in caplog.text and "ZeroDivisionError" in caplog.text and "Traceback" in caplog.text
 
 
-def test_failing_engine_is_no_reward_failure() -> None:
+def test_engine_error_is_not_a_reward_failure() -> None:
     class Dead(Scripted):
         async def generate(self, request: GenerationRequest) -> list[Completion]:
             raise ConnectionError("engine gone")
@@ -194,7 +194,7 @@ def test_failing_engine_is_no_reward_failure() -> None:
         rollout_group(Scored(float), Dead([]), 2)
 
 
-def test_evaluation_answers_all_problems_at_once_in_order_with_keys_of_their_own() -> None:
+def test_evaluation_answers_all_problems_concurrently_in_order_with_distinct_keys() -> None:
     class Gathering(Scripted):
         """Answers only once all three problems have been asked."""
 
@@ -221,7 +221,7 @@ def test_evaluation_answers_all_problems_at_once_in_order_with_keys_of_their_own
 
 
 class ScoredElsewhere(Scored):
-    """Waits for its scores, as for another process; knows how many it waits for at once."""
+    """Scores asynchronously, as in another process, and records how many scores run concurrently."""
 
     waiting = most = 0
 
@@ -233,7 +233,7 @@ class ScoredElsewhere(Scored):
         return super().get_reward(response, golden, finish_reason)
 
 
-def test_scores_that_wait_are_waited_for_together_and_stay_in_order() -> None:
+def test_asynchronous_scores_run_concurrently_and_stay_in_order() -> None:
     def score(text: str) -> float:
         return float("nan") if text == "3" else float(text)
 
@@ -250,7 +250,7 @@ def test_scores_that_wait_are_waited_for_together_and_stay_in_order() -> None:
     }
 
 
-def test_a_reward_that_takes_too_long_costs_its_answer() -> None:
+def test_slow_reward_loses_its_answer() -> None:
     class Endless(ScoredElsewhere):
         async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
             if response == "3":
@@ -268,7 +268,7 @@ def test_a_reward_that_takes_too_long_costs_its_answer() -> None:
 
 
 class Slow(Scripted):
-    """Never answers, but for the last of so many times that it is asked."""
+    """Answers only the last of `tries` requests."""
 
     def __init__(self, times: int) -> None:
         super().__init__(["1"])
@@ -288,7 +288,7 @@ def limited(rollout_s: float, retries: int) -> RolloutLimits:
     return RolloutLimits(60.0, retries, rollout_s)
 
 
-def test_a_rollout_over_its_limit_is_cancelled_and_begun_anew_by_the_same_random_numbers() -> None:
+def test_rollout_over_its_limit_restarts_with_the_same_random_numbers() -> None:
     engine = Slow(times=3)
     group = rollout_group(Scored(float), engine, 2, limited(0.3, retries=2))
     assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 1.0] and not group.failures
@@ -297,13 +297,13 @@ def test_a_rollout_over_its_limit_is_cancelled_and_begun_anew_by_the_same_random
     assert len({request.id for request in engine.requests}) == 3, "an engine knows requests by name"
 
 
-def test_one_that_is_over_it_in_every_try_is_lost_and_counted() -> None:
+def test_rollout_over_its_limit_in_every_attempt_is_lost_and_counted() -> None:
     group = rollout_group(Scored(float), Slow(times=9), 3, limited(0.02, retries=1))
     assert not group.trajectories
     assert group.failures == {"rollout: not done within 0.02 s (environment.rollout_limit_s)": 3}
 
 
-def test_a_rollout_whose_reward_ends_too_late_loses_no_other_of_its_group() -> None:
+def test_late_reward_loses_no_other_answer_of_the_group() -> None:
     class Endless(ScoredElsewhere):
         async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
             if response == "2":
@@ -315,7 +315,7 @@ def test_a_rollout_whose_reward_ends_too_late_loses_no_other_of_its_group() -> N
     assert [*group.failures.values()] == [1]
 
 
-def test_a_prompt_too_long_costs_its_problem_in_an_evaluation_and_is_said_to_the_driver() -> None:
+def test_too_long_prompt_loses_its_problem_in_an_evaluation_and_is_reported_to_the_driver() -> None:
     class Short(Scripted):
         async def generate(self, request: GenerationRequest) -> list[Completion]:
             if len(request.prompt_tokens) > 2:

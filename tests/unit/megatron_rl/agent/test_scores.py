@@ -1,4 +1,4 @@
-"""pass@k, avg@k and maj@k beside what they are defined as: all ways to draw, in exact fractions."""
+"""pass@k, avg@k and maj@k against their definitions: all ways to draw, in exact fractions."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_pass_at_k_grows_with_k_and_with_right_answers(numbers: tuple[int, int, 
 
 
 @pytest.mark.parametrize("numbers", [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1), (0, 0, 1)])
-def test_pass_at_k_of_too_few_answers_does_not_exist(numbers: tuple[int, int, int]) -> None:
+def test_pass_at_k_of_too_few_answers_is_undefined(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         pass_at_k(*numbers)
 
 
-def test_a_problem_with_too_few_answers_is_left_out_of_a_score_and_not_counted_as_wrong() -> None:
+def test_problem_with_too_few_answers_is_excluded_from_a_score() -> None:
     right, wrong = Judged(True), Judged(False)
     problems = [[right, wrong], [right], []]
     assert pass_at(problems, 2) == mean_over_problems([1.0])
@@ -67,7 +67,7 @@ def test_a_problem_with_too_few_answers_is_left_out_of_a_score_and_not_counted_a
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=50))
-def test_the_standard_error_is_that_of_a_mean_over_problems(values: list[float]) -> None:
+def test_standard_error_is_that_of_a_mean_over_problems(values: list[float]) -> None:
     found = mean_over_problems(values)
     assert found is not None and found.standard_error is not None
     assert found.value == pytest.approx(statistics.fmean(values))
@@ -79,7 +79,7 @@ def test_one_problem_has_no_standard_error() -> None:
     assert found is not None and found.standard_error is None
 
 
-def test_the_answer_given_most_often_wins() -> None:
+def test_most_frequent_answer_wins() -> None:
     assert majority([Judged(False, "1"), Judged(True, "2"), Judged(True, "2")]) == 1.0
     assert majority([Judged(False, "1"), Judged(False, "1"), Judged(True, "2")]) == 0.0
     assert majority([Judged(True, "2"), Judged(False, "1")]) == 0.5, "a tie counts by how many of its answers are right"
@@ -89,11 +89,11 @@ def test_the_answer_given_most_often_wins() -> None:
 
 
 @given(answers, st.randoms())
-def test_a_majority_does_not_depend_on_the_order(given_answers: list[Judged], order: object) -> None:
+def test_majority_does_not_depend_on_the_order(given_answers: list[Judged], order: object) -> None:
     shuffled = list(given_answers)
     order.shuffle(shuffled)  # type: ignore[attr-defined]
     assert majority(shuffled) == majority(given_answers)
 
 
-def test_pass_at_k_is_told_for_powers_of_two_and_for_k() -> None:
+def test_pass_at_k_is_reported_for_powers_of_two_and_for_k() -> None:
     assert [powers_up_to(k) for k in (1, 2, 6, 32)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16, 32]]

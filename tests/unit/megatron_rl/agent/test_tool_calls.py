@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: read as JSON, told apart from content, and content where they cannot be read."""
+"""Tool calls in a model's text: parsed as JSON, separated from content, and content if they cannot be parsed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_answers_that_are_calls(text: str, content: str, calls: list[Call]) -> N
     parts=st.lists(st.sampled_from([ADD, BROKEN, LLAMA, "<tool_call>", " ", "\n", "text", "<", "; "]), max_size=6),
     cuts=st.lists(st.integers(0, 300), max_size=20),
 )
-def test_it_does_not_matter_where_the_text_is_cut(kind: type[CallReader], parts: list[str], cuts: list[int]) -> None:
+def test_result_does_not_depend_on_the_cuts_of_the_stream(
+    kind: type[CallReader], parts: list[str], cuts: list[int]
+) -> None:
     text = "".join(parts)
     ends = [*sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -87,12 +89,12 @@ def test_deep_nesting_is_content() -> None:
     assert read(WholeCalls(), "{" + '"x": {' * 100_000)[1] == []
 
 
-def test_ids_are_unlike_and_arguments_are_json() -> None:
+def test_ids_are_unique_and_arguments_are_json() -> None:
     _, (one, other) = read(TaggedCalls(), ADD + ADD)
     assert one.id != other.id and json.loads(one.arguments) == {"x": 1, "of": ["é", None]}
 
 
-def test_the_template_says_which_format_it_is() -> None:
+def test_template_determines_the_format() -> None:
     assert reader_for("{% if tools %}<tool_call>") is TaggedCalls
     assert reader_for('{% if tools %}{"name": function name, "parameters": dictionary}') is WholeCalls
     assert reader_for("{% for message in messages %}") is reader_for("{% if tools %}") is None

@@ -1,4 +1,4 @@
-"""Tools: offered in the model's chat template, called as it asks, and what it said itself stays as it was sampled."""
+"""Tools: offered in the model's chat template and called on request; the model's own tokens stay as sampled."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def call(expression: str, name: str = "calculator") -> str:
 
 
 def written(text: str) -> str:
-    """As an answer of `converse` has it, where {...} stands for something else."""
+    """Call as in the text of `converse`, where {...} stands for something else."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def converse(tokenizer: Tokenizer, answers: Mapping[str, str], stop: tuple[str, ...] = ()) -> TrajectoryGroup:
-    """answers: by what the conversation so far ends with."""
+    """answers: by the end of the conversation so far."""
     config = CalculatorConfig(draws=1, held_out=0.0, digits=3, min_terms=2, max_terms=2, operations="+")
     agent = Calculator(config, tokenizer)
     [problem] = agent.training_problems()
@@ -68,13 +68,13 @@ def converse(tokenizer: Tokenizer, answers: Mapping[str, str], stop: tuple[str, 
 
 
 def said_by_others(tokenizer: Tokenizer, one: Trajectory) -> list[str]:
-    """The parts of a conversation that the model did not sample, its special tokens told as what they are."""
+    """Return the parts of a conversation that the model did not sample, with visible special tokens."""
     ends = [turn.start for turn in one.turns]
     starts = [0, *(turn.stop for turn in one.turns)]
     return ["".join(map(tokenizer.show, one.tokens[start:end])) for start, end in zip(starts, ends, strict=False)]
 
 
-def test_the_model_calls_in_its_chat_template_and_answers_with_the_result(chat: Tokenizer) -> None:
+def test_model_calls_a_tool_in_its_chat_template_and_answers_with_the_result(chat: Tokenizer) -> None:
     said = f"Let me see. {written(call('EXPRESSION'))}".replace("EXPRESSION", "{expression}")
     group = converse(chat, {"number only.\n[assistant]": said, "\n[assistant]": "It is {answer}."})
     [one] = group.trajectories
@@ -98,41 +98,41 @@ def test_the_model_calls_in_its_chat_template_and_answers_with_the_result(chat: 
         (call("10/4") + call("7"), "2.5" + END + "\n[tool]7"),
     ],
 )
-def test_what_a_call_comes_to_is_told_also_where_it_is_wrong(chat: Tokenizer, first: str, result: str) -> None:
+def test_result_or_error_of_a_call_is_shown_to_the_model(chat: Tokenizer, first: str, result: str) -> None:
     answers = {"number only.\n[assistant]": written(first), "\n[assistant]": "no idea"}
     [one] = converse(chat, answers).trajectories
     assert said_by_others(chat, one)[1] == f"\n[tool]{result}{END}\n[assistant]"
     assert (one.reward, one.tool_calls) == (0.0, first.count("<tool_call>"))
 
 
-def test_who_never_stops_calling_is_ended(chat: Tokenizer) -> None:
+def test_endless_calls_end_at_the_turn_limit(chat: Tokenizer) -> None:
     [one] = converse(chat, {"[assistant]": written(call("1"))}).trajectories
     assert (len(one.turns), one.reward) == (CalculatorConfig().max_turns, 0.0)
 
 
-def test_a_response_without_a_call_is_the_answer(chat: Tokenizer) -> None:
+def test_response_without_a_call_is_the_answer(chat: Tokenizer) -> None:
     [one] = converse(chat, {"[assistant]": "<tool_call>{answer}"}).trajectories
     assert (len(one.turns), one.reward, one.tool_calls) == (1, 1.0, 0)
 
 
-def test_a_number_that_never_ends_is_wrong_and_nobodys_vote(chat: Tokenizer) -> None:
+def test_overlong_number_is_wrong_and_has_no_vote(chat: Tokenizer) -> None:
     agent = Calculator(CalculatorConfig(draws=1, held_out=0.0), chat)
     [problem] = agent.training_problems()
     assert agent.get_reward("9" * 5000, problem.golden, "stop") == 0.0
     assert agent.final_answer("9" * 5000) is None
 
 
-def test_a_model_without_a_chat_template_calls_in_brackets() -> None:
+def test_model_without_a_chat_template_calls_in_brackets() -> None:
     group = converse(Plain(), {"=": "hm [{expression}]", "": "{answer}"}, stop=("]",))
     [one] = group.trajectories
     assert said_by_others(Plain(), one)[1:] == [one.text.rpartition("\n")[2]] and one.reward == one.tool_calls == 1
 
 
-def test_there_a_call_that_fails_ends_the_conversation() -> None:
+def test_failed_call_without_chat_template_ends_the_conversation() -> None:
     [one] = converse(Plain(), {"=": "[1/0]", "": "{answer}"}, stop=("]",)).trajectories
     assert (len(one.turns), one.reward) == (1, 0.0)
 
 
-def test_a_template_whose_calls_cannot_be_read_is_refused() -> None:
+def test_template_with_unknown_call_format_is_rejected() -> None:
     with pytest.raises(ValueError, match="does not support tools in a known format"):
         render_tool_prompt(byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"), "?", [CALCULATOR])

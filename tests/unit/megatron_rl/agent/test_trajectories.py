@@ -1,4 +1,4 @@
-"""A trajectory says of every token whether and by which weights it was sampled; lists that do not fit are refused."""
+"""A trajectory records for every token whether and by which weights it was sampled; inconsistent lists are rejected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_rl.agent.trajectories import Trajectory
 from megatron_rl.inference.api import Completion
 
 
-def test_a_single_answer_is_one_turn_behind_its_prompt() -> None:
+def test_single_answer_is_one_turn_after_its_prompt() -> None:
     one = Trajectory.single([1, 2, 3], Completion([4, 0], [-0.5, -0.25], "stop", [7, 7]), "4", 1.0)
     assert one.tokens == [1, 2, 3, 4, 0]
     assert one.loss_mask == [False, False, False, True, True]
@@ -21,7 +21,7 @@ def test_a_single_answer_is_one_turn_behind_its_prompt() -> None:
 
 
 def conversation(**changed: Any) -> Trajectory:
-    """Two turns of two tokens, between which the environment says one."""
+    """Two turns of two tokens, with one token of the environment between them."""
     fields: dict[str, Any] = {
         "tokens": [1, 4, 0, 9, 5, 0],
         "loss_mask": [False, True, True, False, True, True],
@@ -33,7 +33,7 @@ def conversation(**changed: Any) -> Trajectory:
     return Trajectory(**(fields | changed), text="45", finish_reason="stop")
 
 
-def test_answers_are_as_long_as_all_their_turns() -> None:
+def test_answer_length_is_the_sum_of_all_turns() -> None:
     assert (conversation().prompt_length, conversation().answer_length) == (1, 4)
 
 
@@ -47,6 +47,6 @@ def test_answers_are_as_long_as_all_their_turns() -> None:
         ({"loss_mask": [True] * 6}, "the first token of a trajectory cannot be trained on"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(changed: dict[str, Any], said: str) -> None:
+def test_inconsistent_lists_are_rejected(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         conversation(**changed)

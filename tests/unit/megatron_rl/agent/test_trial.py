@@ -45,13 +45,13 @@ def try_it(monkeypatch: pytest.MonkeyPatch, cls: type[Environment], **arguments:
     return [*try_environment(EnvironmentConfig(name="riddles", args=arguments), 2)]
 
 
-def test_the_first_problems_with_the_rewards_of_a_right_and_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_problems_have_rewards_of_a_right_and_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = {"gold_reward": 1.0, "wrong_reward": 0.0}
     assert try_it(monkeypatch, Riddles) == [{"prompt": f"What is {number}?", **rewards} for number in range(2)]
     assert len(try_it(monkeypatch, Riddles, problems=1)) == 1
 
 
-def test_an_answer_that_cannot_be_scored_has_no_reward_but_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_that_cannot_be_scored_has_no_reward_but_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Riddles):
         def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
             return super().get_reward(response, golden, finish_reason) or 1 / 0
@@ -62,7 +62,7 @@ def test_an_answer_that_cannot_be_scored_has_no_reward_but_a_reason(monkeypatch:
     assert one["failures"] == [f"get_reward at test_trial.py:{line}: ZeroDivisionError: division by zero"]
 
 
-def test_one_without_problems_or_right_answers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_problems_or_right_answers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Open(Riddles):
         golden = {"hint": "round"}
 
@@ -82,7 +82,7 @@ def test_countdown_and_arithmetic_can_be_tried_as_they_are() -> None:
             assert (one["gold_reward"], one["wrong_reward"]) == (1.0, 0.0)
 
 
-def test_what_an_environment_prints_is_no_problem(
+def test_prints_of_an_environment_stay_out_of_the_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Chatty(Riddles):
@@ -100,7 +100,7 @@ def test_what_an_environment_prints_is_no_problem(
     assert "scoring" in err
 
 
-def test_all_that_is_installed_is_described() -> None:
+def test_all_installed_environments_are_described() -> None:
     found = {one.name: one for one in describe_environments()}
     assert {"aime-2024", "big-math", "countdown", "dapo-math-17k", "gsm8k", "math", "open-math-instruct-2"} <= {*found}
     assert "reasoning-gym/chain_sum" in found and len([name for name in found if "reasoning-gym/" in name]) > 90

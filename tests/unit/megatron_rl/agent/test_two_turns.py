@@ -1,4 +1,4 @@
-"""An agent that asks twice, with words of the environment in between: only what the model sampled is trained on."""
+"""A two-turn agent with an observation between the turns: only sampled tokens are trained on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = "+1="
 
 
 class AsksTwice(GroupedRolloutGenerator):
-    """All first turns of a group are one request; what follows is a conversation of each sample's own."""
+    """The first turns of a group share one request; then each sample has its own conversation."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -70,8 +70,8 @@ def agent_of(run: Run) -> AsksTwice:
     return AsksTwice(tokenizer)
 
 
-def test_the_model_sampled_exactly_what_the_loss_mask_says(run: Run) -> None:
-    """And with the log-probs that a forward over the whole conversation gives it."""
+def test_model_sampled_exactly_what_the_loss_mask_says(run: Run) -> None:
+    """Their log-probs equal those of a forward pass over the whole conversation."""
     run.engine.policy_version = 3
     agent = agent_of(run)
     groups = collect(run, agent=agent)
@@ -95,7 +95,7 @@ def test_the_model_sampled_exactly_what_the_loss_mask_says(run: Run) -> None:
 
 
 @pytest.mark.parametrize("stop_after", [1, 4, 9, 14])
-def test_an_interrupted_conversation_goes_on_in_the_turn_it_was_in(run: Run, tmp_path: Path, stop_after: int) -> None:
+def test_interrupted_conversation_continues_in_its_turn(run: Run, tmp_path: Path, stop_after: int) -> None:
     agent = agent_of(run)
     undisturbed = collect(run, agent=agent)
     assert collect(run, bank_in(tmp_path, 1), stop_after=stop_after, agent=agent) == []
@@ -137,8 +137,8 @@ def test_training_on_two_turns_makes_the_better_conversations_likelier(run: Run)
     assert better_less_worse() > before + 1
 
 
-def test_the_words_of_the_environment_have_no_part_in_the_loss(run: Run) -> None:
-    """Every sampled token has, once, and nothing depends on the log-probs that stand beside the words."""
+def test_observations_do_not_contribute_to_the_loss(run: Run) -> None:
+    """Every sampled token contributes once, and the log-probs of observations have no effect."""
     groups = collect(run, agent=agent_of(run))
     before = [weight.detach().clone() for weight in run.trainer.policy.parameters()]
     gradients = []

@@ -1,4 +1,4 @@
-"""Advantages compare the answers of one group, in fp32, and are 0 where nothing can be learned."""
+"""Advantages compare the answers of one group, in fp32, and are 0 without signal."""
 
 import math
 
@@ -35,7 +35,7 @@ def by_hand(rewards, group, divide_by_std):
     return advantages
 
 
-def test_half_the_answers_right():
+def test_advantages_with_half_of_the_answers_right():
     rewards, group = tensors([1, 0, 0, 1], [0, 0, 0, 0])
     expected = torch.tensor([1, -1, -1, 1]) * 0.5
     torch.testing.assert_close(group_advantages(rewards, group, 1, divide_by_std=False), expected)
@@ -66,7 +66,7 @@ def test_every_group_sums_to_zero(batch, divide_by_std):
 
 
 @given(batches(SIXTEENTHS), st.integers(-1000, 1000), st.booleans())
-def test_a_constant_added_to_all_rewards_changes_no_bit(batch, shift, divide_by_std):
+def test_constant_added_to_all_rewards_changes_no_bit(batch, shift, divide_by_std):
     rewards, group, num_groups = batch
     rewards, group = tensors(rewards, group)
     before = group_advantages(rewards, group, num_groups, divide_by_std=divide_by_std)
@@ -101,8 +101,9 @@ def test_equal_rewards_give_exactly_zero(reward, size, divide_by_std):
 
 
 @pytest.mark.parametrize("divide_by_std", [True, False])
-def test_rewards_that_differ_by_rounding_alone_give_exactly_zero(divide_by_std):
-    """A sum of parts in another order, for example: divided by its own spread it would look like an achievement."""
+def test_rewards_that_differ_only_by_rounding_give_exactly_zero(divide_by_std):
+    """Rewards may be sums in different orders: divided by its own spread, their rounding would look like a real
+    difference."""
     one = torch.tensor(100 / 3)
     rewards = torch.stack([one, torch.nextafter(one, one + 1), one])
     group = torch.zeros(3, dtype=torch.int64)
@@ -112,14 +113,14 @@ def test_rewards_that_differ_by_rounding_alone_give_exactly_zero(divide_by_std):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_computed_in_fp32_whatever_the_rewards_are(dtype):
+def test_advantages_are_fp32_for_every_reward_type(dtype):
     rewards = torch.tensor([1, 0, 0], dtype=dtype)
     advantages = group_advantages(rewards, torch.zeros(3, dtype=torch.int64), 1, divide_by_std=False)
     assert advantages.dtype == torch.float32
     torch.testing.assert_close(advantages, torch.tensor([2 / 3, -1 / 3, -1 / 3]))
 
 
-def test_std_is_of_the_population():
+def test_std_is_the_population_std():
     rewards, group = tensors([1, 3, 7], [0, 0, 2])
     expected = torch.tensor([-1, 1, 0]) / (1 + STD_EPSILON)
     torch.testing.assert_close(group_advantages(rewards, group, 4, divide_by_std=True), expected)
@@ -130,14 +131,14 @@ def test_no_rollouts_give_no_advantages():
     assert group_advantages(rewards, group.long(), 0, divide_by_std=True).shape == (0,)
 
 
-def test_a_group_out_of_range_is_refused():
+def test_group_index_out_of_range_is_rejected():
     rewards, group = tensors([1, 0], [0, 1])
     with pytest.raises(RuntimeError, match="out of bounds"):
         group_advantages(rewards, group, 1, divide_by_std=True)
 
 
 @given(batches(SIXTEENTHS), st.booleans())
-def test_against_the_batch_they_are_those_of_one_group_of_all_wherever_its_answers_are(batch, divide_by_std):
+def test_batch_advantages_equal_those_of_a_single_group_of_all_answers(batch, divide_by_std):
     rewards, group, num_groups = batch
     rewards, group = tensors(rewards, group)
     moments = RewardMoments.joined(RewardMoments.of(rewards[group == each]) for each in range(num_groups))
@@ -149,12 +150,12 @@ def test_against_the_batch_they_are_those_of_one_group_of_all_wherever_its_answe
 
 @pytest.mark.parametrize("divide_by_std", [True, False])
 @pytest.mark.parametrize("reward", [0.0, 0.1, -3.7])
-def test_against_a_batch_of_equal_rewards_they_are_exactly_zero(reward, divide_by_std):
+def test_batch_of_equal_rewards_gives_exactly_zero(reward, divide_by_std):
     rewards = torch.full((7,), reward)
     assert batch_advantages(rewards, RewardMoments.of(rewards), divide_by_std=divide_by_std).tolist() == [0.0] * 7
 
 
-def test_an_answer_to_a_prompt_that_no_answer_was_right_to_is_held_against_the_batch():
+def test_group_without_right_answers_has_negative_batch_advantages():
     rewards, group = tensors([0, 0, 1, 1], [0, 0, 1, 1])
     assert group_advantages(rewards, group, 2, divide_by_std=False).tolist() == [0, 0, 0, 0]
     assert batch_advantages(rewards, RewardMoments.of(rewards), divide_by_std=False).tolist() == [-0.5, -0.5, 0.5, 0.5]

@@ -1,4 +1,4 @@
-"""Groups over data-parallel replicas: nearly even, few of them moved, and nothing moved for nothing."""
+"""Assignment of groups to data-parallel replicas: nearly even, with few moves, and no move without gain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def problems(draw: st.DrawFn, largest: int = 12) -> tuple[list[float], list[int]
 
 
 @given(problems())
-def test_the_slowest_replica_gets_faster_or_nothing_moves(problem: tuple[list[float], list[int], int]) -> None:
+def test_slowest_replica_gets_faster_or_nothing_moves(problem: tuple[list[float], list[int], int]) -> None:
     costs, homes, replicas = problem
     assigned = balance(costs, homes, replicas)
     assert len(assigned) == len(costs)
@@ -36,8 +36,8 @@ def test_the_slowest_replica_gets_faster_or_nothing_moves(problem: tuple[list[fl
 
 @examples(30)
 @given(problems(largest=6))
-def test_it_is_within_four_thirds_of_the_best(problem: tuple[list[float], list[int], int]) -> None:
-    """Beside the share that is not measured and the steps in which limits are tried."""
+def test_load_is_within_four_thirds_of_the_optimum(problem: tuple[list[float], list[int], int]) -> None:
+    """Apart from the share that is not measurable and the steps between limits."""
     costs, homes, replicas = problem
     reached = {(0.0,) * replicas}  # what replicas, in whatever order, may have been given so far
     for cost in costs:
@@ -53,7 +53,7 @@ def test_it_is_within_four_thirds_of_the_best(problem: tuple[list[float], list[i
 
 @given(problems(largest=40))
 def test_no_group_moves_that_could_have_stayed(problem: tuple[list[float], list[int], int]) -> None:
-    """Without making its replica the slowest."""
+    """Staying would not have made its replica the slowest."""
     costs, homes, replicas = problem
     assigned = balance(costs, homes, replicas)
     after = loads(costs, assigned, replicas)
@@ -62,20 +62,20 @@ def test_no_group_moves_that_could_have_stayed(problem: tuple[list[float], list[
 
 
 @given(problems())
-def test_what_costs_nothing_stays(problem: tuple[list[float], list[int], int]) -> None:
+def test_groups_without_cost_stay(problem: tuple[list[float], list[int], int]) -> None:
     costs, homes, replicas = problem
     assigned = balance(costs, homes, replicas)
     assert all(its == home for cost, home, its in zip(costs, homes, assigned, strict=True) if cost == 0)
 
 
 @given(problems())
-def test_what_is_negligible_moves_nothing(problem: tuple[list[float], list[int], int]) -> None:
+def test_negligible_difference_moves_nothing(problem: tuple[list[float], list[int], int]) -> None:
     costs, homes, replicas = problem
     assert balance(costs, homes, replicas, negligible=sum(costs)) == homes
 
 
-def test_only_as_much_moves_as_evens_the_load() -> None:
-    """Of twelve groups on two replicas that have eight and four, two."""
+def test_only_the_groups_that_even_the_load_move() -> None:
+    """Twelve groups on two replicas, eight and four: two groups move."""
     homes = [0] * 8 + [1] * 4
     assigned = balance([1.0] * 12, homes, 2)
     assert [before == after for before, after in zip(homes, assigned, strict=True)].count(False) == 2
@@ -83,12 +83,12 @@ def test_only_as_much_moves_as_evens_the_load() -> None:
 
 
 def test_small_groups_leave_to_make_room_for_a_large_one() -> None:
-    """Were all kept at home that fit there, one replica would have twelve."""
+    """If all groups that fit stayed at home, one replica would have a load of twelve."""
     costs = [6.0, 6.0, *[1.0] * 6]
     assert loads(costs, balance(costs, [0, 0, *[1] * 6], 2), 2) == [9, 9]
 
 
-def test_a_difference_of_less_than_the_share_stays() -> None:
+def test_difference_of_less_than_the_share_stays() -> None:
     assert balance([101.0, 1.0, 100.0], [0, 0, 1], 2) == [0, 0, 1]
     assert balance([101.0, 10.0, 100.0], [0, 0, 1], 2) == [0, 0, 1], "moving the 10 would make the other as slow"
     assert balance([90.0, 20.0, 70.0], [0, 0, 1], 2) == [0, 1, 1]

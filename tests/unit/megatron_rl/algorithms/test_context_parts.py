@@ -1,4 +1,4 @@
-"""Context-parallel ranks share out the tokens of a micro-batch: each is somewhere, and nobody has more to do."""
+"""Context-parallel ranks divide the tokens of a micro-batch evenly and completely."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_siz
 
 @st.composite
 def micro_batches(draw: st.DrawFn) -> MicroBatch:
-    """Trees of answers that often begin alike."""
+    """Trees of answers that often share prefixes."""
     drawn = draw(st.lists(st.tuples(PROMPT, ANSWERS), min_size=1, max_size=4))
     rows = [(prompt, answer) for prompt, answers in drawn for answer in answers]
     masks = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in rows]
@@ -32,7 +32,7 @@ def parts_of(batch: MicroBatch, ranks: int) -> list[ContextPart]:
 
 
 @given(micro_batches(), RANKS)
-def test_every_token_is_on_one_rank_and_back_in_its_place_when_all_are_gathered(batch: MicroBatch, ranks: int) -> None:
+def test_every_token_is_on_one_rank_and_gathering_restores_the_order(batch: MicroBatch, ranks: int) -> None:
     parts = parts_of(batch, ranks)
     gathered = torch.cat([part.tokens for part in parts])
     packed = torch.full_like(gathered, -1).index_copy_(0, parts[0].places_of_ranks.flatten(), gathered)
@@ -45,8 +45,8 @@ def test_every_token_is_on_one_rank_and_back_in_its_place_when_all_are_gathered(
 
 
 @given(micro_batches(), RANKS)
-def test_all_have_equally_many_at_the_cost_of_fewer_than_a_token_each(batch: MicroBatch, ranks: int) -> None:
-    """Those that are added continue nothing, and nothing continues them."""
+def test_ranks_have_equally_many_tokens_with_less_than_one_padding_token_each(batch: MicroBatch, ranks: int) -> None:
+    """Padding tokens are trees of their own."""
     parts = parts_of(batch, ranks)
     assert len({len(part.tokens) for part in parts}) == 1
     whole, end = parts[0].whole, len(batch.tokens)
@@ -57,9 +57,7 @@ def test_all_have_equally_many_at_the_cost_of_fewer_than_a_token_each(batch: Mic
 
 
 @given(micro_batches(), RANKS)
-def test_every_trained_token_is_predicted_once_by_the_rank_that_has_what_predicts_it(
-    batch: MicroBatch, ranks: int
-) -> None:
+def test_every_trained_token_is_predicted_once_by_the_rank_of_its_predecessor(batch: MicroBatch, ranks: int) -> None:
     predicting = dict(zip(batch.trained.tolist(), batch.select.tolist(), strict=True))
     target = dict(zip(batch.trained.tolist(), batch.targets.tolist(), strict=True))
     found = []
@@ -72,7 +70,7 @@ def test_every_trained_token_is_predicted_once_by_the_rank_that_has_what_predict
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=6), st.integers(2, 5))
-def test_of_every_sequence_each_has_as_many_early_tokens_as_late_ones(lengths: list[int], ranks: int) -> None:
+def test_each_rank_has_equally_many_early_and_late_tokens_of_every_sequence(lengths: list[int], ranks: int) -> None:
     """So pairs of a token and one that it attends to differ between ranks by less than those of a few tokens, and not
     by a share of all, which grows with the square of the length."""
     lengths = [*lengths, -sum(lengths) % ranks + ranks]
@@ -84,11 +82,11 @@ def test_of_every_sequence_each_has_as_many_early_tokens_as_late_ones(lengths: l
         assert max(map(len, of_ranks)) - min(map(len, of_ranks)) <= 1
 
 
-def test_a_long_sequence_is_cut_into_a_chunk_from_the_front_and_one_from_the_end_for_each() -> None:
+def test_long_sequence_gives_each_rank_a_chunk_from_the_front_and_one_from_the_end() -> None:
     places = cut(whole_sequences([12]).cu_seqlens, 3)
     assert places.tolist() == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
 
 
-def test_a_micro_batch_without_tokens_to_train_on_has_a_token_for_each_rank() -> None:
+def test_micro_batch_without_tokens_to_train_on_has_a_token_for_each_rank() -> None:
     for part in parts_of(MicroBatch.empty(), 4):
         assert (len(part.tokens), len(part.targets)) == (1, 0)

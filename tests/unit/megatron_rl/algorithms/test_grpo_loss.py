@@ -60,7 +60,7 @@ def random_inputs(tokens, seed=0, dtype=torch.float64):
 
 
 def select(inputs, index):
-    """The tokens at `index`, as inputs of their own."""
+    """The tokens at `index`, as separate inputs."""
     fields = {name: getattr(inputs, name) for name in TrainedTokens.__slots__}
     return TrainedTokens(**{name: None if value is None else value[index] for name, value in fields.items()})
 
@@ -119,8 +119,8 @@ def test_gradient_is_that_of_the_loss(config):
 
 
 @with_every_option
-def test_what_is_said_to_have_no_gradient_has_neither_gradient_nor_loss(config):
-    """Each token is an answer here; a third have no advantage, a fifth carry no loss."""
+def test_trajectories_without_gradient_have_neither_gradient_nor_loss(config):
+    """Each token is its own answer; a third have no advantage, a fifth carry no loss."""
     inputs = random_inputs(60, dtype=torch.float32)
     inputs.advantages[::3] = 0
     said = has_gradient(inputs.advantages, (inputs.weights != 0).float(), config)
@@ -142,7 +142,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient():
     assert stats.clip_low == stats.clip_high == 0
 
 
-def test_the_clip_binds_only_against_the_advantage():
+def test_clip_binds_only_against_the_advantage():
     """Four ratios of 2 and 1/2, two advantages: only two of them are clipped, and these have no gradient."""
     logprobs = torch.log(torch.tensor([2.0, 2.0, 0.5, 0.5])).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
@@ -162,27 +162,27 @@ def test_importance_weights_are_truncated_or_masked_and_carry_no_gradient(mode, 
     assert not weights.requires_grad
 
 
-def test_a_mask_that_keeps_nothing_is_refused():
+def test_mask_that_keeps_nothing_is_rejected():
     with pytest.raises(ValueError, match="keeps no token: choose a cap above 1"):
         ImportanceConfig(mode="mask", cap=1.0)
 
 
 @given(st.lists(st.lists(st.floats(-3, 3), max_size=6), max_size=6))
 @example([])  # of a rank whose answers were all lost
-def test_an_answer_has_one_log_ratio_that_of_all_its_tokens(answers):
+def test_answer_has_one_log_ratio_over_all_its_tokens(answers):
     lengths = torch.tensor([*map(len, answers)])
     found = answer_log_ratios(torch.tensor([*chain(*answers)], dtype=torch.float32), lengths)
     expected = [math.fsum(answer) for answer in answers for _ in answer]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), atol=1e-5, rtol=1e-5)
 
 
-def test_a_token_without_a_finite_log_ratio_costs_the_others_of_its_answer_nothing():
+def test_token_without_finite_log_ratio_is_excluded_from_its_answers_sum():
     ratios = torch.tensor([0.5, math.nan, 0.25, -math.inf, 1.0])
     assert answer_log_ratios(ratios, torch.tensor([3, 2])).tolist() == [0.75, 0.75, 0.75, 1.0, 1.0]
 
 
 @given(st.permutations(range(40)), st.sampled_from(OPTIONS))
-def test_the_order_of_tokens_does_not_matter(order, config):
+def test_order_of_tokens_does_not_matter(order, config):
     inputs = random_inputs(40)
     loss, stats = grpo_loss(inputs, config)
     permuted_loss, permuted_stats = grpo_loss(select(inputs, order), config)
@@ -203,7 +203,7 @@ def test_micro_batches_add_up_to_the_batch(cuts, config):
     torch.testing.assert_close(asdict(combined([part for _, part in parts])), asdict(stats))
 
 
-def test_tokens_without_weight_count_for_nothing():
+def test_tokens_without_weight_are_ignored():
     inputs = random_inputs(20)
     inputs = replace(inputs, weights=torch.zeros(20, dtype=torch.float64))
     loss, stats = grpo_loss(inputs, OPTIONS[-1])
@@ -213,7 +213,7 @@ def test_tokens_without_weight_count_for_nothing():
     assert not any(asdict(stats).values())
 
 
-def test_an_empty_micro_batch_has_a_loss_to_go_backward_from():
+def test_empty_micro_batch_has_a_differentiable_loss():
     inputs = select(random_inputs(5), slice(0, 0))
     loss, stats = grpo_loss(inputs, OPTIONS[-1])
     loss.backward()
@@ -256,7 +256,7 @@ def test_stats_are_sums_over_the_trained_tokens():
     assert stats.loss.item() == loss.item()
 
 
-def test_stats_have_only_what_was_measured():
+def test_stats_contain_only_measured_values():
     _, stats = grpo_loss(random_inputs(5), GrpoConfig())
     assert (stats.kl, stats.importance_weight) == (None, None)
 
@@ -266,13 +266,13 @@ def test_stats_carry_no_gradient():
     assert not any(value.requires_grad for value in asdict(stats).values())
 
 
-def test_without_beta_the_reference_is_not_looked_at():
+def test_reference_is_ignored_without_beta():
     inputs = random_inputs(5)
     loss, _ = grpo_loss(replace(inputs, ref_logprobs=torch.full((5,), math.nan, dtype=torch.float64)), GrpoConfig())
     assert loss.item() == grpo_loss(inputs, GrpoConfig())[0].item()
 
 
-def test_a_penalty_without_a_reference_is_refused():
+def test_penalty_without_reference_is_rejected():
     with pytest.raises(ValueError, match="needs ref_logprobs"):
         grpo_loss(replace(random_inputs(5), ref_logprobs=None), GrpoConfig(kl_beta=0.1))
 
@@ -285,7 +285,7 @@ with_all_terms = pytest.mark.parametrize(
 @with_all_terms
 @pytest.mark.parametrize("odd", [99.9, -math.inf, math.nan])
 @pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "inference_logprobs", "ref_logprobs", "entropy"])
-def test_a_token_without_weight_counts_for_nothing_whatever_its_numbers(config, name, odd):
+def test_token_without_weight_is_ignored_whatever_its_values(config, name, odd):
     inputs = random_inputs(20, dtype=torch.float32)
     loss, stats = grpo_loss(inputs, config)
     (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
@@ -304,8 +304,9 @@ def test_a_token_without_weight_counts_for_nothing_whatever_its_numbers(config, 
 @pytest.mark.parametrize(
     "names", [["inference_logprobs"], ["logprobs", "old_logprobs"], ["logprobs"], ["ref_logprobs"]], ids="+".join
 )
-def test_a_trained_token_without_a_finite_log_prob_is_left_out_and_counted(config, odd, names):
-    """The loss is, in float64, the definition's of the other tokens; one odd number costs one token, not the update."""
+def test_trained_token_without_finite_log_prob_is_excluded_and_counted(config, odd, names):
+    """The loss equals the definition over the other tokens, in float64: one bad value excludes one token, not the
+    update."""
     if names == ["ref_logprobs"] and config.kl_beta == 0:
         return
     inputs = random_inputs(60)
@@ -328,9 +329,7 @@ def test_a_trained_token_without_a_finite_log_prob_is_left_out_and_counted(confi
 @with_all_terms
 @pytest.mark.parametrize("log_ratio", [99.9, -99.9])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_a_trained_token_whose_probability_has_changed_beyond_measure_has_a_finite_gradient(
-    config, log_ratio, advantage
-):
+def test_extreme_change_of_probability_has_a_finite_gradient(config, log_ratio, advantage):
     logprobs = torch.tensor([-0.1 if log_ratio > 0 else -100.0]).requires_grad_()
     before, one = logprobs.detach() - log_ratio, torch.ones(1)
     inputs = TrainedTokens(logprobs, before, before, one, advantage * one, one, ref_logprobs=before)

@@ -1,4 +1,4 @@
-"""KL estimators: what they estimate, and what their gradient really pulls towards."""
+"""KL estimators: their expected values, and the expectation of their gradients."""
 
 import math
 
@@ -36,7 +36,7 @@ def kl(log_p, log_q):
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
-def test_by_hand():
+def test_values_computed_by_hand():
     half, quarter = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
     # The policy finds the token twice as likely as the reference does: d = -log 2.
     assert kl_penalty(half, quarter, "k1").item() == pytest.approx(0.693147)
@@ -50,7 +50,7 @@ def test_k1_and_k3_are_unbiased_values(policies, estimator):
     torch.testing.assert_close(mean_over_samples(logits, reference, estimator), kl(logits.log_softmax(0), reference))
 
 
-def test_as_a_loss_k1_pulls_nowhere(policies):
+def test_as_a_loss_k1_has_no_expected_gradient(policies):
     logits, reference = policies
     torch.testing.assert_close(
         gradient(mean_over_samples(logits, reference, "k1"), logits), torch.zeros(9, dtype=torch.float64)
@@ -75,11 +75,11 @@ def test_k2_and_k3_are_never_negative(log_prob, reference, estimator):
 
 
 @given(LOG_PROBS, st.sampled_from(ESTIMATORS))
-def test_equal_logprobs_cost_nothing(log_prob, estimator):
+def test_equal_logprobs_have_no_penalty(log_prob, estimator):
     assert kl_penalty(torch.tensor([log_prob]), torch.tensor([log_prob]), estimator).item() == 0
 
 
-def test_k3_keeps_its_digits_close_to_the_reference():
+def test_k3_is_accurate_close_to_the_reference():
     """exp(d) - d - 1 loses all of them in fp32 at d = 1e-4; its series d^2/2 + d^3/6 does not."""
     d = 1e-4
     value = kl_penalty(torch.tensor([0.0]), torch.tensor([d]), "k3").item()

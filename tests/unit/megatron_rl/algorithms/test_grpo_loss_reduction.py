@@ -42,7 +42,7 @@ def test_sequence_reduction_by_hand():
     assert token_weights(lengths, trained, "sequence", 2).tolist() == [0.25, 0.0625, 0]
 
 
-def test_an_answer_without_a_token_has_no_mean_that_would_count():
+def test_empty_answer_does_not_count():
     lengths, trained = torch.tensor([2, 0]), torch.tensor([1.0, 1.0])
     assert local_normaliser(lengths, trained, "sequence") == 1
     assert local_normaliser(lengths, trained, "token") == 2
@@ -59,7 +59,7 @@ def test_weighted_sums_of_the_ranks_add_up_to_the_global_mean(ranks, reduction):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_where_nothing_is_trained_all_weights_are_zero(reduction):
+def test_all_weights_are_zero_if_nothing_is_trained(reduction):
     lengths, trained = torch.tensor([3, 4]), torch.zeros(2)
     normaliser = local_normaliser(lengths, trained, reduction)
     assert normaliser == 0
@@ -67,5 +67,5 @@ def test_where_nothing_is_trained_all_weights_are_zero(reduction):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_rank_without_answers_has_nothing_to_add(reduction):
+def test_rank_without_answers_adds_nothing(reduction):
     assert local_normaliser(*columns([]), reduction) == 0

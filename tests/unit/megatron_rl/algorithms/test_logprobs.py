@@ -1,4 +1,4 @@
-"""Log-probs that are made chunk by chunk are those of one softmax in float64, and so are their gradients."""
+"""Log-probs computed chunk by chunk match one softmax in float64, and so do their gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ours(hidden: Tensor, weight: Tensor, targets: Tensor, gradient: Tensor, temp
 
 @pytest.mark.parametrize("chunk", [1, 5, TOKENS, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_in_fp32_they_are_those_of_float64(monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float) -> None:
+def test_fp32_results_match_float64(monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS * chunk)
     given = inputs(torch.float32)
     for found, expected in zip(ours(*given, temperature), exact(*given, temperature), strict=True):
@@ -61,7 +61,7 @@ def test_in_fp32_they_are_those_of_float64(monkeypatch: pytest.MonkeyPatch, chun
 
 @pytest.mark.parametrize("chunk", [5, 100])
 def test_in_bf16_the_softmax_is_fp32(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """What is left is the rounding of the logits, of which the largest have a step of 0.125."""
+    """The remaining error is the rounding of the logits; the largest have a step of 0.125."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS * chunk)
     given = inputs(torch.bfloat16)
     logprobs, _, of_hidden, of_weight = ours(*given, 1.0)
@@ -73,7 +73,7 @@ def test_in_bf16_the_softmax_is_fp32(monkeypatch: pytest.MonkeyPatch, chunk: int
         assert (found.double() - exactly).norm() < 0.05 * exactly.norm()
 
 
-def test_of_chunks_in_bf16_the_gradient_of_the_weight_is_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_gradient_of_bf16_chunks_is_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """512 chunks of one token each: summed in bf16 their gradients would stop growing."""
     tokens = 512
     hidden = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ def test_of_chunks_in_bf16_the_gradient_of_the_weight_is_summed_in_fp32(monkeypa
 
 
 @pytest.mark.parametrize("chunk", [5, 100])
-def test_nothing_to_predict_has_gradients_of_zero(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_no_targets_give_zero_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS * chunk)
     hidden, weight, targets, gradient = inputs(torch.float32)
     found = ours(hidden[:0], weight, targets[:0], gradient[:0], 1.0)
@@ -96,7 +96,7 @@ def test_nothing_to_predict_has_gradients_of_zero(monkeypatch: pytest.MonkeyPatc
     assert not found[3].any()
 
 
-def test_temperature_0_counts_as_1_and_entropy_only_comes_where_it_is_asked_for() -> None:
+def test_temperature_0_counts_as_1_and_entropy_is_optional() -> None:
     hidden, weight, targets, _ = inputs(torch.float32)
     output = OutputPart(weight, range(VOCABULARY), None)
     for chunked in (False, True):
@@ -108,7 +108,7 @@ def test_temperature_0_counts_as_1_and_entropy_only_comes_where_it_is_asked_for(
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made within it have held at once."""
+    """Peak bytes of the tensors created inside the context."""
 
     def __init__(self, *given: Tensor) -> None:
         """given: not counted, nor are views of them."""
@@ -132,8 +132,8 @@ class Peak(TorchDispatchMode):
 def test_12k_tokens_of_a_vocabulary_of_152k_take_this_many_gib(
     tensor_parallel: int, scoring: float, training: float
 ) -> None:
-    """In bf16, hidden size 5,120, with the gradients, of which that of the weight is once in fp32. With all logits at
-    once it is 31 and 3.8."""
+    """Peak with bf16, hidden size 5,120 and gradients, of which that of the weight exists once in fp32. With all logits
+    at once it would be 31 and 3.8 GiB."""
     tokens, hidden_size, rows = 12_000, 5_120, 152_064 // tensor_parallel
     with FakeTensorMode(allow_non_fake_inputs=True):
         hidden, weight = (

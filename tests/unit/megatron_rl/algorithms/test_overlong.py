@@ -31,13 +31,13 @@ def test_equals_equation_13(data, limit, penalty):
     assert ours == pytest.approx(expected, rel=1e-5, abs=1e-30)
 
 
-def test_the_penalty_is_taken_from_the_reward_in_mode_penalty():
+def test_mode_penalty_subtracts_the_penalty_from_the_reward():
     rewards, lengths = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([5, 8, 10])
     assert shaped_rewards(rewards, lengths, max_new_tokens=10, overlong=PENALTY).tolist() == [1, 0.75, -0.5]
 
 
 @pytest.mark.parametrize("overlong", [OverlongConfig(), OverlongConfig(mode="mask")])
-def test_other_modes_leave_the_reward_alone(overlong):
+def test_other_modes_keep_the_reward(overlong):
     rewards, lengths = torch.tensor([1.0, 0.0]), torch.tensor([10, 10])
     assert torch.equal(shaped_rewards(rewards, lengths, max_new_tokens=10, overlong=overlong), rewards)
 

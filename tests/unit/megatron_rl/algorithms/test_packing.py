@@ -33,7 +33,7 @@ GROUP = st.tuples(PROMPT, st.lists(ANSWER, min_size=1, max_size=5))
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Trajectory]:
-    """Answers of several prompts; the answers to one prompt stand together, and prompts may come twice."""
+    """Answers to several prompts; the answers to one prompt are neighbours, and prompts may repeat."""
     return [
         trajectory(prompt, answer)
         for prompt, answers in draw(st.lists(GROUP, min_size=1, max_size=4))
@@ -55,7 +55,7 @@ def targets_of(trajectories: list[Trajectory]) -> Tensor:
 
 
 def logprobs_of(policy: Policy, trajectories: list[Trajectory], limit: int) -> Tensor:
-    """[answer tokens], in the order of the trajectories; NaN where no micro-batch holds the token."""
+    """[answer tokens], in the order of the trajectories; NaN for tokens in no micro-batch."""
     targets = targets_of(trajectories)
     parts = torch.full((len(targets),), torch.nan)
     for micro in packed(trajectories, limit=limit):
@@ -87,9 +87,7 @@ def test_every_chosen_answer_token_appears_exactly_once(trajectories: list[Traje
 
 
 @given(trajectories=batches(), data=st.data())
-def test_one_micro_batch_holds_them_in_the_order_in_which_they_were_chosen(
-    trajectories: list[Trajectory], data: Any
-) -> None:
+def test_one_micro_batch_keeps_the_order_of_the_chosen_sequences(trajectories: list[Trajectory], data: Any) -> None:
     chosen = data.draw(st.lists(st.integers(0, len(trajectories) - 1), min_size=1))
     starts = [sum(len(answer_of(each)) for each in trajectories[:index]) for index in range(len(trajectories))]
     (made,) = packed(trajectories, chosen)
@@ -98,10 +96,10 @@ def test_one_micro_batch_holds_them_in_the_order_in_which_they_were_chosen(
 
 
 @given(trajectories=batches(), limit=LIMIT, rows=ROWS)
-def test_the_limit_holds_but_for_what_an_answer_alone_exceeds(
+def test_limit_holds_except_for_answers_that_exceed_it_alone(
     trajectories: list[Trajectory], limit: int, rows: int
 ) -> None:
-    """In packed tokens, and in those and rows together, of which an answer alone has as many as it has tokens."""
+    """Packed tokens, and the cost of tokens and rows together, which for a single answer is its number of tokens."""
     owner = [index for index, each in enumerate(trajectories) for _ in answer_of(each)]
     for micro in in_room(trajectories, BinLimit(limit, rows)):
         alone = max(len(trajectories[owner[token]].tokens) - 1 for token in micro.trained.tolist())
@@ -109,7 +107,7 @@ def test_the_limit_holds_but_for_what_an_answer_alone_exceeds(
 
 
 def rows_of(micro: MicroBatch) -> int:
-    """That are gathered where branches are attended to one by one."""
+    """Rows that are gathered if branches attend one by one."""
     trees = pairwise(micro.cu_seqlens.tolist())
     return sum(len(branch) for first, stop in trees for branch in branches(micro.subtree_ends, first, stop))
 
@@ -121,14 +119,14 @@ def in_room(trajectories: list[Trajectory], limit: BinLimit) -> list[MicroBatch]
 
 
 @given(trajectories=batches(), limit=LIMIT, rows=ROWS)
-def test_there_are_no_more_micro_batches_than_by_filling_one_after_the_other(
+def test_packing_needs_no_more_micro_batches_than_next_fit(
     trajectories: list[Trajectory], limit: int, rows: int
 ) -> None:
     assert len(in_room(trajectories, BinLimit(limit, rows))) <= next_fit(trajectories, limit, rows)
 
 
 def next_fit(trajectories: list[Trajectory], limit: int, rows_per_token: int) -> int:
-    """Micro-batches, in order: neighbours share their prompt, in rows and tokens, and nothing else."""
+    """Number of micro-batches if filled in order, with only the prompts of neighbours shared."""
     made, used, before = 0, limit + 1.0, None
     for each in trajectories:
         prompt, rest = prompt_of(each), len(answer_of(each)) - 1
@@ -142,7 +140,7 @@ def next_fit(trajectories: list[Trajectory], limit: int, rows_per_token: int) ->
 
 
 @given(prompt=PROMPT, answers=st.lists(ANSWER, min_size=1, max_size=6))
-def test_a_group_computes_every_beginning_once_and_no_last_token(prompt: list[int], answers: list[list[int]]) -> None:
+def test_group_computes_every_prefix_once_and_no_last_token(prompt: list[int], answers: list[list[int]]) -> None:
     trajectories = [trajectory(prompt, answer) for answer in answers]
     (micro,) = packed(trajectories)
     prefixes = {tuple(answer[:length]) for answer in answers for length in range(1, len(answer))}
@@ -150,8 +148,9 @@ def test_a_group_computes_every_beginning_once_and_no_last_token(prompt: list[in
 
 
 @given(shared=st.lists(st.integers(1, HEAD + 40), min_size=1, max_size=6), length=st.integers(HEAD + 40, HEAD + 90))
-def test_it_finds_what_long_answers_begin_with(shared: list[int], length: int) -> None:
-    """Each as many tokens as it shares with one of zeros, which is the last, and then ones."""
+def test_common_prefixes_of_long_answers_are_found(shared: list[int], length: int) -> None:
+    """Each answer consists of zeros and then ones; the zeros are its common prefix with the last answer, of zeros
+    only."""
     answers = [*([0] * each + [1] * (length - each) for each in shared), [0] * length]
     (micro,) = packed([trajectory([5, 6], answer) for answer in answers])
     prefixes = {tuple(answer[:size]) for answer in answers for size in range(1, length)}
@@ -175,7 +174,7 @@ def test_micro_batches_add_up_to_the_loss_and_gradient_of_one(
     torch.testing.assert_close(many, one, rtol=1e-4, atol=1e-4)
 
 
-def test_nothing_chosen_makes_no_micro_batch() -> None:
+def test_no_chosen_sequences_make_no_micro_batch() -> None:
     assert packed([trajectory([1], [2])], []) == []
 
 
@@ -194,7 +193,7 @@ def test_greedy_decoding_counts_as_temperature_one() -> None:
     assert torch.equal(token_logprobs(logits, torch.arange(4), 0.0)[0], token_logprobs(logits, torch.arange(4), 1.0)[0])
 
 
-def test_what_follows_the_last_trained_token_does_not_go_through_the_model() -> None:
-    """What a tool said last, for example: nothing is predicted from it."""
+def test_tokens_after_the_last_trained_one_are_not_packed() -> None:
+    """No trained token follows, for example, the last result of a tool."""
     (micro,) = pack([[5, 1, 2, 3, 4]], [[False, True, True, False, False]], [0], 100)
     assert (micro.tokens.tolist(), micro.targets.tolist()) == ([5, 1], [1, 2])

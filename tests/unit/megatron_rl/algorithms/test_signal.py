@@ -1,4 +1,4 @@
-"""A group teaches something where the rewards that make its advantages differ by more than rounding."""
+"""A group has signal if the rewards of its advantages differ by more than rounding."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def signal(of: list[TrajectoryGroup], overlong: OverlongConfig = NONE) -> list[b
     return has_signal(rewards.shaped, rewards.group, len(of)).tolist()
 
 
-def test_equal_rewards_teach_nothing_however_large() -> None:
+def test_equal_rewards_have_no_signal_however_large() -> None:
     assert signal(groups([0.0] * 4, [100.1] * 16, [-1e6 / 3] * 7, [5.0], [])) == [False] * 5
 
 
-def test_the_threshold_is_a_share_of_the_largest_reward() -> None:
+def test_threshold_is_a_share_of_the_largest_reward() -> None:
     above, below = 1 + 3 * SIGNAL_SPREAD, 1 + SIGNAL_SPREAD / 3
     for size in (1e-3, 1.0, 1e4):
         assert signal(groups([size, size * above], [-size, -size * above], [size, size * below])) == [True, True, False]
 
 
-def test_a_penalty_can_make_the_difference_and_can_take_it_away() -> None:
+def test_penalty_can_create_and_remove_signal() -> None:
     equal, unequal = groups([1.0, 1.0], lengths=[3, 8]), groups([1.0, 0.5], lengths=[6, 4])
     assert signal(equal) == [False] and signal(equal, PENALTY) == [True]
     assert signal(unequal) == [True] and signal(unequal, PENALTY) == [False]
 
 
-def test_the_penalty_goes_by_the_last_turn() -> None:
+def test_penalty_depends_on_the_last_turn() -> None:
     (group,) = groups([1.0, 1.0], lengths=[8, 8])
     first, second = group.trajectories
     tokens = [1, *[2] * 7, 9, 2]
@@ -60,9 +60,7 @@ def test_the_penalty_goes_by_the_last_turn() -> None:
 
 @pytest.mark.parametrize("divide_by_std", [True, False])
 @given(rewards=st.lists(st.floats(-100, 100, width=16), min_size=1, max_size=6), offset=st.integers(-10_000, 10_000))
-def test_without_signal_all_advantages_are_zero_and_with_it_some_are_not(
-    divide_by_std: bool, rewards: list[float], offset: float
-) -> None:
+def test_advantages_are_nonzero_only_with_signal(divide_by_std: bool, rewards: list[float], offset: float) -> None:
     one = torch.tensor(rewards) + offset
     group = torch.zeros(len(rewards), dtype=torch.long)
     advantages = group_advantages(one, group, 1, divide_by_std=divide_by_std)

@@ -1,4 +1,4 @@
-"""The groups of a batch are shuffled over the optimizer steps of a pass, evenly and alike on every layout."""
+"""The groups of a batch are shuffled over the optimizer steps of a pass, evenly and identically on every layout."""
 
 from collections import Counter
 
@@ -45,12 +45,12 @@ def test_shares_of_whole_blocks_are_exactly_even(updates, ranks, blocks_per_rank
 
 
 @given(COUNTS, COUNTS, UPDATES, SEEDS)
-def test_a_group_keeps_its_update_when_the_batch_grows(few, more, updates, seed):
+def test_group_keeps_its_update_when_the_batch_grows(few, more, updates, seed):
     assume(few <= more)
     assert update_plan(more, updates, seed, 3, 0)[:few] == update_plan(few, updates, seed, 3, 0)
 
 
-def test_one_update_takes_all():
+def test_single_update_takes_all_groups():
     assert update_plan(5, 1, 7, 1, 0) == [0] * 5
 
 
@@ -59,7 +59,7 @@ def test_fewer_groups_than_updates_go_into_distinct_updates():
     assert len(set(plan)) == 3
 
 
-def test_seed_step_and_pass_each_shuffle_anew():
+def test_seed_step_and_pass_each_change_the_shuffle():
     plans = [update_plan(64, 8, *key) for key in [(1, 1, 0), (2, 1, 0), (1, 2, 0), (1, 1, 1)]]
     assert len({tuple(plan) for plan in plans}) == 4
 
@@ -69,16 +69,16 @@ def test_blocks_are_ordered_independently():
     assert len({tuple(plan[start : start + 8]) for start in range(0, len(plan), 8)}) > 8
 
 
-def test_every_place_of_a_block_meets_every_update_about_equally_often():
+def test_every_position_of_a_block_meets_every_update_about_equally_often():
     counts = Counter(update_plan(4, 4, 0, step, 0)[0] for step in range(4000))
     assert all(850 < counts[update] < 1150 for update in range(4))  # 1000 expected, standard deviation 27
 
 
-def test_the_plan_is_pinned():
-    """A resumed run must meet the plan it left, on any machine and under any Python."""
+def test_plan_is_pinned():
+    """A resumed run must follow the same plan, on any machine and with any Python version."""
     assert update_plan(11, 4, seed=0, step=1, pass_=0) == [3, 2, 1, 0, 3, 2, 0, 1, 3, 0, 2]
 
 
-def test_no_update_is_refused():
+def test_zero_updates_are_rejected():
     with pytest.raises(ValueError, match="at least one optimizer step"):
         update_plan(4, 0, 0, 0, 0)

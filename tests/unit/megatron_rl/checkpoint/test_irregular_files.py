@@ -81,7 +81,7 @@ def test_what_is_no_file_is_no_checkpoint(
 ) -> None:
     checkpoint = shutil.copytree(converted, tmp_path / "m")
     file = replace(checkpoint / name)
-    with pytest.raises((ConfigurationError, CheckpointError), match=f"{file}.* no regular file"):
+    with pytest.raises((ConfigurationError, CheckpointError), match=f"{file}.* not a regular file"):
         to_hugging_face(checkpoint, tmp_path / "hf", platform, shard_bytes=SHARD)
 
 
@@ -90,5 +90,5 @@ def test_a_pipe_is_no_shard_of_megatron_lm(
 ) -> None:
     to_megatron(published, tmp_path / "m", platform, kind="torch", shard_bytes=SHARD)
     shard = replace(tmp_path / "m" / "release" / "mp_rank_00" / "model_optim_rng.pt")
-    with pytest.raises(CheckpointError, match=f"{shard} .*no regular file"):
+    with pytest.raises(CheckpointError, match=f"{shard} .*not a regular file"):
         to_hugging_face(tmp_path / "m", tmp_path / "hf", platform, shard_bytes=SHARD)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for every record type, made of what the type itself declares."""
+"""Hypothesis strategies for every record type, derived from its declaration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TYPES = [
     for kind in vars(module).values()
     if isinstance(kind, type) and kind in SHAPES and SHAPES[kind].version is not None
 ]
-"""Those that fill a file, or a line with a version, by themselves."""
+"""Record types that fill a file, or a line with a version."""
 LINES = [attempt_records.TimelineLine, attempt_records.MetricsLine]
 
 TEXT = st.text(max_size=8)

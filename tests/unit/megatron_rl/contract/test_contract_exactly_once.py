@@ -1,4 +1,4 @@
-"""Every prompt of a run has one fate, and a record in which it has not, or in which nobody can tell, is refused."""
+"""Every prompt of a run has one fate; records with conflicting or unreadable fates are rejected."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def run_of(folder, *lines: MetricsLine) -> RunDir:
     return run
 
 
-def test_a_prompt_is_trained_on_in_its_step_or_dropped_for_a_reason(tmp_path):
+def test_prompt_is_trained_on_in_its_step_or_dropped_for_a_reason(tmp_path):
     run = run_of(tmp_path, step(1, 0, 2), step(2, 2, 4, o3="too long"))
     assert fates(run) == {0: 1, 1: 1, 2: 2, 3: "too long"}
 
 
-def test_a_run_without_a_record_has_drawn_nothing(tmp_path):
+def test_run_without_a_record_has_drawn_nothing(tmp_path):
     assert fates(RunDir(tmp_path)) == {}
 
 
@@ -61,12 +61,12 @@ def test_ordinals_have_no_gaps(tmp_path_factory, sizes):
         ([MetricsLine(1, {"first_ordinal": 0, "next_ordinal": 1, "dropped_ordinals": [3]})], "cannot be read"),
     ],
 )
-def test_a_record_with_another_fate_is_refused(tmp_path, lines, said):
+def test_record_with_conflicting_fates_is_rejected(tmp_path, lines, said):
     with pytest.raises(NotExactlyOnce, match=said):
         fates(run_of(tmp_path, *lines))
 
 
-def test_an_unreadable_line_is_named(tmp_path):
+def test_unreadable_line_is_located(tmp_path):
     run = run_of(tmp_path, step(1, 0, 2))
     with run.metrics.open("a") as file:
         file.write('{"step": 2, "first_or')
@@ -74,7 +74,7 @@ def test_an_unreadable_line_is_named(tmp_path):
         fates(run)
 
 
-def test_an_unreadable_record_is_not_an_empty_one(tmp_path):
+def test_unreadable_record_is_not_an_empty_one(tmp_path):
     run = RunDir(tmp_path)
     run.metrics.mkdir()
     with pytest.raises(NotExactlyOnce, match=r"metrics\.jsonl cannot be used: is not a regular file"):

@@ -20,7 +20,7 @@ SECONDS = pytest.mark.parametrize("seconds", [ONCE, 60.0])
 
 
 class Tried(NamedTuple):
-    """What came of work whose operations failed."""
+    """Result of work with failing operations."""
 
     operations: list[Operation]
     raised: OSError | None
@@ -63,7 +63,7 @@ def sweep(
 
 
 @SECONDS
-def test_a_record_is_read_or_said_to_be_unreadable_and_absent_only_where_it_was(tmp_path, record_property, seconds):
+def test_reading_returns_the_record_or_unreadable_and_absent_only_without_a_file(tmp_path, record_property, seconds):
     results, tally = sweep(tmp_path, seconds, lambda path: read(Outcome, path), lambda path: write(path, OLD))
     for fault, _, done in results:
         absent = fault.kind == "older"  # the file was not there
@@ -74,7 +74,7 @@ def test_a_record_is_read_or_said_to_be_unreadable_and_absent_only_where_it_was(
 
 
 @SECONDS
-def test_a_record_is_written_or_the_old_one_is_there(tmp_path, record_property, seconds):
+def test_failed_write_keeps_the_old_record(tmp_path, record_property, seconds):
     results, tally = sweep(tmp_path, seconds, lambda path: write(path, NEW), lambda path: write(path, OLD))
     for fault, path, done in results:
         assert read(Outcome, path) == (NEW if done.raised is None else OLD), fault
@@ -83,7 +83,7 @@ def test_a_record_is_written_or_the_old_one_is_there(tmp_path, record_property, 
 
 
 @SECONDS
-def test_a_line_is_added_or_said_not_to_be_and_spoils_no_other(tmp_path, record_property, seconds):
+def test_failed_append_is_reported_and_damages_no_other_line(tmp_path, record_property, seconds):
     results, tally = sweep(tmp_path, seconds, lambda path: append(path, SECOND, True), lambda path: append(path, FIRST))
     for fault, path, done in results:
         append(path, THIRD)  # the next one
@@ -97,7 +97,7 @@ def test_a_line_is_added_or_said_not_to_be_and_spoils_no_other(tmp_path, record_
 
 
 @SECONDS
-def test_lines_are_read_or_said_to_be_unreadable_and_absent_only_where_they_were(tmp_path, record_property, seconds):
+def test_reading_lines_returns_them_or_unreadable_and_absent_only_without_a_file(tmp_path, record_property, seconds):
     results, tally = sweep(
         tmp_path, seconds, lambda path: read_lines(MetricsLine, path), lambda path: append(path, FIRST)
     )

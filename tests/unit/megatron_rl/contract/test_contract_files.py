@@ -1,4 +1,4 @@
-"""Files are whole or not there, however many nodes write, and a disk that is full for a moment is waited for."""
+"""Files are complete or absent, however many nodes write, and a temporarily full disk is waited for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.contract.files import append_line, names_in, once_there_is_room
 from megatron_rl.contract.paths import RunDir
 
 
-def test_two_nodes_with_the_same_process_id_may_write_one_file_at_once(tmp_path, monkeypatch):
+def test_two_nodes_with_equal_process_ids_may_write_one_file_concurrently(tmp_path, monkeypatch):
     path = tmp_path / "job.json"
     real = os.fsync
 
@@ -27,8 +27,8 @@ def test_two_nodes_with_the_same_process_id_may_write_one_file_at_once(tmp_path,
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_all_of_it_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
-    """Else a power failure could leave a file that is empty, or half of one, under the name of a whole one."""
+def test_new_file_is_flushed_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    """Otherwise a power failure could leave an empty or partial file under the final name."""
     path = tmp_path / "job.json"
     write_atomic(path, "old")
     synced: list[tuple[str, str]] = []
@@ -47,7 +47,7 @@ def test_all_of_it_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_p
     assert path.read_text() == "newer"
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+def test_failed_write_leaves_only_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "job.json"
     write_atomic(path, "old")
 
@@ -60,7 +60,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
 
 
-def test_the_first_error_is_told_though_the_mount_has_gone_by_then(tmp_path, monkeypatch):
+def test_first_error_is_raised_even_if_the_cleanup_fails(tmp_path, monkeypatch):
     def refuse(*arguments: object) -> None:
         raise OSError(errno.EIO if arguments[0] == "fsync" else errno.ESTALE, "refused")
 
@@ -71,14 +71,14 @@ def test_the_first_error_is_told_though_the_mount_has_gone_by_then(tmp_path, mon
     assert found.value.errno == errno.EIO
 
 
-def test_a_folder_that_is_missing_is_the_callers_affair(tmp_path):
+def test_missing_folder_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_atomic(tmp_path / "none" / "job.json", "text")
     with pytest.raises(FileNotFoundError):
         append_line(tmp_path / "none" / "lines.jsonl", "line")
 
 
-def test_a_full_disk_is_waited_for_and_nothing_else_is(monkeypatch):
+def test_only_a_full_disk_is_waited_for(monkeypatch):
     monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
     errors = [OSError(errno.ENOSPC, "full"), OSError(errno.EDQUOT, "quota")]
 
@@ -93,7 +93,7 @@ def test_a_full_disk_is_waited_for_and_nothing_else_is(monkeypatch):
         once_there_is_room("f", write)
 
 
-def test_a_disk_that_stays_full_is_waited_for_as_long_as_was_said(monkeypatch):
+def test_wait_for_a_full_disk_ends_at_its_limit(monkeypatch):
     clock, slept = [0.0], []
 
     def sleep(seconds: float) -> None:
@@ -114,12 +114,12 @@ def test_a_disk_that_stays_full_is_waited_for_as_long_as_was_said(monkeypatch):
     assert sum(slept) == 2.5
 
 
-def test_bytes_are_read_whole(tmp_path):
+def test_bytes_are_read_completely(tmp_path):
     (tmp_path / "file").write_bytes(b"x" * 100_000)
     assert read_bytes(tmp_path / "file") == b"x" * 100_000
 
 
-def test_a_folder_that_is_missing_is_empty_and_one_that_cannot_be_listed_is_not(tmp_path, monkeypatch):
+def test_missing_folder_is_empty_and_unlistable_folder_is_an_error(tmp_path, monkeypatch):
     assert names_in(tmp_path / "none") == []
     run = RunDir(tmp_path)
     assert (run.checkpoint_steps(), run.last_attempt(), run.attempt(1).errors()) == ([], 0, [])

@@ -1,4 +1,4 @@
-"""What the record of a run shows of learning: each rule sees its own trouble, and nothing where all is well."""
+"""Learning warnings: each rule detects its own problem, and a healthy run has none."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ LOST = {
 
 
 def step(number: int, **values: Any) -> MetricsLine:
-    """A step of a run that learns, with other values. None: absent."""
+    """Step of a learning run with some other values. None: absent."""
     return MetricsLine(number, {name: value for name, value in {**GOOD, **values}.items() if value is not None})
 
 
 def record(good: int, odd: int, **values: Any) -> list[MetricsLine]:
-    """So many steps of a run that learns, and so many with these values."""
+    """Steps of a learning run, followed by steps with these values."""
     return [step(number, **(values if number > good else {})) for number in range(1, good + odd + 1)]
 
 
 def curve(reward: Callable[[int], float], steps: int) -> list[MetricsLine]:
-    """A run whose reward follows a curve, with some noise of its own."""
+    """Run whose reward follows a curve with noise."""
     noise = (0.02, -0.01, -0.02, 0.01)
     rewards = [reward(number) + noise[number % 4] for number in range(1, steps + 1)]
     return [step(number, mean_reward=value, right_ratio=value) for number, value in enumerate(rewards, 1)]
@@ -96,7 +96,9 @@ def curve(reward: Callable[[int], float], steps: int) -> list[MetricsLine]:
         (curve(lambda at: 0.6 - at / 1000, 400), "reward-not-rising", 1, "the last 100"),
     ],
 )
-def test_each_rule_says_what_it_sees_and_since_when(lines: list[MetricsLine], name: str, since: int, seen: str) -> None:
+def test_each_rule_reports_its_observation_and_first_step(
+    lines: list[MetricsLine], name: str, since: int, seen: str
+) -> None:
     (warning,) = warnings_of(lines)
     assert (warning.name, warning.since) == (name, since)
     assert seen in warning.seen
@@ -104,7 +106,7 @@ def test_each_rule_says_what_it_sees_and_since_when(lines: list[MetricsLine], na
 
 
 def test_every_rule_has_a_case() -> None:
-    cases = test_each_rule_says_what_it_sees_and_since_when.pytestmark[0].args[1]
+    cases = test_each_rule_reports_its_observation_and_first_step.pytestmark[0].args[1]
     assert {case[1] for case in cases} == {rule.name for rule in RULES}
 
 
@@ -141,12 +143,12 @@ def test_every_rule_has_a_case() -> None:
         "a reward that has risen",
     ],
 )
-def test_where_all_is_well_nothing_is_said(lines: list[MetricsLine]) -> None:
+def test_healthy_run_has_no_warning(lines: list[MetricsLine]) -> None:
     watch = Watch()
     assert [warning for line in lines for warning in watch.add(line)] == []
 
 
-def test_a_warning_begins_once_keeps_its_step_and_ends() -> None:
+def test_warning_starts_once_keeps_its_step_and_ends() -> None:
     watch = Watch()
     began = [(line.step, *watch.add(line)) for line in record(5, 30, truncated_ratio=0.9)]
     ((step_, warning),) = [each for each in began if len(each) > 1]
@@ -157,7 +159,7 @@ def test_a_warning_begins_once_keeps_its_step_and_ends() -> None:
     assert watch.warnings == []
 
 
-def test_several_troubles_are_said_each_by_its_name() -> None:
+def test_several_problems_are_reported_each_by_name() -> None:
     broken = record(1, 20, **ALL_WRONG, truncated_ratio=1.0, learning_rate=1e30)
     assert [warning.name for warning in warnings_of(broken)] == ["learning-rate", "constant-rewards", "truncated"]
 
@@ -172,5 +174,5 @@ ODD = st.one_of(
         st.dictionaries(st.sampled_from([*GOOD, "failed_rollouts_by_reason", "dropped_ordinals"]), ODD), max_size=15
     )
 )
-def test_no_record_is_too_odd_to_be_read(values: list[dict[str, Any]]) -> None:
+def test_no_record_breaks_a_rule(values: list[dict[str, Any]]) -> None:
     warnings_of(MetricsLine(number, each) for number, each in enumerate(values, 1))

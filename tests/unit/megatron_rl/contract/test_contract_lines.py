@@ -1,4 +1,4 @@
-"""JSON-lines files: what is torn costs itself and is counted, and nothing raises."""
+"""JSON-lines files: torn lines are counted and affect no other line, and nothing raises."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def whole(found):
 @pytest.mark.parametrize("kind", LINES, ids=lambda kind: kind.__name__)
 @few
 @given(data=st.data())
-def test_lines_come_back_in_order(tmp_path_factory, kind, data):
+def test_lines_are_read_in_order(tmp_path_factory, kind, data):
     path = tmp_path_factory.mktemp("lines") / "lines.jsonl"
     values = data.draw(st.lists(records(kind), max_size=3))
     for value in values:
@@ -59,7 +59,7 @@ def test_lines_come_back_in_order(tmp_path_factory, kind, data):
 
 @few
 @given(lines=st.lists(records(AttemptStart) | records(AttemptEnd), max_size=4))
-def test_starts_and_ends_are_told_apart(tmp_path_factory, lines):
+def test_starts_and_ends_are_distinguished(tmp_path_factory, lines):
     path = tmp_path_factory.mktemp("ledger") / "attempts.jsonl"
     for line in lines:
         append(path, line, durable=True)
@@ -68,7 +68,7 @@ def test_starts_and_ends_are_told_apart(tmp_path_factory, lines):
     assert [type(line) for line in found.records] == [type(line) for line in lines]
 
 
-def test_a_line_of_the_ledger_says_its_version_and_event():
+def test_ledger_line_has_version_and_event():
     assert json.loads(encode_line(AttemptStart(1, 5.0, "a"))) == {
         "version": 1,
         "event": "start",
@@ -81,14 +81,14 @@ def test_a_line_of_the_ledger_says_its_version_and_event():
     }
 
 
-def test_a_step_is_one_flat_object_as_ever(tmp_path):
+def test_step_is_one_flat_object(tmp_path):
     append(tmp_path / "metrics.jsonl", MetricsLine(3, {"mean_reward": 0.5, "dropped_ordinals": {"7": "too long"}}))
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text == '{"dropped_ordinals": {"7": "too long"}, "mean_reward": 0.5, "step": 3}\n'
 
 
 @pytest.mark.parametrize("hurt", TORN, ids=lambda hurt: hurt[:16].decode("latin1"))
-def test_what_is_hurt_between_good_lines_is_counted_with_its_number(tmp_path, hurt):
+def test_damaged_lines_are_reported_with_their_numbers(tmp_path, hurt):
     path = tmp_path / "metrics.jsonl"
     good = encode_line(GOOD).encode()
     path.write_bytes(good + b"\n" + hurt + b"\n" + good + b"\n")
@@ -109,13 +109,13 @@ def test_what_is_hurt_between_good_lines_is_counted_with_its_number(tmp_path, hu
         ),
     ],
 )
-def test_a_strange_line_of_the_ledger_is_damage_that_says_why(line, why):
+def test_foreign_line_of_the_ledger_is_damage_with_a_reason(line, why):
     assert decode_lines(LEDGER, json.dumps(line).encode()).damaged == [Damage(1, why)]
 
 
 @few
 @given(cut=st.integers(0, 1000), after=st.lists(records(MetricsLine), max_size=3))
-def test_a_torn_last_line_is_ended_before_the_next_one(tmp_path_factory, cut, after):
+def test_torn_last_line_is_terminated_before_the_next_one(tmp_path_factory, cut, after):
     path = tmp_path_factory.mktemp("torn") / "metrics.jsonl"
     line = encode_line(MetricsLine(2, {"torn": "line"})).encode()
     path.write_bytes(encode_line(GOOD).encode() + b"\n" + line[: 1 + cut % (len(line) - 1)])
@@ -126,7 +126,7 @@ def test_a_torn_last_line_is_ended_before_the_next_one(tmp_path_factory, cut, af
     assert [damage.line for damage in found.damaged] == [2]
 
 
-def test_a_line_that_only_lacks_its_end_counts_before_and_after_the_next_one(tmp_path):
+def test_line_without_line_break_counts_before_and_after_the_next_one(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(encode_line(GOOD))
     assert whole(read_lines(MetricsLine, path)).records == [GOOD]
@@ -135,7 +135,7 @@ def test_a_line_that_only_lacks_its_end_counts_before_and_after_the_next_one(tmp
     assert (found.records, found.damaged) == ([GOOD, GOOD], [])
 
 
-def test_no_file_has_no_lines_and_a_file_that_cannot_be_read_is_unreadable(tmp_path, monkeypatch):
+def test_missing_file_has_no_lines_and_unreadable_file_is_unreadable(tmp_path, monkeypatch):
     found = whole(read_lines(LEDGER, tmp_path / "attempts.jsonl"))
     assert (found.records, found.damaged, found.absent) == ([], [], True)
 
@@ -155,7 +155,7 @@ def test_no_bytes_raise(data):
         assert len(found.records) + len(found.damaged) == len([line for line in data.split(b"\n") if line])
 
 
-def test_a_line_that_could_not_be_read_is_not_written(tmp_path):
+def test_unreadable_line_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="step is the name of a field"):
         append(tmp_path / "metrics.jsonl", MetricsLine(1, {"step": 2}))
     with pytest.raises(ValueError, match="Out of range"):

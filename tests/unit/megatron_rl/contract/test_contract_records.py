@@ -1,4 +1,4 @@
-"""A record comes back from its file as it went in; whatever else is there is called unreadable, and nothing raises."""
+"""A record round-trips through its file; any other content is unreadable, and nothing raises."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FOREIGN = [
 @every_type
 @several
 @given(data=st.data())
-def test_every_record_comes_back_as_it_was_written(tmp_path, kind, data):
+def test_every_record_round_trips(tmp_path, kind, data):
     value = data.draw(records(kind))
     write(tmp_path / "record.json", value, durable=False)
     assert read(kind, tmp_path / "record.json") == value
@@ -49,14 +49,14 @@ def test_every_record_comes_back_as_it_was_written(tmp_path, kind, data):
 @every_type
 @examples(2)
 @given(data=st.data())
-def test_the_beginning_of_a_record_is_never_taken_for_one(kind, data):
+def test_truncated_record_is_never_accepted(kind, data):
     text = encode(data.draw(records(kind))).encode()
     for end in range(len(text.rstrip())):
         assert isinstance(decode(kind, text[:end], "f"), Unreadable), text[:end]
 
 
 @every_type
-def test_what_is_no_record_is_unreadable_and_never_absent(tmp_path, kind):
+def test_invalid_content_is_unreadable_and_never_absent(tmp_path, kind):
     path = tmp_path / "record.json"
     for content in FOREIGN:
         path.write_bytes(content)
@@ -68,7 +68,7 @@ def test_what_is_no_record_is_unreadable_and_never_absent(tmp_path, kind):
 @every_type
 @several
 @given(data=st.data())
-def test_damage_never_raises_and_never_gives_something_else(kind, data):
+def test_damage_never_raises_and_never_returns_a_wrong_record(kind, data):
     text = bytearray(encode(data.draw(records(kind))).encode())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(text)))
@@ -82,7 +82,7 @@ def test_damage_never_raises_and_never_gives_something_else(kind, data):
 @every_type
 @several
 @given(data=st.data(), other=JSON)
-def test_a_field_of_another_type_is_unreadable_or_fits(kind, data, other):
+def test_field_of_another_type_is_unreadable_or_fits(kind, data, other):
     fields = json.loads(encode(data.draw(records(kind))))
     fields[data.draw(st.sampled_from(sorted(fields)))] = other
     found = decode(kind, json.dumps(fields).encode(), "f")
@@ -92,7 +92,7 @@ def test_a_field_of_another_type_is_unreadable_or_fits(kind, data, other):
 @every_type
 @several
 @given(data=st.data())
-def test_a_newer_version_is_unreadable_and_says_so(kind, data):
+def test_newer_version_is_unreadable_and_says_so(kind, data):
     fields = json.loads(encode(data.draw(records(kind))))
     found = decode(kind, json.dumps({**fields, "version": 2}).encode(), "f")
     assert isinstance(found, Unreadable)
@@ -100,11 +100,11 @@ def test_a_newer_version_is_unreadable_and_says_so(kind, data):
 
 
 @pytest.mark.parametrize("version", [0, -1, True, "1", 1.0, None])
-def test_a_version_that_is_none_is_unreadable(version):
+def test_invalid_version_is_unreadable(version):
     assert isinstance(decode(Marks, json.dumps({"version": version}).encode(), "f"), Unreadable)
 
 
-def test_what_is_not_there_is_absent(tmp_path):
+def test_missing_file_is_absent(tmp_path):
     (tmp_path / "file").touch()
     assert read(Drain, tmp_path / "drain.json") is ABSENT
     assert read(Drain, tmp_path / "file" / "drain.json") is ABSENT
@@ -112,7 +112,7 @@ def test_what_is_not_there_is_absent(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE, errno.ELOOP])
-def test_a_file_that_cannot_be_opened_is_unreadable(tmp_path, monkeypatch, number):
+def test_file_that_cannot_be_opened_is_unreadable(tmp_path, monkeypatch, number):
     def refuse(*arguments: object) -> int:
         raise OSError(number, os.strerror(number))
 
@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_opened_is_unreadable(tmp_path, monkeypatch, numbe
     assert if_readable(found) is None
 
 
-def test_a_stale_handle_is_tried_once_more(tmp_path, monkeypatch):
+def test_stale_handle_is_retried_once(tmp_path, monkeypatch):
     real, calls = os.open, []
 
     def stale_at_first(*arguments: object) -> int:
@@ -138,14 +138,14 @@ def test_a_stale_handle_is_tried_once_more(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(10)
-def test_a_pipe_a_device_a_folder_and_a_loop_are_unreadable(tmp_path):
+def test_pipe_a_device_a_folder_and_a_loop_are_unreadable(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path / "pipe", "/dev/zero", tmp_path, tmp_path / "loop", "a\0b"):
         assert isinstance(read(Drain, path), Unreadable), path
 
 
-def test_an_unreadable_file_is_looked_at_again_as_long_as_there_is_patience(tmp_path):
+def test_unreadable_file_is_retried_until_the_time_limit(tmp_path):
     path = tmp_path / "drain.json"
     path.touch()
     writer = threading.Timer(0.3, lambda: write(path, Drain("signal", "me", 1.0)))
@@ -155,12 +155,12 @@ def test_an_unreadable_file_is_looked_at_again_as_long_as_there_is_patience(tmp_
     writer.join()
 
 
-def test_unknown_keys_are_passed_over_and_missing_ones_take_their_defaults():
+def test_unknown_keys_are_ignored_and_missing_ones_take_their_defaults():
     told = {"cause": "preempted", "by": "Slurm", "at": 5, "mood": "grim"}
     assert decode(Drain, json.dumps(told).encode(), "f") == Drain("preempted", "Slurm", 5.0, None, None)
 
 
-def test_defaults_are_nobodys_to_share():
+def test_defaults_are_not_shared():
     told = json.dumps({"rank": 0, "host": "a", "step": 1, "phase": "training", "error": "boom"}).encode()
     first, second = (decode(RankError, told, "f") for _ in range(2))
     assert not isinstance(first, Unreadable)
@@ -179,12 +179,12 @@ def test_defaults_are_nobodys_to_share():
         ("null", "port: expected a whole number, got null"),
     ],
 )
-def test_the_complaint_names_the_field(port, said):
+def test_message_names_the_field(port, said):
     assert decode(Address, f'{{"host": "a", "port": {port}}}'.encode(), "f") == Unreadable("f", said)
     assert str(Unreadable("f", said)) == f"f cannot be used: {said}"
 
 
-def test_a_missing_field_and_one_within_are_named():
+def test_missing_field_is_named_even_inside_another_record():
     assert decode(Address, b'{"host": "a"}', "f") == Unreadable("f", "port is missing")
     step = {"name": "train", "nodes": [0, "1"], "tasks_per_node": 8}
     plan = {"nodes": 2, "gpus_per_node": 8, "spare_nodes": 0, "steps": [step]}
@@ -193,7 +193,7 @@ def test_a_missing_field_and_one_within_are_named():
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
-def test_a_number_that_is_not_finite_is_unreadable(number):
+def test_number_that_is_not_finite_is_unreadable(number):
     assert isinstance(decode(Marks, f'{{"ready": {number}}}'.encode(), "f"), Unreadable)
 
 
@@ -210,14 +210,14 @@ def test_a_number_that_is_not_finite_is_unreadable(number):
     ],
     ids=str,
 )
-def test_what_could_not_be_read_is_not_written(tmp_path, value):
+def test_unreadable_value_is_not_written(tmp_path, value):
     write(tmp_path / "record.json", Marks())
     with pytest.raises(ValueError, match=""):
         write(tmp_path / "record.json", value)
     assert read(Marks, tmp_path / "record.json") == Marks()
 
 
-def test_the_keys_on_disk_are_those_that_people_know():
+def test_keys_on_disk_are_pinned():
     assert json.loads(encode(Drain("signal", "me", 1.0, deadline=9.0))) == {
         "version": 1,
         "cause": "signal",
@@ -228,7 +228,7 @@ def test_the_keys_on_disk_are_those_that_people_know():
     assert json.loads(encode(Fork("/runs/a", 40, {}, 1.0, "me")))["from"] == "/runs/a"
 
 
-def test_a_plan_keeps_what_only_people_read():
+def test_plan_keeps_keys_for_people():
     step = {"name": "train", "nodes": [0, 1], "tasks_per_node": 8, "srun": ["-N2"], "command": ["true"]}
     plan = {
         "version": 1,

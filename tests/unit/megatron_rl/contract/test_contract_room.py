@@ -1,4 +1,4 @@
-"""The room can be read wherever one of the two sides runs."""
+"""The contract can be imported on every host of the two sides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOM = Path(megatron_rl.contract.__file__).parent
 FILES = sorted(ROOM.glob("*.py"))
 
 
-def test_it_imports_the_standard_library_and_itself_only():
+def test_contract_imports_only_the_standard_library():
     assert len(FILES) > 5
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -26,7 +26,7 @@ def test_it_imports_the_standard_library_and_itself_only():
                 assert ours or name.split(".")[0] in sys.stdlib_module_names, f"{file} imports {name}"
 
 
-def test_it_needs_no_installed_package():
+def test_contract_needs_no_installed_package():
     program = "import megatron_rl.contract.exactly_once, megatron_rl.contract.run_records"
     subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOM.parents[1])!r}); {program}"],

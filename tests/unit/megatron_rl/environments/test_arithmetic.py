@@ -1,4 +1,4 @@
-"""The arithmetic environment: reasoning-gym's sums, each once, split for good, and strictly scored."""
+"""The arithmetic environment: reasoning-gym's sums without repeats, with a permanent split and strict scoring."""
 
 import importlib.util
 import sys
@@ -38,7 +38,7 @@ def test_all_two_hundred_sums_of_two_digits_appear_once() -> None:
     assert len(found) == 200 and set(found) == everything
 
 
-def test_a_fifth_is_held_out_and_never_trained_on_or_demonstrated() -> None:
+def test_held_out_fifth_is_never_trained_on_or_demonstrated() -> None:
     held_out = set(prompts(DEFAULT, "held_out"))
     trained = [problem.prompt for problem in DEFAULT.training_problems()]
     assert len(held_out) == 40 and len(trained) == 160
@@ -65,7 +65,7 @@ def test_nothing_held_out_and_short_evaluation() -> None:
     assert {name: len(problems) for name, problems in sets.items()} == {"trained": 7}
 
 
-def test_right_answer_that_ends_is_worth_one_and_one_that_is_cut_off_nothing() -> None:
+def test_complete_right_answer_earns_one_and_cut_off_answer_nothing() -> None:
     for problem in DEFAULT.training_problems():
         assert DEFAULT.get_reward(problem.golden["answer"], problem.golden, "stop") == 1.0
         assert DEFAULT.get_reward(problem.golden["answer"], problem.golden, "length") == 0.0
@@ -106,20 +106,21 @@ def test_template_renders_the_tasks_metadata() -> None:
         ({"digits": 2}, "digits"),
     ],
 )
-def test_bad_arguments_are_refused(args: dict[str, Any], complaint: str) -> None:
+def test_bad_arguments_are_rejected(args: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         ArithmeticConfig(**args)
 
 
-def test_alphabet_that_lacks_a_character_is_refused_at_start() -> None:
+def test_alphabet_without_a_needed_character_is_rejected_at_start() -> None:
     with pytest.raises(ValueError, match="no token for the character '-'"):
         environment(alphabet="0123456789+=")
 
 
-def test_its_tasks_come_without_the_package_around_them_which_can_still_be_imported(
+def test_tasks_are_imported_without_their_package_which_can_still_be_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All tasks of reasoning-gym import matplotlib, among others: most of a second of every start of a rank."""
+    """The package with all tasks imports matplotlib, among others, which takes most of a second of every start of a
+    rank."""
     packages = ("reasoning_gym", "reasoning_gym.arithmetic")
     for name in [name for name in sys.modules if name.partition(".")[0] in ("reasoning_gym", "matplotlib")]:
         monkeypatch.delitem(sys.modules, name)

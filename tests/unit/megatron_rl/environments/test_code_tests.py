@@ -1,4 +1,4 @@
-"""Tests of programming problems: their formats, what counts as the same output, and where an answer has its code."""
+"""Tests of programming problems: their formats, equality of outputs, and the code block of an answer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megatron_rl.environments.code.tests import Test, Tests, parse_tests, passes
         ([{"input": "1", "output": "2", "testtype": "stdin"}], Tests(None, [Test("1", "2")])),
     ],
 )
-def test_the_formats_of_the_data_sets(row: Any, tests: Tests) -> None:
+def test_formats_of_the_data_sets_are_parsed(row: Any, tests: Tests) -> None:
     assert parse_tests(json.dumps(row)) == tests
 
 
 @pytest.mark.parametrize(
     "text", ["", "7", "{'inputs': []}", "[]", '{"inputs": [1], "outputs": []}', '{"inputs": [], "outputs": []}', "null"]
 )
-def test_what_is_no_test_is_an_error_that_shows_it(text: str) -> None:
+def test_invalid_tests_are_an_error_that_quotes_them(text: str) -> None:
     with pytest.raises(ValueError, match=r"invalid tests|list of tests is empty"):
         parse_tests(text)
 
@@ -41,17 +41,17 @@ TABLE: dict[str, list[Any]] = yaml.safe_load(
 
 
 @pytest.mark.parametrize(("expected", "found", "verdict"), [row[:3] for row in TABLE["printed"]])
-def test_of_what_is_printed_the_words_count(expected: str, found: str, verdict: str) -> None:
+def test_printed_output_is_compared_by_words(expected: str, found: str, verdict: str) -> None:
     assert passes(expected, found, function=False) is (verdict == "right")
 
 
 @pytest.mark.parametrize(("expected", "found", "verdict"), [row[:3] for row in TABLE["returned"]])
-def test_of_returned_values_what_they_are_counts(expected: Any, found: Any, verdict: str) -> None:
+def test_returned_values_are_compared_by_value_and_type(expected: Any, found: Any, verdict: str) -> None:
     [test] = parse_tests(json.dumps({"inputs": [[0]], "outputs": [expected], "fn_name": "f"})).cases
     assert passes(test.expected, found, function=True) is (verdict == "right")
 
 
-def test_where_arguments_are_json_so_is_what_is_returned() -> None:
+def test_result_is_json_if_arguments_are_json() -> None:
     [test] = parse_tests(json.dumps({"inputs": ['"ab"'], "outputs": ['"12"'], "fn_name": "f"})).cases
     assert (test.given, test.expected) == (["ab"], "12")
 
@@ -70,5 +70,5 @@ def test_where_arguments_are_json_so_is_what_is_returned() -> None:
         ("```python\nif x:\n    y\n```", "if x:\n    y"),
     ],
 )
-def test_the_last_block_that_is_closed_is_the_answer(response: str, code: str | None) -> None:
+def test_last_closed_code_block_is_the_answer(response: str, code: str | None) -> None:
     assert last_code_block(response) == code

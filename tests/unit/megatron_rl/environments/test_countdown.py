@@ -1,4 +1,4 @@
-"""Countdown: every drawn problem has an answer, only the given numbers count, and nothing that a model writes runs."""
+"""Countdown: every generated problem has an answer, only the given numbers count, and no answer is executed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.environments.expression import BadExpression, evaluate
 DRAWN = Countdown(CountdownConfig(draws=40, format_reward=0.1), Words())
 
 
-def test_every_drawn_problem_has_an_answer_and_is_asked_for_by_its_numbers() -> None:
+def test_every_generated_problem_has_an_answer_and_its_numbers_in_the_prompt() -> None:
     problems = DRAWN.training_problems()
     assert len(problems) == 32  # a fifth is held out
     for problem in problems:
@@ -44,7 +44,7 @@ def test_every_drawn_problem_has_an_answer_and_is_asked_for_by_its_numbers() -> 
         ("(2 + 10) * 3", 0.0),
     ],
 )
-def test_only_the_given_numbers_count_each_once(response: str, reward: float) -> None:
+def test_each_given_number_must_be_used_exactly_once(response: str, reward: float) -> None:
     assert DRAWN.get_reward(response, {"numbers": [2, 3, 10], "target": 36}, "stop") == reward
 
 
@@ -56,8 +56,8 @@ def test_only_the_given_numbers_count_each_once(response: str, reward: float) ->
         max_leaves=8,
     )
 )
-def test_an_expression_has_the_value_that_python_gives_it(text: str) -> None:
-    """Of exact fractions; these texts are our own, so Python may run them."""
+def test_expression_has_the_value_that_python_gives_it(text: str) -> None:
+    """Evaluated with exact fractions; Python may run these texts, because they are our own."""
     exact = "".join(
         f"Fraction({part})" if part.isdigit() else part for part in text.replace("(", "( ").replace(")", " )").split()
     )
@@ -71,12 +71,12 @@ def test_an_expression_has_the_value_that_python_gives_it(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1 +", "(1", "1)", "1 2", "a", "1.5", "()", "(" * 5000, "9" * 50, "-" * 119])
-def test_what_is_no_expression_is_refused(text: str) -> None:
+def test_invalid_expression_is_rejected(text: str) -> None:
     with pytest.raises(BadExpression):
         evaluate(text)
 
 
-def test_problems_of_a_data_set_are_read_and_rows_of_something_else_refused(tmp_path: Path) -> None:
+def test_problems_of_a_data_set_are_read_and_invalid_rows_rejected(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"target": 98, "nums": [44, 19, number]}) + "\n" for number in (35, 35, 36)))

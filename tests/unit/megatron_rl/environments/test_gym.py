@@ -1,4 +1,4 @@
-"""Environments of gymnasium as they are: seen in words, acted in by the last action that is named, paid as they pay."""
+"""Environments of gymnasium: observed as text, controlled by the last named action, rewarded with the return."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": MOVE
 
 
 class Lines(Words):
-    """Without a chat template: observations stand in lines of their own."""
+    """Prompt without a chat template: observations are separate lines."""
 
     def conversation(self, messages: Any, tools: Any = None, variables: Any = None) -> None:
         return None
@@ -42,7 +42,7 @@ def play(environment: GymEnvironment, *moves: str) -> Any:
     return one
 
 
-def test_the_way_to_the_goal_is_paid() -> None:
+def test_reaching_the_goal_is_rewarded() -> None:
     environment = build(instruction="Walk!")
     assert environment.training_problems()[0].prompt == "Walk!\n[S]FFF\nFHFH\nFFFH\nHFFG\n"
     one = play(environment, "I go down.", "down", "not down but Right", "right", "down", "right")
@@ -58,7 +58,7 @@ def test_the_way_to_the_goal_is_paid() -> None:
         (["-1", "0", "1", "2"], ["-1", "0", "0.", "1", "not -1 but 1", "0", "1"]),
     ],
 )
-def test_actions_may_have_signs_for_names(names: Sequence[str], said: list[str]) -> None:
+def test_action_names_may_be_symbols(names: Sequence[str], said: list[str]) -> None:
     assert play(build(actions=dict(zip(names, range(4), strict=True))), *said).reward == 1.0
 
 
@@ -66,14 +66,14 @@ def test_actions_may_have_signs_for_names(names: Sequence[str], said: list[str])
     ("moves", "reward", "turns"),
     [(["down", "right", "up"], 0.0, 2), (["left", "swim", "down"], -2.5, 2), (["left"] * 9, 0.0, 5)],
 )
-def test_an_episode_ends_in_a_hole_without_an_action_and_after_so_many_turns(
+def test_episode_ends_in_a_hole_without_an_action_and_at_the_turn_limit(
     moves: list[str], reward: float, turns: int
 ) -> None:
     one = play(build(max_turns=5, invalid_action_reward=-2.5), *moves)
     assert (one.reward, len(one.turns)) == (reward, turns)
 
 
-def test_random_actions_show_a_model_without_a_chat_template_how_one_is_named() -> None:
+def test_random_actions_teach_the_format_without_a_chat_template() -> None:
     environment = build(instruction="", kwargs={"is_slippery": False, "render_mode": None}, max_turns=3)
     pairs = environment.demonstrations()
     assert {word for _, word in pairs} <= {*MOVES} and len({word for _, word in pairs}) > 1
@@ -81,7 +81,7 @@ def test_random_actions_show_a_model_without_a_chat_template_how_one_is_named() 
     assert first[0] == "0\n" and second[0].startswith(f"0\n{first[1]}\n") and second[0].endswith("\n")
 
 
-def test_the_same_seed_and_actions_are_the_same_episode_and_no_seed_is_in_both_sets() -> None:
+def test_same_seed_and_actions_are_the_same_episode_and_no_seed_is_in_both_sets() -> None:
     environment = build(kwargs={"is_slippery": True})
     paths = [environment._play(seed, ["down"]) for seed in (*range(9), *range(9))]
     assert paths[:9] == paths[9:] and len({*paths}) > 1
@@ -100,6 +100,6 @@ def test_the_same_seed_and_actions_are_the_same_episode_and_no_seed_is_in_both_s
         ({"id": "Pendulum-v1", "kwargs": {}, "actions": {}}, "the actions of Pendulum-v1 are not numbered"),
     ],
 )
-def test_what_gymnasium_does_not_have_is_refused(arguments: dict[str, Any], said: str) -> None:
+def test_unknown_environment_or_action_is_rejected(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         build(**arguments)

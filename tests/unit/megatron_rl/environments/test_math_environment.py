@@ -76,7 +76,7 @@ def test_problems_of_an_evaluation_set_are_not_trained_on(data: Path, caplog: py
         ({"prompt": "{question}", "chat": "never"}, Words("<user>{}<assistant>"), "2 +  3?", "boxed"),
     ],
 )
-def test_the_prompt_is_the_recipes_and_its_format_is_said(
+def test_prompt_and_its_recorded_format_follow_the_recipe(
     data: Path, arguments: dict[str, Any], tokenizer: Words, prompt: str, said: str
 ) -> None:
     environment = build(data, tokenizer, **arguments)
@@ -84,7 +84,7 @@ def test_the_prompt_is_the_recipes_and_its_format_is_said(
     assert environment.prompt_format == said
 
 
-def test_long_prompts_are_left_out_and_counted(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_prompts_are_skipped_and_counted(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     environment = build(data, prompt="{question}", max_prompt_tokens=10)
     assert [problem.prompt for problem in environment.training_problems()] == ["2 +  3?"]
@@ -96,7 +96,7 @@ def test_long_prompts_are_left_out_and_counted(data: Path, caplog: pytest.LogCap
 
 @pytest.fixture(scope="module")
 def rewarding(tmp_path_factory: pytest.TempPathFactory) -> MathEnvironment:
-    """One for all answers of a table: its verifier takes half a second to start."""
+    """Shared environment, because its verifier takes half a second to start."""
     folder = tmp_path_factory.mktemp("math")
     write(folder / "train.jsonl", [("What is 1/4 + 1/4?", "1/2")])
     return build(folder, evaluate={}, partial_end_reward=0.6, format_reward=0.1, negative_reward=-0.5)
@@ -117,14 +117,14 @@ def rewarding(tmp_path_factory: pytest.TempPathFactory) -> MathEnvironment:
         ("", "stop", -0.5),
     ],
 )
-def test_the_reward_says_how_the_answer_ended(
+def test_reward_depends_on_how_the_answer_ended(
     rewarding: MathEnvironment, response: str, finish: FinishReason, reward: float
 ) -> None:
     assert asyncio.run(rewarding.get_reward(response, {"answer": "1/2"}, finish)) == reward
 
 
 class Scripted:
-    """An engine that answers with the given texts."""
+    """Engine that returns the given texts."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
@@ -142,7 +142,7 @@ def answered(environment: MathEnvironment, texts: list[str]) -> TrajectoryGroup:
     return asyncio.run(environment.group_rollout(request))
 
 
-def test_a_group_is_scored_in_the_order_of_its_answers(data: Path) -> None:
+def test_group_is_scored_in_the_order_of_its_answers(data: Path) -> None:
     environment = build(data, verifiers=2)
     scored = answered(environment, [r"\boxed{5}", r"\boxed{6}", r"\boxed{10/2}", "5", r"\boxed{5.0}"])
     assert [trajectory.reward for trajectory in scored.trajectories] == [1.0, 0.0, 1.0, 0.0, 1.0]
@@ -153,7 +153,7 @@ def test_a_group_is_scored_in_the_order_of_its_answers(data: Path) -> None:
 LOST = "get_reward: NoVerdict: time-out: no answer within 2 s (environment.args.verify_timeout_s)"
 
 
-def test_an_answer_that_cannot_be_compared_is_lost_and_not_wrong(data: Path) -> None:
+def test_answer_that_cannot_be_compared_is_lost_and_not_wrong(data: Path) -> None:
     environment = build(data, verify_timeout_s=2.0)
     answered(environment, [r"\boxed{6}"])  # the process is warm: its start is not what takes long
     scored = answered(environment, [r"\boxed{5}", r"\boxed{\gcd(9^{9^{9^{9}}}, 3)}", r"\boxed{6}"])
@@ -171,18 +171,18 @@ def test_an_answer_that_cannot_be_compared_is_lost_and_not_wrong(data: Path) -> 
         ({"trian": {"path": "a/b"}}, "trian"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_read(arguments: dict[str, Any], said: str) -> None:
+def test_bad_arguments_are_rejected_before_anything_is_read(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         MathConfig.model_validate({"train": {"path": "a/b"}, **arguments})
 
 
-def test_only_names_on_the_hub_are_to_be_fetched() -> None:
+def test_only_data_sets_on_the_hub_are_fetched() -> None:
     sets = {"a": {"path": "owner/aime"}, "b": {"path": "~/data/own.jsonl"}, "c": {"path": "owner/dapo"}}
     config = MathConfig.model_validate({"train": {"path": "owner/dapo"}, "evaluate": sets})
     assert config.datasets() == ["owner/aime", "owner/dapo"]
 
 
-def test_arguments_are_checked_without_what_reads_and_compares() -> None:
+def test_arguments_are_checked_without_heavy_imports() -> None:
     program = """
 import sys
 import megatron_rl.environments.math.environment
@@ -192,8 +192,8 @@ print(*sorted({name.split(".")[0] for name in sys.modules} & {"datasets", "math_
     assert run.stdout.strip() == ""
 
 
-def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, groups: Any) -> None:
-    """The whole way: prompts of the file, answers of a tiny policy, rewards, one update."""
+def test_run_trains_on_a_local_data_set(data: Path, platform: Any, groups: Any) -> None:
+    """End to end: prompts of the file, answers of a tiny policy, rewards, one update."""
     from bank_helpers import bank_in, drive
     from core_helpers import build_run, tiny_run
 

@@ -1,4 +1,4 @@
-"""Every pair of answers in math_pairs.yaml is judged as a mathematician judges it."""
+"""Every pair of answers in math_pairs.yaml is judged like a mathematician would."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TABLE: dict[str, list[list[str]]] = yaml.safe_load(
     ("golden", "answer", "verdict"),
     [pytest.param(*row[:3], id=f"{kind}: {row[0]} | {row[1]}") for kind, rows in TABLE.items() for row in rows],
 )
-def test_a_pair_is_judged_as_a_mathematician_does(golden: str, answer: str, verdict: str) -> None:
+def test_pair_is_judged_as_a_mathematician_does(golden: str, answer: str, verdict: str) -> None:
     from megatron_rl.environments.math.equality import equal
 
     assert equal([golden, answer]) is (verdict == "right")
 
 
-def test_the_table_is_large_and_has_both_verdicts() -> None:
+def test_table_is_large_and_has_both_verdicts() -> None:
     rows = [row for rows in TABLE.values() for row in rows]
     assert len(rows) > 150
     assert all(row[2] in ("right", "wrong") and len(row) == 4 for row in rows)
@@ -38,7 +38,7 @@ NUMBERS = st.fractions(min_value=-1000, max_value=1000, max_denominator=50)
 
 
 @given(NUMBERS, NUMBERS)
-def test_fractions_are_equal_just_where_they_are(one: object, other: object) -> None:
+def test_fractions_are_equal_if_their_values_are(one: object, other: object) -> None:
     from megatron_rl.environments.math.equality import equal
 
     assert equal([str(one), str(other)]) is (one == other)
@@ -46,7 +46,7 @@ def test_fractions_are_equal_just_where_they_are(one: object, other: object) -> 
 
 @given(st.text(r"0123456789+-*/^!_{}()[],.;\%$ xyfracsqrtpi=<>|&", max_size=30))
 def test_no_text_breaks_a_comparison(text: str) -> None:
-    """Formulas that are left to math-verify count as different here."""
+    """Formulas left to math-verify count as different here."""
     from megatron_rl.environments.math import equality
 
     with pytest.MonkeyPatch.context() as patch:

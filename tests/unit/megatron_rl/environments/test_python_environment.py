@@ -1,4 +1,4 @@
-"""Rewards by a file of the user's: what the function is given and may return, and what is said where it cannot be."""
+"""Rewards from a user's file: arguments and results of the function, and errors of unusable files."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def rewards(group: TrajectoryGroup) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_the_function_is_given_the_response_and_all_columns(tmp_path: Path, kind: str) -> None:
+def test_function_receives_the_response_and_all_columns(tmp_path: Path, kind: str) -> None:
     source = f"{kind} reward(response, answer, **columns):\n    return columns['level'] * (response == answer)\n"
     environment = build(tmp_path, source)
     assert rewards(answered(environment, "4", "5", problem=1)) == [2.0, 0.0]
 
 
-def test_a_function_without_keywords_is_given_the_columns_that_it_names(tmp_path: Path) -> None:
+def test_function_without_keywords_receives_the_columns_it_names(tmp_path: Path) -> None:
     environment = build(tmp_path, "def reward(response, level, finish_reason):\n    return level + len(finish_reason)")
     assert rewards(answered(environment, "2")) == [1.0 + len("stop")]
 
 
-def test_components_are_recorded_and_make_the_reward(tmp_path: Path) -> None:
+def test_components_are_recorded_and_summed(tmp_path: Path) -> None:
     environment = build(tmp_path, "def reward(response, **columns):\n    return {'right': 1, 'short': 0.25}")
     [one] = answered(environment, "2").trajectories
     assert (one.reward, one.components) == (1.25, {"right": 1.0, "short": 0.25})
@@ -87,13 +87,15 @@ def test_components_are_recorded_and_make_the_reward(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_what_the_function_raises_loses_the_answer_by_its_line(tmp_path: Path, kind: str, body: str, why: str) -> None:
+def test_error_of_the_function_loses_the_answer_and_names_the_line(
+    tmp_path: Path, kind: str, body: str, why: str
+) -> None:
     source = f"{kind} reward(response, **columns):\n    {body}\ndef helper(columns):\n    return 1 / 0\n"
     group = answered(build(tmp_path, source), "2", "3")
     assert (rewards(group), group.failures) == ([], {f"get_reward{why}": 2})
 
 
-def test_a_prompt_may_be_a_conversation_and_have_a_system_message(tmp_path: Path) -> None:
+def test_prompt_may_be_a_conversation_and_have_a_system_message(tmp_path: Path) -> None:
     class Chat(Words):
         def conversation(self, messages: Any, tools: Any = None) -> str | None:
             return "".join(f"<{one['role']}>{one['content']}" for one in messages)
@@ -113,7 +115,7 @@ def test_a_prompt_may_be_a_conversation_and_have_a_system_message(tmp_path: Path
     assert environment.training_problems()[0].prompt == "<system>Be kind.<user>2?"
 
 
-def test_rows_are_held_out_and_evaluated_like_any_data_set(tmp_path: Path) -> None:
+def test_rows_are_split_and_evaluated_like_any_data_set(tmp_path: Path) -> None:
     rows = [{"prompt": str(number), "answer": "1"} for number in range(10)]
     environment = build(tmp_path, "def reward(response, **columns):\n    return 0", rows, held_out=0.2)
     assert (len(environment.training_problems()), len(environment.evaluation_problems()["held_out"])) == (8, 2)
@@ -141,12 +143,12 @@ def test_rows_are_held_out_and_evaluated_like_any_data_set(tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_error_at_the_start(tmp_path: Path, source: str, said: str) -> None:
+def test_unusable_file_is_one_error_at_start(tmp_path: Path, source: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         build(tmp_path, source)
 
 
-def test_a_missing_prompt_or_file_is_said(tmp_path: Path) -> None:
+def test_missing_prompt_or_file_is_reported(tmp_path: Path) -> None:
     source = "def reward(response, **columns): return 0"
     with pytest.raises(ValueError, match="there is no column 'prompt', only question"):
         build(tmp_path, source, [{"question": "1"}])

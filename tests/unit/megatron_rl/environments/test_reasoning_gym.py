@@ -1,4 +1,5 @@
-"""The environment reasoning-gym: any dataset by its name, each problem once, split for good, scored in two ways."""
+"""The environment reasoning-gym: any dataset by name, without repeats, with a permanent split and three kinds of
+scoring."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def build(tokenizer: Words | None = None, **arguments: Any) -> ReasoningGymEnvir
 
 
 def own_score(environment: ReasoningGymEnvironment, answer: str, problem: Problem) -> float:
-    """As a scorer says it, without the process around it."""
+    """Score of an answer, computed without the scorer's process."""
     from megatron_rl.environments.reasoning_scores import score
 
     return score(environment._scorer_request(answer, problem.golden))[0]
@@ -39,19 +40,19 @@ def prompts(environment: ReasoningGymEnvironment, name: str) -> list[str]:
     return [problem.prompt for problem in environment.evaluation_problems()[name]]
 
 
-def test_every_sum_of_two_digits_appears_once_and_a_fifth_is_never_trained_on() -> None:
+def test_every_sum_appears_once_and_a_fifth_is_never_trained_on() -> None:
     environment = build()
     held_out, trained = prompts(environment, "held_out"), [p.prompt for p in environment.training_problems()]
     assert len(held_out) == 40 and len(trained) == 160
     assert {*held_out, *trained} == EVERY_SUM
 
 
-def test_the_split_follows_the_seed() -> None:
+def test_split_follows_the_seed() -> None:
     assert prompts(build(), "held_out") == prompts(build(draws=6000), "held_out")
     assert set(prompts(build(), "held_out")) != set(prompts(build(seed=1), "held_out"))
 
 
-def test_the_prompt_has_the_question_the_metadata_and_their_parts() -> None:
+def test_prompt_may_contain_question_and_metadata() -> None:
     environment = build(prompt="{question} ({num_terms} terms, {difficulty[num_digits][1]} digit)", draws=1)
     [problem] = environment.training_problems()
     assert problem.prompt.startswith("State the final answer to the following arithmetic problem: ")
@@ -67,13 +68,13 @@ def test_the_prompt_has_the_question_the_metadata_and_their_parts() -> None:
         (Words(), "auto", "{}", ""),
     ],
 )
-def test_it_is_asked_in_the_chat_template_or_not(tokenizer: Words, chat: str, prompt: str, said: str) -> None:
+def test_prompt_uses_the_chat_template_or_not(tokenizer: Words, chat: str, prompt: str, said: str) -> None:
     environment = build(tokenizer, chat=chat)
     assert {problem.prompt for problem in environment.training_problems()} <= {prompt.format(e) for e in EVERY_SUM}
     assert environment.prompt_format == said
 
 
-def test_a_system_message_comes_before_the_question() -> None:
+def test_system_message_comes_before_the_question() -> None:
     environment = build(Words("<user>{}<assistant>"), system="Add.")
     assert {problem.prompt for problem in environment.training_problems()} <= {
         f"Add.<user>{each}<assistant>" for each in EVERY_SUM
@@ -82,17 +83,17 @@ def test_a_system_message_comes_before_the_question() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "needs"), [({"chat": "always"}, "chat: always"), ({"system": "Add."}, "system")])
-def test_a_chat_template_that_is_not_there_is_missed(arguments: dict[str, str], needs: str) -> None:
+def test_missing_chat_template_is_an_error(arguments: dict[str, str], needs: str) -> None:
     with pytest.raises(ValueError, match=f"{needs}, but the tokenizer has no chat template"):
         build(**arguments)
 
 
-def test_there_is_no_system_message_without_a_chat() -> None:
+def test_system_message_requires_a_chat() -> None:
     with pytest.raises(ValueError, match="no system message with chat: never; put it into the prompt"):
         build(chat="never", system="Add.")
 
 
-def test_the_last_number_scores_each_problem() -> None:
+def test_last_number_scores_each_problem() -> None:
     environment = build(scoring="last_number")
     for problem in environment.training_problems():
         right = sum(map(int, problem.prompt.replace("- ", "-").replace("+ ", "").split()))
@@ -103,7 +104,7 @@ def test_the_last_number_scores_each_problem() -> None:
             assert environment.get_reward(text, problem.golden, "stop") == 0.0
 
 
-def test_by_distance_a_wrong_number_earns_less_the_further_it_is_from_the_right_one() -> None:
+def test_reward_by_distance_falls_with_the_distance() -> None:
     environment = build(scoring="distance")
     assert environment.compares_answers
     for text, reward in {
@@ -118,7 +119,7 @@ def test_by_distance_a_wrong_number_earns_less_the_further_it_is_from_the_right_
         assert environment.get_reward(text, {"answer": "-3"}, "stop") == pytest.approx(reward), text
 
 
-def test_the_datasets_own_score_is_given_in_parts() -> None:
+def test_score_of_the_dataset_may_be_partial() -> None:
     environment = build()
     problem = next(each for each in environment.training_problems() if each.golden["answer"] == "12")
     assert own_score(environment, "+12.0", problem) == 1.0
@@ -126,7 +127,7 @@ def test_the_datasets_own_score_is_given_in_parts() -> None:
     assert own_score(environment, "13", problem) == 0.0
 
 
-def test_an_answer_that_a_task_cannot_read_is_wrong_and_not_lost() -> None:
+def test_answer_that_a_task_cannot_parse_is_wrong_and_not_lost() -> None:
     environment = build(dataset="prime_factorization", dataset_args={}, prompt="{question}", draws=3)
     problem = environment.training_problems()[0]
     assert own_score(environment, "two times three", problem) == 0.0
@@ -134,7 +135,7 @@ def test_an_answer_that_a_task_cannot_read_is_wrong_and_not_lost() -> None:
 
 
 @pytest.mark.parametrize("dataset", ["graph_color", "propositional_logic", "rubiks_cube"])
-def test_a_task_with_many_right_answers_has_an_example(dataset: str) -> None:
+def test_task_with_many_right_answers_has_an_example(dataset: str) -> None:
     environment = build(dataset=dataset, dataset_args={}, prompt="{question}", draws=2)
     for problem in environment.training_problems():
         assert own_score(environment, environment.gold_response(problem), problem) == 1.0
@@ -159,12 +160,12 @@ def test_a_task_with_many_right_answers_has_an_example(dataset: str) -> None:
         ("7 - 2", "2"),
     ],
 )
-def test_the_last_number_of_a_text(text: str, number: str) -> None:
+def test_last_number_of_a_text(text: str, number: str) -> None:
     assert last_number(text) == Decimal(number)
 
 
 @given(st.text(alphabet="0123456789.,- x", max_size=12), st.decimals(-(10**6), 10**6, places=2))
-def test_whatever_stands_before_it_the_last_number_is_found(text: str, number: Decimal) -> None:
+def test_last_number_is_found_after_any_text(text: str, number: Decimal) -> None:
     assert last_number(f"{text} = {number}") == number
     assert last_number(f"{text} = {number:,} dollars.") == number
 
@@ -178,7 +179,7 @@ def test_whatever_stands_before_it_the_last_number_is_found(text: str, number: D
         ({"prompt": "{expresion}"}, "prompt: chain_sum has no field 'expresion', only .*expression.*question"),
     ],
 )
-def test_what_reasoning_gym_does_not_have_is_refused_at_start(arguments: dict[str, Any], said: str) -> None:
+def test_unknown_dataset_or_argument_is_rejected_at_start(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         build(**arguments)
 
@@ -195,7 +196,7 @@ def test_what_reasoning_gym_does_not_have_is_refused_at_start(arguments: dict[st
         ({"held_out": 1.0}, "held_out"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_drawn(arguments: dict[str, Any], said: str) -> None:
+def test_bad_arguments_are_rejected_before_anything_is_drawn(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         ReasoningGymConfig.model_validate({"dataset": "chain_sum", **arguments})
 

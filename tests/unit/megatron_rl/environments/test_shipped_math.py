@@ -1,4 +1,4 @@
-"""The named data sets of mathematics: rows in each one's own format are read, its repeats and instructions left out."""
+"""The named data sets of mathematics: rows in their formats are read, without repeats and instructions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWERS = {
     "open-math-instruct-2": ["72", r"7\sqrt{2}", "-5"],
     "big-math": ["20", "27", r"\frac{1}{9}"],
 }
-"""Of the samples, each problem once."""
+"""Number of distinct sample problems."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_rows_in_the_format_of_the_data_set_are_read(name: str) -> None:
         assert environment.gold_response(problem) == rf"\boxed{{{problem.golden['answer']}}}"
 
 
-def test_what_each_reads_on_the_hub_is_known_beforehand() -> None:
+def test_data_sets_on_the_hub_are_known_in_advance() -> None:
     needed: dict[str, Any] = {name: environment_class(name).Config().datasets() for name in ANSWERS}  # type: ignore[attr-defined]
     assert needed == {
         "dapo-math-17k": ["BytedTsinghua-SIA/DAPO-Math-17k"],
@@ -54,7 +54,7 @@ def test_what_each_reads_on_the_hub_is_known_beforehand() -> None:
     }
 
 
-def test_other_data_takes_the_place_of_its_own() -> None:
+def test_other_data_replaces_the_default() -> None:
     config = environment_class("math").Config.model_validate({"train": {"path": "owner/sums"}, "answer_format": "tags"})
     assert config.datasets() == ["owner/sums"]  # type: ignore[attr-defined]
     assert environment_class("gsm8k").Config.model_validate({"answer_format": "tags"}).train.subset == "main"  # type: ignore[attr-defined]
