@@ -147,7 +147,7 @@ def _find_wrong_size(path: Path, record: FileRecord) -> str | None:
     except OSError as error:
         return _unreadable(path, error)
     if not stat.S_ISREG(found.st_mode):
-        return f"{path} is no regular file"
+        return f"{path} is not a regular file"
     return None if found.st_size == record.bytes else f"{path} has {found.st_size} bytes, {record.bytes} were written"
 
 
