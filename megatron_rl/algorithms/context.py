@@ -1,6 +1,6 @@
 """Split of a micro-batch's packed tokens over context-parallel ranks. Pure.
 
-Each tree is cut into twice as many chunks as there are ranks. A rank gets one chunk from the front and its mirror image
+Each tree is cut into two chunks per rank. A rank gets one chunk from the front and its mirror image
 from the end, that is, early tokens, which attend to few, and late tokens, which attend to many (zig-zag, as in arXiv
 2407.21783, section 3.3.2):
 

@@ -191,7 +191,7 @@ class _Merged:
     ends: list[tuple[int, int, int]] = field(default_factory=list)
     """(start, length, subtree end) of runs of packed tokens."""
     paths: dict[int, list[Run]] = field(default_factory=dict)
-    """By name, the packed tokens of a sequence from the last one of its prefix."""
+    """Packed tokens of each sequence, by name, from the last one of its prefix."""
 
     def add(self, source: int, position: int, length: int) -> None:
         self.sources.append((source, length))
