@@ -1,1 +1,1 @@
-"""The inference server: what OpenAI's clients ask over HTTP, from its bytes to requests of an engine and back."""
+"""The inference server: OpenAI's HTTP API, from request bodies to requests of an engine, and back."""

@@ -2,7 +2,7 @@
 
     python -m megatron_rl.server PATH --token-file FILE [--host H] [--port N] ...
 
-See serving.py for what it says, and how it ends.
+serving.py documents its output and how it ends.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from megatron_rl.standalone.policy import OpenedPolicy
 
 LOOK_EVERY_S = 0.05
+"""Seconds between two checks whether all requests are answered."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of this module; the exit code."""
+    """Run the command line of this module, and return the exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     return run_server(options.token_file, options.host, options.port, partial(_open_and_serve, options))
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: socket.socket) -> int:
-    """Imports take seconds; by then what was wrong with the arguments was told."""
+    """Import late: imports take seconds, and invalid arguments are reported before."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.publish import CheckpointError
     from megatron_rl.errors import ConfigurationError
@@ -94,7 +95,7 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
             )
             allow_connections()
             gc.collect()
-            gc.freeze()  # looking through torch's objects takes longer than many an answer
+            gc.freeze()  # collecting torch's many objects would take longer than some answers
             asyncio.run(
                 serve(
                     application,
@@ -106,7 +107,7 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
                 )
             )
             if application.thread.computes:
-                os._exit(EXIT_FINISHED)  # other ranks may wait for what it does next
+                os._exit(EXIT_FINISHED)  # other ranks may wait for this thread's next step
             return EXIT_FINISHED
     except (ConfigurationError, CheckpointError) as error:
         return refused(str(error), EXIT_USAGE)
@@ -116,13 +117,13 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
 
 
 def _end(why: str) -> NoReturn:
-    """Say why this process ends, which may wait in vain for a rank that is lost."""
+    """Report why the process ends, and exit: a normal exit could wait forever for a lost rank."""
     refused(why, EXIT_CRASHED)
     os._exit(EXIT_CRASHED)
 
 
 def _end_of_ranks(error: Exception) -> NoReturn:
-    """A step has failed on one of several ranks, and the others may be in the middle of it."""
+    """Exit because a step has failed here: the other ranks may be in the middle of it."""
     _end(f"a step of the engine has failed: {error}")
 
 
@@ -138,7 +139,7 @@ def _about(opened: OpenedPolicy, options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _finish(application: Application, grace_s: float) -> None:
-    """grace_s: that requests under way have to be answered."""
+    """Stop the server when open requests are answered, or after `grace_s` seconds."""
     application.guard.closing = True
     give_up = time.monotonic() + grace_s
     while application.guard.open and time.monotonic() < give_up:

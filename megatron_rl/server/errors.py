@@ -1,4 +1,4 @@
-"""What the server refuses or cannot do, in the format of OpenAI's errors."""
+"""Errors of the server, in the format of OpenAI's errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 
 
 class ApiError(Exception):
-    """An error that the client is told, with an HTTP status."""
+    """An error for the client, with an HTTP status."""
 
     def __init__(
         self,
@@ -21,8 +21,8 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         """
-        param: of the request's body, that is wrong.
-        code: one word for programs.
+        param: the parameter of the request that is wrong.
+        code: a word for programs.
         """
         super().__init__(message)
         self.status = status
@@ -35,25 +35,25 @@ class ApiError(Exception):
 
 
 def unsupported(name: str, why: str = "is not supported here; leave it out") -> ApiError:
-    """What a request asks for and no server of ours does: refused, where ignoring it would change the answer."""
+    """Refuse a parameter that this server does not support, since ignoring it would change the answer."""
     return ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
 
 
 def internal_error() -> ApiError:
-    """What nobody has foreseen; the log has it."""
+    """An unexpected error; the log has its details."""
     return ApiError(500, "the server has failed; its log says how", code="internal_error")
 
 
 def invalid(error: ValidationError, names: dict[str, str] | None = None) -> ApiError:
-    """What pydantic finds wrong with a body, where it looked deepest: of what may be of several kinds the others are
-    wrong from the outset.
+    """Report the deepest error that pydantic finds in a body. If a value may have several types, errors of the types
+    that do not fit at all are shallower.
 
-    names: of the fields, by the client's, where they differ.
+    names: our field name -> the client's name, if they differ.
     """
     found = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
     path = [part for part in found["loc"] if not (isinstance(part, str) and not part.isidentifier())]
     if found["type"] == "string_type" and path[-1:] == ["str"]:
-        path.pop()  # one of several kinds
+        path.pop()  # the type, one of several
     where = ".".join(map(str, path))
     for ours, theirs in (names or {}).items():
         where = where.replace(ours, theirs, 1) if where.startswith(ours) else where
@@ -64,11 +64,11 @@ def invalid(error: ValidationError, names: dict[str, str] | None = None) -> ApiE
 
 
 def context_exceeded(prompt: int, answer: int, limit: int, param: str) -> ApiError:
-    """A request that can never fit. prompt, answer, limit: tokens."""
+    """A request that can never fit. prompt, answer, limit: numbers of tokens."""
     return ApiError(
         400,
-        f"the context is {limit} tokens long, and {prompt} of the prompt and {answer} of the answer were asked for: "
-        "shorten the prompt or max_tokens",
+        f"the context is {limit} tokens long, but the request needs {prompt} for the prompt and {answer} for the "
+        "answer: shorten the prompt or max_tokens",
         param=param,
         code="context_length_exceeded",
     )

@@ -1,4 +1,4 @@
-"""Answering while looking whether anybody is still there."""
+"""Responses that end when their client leaves."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client has left: nobody waits for the answer."""
+    """The client has disconnected: nobody waits for the answer."""
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves.
+    """Return the result of `work`, which is cancelled if the client disconnects.
 
-    receive: of the ASGI application, whose body was read.
+    receive: of the ASGI application, after the body was read.
 
-    Raises ClientGone, or what `work` raises.
+    Raises ClientGone, or any error of `work`.
     """
     doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
@@ -42,21 +42,21 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, as they come. A reader that leaves, or takes nothing for a while, ends them."""
+    """Server-sent events as they come. The stream ends if its reader disconnects, or stalls."""
 
     media_type = "text/event-stream"
 
     def __init__(self, first: bytes, events: AsyncIterator[bytes], stall_s: float) -> None:
         """
-        first: what the stream begins with. events: what follows; closed in any case.
-        stall_s: that a reader may take nothing.
+        first: first event. events: the following ones, closed in any case.
+        stall_s: longest time, in seconds, in which the reader takes nothing.
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._events, self._stall_s = first, events, stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientGone):  # left unfinished, which has the connection closed
+        with suppress(ClientGone):  # the response stays incomplete, so the connection is closed
             async with aclosing(cast(Any, self._events)):
                 await unless_gone(receive, self._send_all(send))
 

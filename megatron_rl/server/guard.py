@@ -1,7 +1,4 @@
-"""What every request passes first: the token, its size, how often its token may ask, and whether the server is leaving.
-
-Nothing of a body is read before the token was found right.
-"""
+"""Checks of every request before its body is read: the token, the size, the rate limit of the token, and shutdown."""
 
 from __future__ import annotations
 
@@ -16,34 +13,35 @@ from megatron_rl.server.errors import ApiError
 from megatron_rl.server.metrics import ServerMetrics
 
 GAVE_UP = 499
-"""Status, in metrics, of a request whose client has left before it was answered."""
+"""HTTP status, in metrics, of a request whose client has left before it was answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What the server takes on."""
+    """Limits of the server."""
 
     body_bytes: int = 16 * 2**20
-    """Of one request."""
+    """Most bytes of one request body."""
     requests_per_minute: int | None = None
-    """For each token; None: as many as come."""
+    """Most requests of one token in a minute; None: unlimited."""
     max_waiting: int = 1024
-    """Samples that may wait for the engine; then further requests are turned away."""
+    """Waiting samples beyond which requests are refused."""
     head_s: int = 30
-    """That a connection is held without a request. Clients keep one for a few seconds, and must not find it closed."""
+    """Seconds that a connection may be open without a request. Clients keep one for a few seconds, and must not find it
+    closed."""
     stall_s: float = 30.0
-    """That a reader of a stream may take nothing."""
+    """Longest time, in seconds, in which the reader of a stream takes nothing."""
 
 
 class Allowance:
-    """Requests that one token may still make: so many a minute, and as many at once."""
+    """Token bucket of one bearer token: `per_minute` requests a minute, and as many at once."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most, self._clock = per_minute, clock
         self._left, self._at = float(per_minute), clock()
 
     def take(self) -> float:
-        """Use up one. Returns 0, or the seconds until there will be one again."""
+        """Use one request. Returns 0, or the seconds until there will be one."""
         now = self._clock()
         self._left = min(self._most, self._left + (now - self._at) * self._most / 60)
         self._at = now
@@ -54,20 +52,20 @@ class Allowance:
 
 
 class Guard:
-    """Middleware."""
+    """ASGI middleware that applies the checks."""
 
     def __init__(
         self, app: ASGIApp, tokens: Sequence[str], limits: ServerLimits, metrics: ServerMetrics, routes: Collection[str]
     ) -> None:
-        """routes: paths that are told apart in the metrics."""
+        """routes: paths that get a label of their own in the metrics."""
         self._app, self._limits, self._metrics, self._routes = app, limits, metrics, routes
         self._tokens = [token.encode() for token in tokens]
         per_minute = limits.requests_per_minute
         self._allowances = [Allowance(per_minute) for _ in tokens] if per_minute else None
         self.open = 0
-        """Requests under way."""
+        """Number of open requests."""
         self.closing = False
-        """Whether the server is leaving and takes no further request."""
+        """Whether the server is shutting down and refuses new requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,7 +112,7 @@ class Guard:
         if self._allowances and (wait := self._allowances[token].take()):
             raise ApiError(
                 429,
-                f"more than {self._limits.requests_per_minute} requests a minute: try again",
+                f"more than {self._limits.requests_per_minute} requests a minute: try again later",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(int(wait) + 1)},
             )
@@ -123,7 +121,7 @@ class Guard:
             raise self._too_large()
 
     def _counted(self, receive: Receive) -> Receive:
-        """Reading a body whose length was not said beforehand ends at the limit too."""
+        """Limit also bodies without a Content-Length."""
         size = 0
 
         async def count() -> Message:

@@ -1,4 +1,4 @@
-"""From the body of a request to what the engine is asked: its model, its prompts in tokens, its limits."""
+"""From a request body to requests of an engine: model, prompts in tokens, limits."""
 
 from __future__ import annotations
 
@@ -28,55 +28,55 @@ from megatron_rl.server.response_bodies import ChatFormat, CompletionFormat, For
 from megatron_rl.server.token_names import TokenNames
 
 COMPLETION_TOKENS = 16
-"""Of an answer to /v1/completions that says nothing else: OpenAI's."""
+"""Default tokens of an answer to /v1/completions, as OpenAI has it."""
 LONG_TEXT = 20_000
-"""Characters from which on text is encoded in another thread, not to keep the others waiting."""
+"""Characters from which on text is encoded in another thread, so that other requests need not wait."""
 MOST_SAID = 500
-"""Characters of what is wrong with a text, which may be repeated in it."""
+"""Characters of an error about a text, since it may quote the text."""
 THOUGHT_TOKENS = 8
-"""Last ones of a prompt among which there may be the tag that opens a thought."""
+"""Number of last prompt tokens in which to look for the tag that opens a thought."""
 _KEYS = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """What one HTTP request comes to."""
+    """One HTTP request, ready for the engine."""
 
     prompts: list[Prompt]
     body: GenerationBody
     form: Format
     reading: Reading
     requests: list[GenerationRequest]
-    """One a prompt."""
+    """One for each prompt."""
 
 
 class ServedModel:
-    """The model as clients see it: all that can be wrong with a request is found here, before the engine is asked."""
+    """The model as clients see it. It detects every fault of a request before the engine is asked."""
 
     def __init__(self, name: str, tokenizer: Tokenizer, max_length: int) -> None:
-        """max_length: of a prompt and its answer together, in tokens."""
+        """max_length: tokens of a prompt and its answer together."""
         self.name, self.tokenizer, self.max_length = name, tokenizer, max_length
         self._names = {as_ids: TokenNames(tokenizer, as_ids=as_ids) for as_ids in (False, True)}
 
     def check_model(self, model: str) -> None:
-        """Raises ApiError where it is not the one that there is."""
+        """Raise ApiError unless this is the served model."""
         if model != self.name:
             raise ApiError(
                 404,
-                f"there is no model {model[:200]!r} here: it is {self.name!r}",
+                f"there is no model {model[:200]!r} here: this server has {self.name!r}",
                 param="model",
                 code="model_not_found",
             )
 
     async def completion(self, body: CompletionBody) -> ParsedRequest:
-        """Raises ApiError."""
+        """Parse a request of /v1/completions. Raises ApiError."""
         prompts = await self._prompts(body)
         reading = replace(_reading(body), goes_on=True, drops_answer=body.echo and body.max_tokens == 0)
         return self._asked(body, prompts, self._form(CompletionFormat, body), reading, COMPLETION_TOKENS, "prompt")
 
     async def chat(self, body: ChatBody) -> ParsedRequest:
-        """Raises ApiError."""
+        """Parse a request of /v1/chat/completions. Raises ApiError."""
         tools = body.tools if body.tool_choice != "none" else []
         reader = self._reader() if tools else None
         if body.prompt_token_ids:
@@ -99,14 +99,14 @@ class ServedModel:
         if reader is None:
             raise ApiError(
                 400,
-                "tools: the chat template of this model has none, or has them called in a way that is not known here",
+                "tools: the chat template of this model has no tools, or writes calls in an unknown format",
                 param="tools",
                 code="unsupported_parameter",
             )
         return reader
 
     def chat_text(self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]) -> str:
-        """The prompt that the model's template makes of a conversation. Raises ApiError."""
+        """Render a conversation by the model's chat template. Raises ApiError."""
         try:
             text = self.tokenizer.conversation(
                 [_for_template(message) for message in messages],
@@ -119,7 +119,7 @@ class ServedModel:
         if text is None:
             raise ApiError(
                 400,
-                "messages: this model has no chat template; ask /v1/completions, or give prompt_token_ids",
+                "messages: this model has no chat template; use /v1/completions, or give prompt_token_ids",
                 param="messages",
                 code="no_chat_template",
             )
@@ -129,9 +129,9 @@ class ServedModel:
         prompt = body.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [await self._prompt(prompt, body)]
-        if len(prompt) * body.n > MOST_CHOICES:  # before they are encoded: a body has room for millions
+        if len(prompt) * body.n > MOST_CHOICES:  # check before encoding: a body has room for millions
             raise ApiError(
-                400, f"n: {len(prompt)} prompts of {body.n} answers each are more than {MOST_CHOICES}", param="n"
+                400, f"n: {len(prompt)} prompts with {body.n} answers each exceed {MOST_CHOICES} answers", param="n"
             )
         many = cast(list[str] | list[list[int]], prompt)
         return [await self._prompt(one, body) for one in many]
@@ -145,7 +145,7 @@ class ServedModel:
         return Prompt(given, text)
 
     async def _encode(self, text: str, param: str, *, begins: bool) -> list[int]:
-        """begins: whether it begins as the tokenizer begins any text."""
+        """begins: whether to add the tokens with which the tokenizer begins a text, such as BOS."""
         encode = self.tokenizer.encode_prompt if begins else self.tokenizer.encode
         try:
             if len(text) > LONG_TEXT:
@@ -164,7 +164,7 @@ class ServedModel:
         param: str,
     ) -> ParsedRequest:
         if not prompts or not all(prompt.tokens for prompt in prompts):
-            raise ApiError(400, f"{param}: is empty; there is nothing to answer", param=param, code="invalid_value")
+            raise ApiError(400, f"{param}: is empty: there is nothing to answer", param=param, code="invalid_value")
         for prompt in prompts:
             self.check_tokens(prompt.tokens, param)
         self.check_tokens(body.stop_token_ids, "stop_token_ids")
@@ -192,19 +192,19 @@ class ServedModel:
         return ParsedRequest(prompts, body, form, reading, requests)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raises ApiError where one is outside the vocabulary."""
+        """Raise ApiError if a token is outside the vocabulary."""
         if tokens and max(tokens) >= self.tokenizer.vocab_size:
             raise ApiError(
                 400,
-                f"{param}: {max(tokens)} is no token: they are 0 to {self.tokenizer.vocab_size - 1}",
+                f"{param}: {max(tokens)} is no token; tokens are 0 to {self.tokenizer.vocab_size - 1}",
                 param=param,
                 code="invalid_value",
             )
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
-        """Raises ApiError."""
+        """Return the tokens of a text or a conversation. Raises ApiError."""
         if (body.prompt is None) == (not body.messages):
-            raise ApiError(400, "prompt: give this or messages", param="prompt", code="invalid_value")
+            raise ApiError(400, "prompt: give either prompt or messages", param="prompt", code="invalid_value")
         begins = body.add_special_tokens
         if body.prompt is not None:
             return await self._encode(body.prompt, "prompt", begins=begins is not False)
@@ -212,17 +212,17 @@ class ServedModel:
         return await self._encode(text, "messages", begins=begins is True)
 
     def token_strings(self, tokens: Sequence[int]) -> list[str]:
-        """How they read in the middle of a text."""
+        """Return each token as it reads in the middle of a text."""
         return [*map(self._names[False].name, tokens)]
 
     def detokenize(self, body: DetokenizeBody) -> str:
-        """Raises ApiError."""
+        """Return the text of tokens. Raises ApiError."""
         self.check_tokens(body.tokens, "tokens")
         return self.tokenizer.decode(body.tokens)
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it: text as one string, arguments of calls as objects."""
+    """Convert a message for chat templates: text as one string, arguments of calls as objects."""
     found: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,
@@ -257,4 +257,4 @@ def _arguments(given: str | dict[str, Any]) -> Any:
     try:
         return from_json(given)
     except ValueError as error:
-        raise ApiError(400, f"tool_calls: arguments are no JSON: {error}", param="messages") from error
+        raise ApiError(400, f"tool_calls: arguments are not JSON: {error}", param="messages") from error

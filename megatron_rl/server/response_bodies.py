@@ -1,4 +1,4 @@
-"""From what the engine says of a sample to the choices of OpenAI's answers, whole or in chunks."""
+"""Choices of OpenAI's response bodies, whole or in chunks, from the engine's deltas."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from megatron_rl.server.token_names import TextOffsets, TokenNames
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The sample's answer."""
+    """The prompt of a sample."""
 
     tokens: list[int]
     text: str = ""
-    """The prompt's text, if the answer begins with it (`echo`)."""
+    """Text of the prompt if the answer repeats it (`echo`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the tokens of a sample become its text and its calls."""
+    """How the tokens of a sample become text and tool calls."""
 
     stop: Sequence[str] = ()
     keep_stop: bool = False
-    """Whether the text has the stop string that ended it."""
+    """Whether the text includes the stop string that ended it."""
     special: bool = False
-    """Whether the text has the names of special tokens."""
+    """Whether the text includes the names of special tokens."""
     goes_on: bool = False
-    """Whether the text continues the prompt's, instead of beginning one of its own."""
+    """Whether the text continues that of the prompt, instead of starting a text of its own."""
     drops_answer: bool = False
-    """Whether only the prompt was asked about."""
+    """Whether the request asks only about the prompt."""
     caller: Callable[[], CallReader] = PlainText
     parallel_calls: bool = True
-    """Whether an answer may have more than one call; of others the first is told."""
+    """Whether an answer may have several tool calls; if not, only the first is returned."""
 
 
 @dataclass(slots=True)
 class Part:
-    """What has become certain of one sample since its part before: a chunk's worth, or all of it."""
+    """New output of one sample since its previous part: the content of a chunk, or all of it."""
 
     content: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -55,15 +55,15 @@ class Part:
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
-    """Characters of the choice's text before each token."""
+    """Number of characters of the choice's text before each token."""
     finish_reason: str | None = None
     prompt: PromptScores | None = None
-    """Scores of the prompt, with the first part of a sample, if they were asked for."""
+    """Scores of the prompt, with a sample's first part, if the request asks for them."""
     prompt_offsets: list[int] = field(default_factory=list)
-    """Offsets of the prompt's tokens, with the first part of a sample whose text begins with the prompt."""
+    """Offsets of the prompt's tokens, with the first part of a sample whose text repeats the prompt."""
 
     def add(self, other: Part) -> None:
-        """What has become certain after it."""
+        """Append the part that follows."""
         self.content += other.content
         self.calls += other.calls
         self.tokens += other.tokens
@@ -75,7 +75,7 @@ class Part:
 
 
 class Sample:
-    """One sample on its way from tokens to parts."""
+    """Turns the deltas of one sample into parts."""
 
     def __init__(self, tokenizer: Tokenizer, reading: Reading, prompt: Prompt) -> None:
         decode = partial(tokenizer.decode, special=True) if reading.special else tokenizer.decode
@@ -88,10 +88,10 @@ class Sample:
         self._called = False
         self.tokens = 0
         self.calls = 0
-        """That were told; the next one has this index."""
+        """Number of calls that were sent; the next one has this index."""
 
     def part(self, delta: Delta) -> Part:
-        """What the delta makes certain."""
+        """Return the output that the delta makes certain."""
         prompt_offsets, self._prompt_offsets = self._prompt_offsets, []
         if self._reading.drops_answer:
             reason = "length" if delta.finish_reason else None
@@ -119,67 +119,67 @@ class Sample:
             prompt_offsets,
         )
 
-    def told(self, part: Part) -> None:
-        """Note that a chunk with the part is on its way."""
+    def sent(self, part: Part) -> None:
+        """Note that a chunk with this part was sent."""
         self.calls += len(part.calls)
 
 
 @dataclass(frozen=True)
 class Format:
-    """How the answer to one request is written."""
+    """Format of the answer to one request."""
 
     model: str
     names: TokenNames
     likeliest: int | None
-    """Of GenerationBody."""
+    """See GenerationBody."""
     token_ids: bool
-    """Whether choices have their tokens and policy versions."""
+    """Whether choices include token ids and policy versions."""
     prompt_logprobs: int | None = None
-    """Of GenerationBody."""
+    """See GenerationBody."""
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: uuid4().hex)
 
     def head(self, streamed: bool) -> dict[str, Any]:
-        """What an answer, or each of its chunks, begins with."""
+        """Return the fields that a response, or each of its chunks, starts with."""
         raise NotImplementedError
 
     def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
-        """A choice of an answer that is not streamed."""
+        """Return a choice of a response that is not streamed."""
         raise NotImplementedError
 
     def chunk(self, index: int, part: Part, sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
-        """A choice of a chunk. sample: as it was before this part. prompt: given with a sample's first chunk."""
+        """Return a choice of a chunk. sample: its state before this part. prompt: only with the first chunk."""
         raise NotImplementedError
 
     def of_prompt(self, part: Part, prompt: Prompt) -> dict[str, Any]:
-        """Fields of an answer about its prompt, outside its choices."""
+        """Return fields about the prompt outside the choices."""
         return {}
 
     def extension(self, part: Part, prompt: Prompt | None) -> dict[str, Any]:
-        """The tokens of a choice, where they were asked for."""
+        """Return the tokens of a choice, if the request asks for them."""
         if not self.token_ids:
             return {}
-        beginning = {} if prompt is None else {"prompt_token_ids": prompt.tokens}
-        return beginning | {"token_ids": part.tokens, "policy_versions": part.versions}
+        ids = {} if prompt is None else {"prompt_token_ids": prompt.tokens}
+        return ids | {"token_ids": part.tokens, "policy_versions": part.versions}
 
     def scored(self, part: Part, prompt: Prompt | None) -> dict[str, Any]:
-        """vLLM's `prompt_logprobs`: of each place its token and the likeliest ones, by their ids."""
+        """Return vLLM's `prompt_logprobs`: at each position its token and the likeliest ones, by their ids."""
         if self.prompt_logprobs is None or prompt is None or part.prompt is None:
             return {}
-        places: list[dict[str, Any] | None] = [None]  # nothing precedes the first token
+        positions: list[dict[str, Any] | None] = [None]  # nothing precedes the first token
         scores = part.prompt
         for token, logprob, rank, top in zip(
             prompt.tokens[1:], scores.logprobs, scores.ranks, scores.top_logprobs, strict=True
         ):
             likeliest = enumerate([*top.items()][: self.prompt_logprobs], 1)
-            ranked = {each: (value, place) for place, (each, value) in likeliest} | {token: (logprob, rank)}
-            places.append(
+            ranked = {each: (value, at) for at, (each, value) in likeliest} | {token: (logprob, rank)}
+            positions.append(
                 {
-                    str(each): {"logprob": value, "rank": place, "decoded_token": self.names.name(each)}
-                    for each, (value, place) in ranked.items()
+                    str(each): {"logprob": value, "rank": at, "decoded_token": self.names.name(each)}
+                    for each, (value, at) in ranked.items()
                 }
             )
-        return {"prompt_logprobs": places}
+        return {"prompt_logprobs": positions}
 
 
 class CompletionFormat(Format):
@@ -188,13 +188,10 @@ class CompletionFormat(Format):
     def head(self, streamed: bool) -> dict[str, Any]:
         return {"id": f"cmpl-{self.id}", "object": "text_completion", "created": self.created, "model": self.model}
 
-    def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
-        return self._choice(index, part, prompt)
-
     def chunk(self, index: int, part: Part, sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
-        return self._choice(index, part, prompt)
+        return self.whole(index, part, prompt)
 
-    def _choice(self, index: int, part: Part, prompt: Prompt | None) -> dict[str, Any]:
+    def whole(self, index: int, part: Part, prompt: Prompt | None) -> dict[str, Any]:
         return {
             "index": index,
             "text": (prompt.text if prompt else "") + part.content,
@@ -205,7 +202,7 @@ class CompletionFormat(Format):
         }
 
     def _logprobs(self, part: Part, prompt: Prompt | None) -> dict[str, Any] | None:
-        """Of the prompt too, where the text begins with it."""
+        """Return log-probs, also of the prompt if the text repeats it."""
         if self.likeliest is None:
             return None
         tokens, logprobs, top, offsets = part.tokens, list[float | None](part.logprobs), part.top_logprobs, part.offsets
@@ -283,17 +280,8 @@ class ChatFormat(Format):
         return {"token": self.names.name(token), "logprob": logprob, "bytes": list(self.names.bytes(token))}
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Of an answer: all its tokens."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
 def event(content: dict[str, Any] | str) -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n".encode()
 

@@ -1,4 +1,4 @@
-"""From what the engine says to the answer of a request: whole, or event by event."""
+"""Answers to HTTP requests from the engine's deltas: whole, or as a stream of events."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_rl.server.engine_thread import EngineGone, EngineThread, ReaderToo
 from megatron_rl.server.errors import ApiError, internal_error
 from megatron_rl.server.metrics import ServerMetrics
 from megatron_rl.server.request_parsing import ParsedRequest
-from megatron_rl.server.response_bodies import Part, Sample, event, usage
+from megatron_rl.server.response_bodies import Part, Sample, event
 
 
 class GenerationService:
-    """Has the engine answer."""
+    """Passes requests to the engine, and formats its answers."""
 
     def __init__(self, thread: EngineThread, tokenizer: Tokenizer, metrics: ServerMetrics, max_waiting: int) -> None:
-        """max_waiting: samples beyond which further requests are turned away."""
+        """max_waiting: number of waiting samples beyond which requests are refused."""
         self.thread, self.tokenizer, self.metrics, self.max_waiting = thread, tokenizer, metrics, max_waiting
 
     async def whole(self, asked: ParsedRequest) -> dict[str, Any]:
-        """The answer, when it is all there. Raises ApiError."""
+        """Return the complete answer. Raises ApiError."""
         answer = _Answer(self, asked, streamed=False)
         wholes: dict[int, Part] = {}
         try:
@@ -41,7 +41,7 @@ class GenerationService:
         return {**head, "choices": choices, "usage": answer.usage()}
 
     async def events(self, asked: ParsedRequest) -> AsyncIterator[bytes]:
-        """The answer as server-sent events, which begin when the first token is there. Raises ApiError before that."""
+        """Yield the answer as server-sent events, from the first token on. Raises ApiError before the first event."""
         answer = _Answer(self, asked, streamed=True)
         head, form = asked.form.head(True), asked.form
         begun: set[int] = set()
@@ -53,12 +53,12 @@ class GenerationService:
                     begun.add(index)
                     sample = answer.samples[index]
                     chunks.append(event({**head, "choices": [form.chunk(index, part, sample, prompt)]}))
-                    sample.told(part)
+                    sample.sent(part)
                 yield b"".join(chunks)
             if asked.body.stream_options.include_usage:
                 yield event({**head, "choices": [], "usage": answer.usage()})
             yield event("[DONE]")
-        except Exception as error:  # also of the engine: who has read a part of it is told that it is not all
+        except Exception as error:  # also of the engine: a client with part of the answer must learn that it is cut off
             if not begun:
                 raise
             yield event((error if isinstance(error, ApiError) else internal_error()).body)
@@ -69,7 +69,7 @@ class GenerationService:
 
 
 class _Answer:
-    """The requests of one HTTP request at the engine, and their samples, numbered through."""
+    """The engine requests of one HTTP request, and their samples, numbered consecutively."""
 
     def __init__(self, service: GenerationService, asked: ParsedRequest, *, streamed: bool) -> None:
         self._service, self._asked, self._streamed = service, asked, streamed
@@ -78,7 +78,7 @@ class _Answer:
         if waiting and waiting + len(asked.requests) * asked.body.n > service.max_waiting:
             raise ApiError(
                 429,
-                f"{waiting} answers are waiting already: try again",
+                f"{waiting} answers are waiting already: try again later",
                 code="engine_overloaded",
                 headers={"Retry-After": "1"},
             )
@@ -92,11 +92,11 @@ class _Answer:
             for request in asked.requests:
                 self._subscriptions.append(service.thread.submit(request, streamed, self._news))
         except EngineGone as error:
-            raise _told(error) from error
+            raise _for_client(error) from error
         service.metrics.prompt_tokens.inc(self._prompt_tokens)
 
     async def batches(self) -> AsyncIterator[dict[int, Part]]:
-        """What has become certain of the samples, all that is there at a time. Raises ApiError."""
+        """Yield new parts of the samples, all that are available at a time. Raises ApiError."""
         unanswered = dict(enumerate(self._subscriptions))
         try:
             while unanswered:
@@ -113,8 +113,8 @@ class _Answer:
                         del unanswered[number]
                     if batch:
                         yield batch
-        except Exception as error:  # whatever ended the engine's answer: the client is told by its kind
-            raise _told(error) from error
+        except Exception as error:  # any error that ends the engine's answer
+            raise _for_client(error) from error
 
     def _measure(self, index: int, part: Part) -> None:
         metrics, now = self._service.metrics, time.monotonic()
@@ -135,10 +135,11 @@ class _Answer:
         return sum(len(prompt.tokens) for prompt in self._asked.prompts)
 
     def usage(self) -> dict[str, int]:
-        return usage(self._prompt_tokens, sum(sample.tokens for sample in self.samples))
+        prompt, completion = self._prompt_tokens, sum(sample.tokens for sample in self.samples)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def close(self) -> None:
-        """Cancel what is not answered."""
+        """Cancel the requests that are not answered."""
         for subscription in self._subscriptions:
             subscription.close()
 
@@ -150,8 +151,8 @@ def _add(parts: dict[int, Part], index: int, part: Part) -> None:
         parts[index] = part
 
 
-def _told(error: Exception) -> Exception:
-    """What the client is told of an error of the engine; itself where nobody has foreseen it."""
+def _for_client(error: Exception) -> Exception:
+    """Return the ApiError for an error of the engine; unexpected errors stay as they are."""
     if isinstance(error, PromptTooLong):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, Unsupported):

@@ -1,2 +1,2 @@
-"""Inference replicas of other processes as one engine: what is said to them, which of them is asked, and what becomes
-of a request whose replica dies."""
+"""Inference replicas, which are other processes, as one engine: the protocol, the choice of a replica for each request,
+and the recovery of requests whose replica dies."""

@@ -1,4 +1,4 @@
-"""Which replica answers which request, and what becomes of those whose replica is lost."""
+"""Choice of a replica for each request, and recovery of requests whose replica is lost."""
 
 from __future__ import annotations
 
@@ -20,32 +20,36 @@ from megatron_rl.inference.request_limits import refuse_duplicate
 logger = logging.getLogger(__name__)
 
 SLOWER = 4.0
-"""Times longer than the others for a token: then a replica is asked no more."""
+"""A replica that needs this many times the others' seconds per token gets no more requests."""
 MEASURED_S = 60.0
-"""Seconds of decoding, of all its samples together, by which a replica is judged."""
+"""Seconds of decoding, summed over its samples, before a replica is judged."""
 END_S = 3.0
-"""That replicas have to hear that they are to end."""
+"""Seconds to notify replicas of the end of the run."""
 
 
 class NoReplica(RuntimeError):
-    """No replica could be asked for too long."""
+    """No replica could be asked within the limit."""
 
 
 class _Work:
-    """A request on its way."""
+    """A request that is not answered yet."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.unanswered = Unanswered(request)
         self.answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self.link: ReplicaLink | None = None
-        """That was asked."""
+        """Link of the replica that was asked; None while the request waits."""
         self.counted = 0
-        """Of its tokens, in what the link has outstanding."""
+        """Tokens of this request in `link.outstanding`."""
+
+    @property
+    def waiting(self) -> bool:
+        return self.link is None and not self.answer.done()
 
 
 class Dispatch:
-    """The requests of one driver. All methods are for one asyncio loop; what stands without an underscore may be read
-    from elsewhere."""
+    """The requests of one driver. All methods belong to one asyncio loop; other threads may read the public
+    attributes."""
 
     def __init__(
         self,
@@ -60,42 +64,38 @@ class Dispatch:
     ) -> None:
         """
         digest: see `wire.digest_of`.
-        token: the run's.
-        driver: number of this one; the first one keeps the replicas alive.
-        goes_on: whether an answer whose replica is lost goes on from its tokens, or is sampled again: see
-            `resume.partial`.
-        limit_s: that it may take until any replica can be asked, or one that is asked has a token.
+        token: the run's token.
+        driver: number of this driver; requests of driver 0 keep the replicas alive.
+        goes_on: whether an answer whose replica is lost resumes from its tokens, see `resume.partial`. If not, it is
+            sampled again.
+        limit_s: seconds until a replica must be available, and until a replica with requests must have tokens.
         """
         self.policy_version = -1
-        """Requests are for replicas with weights of this version or a newer one. May be set from elsewhere, before
+        """Requests go to replicas with weights of this version or a newer one. Other threads may set it, before
         `begin_version`."""
         self.starved = False
-        """See ReplicaPool.starved."""
         self.busy_s = 0.0
-        """See ReplicaPool.busy_s."""
         self.given_up: str | None = None
-        """See ReplicaPool.given_up."""
         self._goes_on, self._limit_s, self._timings = goes_on, limit_s, timings or LinkTimings()
         self._links = ReplicaLinks(
-            attempt, digest, token, driver, self._timings, self._spawn, self._heard, self._ask_elsewhere
+            attempt, digest, token, driver, self._timings, self._spawn, self._take_news, self._ask_elsewhere
         )
         self._tasks: set[asyncio.Task[None]] = set()
-        self._work: dict[str, _Work] = {}  # by the name under which it is asked now
-        self._homes: dict[int, Start] = {}  # ordinal: where its prompt is
-        self._newest_ordinal = -1  # that anything was asked about
-        self._held_after: int | None = None  # while a version is on its way: the newest ordinal of before
-        self._repeated = 0  # requests asked again because their replica was lost or slow, since `metrics`
-        self._since = time.monotonic()  # until when `busy_s` counts
+        self._work: dict[str, _Work] = {}  # by the id under which a replica is asked
+        self._homes: dict[int, Start] = {}  # ordinal -> replica that has its prompt in the cache
+        self._newest_ordinal = -1  # largest ordinal of any request
+        self._held_after: int | None = None  # while a version is on its way: largest ordinal before its announcement
+        self._repeated = 0  # requests repeated since `metrics`, because their replica was lost or slow
+        self._since = time.monotonic()  # up to when `busy_s` counts
         self._nobody_since: float | None = None
-        self._said_at = 0.0
+        self._logged_at = 0.0
         self._failure: BaseException | None = None
 
     def begin(self) -> None:
-        """Look for replicas from now on."""
-        self._spawn(self._look_after())
+        """Start to look for replicas."""
+        self._spawn(self._supervise())
 
     async def close(self, *, end: bool) -> None:
-        """See ReplicaPool.close."""
         if end:
             await self._links.end(END_S)
         tasks = [*self._tasks]
@@ -104,11 +104,9 @@ class Dispatch:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def starts(self) -> dict[Start, int]:
-        """See ReplicaPool.starts."""
         return {start: link.about.ranks for start, link in self._links.reached.items() if link.about is not None}
 
     async def metrics(self) -> dict[str, float]:
-        """See ReplicaPool.metrics."""
         repeated, self._repeated = self._repeated, 0
         ready = self._links.ready(self.policy_version).values()
         found: dict[str, float] = {
@@ -121,18 +119,15 @@ class Dispatch:
         return found
 
     async def partial_answers(self) -> list[PartialAnswer]:
-        """See ReplicaPool.partial_answers."""
         return [part for work in self._work.values() for part in work.unanswered.partial_answers()]
 
     async def call(self, start: Start, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """See ReplicaPool.call."""
         link = self._links.get(start)
         if link is None:
             raise ReplicaGone(f"replica {start[0]} (start {start[1]}) is gone")
         return await link.call(path, body, timeout_s)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See ReplicaPool.generate."""
         if self._failure is not None:
             raise self._failure
         refuse_duplicate(request, self._work)
@@ -141,7 +136,7 @@ class Dispatch:
         work = self._work[request.id] = _Work(request)
         if request.ordinal is not None:
             self._newest_ordinal = max(self._newest_ordinal, request.ordinal)
-        self._place(work)
+        self._assign(work)
         try:
             return await work.answer
         finally:
@@ -150,24 +145,23 @@ class Dispatch:
             if work.link is not None:
                 if not work.unanswered.answered:
                     work.link.cancel(asked)
-                self._take_away(work)
+                self._unassign(work)
 
     def hold(self) -> None:
-        """See ReplicaPool.announce."""
         self._held_after = self._newest_ordinal
 
     def begin_version(self) -> None:
-        """Ask for answers by `policy_version` what waited for it."""
+        """Assign the requests that waited for `policy_version`."""
         self._held_after = None
         self._homes.clear()
         for link in self._links.reached.values():
             link.pace, link.slow = Pace(), False
-        self._place_all()
+        self._assign_waiting()
 
-    # Which replica is asked
+    # Assignment of requests to replicas
 
-    def _place(self, work: _Work) -> None:
-        """Ask a replica, if there is any to ask; else the request waits."""
+    def _assign(self, work: _Work) -> None:
+        """Ask a replica. Without a suitable one the request waits."""
         request = work.unanswered.request
         if self._held_after is not None and (request.ordinal is None or request.ordinal > self._held_after):
             return
@@ -176,11 +170,11 @@ class Dispatch:
         candidates = fast or ready
         if not candidates:
             if self._nobody_since is None:
-                self._nobody_since = self._said_at = time.monotonic()
+                self._nobody_since = self._logged_at = time.monotonic()
             return
         self._nobody_since = None
         start = None if request.ordinal is None else self._homes.get(request.ordinal)
-        if start not in candidates:  # the first of those with the fewest outstanding tokens
+        if start not in candidates:  # then the one with the fewest outstanding tokens
             start = min(candidates, key=lambda each: candidates[each].outstanding)
         if request.ordinal is not None:
             self._homes[request.ordinal] = start
@@ -188,10 +182,10 @@ class Dispatch:
         work.link.ask(request, self.policy_version)
         self._count(work)
 
-    def _place_all(self) -> None:
+    def _assign_waiting(self) -> None:
         for work in self._work.values():
-            if work.link is None and not work.answer.done():
-                self._place(work)
+            if work.waiting:
+                self._assign(work)
 
     def _count(self, work: _Work) -> None:
         assert work.link is not None
@@ -199,55 +193,56 @@ class Dispatch:
         work.link.outstanding += outstanding - work.counted
         work.counted = outstanding
 
-    def _take_away(self, work: _Work) -> None:
+    def _unassign(self, work: _Work) -> None:
         assert work.link is not None
         work.link.outstanding -= work.counted
         work.link, work.counted = None, 0
 
     def _ask_elsewhere(self, link: ReplicaLink) -> None:
-        """Have others answer what a replica was asked."""
+        """Move the open requests of a replica to others."""
         moved = [work for work in self._work.values() if work.link is link and not work.answer.done()]
         for work in moved:
             link.cancel(work.unanswered.request.id)
-            self._take_away(work)
+            self._unassign(work)
             del self._work[work.unanswered.request.id]
             work.unanswered.begin_again(with_parts=self._goes_on)
             self._work[work.unanswered.request.id] = work
         self._repeated += len(moved)
         if moved:
-            logger.warning("%d requests of %s are asked elsewhere", len(moved), link.name)
-        self._place_all()
+            logger.warning("%d requests of %s are repeated on other replicas", len(moved), link.name)
+        self._assign_waiting()
 
-    # What replicas say
+    # News of replicas
 
-    def _heard(self, link: ReplicaLink, news: News) -> None:
+    def _asked_of(self, link: ReplicaLink, request_id: str) -> _Work | None:
+        """Return the request, if its caller still waits for this replica's answer."""
+        work = self._work.get(request_id)
+        return work if work is not None and work.link is link and not work.answer.done() else None
+
+    def _take_news(self, link: ReplicaLink, news: News) -> None:
         now = time.monotonic()
         for request_id, delta in news.pieces:
-            work = self._work.get(request_id)
-            if work is None or work.link is not link or work.answer.done():
-                continue  # nobody waits for it here any more
-            link.pace = link.pace.plus(*work.unanswered.take(delta, now))
-            self._count(work)
-            if work.unanswered.answered:
-                work.answer.set_result(work.unanswered.completions())
+            if work := self._asked_of(link, request_id):
+                link.pace = link.pace.plus(*work.unanswered.take(delta, now))
+                self._count(work)
+                if work.unanswered.answered:
+                    work.answer.set_result(work.unanswered.completions())
         if news.pieces:
             link.progressed = now
             self._count_busy(now)
         for refusal in news.refused:
-            work = self._work.get(refusal.request_id)
-            if work is None or work.link is not link or work.answer.done():
-                continue
-            if refusal.kind == OTHER_VERSION:
-                self._take_away(work)
-            else:
-                work.answer.set_exception(refusal.error)
-        self._place_all()
+            if work := self._asked_of(link, refusal.request_id):
+                if refusal.kind == OTHER_VERSION:
+                    self._unassign(work)
+                else:
+                    work.answer.set_exception(refusal.error)
+        self._assign_waiting()
 
     def _count_busy(self, now: float) -> None:
         self.busy_s += max(0.0, now - self._since)
         self._since = now
 
-    # Looking after them
+    # Supervision of replicas
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -256,42 +251,38 @@ class Dispatch:
         return task
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        """Nobody awaits these: what was not foreseen in one of them is raised by whoever waits for an answer."""
+        """Nobody awaits these tasks: raise their unexpected errors in all callers."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("the replicas are looked after no more: %r", error)
+            logger.error("the supervision of replicas has failed: %r", error)
             self._failure = error
             for work in self._work.values():
                 if not work.answer.done():
                     work.answer.set_exception(error)
 
-    async def _look_after(self) -> None:
+    async def _supervise(self) -> None:
         while True:
-            self.given_up = await self._links.look()
-            self._drop_the_slow()
+            self.given_up = await self._links.connect_new()
+            self._exclude_slow()
             self._links.give_up_stuck(self._limit_s)
-            self._watch_the_wait()
-            self.starved = self._is_starved()
-            await asyncio.sleep(self._timings.look_s)
+            waiting = [work for work in self._work.values() if work.waiting]
+            self._check_wait(waiting)
+            self.starved = bool(waiting and self._links.reached and not self._links.ready(self.policy_version))
+            await asyncio.sleep(self._timings.check_s)
 
-    def _drop_the_slow(self) -> None:
+    def _exclude_slow(self) -> None:
         ready = self._links.ready(self.policy_version)
         asked = {start: link for start, link in ready.items() if not link.slow}
         for start in too_slow({start: link.pace for start, link in asked.items()}):
             link = asked[start]
             link.slow = True
-            logger.warning("%s is far slower than the others: it is asked nothing until the next refit", link.name)
+            logger.warning("%s is far slower than the others: it gets no requests until the next refit", link.name)
             self._ask_elsewhere(link)
 
-    def _is_starved(self) -> bool:
-        waiting = any(work.link is None and not work.answer.done() for work in self._work.values())
-        return waiting and bool(self._links.reached) and not self._links.ready(self.policy_version)
-
-    def _watch_the_wait(self) -> None:
-        """While requests wait for a replica: say so, and give up in the end."""
-        waiting = [work for work in self._work.values() if work.link is None and not work.answer.done()]
+    def _check_wait(self, waiting: list[_Work]) -> None:
+        """Log that requests wait for a replica, and fail them when the limit is over."""
         if not waiting:
-            self._nobody_since = None  # who waited has gone away
+            self._nobody_since = None  # their callers have left
         if self._nobody_since is None:
             return
         now = time.monotonic()
@@ -301,23 +292,23 @@ class Dispatch:
             error = NoReplica(
                 f"all inference replicas are given up: {self.given_up}"
                 if self.given_up is not None
-                else f"no inference replica could be asked for {waited:.0f} s (job.silence_limit_s): the logs of the "
-                "replicas (infer-0, ...) say why"
+                else f"no inference replica was available for {waited:.0f} s (job.silence_limit_s): see "
+                "the logs of the replicas (infer-0, ...)"
             )
             for work in waiting:
                 work.answer.set_exception(error)
-        elif now - self._said_at >= self._timings.say_s:
-            self._said_at = now
+        elif now - self._logged_at >= self._timings.log_s:
+            self._logged_at = now
             logger.warning("waiting for an inference replica with weights of version %d", self.policy_version)
 
 
 def too_slow(paces: Mapping[Start, Pace]) -> list[Start]:
-    """Replicas that take far longer for a token than the others do in the middle; none where there is but one that was
+    """Return the replicas whose seconds per token exceed SLOWER times the median of the others; none if only one was
     measured."""
-    measured = {key: pace for key, pace in paces.items() if pace.seconds >= MEASURED_S}
+    measured = {key: pace.seconds / max(1, pace.tokens) for key, pace in paces.items() if pace.seconds >= MEASURED_S}
     slow = []
-    for key, pace in measured.items():
-        others = [other.seconds / max(1, other.tokens) for name, other in measured.items() if name != key]
-        if others and pace.seconds / max(1, pace.tokens) > SLOWER * median(others):
+    for key, per_token in measured.items():
+        others = [other for name, other in measured.items() if name != key]
+        if others and per_token > SLOWER * median(others):
             slow.append(key)
     return slow

@@ -1,4 +1,4 @@
-"""The connection to one start of one replica, from its first answer until it is lost."""
+"""The connection to one start of one replica, from its first response until it is lost."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ from megatron_rl.inference.replicas.wire import (
 logger = logging.getLogger(__name__)
 
 REFUSED = {
-    400: "does not understand us",
+    400: "does not understand the request",
     401: "refuses the run's token",
-    409: "is of another start of the run",
+    409: "belongs to another start of the run",
     503: "has stopped",
 }
+"""What an HTTP status says about a replica."""
 NOT_THERE = 424
-"""What is asked for has not come to the replica: the only failure that says nothing against it."""
+"""HTTP status of a replica that has not received what a request needs: the only failure that is not its own fault."""
 
 
 class ReplicaGone(RuntimeError):
-    """A replica does not answer; the message says which, and how."""
+    """A replica does not respond; the message says which one, and why."""
 
 
 class ReplicaRefuses(ReplicaGone):
-    """A replica answers, and not as one of this run should."""
+    """A replica responds, but not as a replica of this run should."""
 
 
 class Pace(NamedTuple):
-    """How fast a replica decodes: what its samples were given, and in how long."""
+    """Decoding speed of a replica: tokens of all its samples, and the seconds that they took."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -55,22 +56,22 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinkTimings:
-    """How long a replica is waited for, in seconds."""
+    """Intervals and timeouts of the connection to a replica, in seconds."""
 
     poll_s: float = 5.0
-    """That it may wait for news before it says that there are none: it is asked as often, whatever it has to do."""
+    """Longest wait of a replica for news before it responds without any. So it gets a request at least this often."""
     silence_s: float = 15.0
-    """That it may be late with an answer, or nobody may listen at its address."""
+    """Longest delay of a response, and longest time without a listener at its address."""
     retry_s: float = 0.2
-    """Between two tries to reach it."""
-    look_s: float = 1.0
-    """Between two looks for replicas that have come up."""
-    say_s: float = 30.0
-    """Between two lines of the log that say what is waited for."""
+    """Pause between two attempts to reach a replica."""
+    check_s: float = 1.0
+    """Interval of looking for new replicas."""
+    log_s: float = 30.0
+    """Interval of log lines about a wait."""
 
 
 class ReplicaLink:
-    """One driver's side. All of it is for one asyncio loop."""
+    """One driver's end of the connection. All methods belong to one asyncio loop."""
 
     def __init__(
         self,
@@ -79,101 +80,101 @@ class ReplicaLink:
         digest: str,
         driver: int,
         timings: LinkTimings,
-        heard: Callable[[ReplicaLink, News], None],
+        on_news: Callable[[ReplicaLink, News], None],
     ) -> None:
-        """heard: told all news, in their order, and once."""
+        """on_news: called with all news, in order and once."""
         self.address = address
         self.about: About | None = None
-        """As it said of itself the last time; None: it has not been reached yet."""
+        """State of the replica in its last response; None before the first."""
         self.outstanding = 0
-        """Tokens that this driver waits for."""
+        """Tokens of this driver's requests that remain to be computed."""
         self.pace = Pace()
         self.progressed = time.monotonic()
-        """When it last had tokens for us."""
+        """Time of its last tokens for this driver."""
         self.busy: tuple[float, float] | None = None
-        """When it last had news, and for how many seconds it had computed by then."""
+        """Time of its last news, and the seconds that it had computed by then."""
         self.slow = False
-        """Whether others are asked rather than this one, until there are new weights."""
+        """Whether other replicas are preferred until there are new weights."""
         self._common = {"protocol": PROTOCOL, "digest": digest, "driver": driver}
         self._timings = timings
-        self._heard = heard
-        self._ask: list[GenerationRequest] = []
-        self._cancel: list[str] = []
-        self._to_say = asyncio.Event()
+        self._on_news = on_news
+        self._requests: list[GenerationRequest] = []
+        self._cancelled: list[str] = []
+        self._unsent = asyncio.Event()
         self._version = 0
         self._client = httpx.AsyncClient(
             base_url=f"http://{address.host}:{address.port}",
             headers={"Authorization": f"Bearer {token}"},
             timeout=timings.silence_s,
-            trust_env=False,  # a proxy of the environment does not lead to the job's own nodes
-            verify=False,  # no TLS here: certificates would be read every second that one is gone, for 20 ms each time
+            trust_env=False,  # a proxy from the environment does not lead to the job's own nodes
+            verify=False,  # plain HTTP: reading certificates would take 20 ms of every attempt to reach a lost replica
         )
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for log messages."""
         return f"replica {self.address.replica} (start {self.address.start}, {self.address.host}:{self.address.port})"
 
     @property
     def version(self) -> int:
-        """Of its weights; -1: it has none yet."""
+        """Policy version of its weights; -1 before the first ones."""
         return -1 if self.about is None or self.about.version is None else self.about.version
 
     def ask(self, request: GenerationRequest, version: int) -> None:
-        """Have it answered, by weights of this version."""
+        """Send it a request, for weights of this version."""
         if not self.outstanding:
             self.progressed = time.monotonic()
-        self._ask.append(request)
+        self._requests.append(request)
         self._version = version
-        self._to_say.set()
+        self._unsent.set()
 
     def cancel(self, request_id: str) -> None:
-        """Have it forget a request."""
-        self._cancel.append(request_id)
-        self._to_say.set()
+        """Make it forget a request."""
+        self._cancelled.append(request_id)
+        self._unsent.set()
 
     async def run(self) -> None:
-        """Speak and listen. Raises ReplicaGone when it is lost."""
+        """Send requests and receive news. Raises ReplicaGone when the replica is lost."""
         try:
             self.about = decode_about(await self.post("hello", {}))
-            logger.info("%s of %d ranks is there", self.name, self.about.ranks)
-            tasks = [asyncio.ensure_future(self._speak()), asyncio.ensure_future(self._listen())]
+            logger.info("%s of %d ranks has started", self.name, self.about.ranks)
+            tasks = [asyncio.ensure_future(self._send_requests()), asyncio.ensure_future(self._receive_news())]
             try:
                 await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        except ValueError as error:  # Garbled, or of no request of ours
+        except ValueError as error:  # Garbled, or an answer to no request of ours
             raise self._refuses(error) from error
         finally:
             await self._client.aclose()
 
     async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Have it do something, and take in how it is then: after a swap the next request need not wait for news of it.
-        See `post`."""
-        said = await self.post(path, body, timeout_s)
+        """Make it execute a command, and note its new state: after a swap it can get requests immediately. See
+        `post`."""
+        content = await self.post(path, body, timeout_s)
         try:
-            self.about = decode_about(said)
+            self.about = decode_about(content)
         except Garbled as error:
             raise self._refuses(error) from error
-        return said
+        return content
 
     async def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
-        """Its answer. What it is asked for is the same where it comes twice, so it is asked again where the connection
-        breaks, for as long as it may be silent. Raises ReplicaGone.
+        """Return the response. Retries while the connection breaks, for as long as the replica may be silent; repeating
+        a request changes nothing. Raises ReplicaGone.
 
-        timeout_s: that it may take, beside `LinkTimings.silence_s`.
+        timeout_s: seconds that the command may take, in addition to `LinkTimings.silence_s`.
         """
         limit = self._timings.silence_s + (timeout_s or 0.0)
         give_up = time.monotonic() + limit
         while True:
-            if self._client.is_closed:  # by `run`, while this waited to try again
+            if self._client.is_closed:  # `run` has ended during the pause
                 raise ReplicaGone(f"{self.name} is gone")
             try:
                 response = await self._client.post(f"/{path}", json=self._common | body, timeout=limit)
             except httpx.ConnectError as error:
-                raise ReplicaGone(f"{self.name} is gone: nobody listens there any more") from error
+                raise ReplicaGone(f"{self.name} is gone: nothing listens at its address any more") from error
             except httpx.TransportError as error:
                 if isinstance(error, httpx.TimeoutException) or time.monotonic() > give_up:
                     raise ReplicaGone(f"{self.name} has been silent for {limit:g} s") from error
@@ -196,22 +197,22 @@ class ReplicaLink:
         return content
 
     def _refuses(self, why: object) -> ReplicaRefuses:
-        return ReplicaRefuses(f"{self.name} answers what it should not: {why}")
+        return ReplicaRefuses(f"{self.name} violates the protocol: {why}")
 
-    async def _speak(self) -> None:
+    async def _send_requests(self) -> None:
         while True:
-            await self._to_say.wait()
-            self._to_say.clear()
-            asked, self._ask = self._ask, []
-            cancelled, self._cancel = self._cancel, []
+            await self._unsent.wait()
+            self._unsent.clear()
+            asked, self._requests = self._requests, []
+            cancelled, self._cancelled = self._cancelled, []
             body = {"version": self._version, "requests": [*map(encode_request, asked)], "cancel": cancelled}
             await self.post("ask", body)
 
-    async def _listen(self) -> None:
+    async def _receive_news(self) -> None:
         seen = 0
         while True:
             body = {"seen": seen, "wait_s": self._timings.poll_s}
             news = decode_news(await self.post("news", body, timeout_s=self._timings.poll_s))
             self.about, seen = news.about, news.last
             self.busy = time.monotonic(), news.about.busy_s
-            self._heard(self, news)
+            self._on_news(self, news)

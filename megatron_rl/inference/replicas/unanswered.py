@@ -1,4 +1,4 @@
-"""A request that is not answered yet, wherever it is asked: what there is of it, and how it is asked again. Pure."""
+"""A request that is not answered yet, whichever replica it is on: its tokens so far, and how to repeat it. Pure."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class _Sample:
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: str | None = None
-    heard: float | None = None
-    """When its newest tokens came."""
+    updated_at: float | None = None
+    """When its newest tokens came, in seconds."""
 
 
 class Unanswered:
-    """One request."""
+    """The samples of one request, as far as replicas have reported them."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        """As it is asked now."""
+        """The request as the present replica is asked."""
         self._id = request.id
         self._begin()
 
@@ -44,15 +44,15 @@ class Unanswered:
             sample.versions += known.versions
 
     def take(self, delta: Delta, now: float) -> tuple[int, float]:
-        """Take over the next tokens of a sample. Returns how many, and in how many seconds it was given them: nothing
-        of both for the first ones, before which the sample may have waited for its row.
+        """Add the next tokens of a sample. Returns their number, and the seconds since its previous tokens; (0, 0) for
+        its first tokens, before which the sample may have waited for a row.
 
-        Raises ValueError where there is no such sample, or it has ended.
+        Raises ValueError if there is no such sample, or if it has ended.
         """
         if not 0 <= delta.sample < len(self._samples) or self._samples[delta.sample].finish_reason is not None:
-            raise ValueError(f"sample {delta.sample} of {len(self._samples)} has no further tokens")
+            raise ValueError(f"sample {delta.sample} of {len(self._samples)} can have no further tokens")
         sample = self._samples[delta.sample]
-        before, sample.heard = sample.heard, now
+        before, sample.updated_at = sample.updated_at, now
         sample.tokens += delta.tokens
         sample.logprobs += delta.logprobs
         sample.versions += delta.versions
@@ -65,7 +65,7 @@ class Unanswered:
 
     @property
     def outstanding(self) -> int:
-        """Tokens that may still have to be computed, at most: of the prompt and of all samples."""
+        """Most tokens that remain to be computed, of the prompt and of all samples."""
         left = sum(
             self.request.sampling.max_new_tokens - len(sample.tokens)
             for sample in self._samples
@@ -74,7 +74,7 @@ class Unanswered:
         return left + (len(self.request.prompt_tokens) if left else 0)
 
     def completions(self) -> list[Completion]:
-        """In sample order; all have ended."""
+        """Return the completions in sample order; all samples have ended."""
         found = []
         for each in self._samples:
             assert each.finish_reason is not None
@@ -82,7 +82,6 @@ class Unanswered:
         return found
 
     def partial_answers(self) -> list[PartialAnswer]:
-        """See `ResumableInference.partial_answers`."""
         return [
             PartialAnswer(self._id, number, AnswerPrefix([*each.tokens], [*each.logprobs], [*each.versions]))
             for number, each in enumerate(self._samples)
@@ -90,9 +89,12 @@ class Unanswered:
         ]
 
     def begin_again(self, *, with_parts: bool) -> None:
-        """Have `request` be what another replica is to be asked: it goes on from the tokens that there are, or from
-        those that it had when it was asked first. Under a name of its own: it may come to a replica that was asked
-        before, and that is still to hear that it need not answer."""
+        """Set `request` to what another replica must be asked.
+
+        with_parts: resume from the present tokens, instead of those of the original request.
+
+        The request gets a new id, since it may reach a replica that has not yet learned of its cancellation.
+        """
         self.request = self.request.again()
         if with_parts:
             parts = {part.sample: part.prefix for part in self.partial_answers()}

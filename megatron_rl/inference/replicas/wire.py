@@ -1,15 +1,15 @@
-"""What the ranks that train and an inference replica say to each other, as JSON over HTTP. Pure.
+"""Protocol between the training ranks and an inference replica: JSON over HTTP. Pure.
 
-    POST /hello    {"driver"}                                  about; forgets what this driver asked before
+    POST /hello    {"driver"}                                  about; forgets earlier requests of this driver
     POST /ask      {"driver", "version", "requests", "cancel"} about
     POST /news     {"driver", "seen", "wait_s"}                about, "last", "pieces", "refused": all after `seen`
-    POST /epoch    {"epoch"}          begin to join its group                } of the first training rank alone;
-    POST /receive  {"version"}        begin to receive the weights           } each but `swap` is answered at once
-    POST /swap     {"version"}        when all is received: sample by them   }
-    POST /end      {}                 the run needs it no more
+    POST /epoch    {"epoch"}          begin to join its group                } of training rank 0 only;
+    POST /receive  {"version"}        begin to receive the weights           } all but `swap` respond immediately
+    POST /swap     {"version"}        use them, once they are complete       }
+    POST /end      {}                 the run no longer needs the replica
 
-Each has the run's token, and is answered the same where it comes twice. All bodies name PROTOCOL and the digest of the
-configuration: a replica of another start of the run, or of other code, refuses them.
+Each request carries the run's token, and repeating it changes nothing. All bodies contain PROTOCOL and the digest of
+the configuration: a replica of another start of the run, or with other code, refuses them.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ from megatron_rl.inference.config import Sampling
 
 PROTOCOL = 2
 FEWEST_CHARACTERS = 32
-"""Of a run's token."""
+"""Minimal length of a run's token."""
 
 Body = Mapping[str, Any]
 
 OTHER_VERSION = "other version"
-"""Kind of a refusal: the weights are older than those that the request is for."""
+"""Kind of a refusal: the weights are older than the request allows."""
 _KINDS: dict[str, type[Exception]] = {
     "prompt too long": PromptTooLong,
     "unsupported": Unsupported,
     "value": ValueError,
 }
 REFUSED = tuple(_KINDS.values())
-"""What is the request's own fault, so that no other replica need be asked."""
+"""Errors of the request itself, which every other replica would raise too."""
 
 
 class Garbled(ValueError):
-    """A body is not what the protocol says."""
+    """A body violates the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a replica says of itself with every answer."""
+    """State of a replica, part of every response."""
 
     replica: int
     start: int
-    """How often it was started in this attempt before."""
+    """Number of earlier starts in this attempt."""
     ranks: int
     version: int | None
-    """Policy version of its weights; None: it has none yet."""
+    """Policy version of its weights; None before the first ones."""
     running: int
     """Samples being decoded, of all drivers."""
     waiting: int
     busy_s: float
-    """Seconds for which its engine has computed so far."""
+    """Seconds that its engine has computed so far."""
 
 
 class Refusal(NamedTuple):
-    """Why a request is not answered."""
+    """Reason why a request is not answered."""
 
     request_id: str
     kind: str
@@ -83,34 +83,36 @@ class Refusal(NamedTuple):
 
 
 class News(NamedTuple):
-    """What a driver has not seen yet."""
+    """Tokens and refusals that a driver has not seen yet."""
 
     about: About
     last: int
-    """Number of the newest of it."""
+    """Number of the newest item."""
     pieces: list[tuple[str, Delta]]
-    """By the requests' ids."""
+    """New tokens, with the request ids."""
     refused: list[Refusal]
 
 
 def digest_of(resolved: Path) -> str:
-    """Of the configuration that a rank runs with. Raises OSError."""
+    """Return the digest of a rank's configuration. Raises OSError."""
     return hashlib.sha256(read_bytes(resolved)).hexdigest()
 
 
 def read_token(file: Path) -> str:
-    """A token: the first line of a file. Raises ConfigurationError."""
+    """Return the token in the first line of a file. Raises ConfigurationError."""
     try:
         token = read_bytes(file).decode("ascii").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"the token {file} cannot be read: {error}") from error
     if len(token) < FEWEST_CHARACTERS or not token.isprintable() or " " in token:
-        raise ConfigurationError(f"{file} holds no token: one line of {FEWEST_CHARACTERS} characters or more")
+        raise ConfigurationError(
+            f"{file} holds no token: its first line must have {FEWEST_CHARACTERS} characters or more"
+        )
     return token
 
 
 def kind_of(error: Exception) -> str:
-    """How a refusal calls an error, one of REFUSED."""
+    """Return the kind by which a refusal reports an error, one of REFUSED."""
     return next(name for name, kind in _KINDS.items() if isinstance(error, kind))
 
 
@@ -178,5 +180,5 @@ def _delta(
     stop: str | None,
 ) -> Delta:
     if not len(tokens) == len(logprobs) == len(versions):
-        raise ValueError("every token has a log-prob and a version")
+        raise ValueError("every token needs a log-prob and a version")
     return Delta(sample, tokens, logprobs, versions, None, finish_reason, stop)

@@ -27,7 +27,7 @@ from megatron_rl.refit import replica_control
 from megatron_rl.refit.epoch import Epoch, Member
 from megatron_rl.refit.replica_control import PoolControl
 
-SOON = LinkTimings(poll_s=0.05, silence_s=5.0, retry_s=0.01, look_s=0.01, say_s=0.05)
+SOON = LinkTimings(poll_s=0.05, silence_s=5.0, retry_s=0.01, check_s=0.01, log_s=0.05)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_replica_that_says_nothing_is_taken_for_lost(attempt: Attempt, two) ->
     one, other = two
     one.engine.hold_at = other.engine.hold_at = 3
     requests = [request(key) for key in range(2)]
-    impatient = LinkTimings(poll_s=0.05, silence_s=1.0, retry_s=0.01, look_s=0.01)
+    impatient = LinkTimings(poll_s=0.05, silence_s=1.0, retry_s=0.01, check_s=0.01)
     with pool_of(attempt, timings=impatient) as pool:
         there(pool, 2)
 
@@ -205,8 +205,8 @@ def test_replicas_that_are_all_given_up_are_not_waited_for(attempt: Attempt) -> 
     ("wrong", "said"),
     [
         ({"digest": "of another start"}, "its configuration is of another"),
-        ({"digest": "of another start", "published_digest": DIGEST}, "is of another start of the run"),
-        ({"protocol": 99}, "speaks protocol 99"),
+        ({"digest": "of another start", "published_digest": DIGEST}, "belongs to another start of the run"),
+        ({"protocol": 99}, "uses protocol 99"),
         ({"token": "another-token-of-32-characters-or-more"}, "refuses the run's token"),
     ],
     ids=str,
@@ -331,7 +331,7 @@ def test_a_replica_that_hangs_as_it_swaps_does_not_have_the_run_hang(
     hung = threading.Event()
     two[0].weights.swap = lambda version: hung.wait(60)
     monkeypatch.setattr(replica_control, "TRANSFER_TIMEOUT", timedelta(seconds=1))
-    impatient = LinkTimings(poll_s=0.05, silence_s=1.0, retry_s=0.01, look_s=0.01)
+    impatient = LinkTimings(poll_s=0.05, silence_s=1.0, retry_s=0.01, check_s=0.01)
     with pool_of(attempt, timings=impatient) as pool:
         there(pool, 2)
         control = PoolControl(pool, timedelta(hours=1))
