@@ -1,2 +1,2 @@
-"""An inference replica of a run: ranks of a world of their own that answer over HTTP, by weights that they get from the
-ranks that train."""
+"""An inference replica of a run: ranks of a world of their own, which answer over HTTP with weights that the training
+ranks send them."""

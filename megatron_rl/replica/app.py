@@ -1,4 +1,4 @@
-"""The routes of a replica: see `inference.replicas.wire`."""
+"""HTTP routes of a replica, see `inference.replicas.wire`."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.inference.replicas.wire import PROTOCOL, About, Garbled, News, decode_request, encode_news
 from megatron_rl.replica.driver_inbox import DriverInbox
 from megatron_rl.replica.leader import Leader
-from megatron_rl.server.connections import MISSING, token_of
+from megatron_rl.server.connections import guarded
 from megatron_rl.server.engine_thread import EngineGone, EngineThread
 
 logger = logging.getLogger(__name__)
 
 WAIT_EVERY_S = 5.0
-"""Between two signs of life to the other ranks."""
+"""Seconds between two signs of life for the other ranks."""
 
 Body = dict[str, Any]
 Handler = Callable[[Body], Awaitable[Body]]
 
 
 class Conflict(Exception):
-    """A request comes from ranks that run something else."""
+    """A request comes from ranks with another configuration or protocol."""
 
 
 class NotThere(Exception):
-    """Weights that are asked for have not come."""
+    """The requested weights have not arrived."""
 
 
 class ReplicaService:
-    """What a replica does for who asks it. All of it is for the HTTP loop."""
+    """The replica, as ranks of the run use it. All methods belong to the HTTP loop."""
 
     def __init__(self, leader: Leader, address: ReplicaAddress) -> None:
-        """address: what is published; host and port are not looked at."""
+        """address: identifies the replica; its host and port are ignored."""
         self.thread = EngineThread(leader)
         self.heard_at: float | None = None
-        """When the run's first rank asked anything the last time (time.monotonic); None: never."""
+        """Time of the last request of the run's first rank (time.monotonic); None before the first."""
         self.attended = 0
-        """Requests of that rank that are being answered: one at any time while it lives."""
+        """Open requests of that rank; while it lives there is always one."""
         self.ended = asyncio.Event()
-        """Set when the run needs the replica no more."""
+        """Set when the run no longer needs the replica."""
         self.failure: BaseException | None = None
-        """What has ended a part of it, and with that all of it."""
+        """Error that has ended a task of the replica, and so the replica."""
         self._leader, self._address = leader, address
         self._inbox = DriverInbox(self.thread)
-        self._transfer: asyncio.Future[None] | None = None  # the newest step of it
+        self._transfer: asyncio.Future[None] | None = None  # newest step of the transfer of weights
         self._tasks: set[asyncio.Future[Any]] = set()
 
     @asynccontextmanager
@@ -74,7 +74,7 @@ class ReplicaService:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def close(self) -> None:
-        """Say that there will be no more answers, also to who waits for news."""
+        """Fail open requests, and end all waits for news."""
         self.thread.stop("the replica leaves")
         self._inbox.close()
 
@@ -99,7 +99,7 @@ class ReplicaService:
 
     @property
     def handlers(self) -> dict[str, Handler]:
-        """By path."""
+        """Handler of each path."""
         return {
             "/hello": self._hello,
             "/ask": self._ask,
@@ -111,26 +111,26 @@ class ReplicaService:
         }
 
     def check(self, body: Body) -> None:
-        """Raises Garbled, or Conflict where it comes from ranks that run something else."""
+        """Raise Garbled, or Conflict if the body comes from ranks with another configuration or protocol."""
         if body.get("protocol") != PROTOCOL:
-            raise Conflict(f"protocol {body.get('protocol')}: this replica speaks {PROTOCOL}")
+            raise Conflict(f"protocol {body.get('protocol')}: this replica uses {PROTOCOL}")
         if body.get("digest") != self._address.digest:
             raise Conflict(
                 f"configuration {str(body.get('digest'))[:12]}: this replica runs {self._address.digest[:12]}"
             )
         if type(body.get("driver")) is not int:
-            raise Garbled("driver is no number")
+            raise Garbled("driver is not a number")
 
     async def _hello(self, body: Body) -> Body:
         self._inbox.forget(body["driver"])
-        return self._said()
+        return self._state()
 
     async def _ask(self, body: Body) -> Body:
         requests = [decode_request(each) for each in body["requests"]]
         version = -1 if self._leader.version is None else self._leader.version
         older = version if version < body["version"] else None
         self._inbox.ask(body["driver"], requests, body["cancel"], older)
-        return self._said()
+        return self._state()
 
     async def _news(self, body: Body) -> Body:
         last, pieces, refused = await self._inbox.news(body["driver"], body["seen"], body["wait_s"])
@@ -142,62 +142,62 @@ class ReplicaService:
 
     async def _receive(self, body: Body) -> Body:
         if self._transfer is None or (self._transfer.done() and self._transfer.exception()):
-            raise NotThere("there is no transfer group")
+            raise NotThere("this replica is in no transfer group")
         version = body["version"]
         return await self._begin(lambda: self._leader.receive(version))
 
     async def _swap(self, body: Body) -> Body:
-        """When all is there."""
+        """Use the weights once they are complete."""
         version = body["version"]
         if self._leader.version != version:
             if self._transfer is None:
-                raise NotThere("nothing was received")
+                raise NotThere("no weights were received")
             try:
                 await asyncio.shield(self._transfer)
                 await self.thread.call(lambda: self._leader.swap(version))
             except RuntimeError as error:
                 raise NotThere(f"version {version} did not arrive: {error}") from error
             self._inbox.wake()
-        return self._said()
+        return self._state()
 
     async def _end(self, body: Body) -> Body:
         self.ended.set()
-        return self._said()
+        return self._state()
 
-    def _said(self) -> Body:
+    def _state(self) -> Body:
         return {"about": asdict(self.about())}
 
     async def _begin(self, step: Callable[[], Future[None]]) -> Body:
-        """Begin the next step of a transfer, behind those before it."""
+        """Begin the next step of a transfer, after the previous ones."""
         self._transfer = asyncio.wrap_future(await self.thread.call(step))
-        self._transfer.add_done_callback(_tell_failure)
-        return self._said()
+        self._transfer.add_done_callback(_log_failure)
+        return self._state()
 
 
-def _tell_failure(step: asyncio.Future[None]) -> None:
+def _log_failure(step: asyncio.Future[None]) -> None:
     if not step.cancelled() and (error := step.exception()) is not None:
-        logger.warning("the weights do not come: %s", error)
+        logger.warning("the weights do not arrive: %s", error)
 
 
 def application(service: ReplicaService, token: str) -> ASGIApp:
-    """The service as an ASGI application, open to who has the run's token."""
+    """Return the service as an ASGI application, which admits requests with the run's token."""
 
     def route(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
                 body = await request.json()
                 if not isinstance(body, dict):
-                    raise Garbled("the body is no JSON object")
+                    raise Garbled("the body is not a JSON object")
                 service.check(body)
                 first = body["driver"] == 0
                 service.attended += first
                 try:
-                    said = await handler(body)
+                    content = await handler(body)
                 finally:
                     service.attended -= first
                     if first:
                         service.heard_at = time.monotonic()
-                return JSONResponse(said)
+                return JSONResponse(content)
             except Conflict as error:
                 return PlainTextResponse(str(error), 409)
             except NotThere as error:
@@ -210,12 +210,4 @@ def application(service: ReplicaService, token: str) -> ASGIApp:
         return answer
 
     routes = [Route(path, route(handler), methods=["POST"]) for path, handler in service.handlers.items()]
-    app = Starlette(routes=routes)
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and token_of(scope, [token.encode()]) is None:
-            await PlainTextResponse(MISSING, 401, {"Connection": "close"})(scope, receive, send)
-            return
-        await app(scope, receive, send)
-
-    return guarded
+    return guarded(Starlette(routes=routes), [token])

@@ -1,4 +1,4 @@
-"""One start of an inference replica on one of its ranks: meet the others, and answer until the run needs it no more."""
+"""One start of an inference replica, on one of its ranks: from the rendezvous until the run no longer needs it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
@@ -38,16 +37,18 @@ from megatron_rl.replica.app import ReplicaService, application
 from megatron_rl.replica.commands import commands_over, follow
 from megatron_rl.replica.leader import Leader
 from megatron_rl.replica.weights import ReceivedWeights
+from megatron_rl.server.connections import HttpServer
 
 logger = logging.getLogger("megatron_rl")
 
 GONE_S = 60.0
-"""Without a question of the run's first rank, which asks every few seconds, the run is over."""
+"""Seconds without a request of the run's first rank, which sends one every few seconds, after which the run is over."""
 LEFT_S = 2.0
-"""The same, of a replica that was asked to leave."""
+"""The same for a replica that was asked to leave."""
 POLL_S = 0.1
+"""Seconds between two checks whether the replica must end."""
 STOP_S = 10.0
-"""That connections, and what the other ranks are at, have to end."""
+"""Seconds that connections, and work of the other ranks, have to end."""
 
 
 def run_replica(
@@ -59,14 +60,14 @@ def run_replica(
     drain: DrainListener,
     timeline: Timeline,
 ) -> str:
-    """Everything between start and exit of a rank. Returns FINISHED or DRAINED, once rank 0 has written so.
+    """Run a rank from start to exit. Returns FINISHED or DRAINED, after rank 0 has written the outcome.
 
-    start: how often this replica was started in this attempt before.
+    start: number of earlier starts of this replica in this attempt.
     """
     config = read_config(run_dir)
     layout = TrainingLayout(tp=config.placement.inference.tp or config.placement.training.tp)
     if world.size != layout.tp:
-        raise ConfigurationError(f"placement.inference.tp is {layout.tp}, and this replica has {world.size} ranks")
+        raise ConfigurationError(f"placement.inference.tp is {layout.tp}, but this replica has {world.size} ranks")
     digest, token = digest_of(run_dir.resolved), read_token(run_dir.token)
     platform = select(config.job, world.local_rank, choose_implementation(config))
     drain.started()
@@ -103,10 +104,10 @@ def run_replica(
         leader = Leader(engine, weights, commands, activity, holds=holds)
         address = ReplicaAddress(replica.number, start, "", 0, world.size, digest, PROTOCOL, time.time())
         outcome = asyncio.run(_serve(config, replica, address, leader, token, drain))
-        with suppress(OSError):  # nothing is decided by it
+        with suppress(OSError):  # no decision depends on it
             once_there_is_room(replica.outcome, lambda: write(replica.outcome, Outcome(outcome)))
     else:
-        assert commands is not None, "who does not drive follows"
+        assert commands is not None, "a replica of one rank has no followers"
         follow(commands, engine, weights, activity)
         outcome = DRAINED if drain.asked else FINISHED
     weights.close()
@@ -117,32 +118,17 @@ def run_replica(
 async def _serve(
     config: RunConfig, replica: Replica, address: ReplicaAddress, leader: Leader, token: str, drain: DrainListener
 ) -> str:
-    """Answer until the run needs the replica no more, or is gone. Returns FINISHED or DRAINED; raises what has ended
-    the engine."""
-    import uvicorn
-
-    from megatron_rl.server.connections import BoundedConnection
-
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # they are the drain listener's
-
+    """Answer until the run no longer needs the replica, or is gone. Returns FINISHED or DRAINED; raises the error that
+    has ended the engine."""
     service = ReplicaService(leader, address)
     with socket.create_server((own_address(), 0), backlog=BACKLOG) as listener:
         host, port = listener.getsockname()
-        server = Server(
-            uvicorn.Config(
-                application(service, token),
-                interface="asgi3",
-                http=BoundedConnection,
-                ws="none",
-                lifespan="off",
-                timeout_graceful_shutdown=int(LEFT_S),
-                backlog=BACKLOG,
-                log_config=None,
-                access_log=False,
-            )
+        server = HttpServer(
+            application(service, token),
+            interface="asgi3",
+            lifespan="off",
+            timeout_graceful_shutdown=int(LEFT_S),
+            backlog=BACKLOG,
         )
         async with service.running():
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
@@ -162,9 +148,9 @@ async def _serve(
 
 
 async def _until_over(service: ReplicaService, leader: Leader, drain: DrainListener, limit_s: float) -> None:
-    """Raises what has ended the engine.
+    """Return when the replica must end. Raises the error that has ended the engine.
 
-    limit_s: that the run's first rank may take to come.
+    limit_s: seconds until the run's first rank must have sent its first request.
     """
     began = time.monotonic()
     while not service.ended.is_set():
@@ -175,9 +161,9 @@ async def _until_over(service: ReplicaService, leader: Leader, drain: DrainListe
         heard = service.heard_at
         silent = 0.0 if service.attended else time.monotonic() - (began if heard is None else heard)
         if drain.asked and (heard is None or silent > LEFT_S):
-            logger.info("asked to leave, and the run has left")
+            logger.info("the replica was asked to leave, and the run has left")
             return
         if silent > (limit_s if heard is None else GONE_S):
-            logger.warning("the run has asked nothing for %.0f s: it is gone, and this replica ends", silent)
+            logger.warning("the run has sent no request for %.0f s, so it is gone and this replica ends", silent)
             return
         await asyncio.sleep(POLL_S)

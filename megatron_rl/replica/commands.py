@@ -1,4 +1,4 @@
-"""What the ranks of a replica do together, as its first one says."""
+"""Commands from the first rank of a replica, which all of its ranks execute together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class LedEngine(Protocol):
-    """What a replica asks of its engine. See `inference.engine.Engine`."""
+    """Methods of an engine that a replica uses. `inference.engine.Engine` has them."""
 
     @property
     def busy(self) -> bool: ...
@@ -48,25 +48,25 @@ class LedEngine(Protocol):
 
 
 class Weights(Protocol):
-    """This rank's end of the way from the ranks that train. Each call is collective over the replica."""
+    """This rank's end of the transfer of weights from the training ranks. Calls are collective over the replica."""
 
     def join(self, epoch: dict[str, Any]) -> Future[None]:
-        """Begin to join the transfer group of an epoch, and leave the one before. It may fail with a RuntimeError."""
+        """Begin to join the transfer group of an epoch, and leave the previous one. It may fail with a RuntimeError."""
         ...
 
     def receive(self, version: int) -> Future[None]:
-        """Begin to receive the weights of a version beside those that are in use, while the engine goes on. It may fail
-        with a RuntimeError."""
+        """Begin to receive a version next to the weights in use, while the engine continues. It may fail with a
+        RuntimeError."""
         ...
 
     def swap(self, version: int) -> None:
-        """Have the engine sample by what was received, once it is. Raises RuntimeError."""
+        """Make the engine use the received weights, once they are complete. Raises RuntimeError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Follow the engine until it lets go."""
+    """Follow the engine until it releases its followers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +86,24 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing: that there is nothing to do."""
+    """Do nothing: a sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Leave."""
+    """Leave the replica."""
 
 
 Command = Generate | Join | Receive | Swap | Wait | End
 
 
 def commands_over(ranks: EngineRanks) -> PlanBroadcast[Command] | None:
-    """From the first rank of a replica to the others; None where there are none."""
+    """Return the channel from the first rank of a replica to the others; None if there are none."""
     return None if ranks.alone else PlanBroadcast[Command](ranks.control)
 
 
 def follow(commands: PlanBroadcast[Command], engine: LedEngine, weights: Weights, activity: Activity) -> None:
-    """Do what the first rank says, until it says that it is the end. Raises RuntimeError where it is gone."""
+    """Execute the first rank's commands, up to and including `End`. Raises RuntimeError if that rank is gone."""
     while True:
         with activity.waits():
             command = commands.receive()
@@ -115,12 +115,12 @@ def follow(commands: PlanBroadcast[Command], engine: LedEngine, weights: Weights
             case Join() | Receive() | Swap():
                 try:
                     carry_out(command, weights)
-                except RuntimeError as error:  # the first rank has met the same, and tells who has to know
+                except RuntimeError as error:  # the first rank gets the same error, and reports it
                     logger.warning("%s", error)
 
 
 def carry_out(command: Join | Receive | Swap, weights: Weights) -> Future[None]:
-    """Do one's part of what concerns the weights. Raises RuntimeError."""
+    """Execute this rank's part of a command about weights. Raises RuntimeError."""
     match command:
         case Join(epoch):
             return weights.join(epoch)

@@ -1,4 +1,4 @@
-"""What each driver has asked, and the news that it has not seen yet."""
+"""Open requests of each driver, and the news that it has not seen yet."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Driver:
     asked: dict[str, Subscription] = field(default_factory=dict)
-    """Requests that are not answered."""
+    """Requests that are not answered yet."""
     unseen: list[tuple[int, tuple[str, Delta] | Refusal]] = field(default_factory=list)
-    """News, numbered from 1."""
+    """News with their numbers, which start at 1."""
     last: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def tell(self, news: tuple[str, Delta] | Refusal) -> None:
+    def add(self, news: tuple[str, Delta] | Refusal) -> None:
         self.last += 1
         self.unseen.append((self.last, news))
         self.news.set()
 
 
 class DriverInbox:
-    """Between HTTP and the engine's thread. All of it is for the HTTP loop."""
+    """Passes requests of drivers to the engine's thread, and keeps its news for them. All methods belong to the HTTP
+    loop."""
 
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
@@ -40,7 +41,7 @@ class DriverInbox:
         self._closed = False
 
     def forget(self, driver: int) -> None:
-        """Begin anew with a driver: cancel what it asked, and drop what it has not seen."""
+        """Reset a driver: cancel its requests, and drop the news that it has not seen."""
         if (before := self._drivers.pop(driver, None)) is not None:
             for subscription in before.asked.values():
                 subscription.close()
@@ -49,9 +50,9 @@ class DriverInbox:
     def ask(
         self, driver: int, requests: Iterable[GenerationRequest], cancelled: Iterable[str], version: int | None
     ) -> None:
-        """Have requests answered, and others not.
+        """Submit requests to the engine, and cancel others.
 
-        version: of the weights, where they are older than those that the requests are for; None: they are not.
+        version: version of the weights, if it is too old for the requests; else None.
 
         Raises EngineGone.
         """
@@ -59,8 +60,8 @@ class DriverInbox:
         for request in requests:
             if version is not None:
                 message = f"the weights are of version {version}"
-                its.tell(Refusal(request.id, OTHER_VERSION, message))
-            elif request.id not in its.asked:  # one that comes twice is one
+                its.add(Refusal(request.id, OTHER_VERSION, message))
+            elif request.id not in its.asked:  # a request may arrive twice
                 its.asked[request.id] = self._thread.submit(request, True, self._news)
         for request_id in cancelled:
             if (subscription := its.asked.pop(request_id, None)) is not None:
@@ -69,7 +70,8 @@ class DriverInbox:
     async def news(
         self, driver: int, seen: int, wait_s: float
     ) -> tuple[int, Sequence[tuple[str, Delta]], Sequence[Refusal]]:
-        """What a driver has not seen: number of the newest, tokens, refusals; nothing where nothing comes in time."""
+        """Return the news that a driver has not seen, after `wait_s` seconds perhaps none: number of the newest,
+        tokens, refusals."""
         its = self._drivers[driver]
         its.unseen = [(number, one) for number, one in its.unseen if number > seen]
         if not its.unseen and not self._closed:
@@ -83,17 +85,17 @@ class DriverInbox:
         return its.last, pieces, [one for _, one in its.unseen if isinstance(one, Refusal)]
 
     def wake(self) -> None:
-        """Have all drivers hear at once how things are."""
+        """Make all waits for news return, so that drivers learn the replica's state."""
         for its in self._drivers.values():
             its.news.set()
 
     def close(self) -> None:
-        """Nobody waits for news any more."""
+        """End all waits for news, from now on."""
         self._closed = True
         self.wake()
 
     async def deliver(self) -> None:
-        """Take over what the engine says, for ever."""
+        """Pass on the engine's results, forever."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -104,13 +106,13 @@ class DriverInbox:
     def _read(self, its: _Driver, request_id: str, subscription: Subscription) -> None:
         try:
             for delta in subscription.unread():
-                its.tell((request_id, delta))
+                its.add((request_id, delta))
         except REFUSED as error:
-            its.tell(Refusal(request_id, kind_of(error), str(error)))
+            its.add(Refusal(request_id, kind_of(error), str(error)))
             del its.asked[request_id]
         except EngineGone:
-            del its.asked[request_id]  # as the replica leaves: another one is asked
-        except Exception as error:  # noqa: BLE001 - the engine's end, and so the replica's: another one is asked
+            del its.asked[request_id]  # the replica is leaving, so another one will be asked
+        except Exception as error:  # noqa: BLE001 - it ends the engine and the replica, so another one will be asked
             logger.error("request %s: %r", request_id, error)
             del its.asked[request_id]
         else:

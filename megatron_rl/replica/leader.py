@@ -1,4 +1,4 @@
-"""The first rank of a replica: it is asked, and tells the others what to do next."""
+"""The first rank of a replica: it gets the requests, and directs the other ranks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from megatron_rl.replica.commands import (
 )
 
 NEXT_S = TRANSFER_TIMEOUT.total_seconds()
-"""That what follows a step of a transfer may take to be asked for; after that it is taken to be given up."""
-TELL_EVERY_S = 1.0
-"""Seconds between two looks at what unfinished answers have: it synchronises the device with the host."""
+"""Seconds after a step of a transfer in which the next one must be requested; then the transfer counts as given up."""
+REPORT_EVERY_S = 1.0
+"""Seconds between two reports of unfinished answers; each synchronises the device with the host."""
 
 
 class Leader:
-    """Implements `ServedEngine` on the first rank. All of it is for the engine's thread.
+    """Implements `ServedEngine` on the first rank. All methods belong to the engine's thread.
 
-    Requests are told of as deltas: as they are answered, and what the others have every TELL_EVERY_S.
+    Requests are reported as deltas: finished ones at once, the others every REPORT_EVERY_S.
     """
 
     def __init__(
@@ -42,23 +42,23 @@ class Leader:
         weights: Weights,
         commands: PlanBroadcast[Command] | None,
         activity: Activity,
-        tell_every_s: float = TELL_EVERY_S,
+        report_every_s: float = REPORT_EVERY_S,
         *,
         holds: bool = False,
     ) -> None:
-        """holds: whether the engine computes nothing while weights are on their way: see refit/overlapped.py."""
+        """holds: whether the engine pauses while weights are on their way, see refit/overlapped.py."""
         self.version: int | None = None
-        """Policy version of the weights; None: there are none yet."""
+        """Policy version of the weights; None before the first ones."""
         self.failure: Exception | None = None
-        """What has ended the engine, and with it the replica."""
+        """Error that has ended the engine, and with it the replica."""
         self._engine, self._weights, self._commands, self._activity = engine, weights, commands, activity
-        self._tell_every_s = tell_every_s
+        self._report_every_s = report_every_s
         self._holds = holds
-        self._transfer: Future[None] | None = None  # that the engine is held for: its newest step ...
-        self._next_by = 0.0  # ... and when the next one must have been asked for
+        self._transfer: Future[None] | None = None  # newest step of the transfer for which the engine pauses
+        self._next_by = 0.0  # when its next step must have been requested
         self._followed = False  # whether the other ranks follow the engine
-        self._asked: dict[str, list[int]] = {}  # tokens of each sample that were told
-        self._told_at = time.monotonic()
+        self._reported: dict[str, list[int]] = {}  # number of reported tokens of each sample
+        self._reported_at = time.monotonic()
 
     @property
     def busy(self) -> bool:
@@ -66,7 +66,7 @@ class Leader:
 
     @property
     def _held(self) -> bool:
-        """Whether the engine is to wait. Not for weights that do not come."""
+        """Whether the engine must pause. It does not for weights that fail to arrive."""
         if (transfer := self._transfer) is None:
             return False
         return not transfer.done() or (transfer.exception() is None and time.monotonic() < self._next_by)
@@ -82,20 +82,20 @@ class Leader:
 
     @property
     def answered(self) -> Sequence[str]:
-        return ()  # told as deltas
+        return ()  # reported as deltas
 
     def take(self, request_id: str) -> None:
         return None
 
     def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str:
         self._engine.submit(request)
-        known = {sample: len(beginning.tokens) for sample, beginning in request.known.items()}
-        self._asked[request.id] = [known.get(sample, 0) for sample in range(request.num_samples)]
+        known = {sample: len(prefix.tokens) for sample, prefix in request.known.items()}
+        self._reported[request.id] = [known.get(sample, 0) for sample in range(request.num_samples)]
         return request.id
 
     def cancel(self, request_id: str) -> None:
         self._engine.cancel(request_id)
-        self._asked.pop(request_id, None)
+        self._reported.pop(request_id, None)
 
     def step(self) -> None:
         self._activity.beat()
@@ -105,66 +105,63 @@ class Leader:
                 self._engine.step()
             if not self._engine.busy:
                 self._have_follow(False)
-        except Exception as error:  # whatever ends the engine: the thread tells who asked, and not the replica itself
+        except Exception as error:  # the thread raises it in all callers, but the replica must learn of it too
             self.failure = error
             raise
 
     def take_deltas(self) -> list[tuple[str, Delta]]:
-        """What requests have got since they were told of before."""
+        """Return the new tokens of all requests since the last report."""
         deltas = []
         for request_id in [*self._engine.answered]:
             answers = self._engine.take(request_id) or ()
-            told = self._asked.pop(request_id, [0] * len(answers))
-            for sample, (first, one) in enumerate(zip(told, answers, strict=True)):
+            reported = self._reported.pop(request_id, [0] * len(answers))
+            for sample, (first, one) in enumerate(zip(reported, answers, strict=True)):
                 tokens, logprobs, versions = one.tokens[first:], one.logprobs[first:], one.versions[first:]
                 deltas.append(
                     (request_id, Delta(sample, tokens, logprobs, versions, None, one.finish_reason, one.stop))
                 )
-        if self._engine.busy and time.monotonic() - self._told_at >= self._tell_every_s:
+        if self._engine.busy and time.monotonic() - self._reported_at >= self._report_every_s:
             deltas += self._unfinished()
-            self._told_at = time.monotonic()
+            self._reported_at = time.monotonic()
         return deltas
 
     def _unfinished(self) -> list[tuple[str, Delta]]:
         deltas = []
         for part in self._engine.partial_answers():
-            told, there = self._asked.get(part.request_id), part.prefix
-            if told is None or (first := told[part.sample]) >= len(there.tokens):
+            reported, found = self._reported.get(part.request_id), part.prefix
+            if reported is None or (first := reported[part.sample]) >= len(found.tokens):
                 continue
-            told[part.sample] = len(there.tokens)
-            new = Delta(part.sample, there.tokens[first:], there.logprobs[first:], there.versions[first:])
+            reported[part.sample] = len(found.tokens)
+            new = Delta(part.sample, found.tokens[first:], found.logprobs[first:], found.versions[first:])
             deltas.append((part.request_id, new))
         return deltas
 
-    # What all ranks do
+    # Commands for all ranks
 
     def join(self, epoch: dict[str, Any]) -> Future[None]:
-        """See Weights.join."""
         return self._carry_out(Join(epoch))
 
     def receive(self, version: int) -> Future[None]:
-        """See Weights.receive."""
         return self._carry_out(Receive(version))
 
     def swap(self, version: int) -> None:
-        """See Weights.swap."""
         self._carry_out(Swap(version))
         self.version = version
 
     def wait(self) -> None:
-        """Tell the other ranks that all is well, however long there is nothing to do."""
+        """Give the other ranks a sign of life, however long there is nothing to do."""
         self._activity.beat()
         if not self._followed:
-            self._tell(Wait())
+            self._send(Wait())
 
     def end(self) -> None:
-        """Have the other ranks leave."""
+        """Make the other ranks leave."""
         self._have_follow(False)
-        self._tell(End())
+        self._send(End())
 
     def _carry_out(self, command: Join | Receive | Swap) -> Future[None]:
         self._have_follow(False)
-        self._tell(command)
+        self._send(command)
         self._transfer = None
         begun = carry_out(command, self._weights)
         if self._holds and not isinstance(command, Swap):
@@ -174,11 +171,11 @@ class Leader:
 
     def _have_follow(self, follows: bool) -> None:
         if follows and not self._followed:
-            self._tell(Generate())
+            self._send(Generate())
         elif self._followed and not follows:
             self._engine.let_go()
         self._followed = follows
 
-    def _tell(self, command: Command) -> None:
+    def _send(self, command: Command) -> None:
         if self._commands is not None:
             self._commands.send(command)

@@ -1,4 +1,4 @@
-"""A rank's end of the way that weights take into a replica."""
+"""A rank's end of the transfer of weights to a replica."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron_rl.refit.transfer import Receiver
 from megatron_rl.refit.transfer_group import TransferGroup
 
 STOP_S = 10.0
-"""That what waits for members has to end."""
+"""Seconds that waits for other members have to end."""
 
 
 class ReceivedWeights:
-    """Implements `Weights` over the transfer groups of one membership epoch after the other. What waits for other
-    members does so in a thread of its own, while the engine goes on."""
+    """Implements `Weights` over the transfer groups of successive membership epochs. Waits for other members run in a
+    thread, while the engine continues."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class ReceivedWeights:
         changed: bool = False,
     ) -> None:
         """
-        started: which replica this is.
-        backend: of torch.distributed, for what is sent.
-        timeout: bounds every wait for other members.
+        started: identifies this replica.
+        backend: of torch.distributed, for the tensors.
+        timeout: limit of every wait for other members.
         recompute_cache: see AsyncConfig.
         changed: see Receiver.
         """
@@ -48,27 +48,25 @@ class ReceivedWeights:
         self._backend, self._timeout, self._recompute_cache = backend, timeout, recompute_cache
         self._receiver = Receiver(engine.policy, engine.policy.platform.host_memory, changed=changed)
         self._group: TransferGroup | None = None
-        self._transfer: Future[None] | None = None  # the newest step of it
+        self._transfer: Future[None] | None = None  # its newest step
 
     def join(self, epoch: dict[str, Any]) -> Future[None]:
-        """See Weights.join."""
         return self._begin(partial(self._join, Epoch.from_json(epoch)))
 
     def receive(self, version: int) -> Future[None]:
-        """See Weights.receive."""
         return self._begin(partial(self._receive, version))
 
     def swap(self, version: int) -> None:
-        """See Weights.swap: it has come on all ranks of the replica, or it has not come."""
+        """See Weights.swap. Either all ranks of the replica swap, or none does."""
         failure: BaseException | None = TransferFailed("this rank is in no transfer group")
         if self._transfer is not None:
-            failure = self._transfer.exception()  # every wait within it has a limit
+            failure = self._transfer.exception()  # this waits; every wait of the transfer has a limit
         complete = torch.tensor([failure is None], dtype=torch.int32)
         dist.all_reduce(complete, op=dist.ReduceOp.MIN, group=self._ranks.control)
         if failure is not None:
             raise failure
         if not complete.item():
-            raise TransferFailed(f"version {version} has not come on another rank of this replica")
+            raise TransferFailed(f"version {version} has not arrived on another rank of this replica")
         if self._recompute_cache:
             self._engine.begin_rows_again()
         self._receiver.swap()

@@ -1,4 +1,4 @@
-"""The routes."""
+"""HTTP routes of the inference server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_rl.server.weights import WrittenWeights
 logger = logging.getLogger(__name__)
 
 BODY_S = 60.0
-"""That a client has to send a body."""
+"""Seconds that a client has to send a body."""
 
 
 class Application:
@@ -51,10 +51,10 @@ class Application:
     ) -> None:
         """
         model: its name for clients.
-        max_length: of a prompt and its answer together, in tokens.
-        tokens: bearer tokens, any of which opens the server.
+        max_length: most tokens of a prompt and its answer together.
+        tokens: bearer tokens, each of which gives access.
         failed: see EngineThread.
-        weights: that a run writes, for the engine to read.
+        weights: weights that a run writes, for the engine to read.
         """
         limits = limits or ServerLimits()
         self.thread = EngineThread(engine, failed)
@@ -105,13 +105,13 @@ class Application:
         if not asked.body.stream:
             return JSONResponse(await unless_gone(request.receive, self._service.whole(asked)))
         events = self._service.events(asked)
-        first = await unless_gone(request.receive, anext(events))  # what goes wrong before it has a status of its own
+        first = await unless_gone(request.receive, anext(events))  # errors before it get an HTTP status of their own
         return EventStream(first, events, self._limits.stall_s)
 
     async def _update_weights(self, request: Request) -> Response:
         body = parse(UpdateBody, await _body(request))
         if self._weights is None:
-            raise ApiError(404, "this server keeps the weights it has: it was started without --weights-from")
+            raise ApiError(404, "this server cannot update its weights: it was started without --weights-from")
         try:
             await self.thread.call(partial(self._weights.read, body.version))
         except UnusableWeights as error:
@@ -160,7 +160,7 @@ async def _body(request: Request) -> bytes:
         async with asyncio.timeout(BODY_S):
             return await request.body()
     except TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_S:.0f} s", headers={"Connection": "close"}) from None
+        raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s", headers={"Connection": "close"}) from None
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

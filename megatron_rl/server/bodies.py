@@ -1,4 +1,4 @@
-"""Bodies of requests. Their fields are honoured; parameters.py has those that are not."""
+"""Request bodies. This server acts on all of their fields; parameters.py has the parameters on which it does not."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions have in common."""
 
     model: str | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0, or -1 as in vLLM: all tokens."""
+    """0 keeps all tokens, and so does -1, as in vLLM."""
     min_p: float = 0.0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     max_tokens: int | None = None
@@ -51,43 +51,43 @@ class GenerationBody(Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASED)] = {}
-    """Biases by token ids, which JSON has as text."""
+    """Token id -> bias; JSON has keys as text."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     skip_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
-    """Whether log-probs name tokens by their ids."""
+    """Whether log-probs name tokens by their ids, as `token_id:5`."""
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
-    """Whether each choice has `prompt_token_ids`, `token_ids` and `policy_versions`."""
+    """Whether each choice includes `prompt_token_ids`, `token_ids` and `policy_versions`."""
 
     @property
     def answer_limit(self) -> int | None:
-        """Tokens of an answer, where the request says how many."""
+        """Most tokens of an answer, if the request limits them."""
         return self.max_tokens
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are told of each place beside the sampled one; None: no log-probs at all."""
+        """Number of the likeliest tokens to return at each position, besides the sampled one; None: no log-probs."""
         raise NotImplementedError
 
     @property
     def scores(self) -> int | None:
-        """How many of the likeliest tokens are told of each place of the prompt; None: the prompt is not scored."""
+        """Number of the likeliest tokens to return at each position of the prompt; None: the prompt is not scored."""
         return self.prompt_logprobs
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """logit_bias by token. Raises ApiError."""
+        """(token, bias) of logit_bias. Raises ApiError."""
         if wrong := next((token for token in self.logit_bias if not token.isdecimal()), None):
             raise ApiError(400, f"logit_bias: {wrong[:20]!r} is no token id", param="logit_bias", code="invalid_value")
         return tuple((int(token[:20]), bias) for token, bias in self.logit_bias.items())
 
     def sampling(self, max_new_tokens: int) -> Sampling:
-        """Raises ApiError."""
+        """Return the engine's sampling parameters. Raises ApiError."""
         if self.min_tokens > max_new_tokens > 0:
-            message = f"min_tokens {self.min_tokens} is more than the {max_new_tokens} that an answer may have"
+            message = f"min_tokens {self.min_tokens} exceeds the {max_new_tokens} tokens that an answer may have"
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
         try:
             asked = AdjustedSampling(
@@ -119,9 +119,9 @@ class CompletionBody(GenerationBody):
     prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     echo: bool = False
-    """Whether the text, and what is told of its tokens, begins with the prompt."""
+    """Whether the text, and the log-probs, start with the prompt."""
     add_special_tokens: bool = True
-    """Whether a text begins as the tokenizer begins any, with BOS where it has one."""
+    """Whether to start a text as the tokenizer starts any text, with BOS if it has one."""
 
     @property
     def likeliest(self) -> int | None:
@@ -138,20 +138,20 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     messages: Objects[Message] = []
     prompt_token_ids: Items[TokenId] = []
-    """The prompt in place of what the template makes of the messages."""
+    """Prompt to use instead of the messages."""
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
     tools: Objects[Tool] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
-    """false: the first call of an answer is told, and no other."""
+    """false: only the first call of an answer is returned."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """A variable of the chat template, by vLLM's rule: any but none also sets `enable_thinking`."""
     add_special_tokens: bool = False
-    """Whether the prompt begins as the tokenizer begins any text; most chat templates see to it."""
+    """Whether to start the prompt as the tokenizer starts any text; most chat templates do so themselves."""
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class TokenizeBody(Body):
     tools: Objects[Tool] = []
     chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool | None = None
-    """Whether BOS is added; default: to a prompt, not to messages."""
+    """Whether to add BOS; default: to a prompt, not to messages."""
     add_generation_prompt: Literal[True] = True
     return_token_strs: bool = False
 
@@ -192,13 +192,13 @@ class UpdateBody(Body):
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """A request's body. Raises ApiError."""
+    """Parse a request body. Raises ApiError."""
     try:
         content = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(content, dict):
-        raise ApiError(400, "the body is no JSON object", code="invalid_json")
+        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
     given = {
         name: value
         for name, value in content.items()
@@ -216,17 +216,17 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     if isinstance(body, ChatBody):
         _check_chat(body)
     if isinstance(body, GenerationBody) and body.stream and body.prompt_logprobs is not None:
-        raise unsupported("prompt_logprobs", "are told with whole answers only; leave out stream")
+        raise unsupported("prompt_logprobs", "needs a whole answer; leave out stream")
     return body
 
 
 def _check_chat(body: ChatBody) -> None:
     if not body.messages and not body.prompt_token_ids:
-        raise ApiError(400, "messages: there are none", param="messages", code="invalid_value")
+        raise ApiError(400, "messages: must not be empty", param="messages", code="invalid_value")
     if body.tool_choice not in ("none", "auto"):
         why = "other than none and auto is not supported here: no call can be forced. Use auto, or serve the weights "
         raise unsupported("tool_choice", why + "with vLLM")
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+        raise ApiError(400, "max_tokens and max_completion_tokens differ: give only one of them", param="max_tokens")

@@ -4,53 +4,83 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from starlette.types import Scope
+import uvicorn
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MISSING = "the token is missing or wrong: Authorization: Bearer TOKEN"
+MISSING = "the token is missing or wrong: send the header Authorization: Bearer TOKEN"
 
 
 def token_of(scope: Scope, tokens: Sequence[bytes]) -> int | None:
-    """Which of the tokens an HTTP request has, compared in constant time; None: none of them."""
+    """Return the index of the token that an HTTP request carries, compared in constant time; None if it has none."""
     scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     matches = [hmac.compare_digest(given.strip(), token) for token in tokens]
     return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
 
+def guarded(app: ASGIApp, tokens: Sequence[str]) -> ASGIApp:
+    """Return the application, limited to requests with one of the tokens."""
+    allowed = [token.encode() for token in tokens]
+
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and token_of(scope, allowed) is None:
+            await PlainTextResponse(MISSING, 401, {"Connection": "close"})(scope, receive, send)
+            return
+        await app(scope, receive, send)
+
+    return guard
+
+
 class BoundedConnection(H11Protocol):
-    """Closed where no request has come whole, head and all, `timeout_keep_alive` after the connection or the response
-    before. uvicorn begins to wait anew with each byte, and for the first request waits for ever."""
+    """Closes if no complete request, head and body, arrives within `timeout_keep_alive` seconds after the connection
+    was opened or the previous response ended. uvicorn restarts that wait with each byte, and waits forever for the
+    first request."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._patience: asyncio.TimerHandle | None = None
+        self._closing: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        self._look()
+        self._update_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._look()
+        self._update_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look()
+        self._update_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._stop_waiting()
+        self._stop_timer()
 
-    def _look(self) -> None:
+    def _update_timer(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_waiting()
-        elif self._patience is None and not self.transport.is_closing():
-            self._patience = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+            self._stop_timer()
+        elif self._closing is None and not self.transport.is_closing():
+            self._closing = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
 
-    def _stop_waiting(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_timer(self) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its logs and signal handlers: each process of this project has its own."""
+
+    def __init__(self, app: ASGIApp, **options: Any) -> None:
+        """options: of uvicorn.Config."""
+        fixed: dict[str, Any] = {"http": BoundedConnection, "ws": "none", "log_config": None, "access_log": False}
+        super().__init__(uvicorn.Config(app, **fixed, **options))
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

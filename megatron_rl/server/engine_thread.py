@@ -1,11 +1,11 @@
 """The engine in a thread of its own, so that HTTP is served while it computes.
 
     HTTP loop:       subscription = thread.submit(request, streamed, news)    await news.wait()    subscription.unread()
-    engine's thread: what was asked meanwhile, one step, what the step brought; and again
+    engine's thread: run the queued calls, compute one step, pass on its results; and again
 
-What a step brings crosses over at once: one wake-up of the HTTP loop takes all there is by then, however many requests
-it is about. A request that is not streamed brings something once only, when it is answered. The engine never waits for
-a reader: what one leaves unread is kept up to a limit, beyond which its request is cancelled.
+One wake-up of the HTTP loop passes on all results that are available, for all requests. A request that is not streamed
+has a single result, its answer. The engine never waits for a reader: unread results are kept up to a limit, beyond
+which the request is cancelled.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationR
 T = TypeVar("T")
 
 MOST_UNREAD = 4096
-"""Deltas that wait for a reader: about a token each."""
+"""Most deltas that wait for a reader; each has about one token."""
 STOP_S = 30.0
-"""That the thread has to end once it was asked to: a step of the engine is not interrupted."""
+"""Seconds that the thread has to end: a step of the engine cannot be interrupted."""
 
 _News = list[tuple["Subscription", Sequence[Delta] | Exception]]
 
 
 class ServedEngine(Protocol):
-    """What the server asks of an engine. See `inference.engine.Engine`."""
+    """Methods of an engine that the server uses. `inference.engine.Engine` has them."""
 
     @property
     def busy(self) -> bool: ...
@@ -56,15 +56,15 @@ class ServedEngine(Protocol):
 
 
 class EngineGone(RuntimeError):
-    """The engine, or the server in front of it, has stopped; the message says why."""
+    """The engine, or the server around it, has stopped; the message says why."""
 
 
 class ReaderTooSlow(RuntimeError):
-    """More has been said than a reader may leave unread."""
+    """A reader has left more unread than the limit allows."""
 
 
 class Subscription:
-    """What the engine says about one request, read in the HTTP loop. Whoever has one closes it."""
+    """Results of one request, read in the HTTP loop. Its owner must close it."""
 
     def __init__(self, thread: EngineThread, request: GenerationRequest, streamed: bool, news: asyncio.Event) -> None:
         self.request, self.streamed = request, streamed
@@ -76,7 +76,7 @@ class Subscription:
         self._closed = False
 
     def take(self, news: Sequence[Delta] | Exception) -> None:
-        """In the HTTP loop; an exception is the end."""
+        """Add results, in the HTTP loop; an exception is the last one."""
         if self._closed or self._error:
             return
         if isinstance(news, Exception):
@@ -85,23 +85,23 @@ class Subscription:
             self._unread += news
             self._unfinished -= sum(delta.finish_reason is not None for delta in news)
         else:
-            self._error = ReaderTooSlow("the reader was too slow")
+            self._error = ReaderTooSlow("the client reads too slowly: too many tokens were left unread")
             self._unread.clear()
             self._thread.forget(self)
         self._news.set()
 
     def unread(self) -> list[Delta]:
-        """All that was said since this was asked before. Raises what the engine did, when there is no more."""
+        """Return all new results since the last call. Raises the engine's error when there are no more."""
         unread, self._unread = self._unread, []
         if self._error is not None:
             if not unread:
                 raise self._error
-            self._news.set()  # the error is still to be read
+            self._news.set()  # the next call must raise the error
         return unread
 
     @property
     def answered(self) -> bool:
-        """Whether all was said and read."""
+        """Whether all results have come and were read."""
         return self._unfinished == 0 and not self._unread
 
     def close(self) -> None:
@@ -112,10 +112,10 @@ class Subscription:
 
 
 class EngineThread:
-    """Runs an engine. All but what says so is for the HTTP loop, in which `start` is called."""
+    """Runs an engine. Methods are for the HTTP loop, in which `start` must be called, unless they say otherwise."""
 
     def __init__(self, engine: ServedEngine, failed: Callable[[Exception], None] | None = None) -> None:
-        """failed: called where a step has failed, in the engine's thread, before anybody is told."""
+        """failed: called in the engine's thread with the error of a step, before any caller gets it."""
         self._engine = engine
         self._failed = failed
         self._http = cast(asyncio.AbstractEventLoop, None)
@@ -123,14 +123,14 @@ class EngineThread:
         self._open: set[Subscription] = set()
         self._stopped: str | None = None
         self._submitted = 0  # samples
-        self._begun = 0  # of these, by the engine
-        self._counted = 0  # of these, in its load
+        self._begun = 0  # number of these that the engine has got
+        self._counted = 0  # number of these that `load` includes
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._asked: dict[str, Subscription] = {}  # for the engine's thread
+        self._asked: dict[str, Subscription] = {}  # only for the engine's thread
         self._outbox: deque[_News] = deque()
-        self._told = False  # whether the HTTP loop knows that there is something in the outbox
+        self._notified = False  # whether the HTTP loop will read the outbox
         self.load = engine.load
-        """Of the engine, as it began its last step or ended it."""
+        """Load of the engine at the start or end of its last step."""
 
     def start(self) -> None:
         self._http = asyncio.get_running_loop()
@@ -142,13 +142,13 @@ class EngineThread:
 
     @property
     def waiting(self) -> int:
-        """Samples that wait for the engine."""
+        """Number of samples that wait for the engine."""
         return self._submitted - self._counted + self.load.waiting
 
     def submit(self, request: GenerationRequest, streamed: bool, news: asyncio.Event) -> Subscription:
-        """Have the engine answer. Raises EngineGone.
+        """Queue a request. Raises EngineGone.
 
-        news: set whenever the subscription has something to read.
+        news: set whenever the subscription has new results.
         """
         if not self.alive:
             raise EngineGone(self._stopped or "the engine has stopped")
@@ -159,7 +159,7 @@ class EngineThread:
         return subscription
 
     def call(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """What `work` returns, or raises, in the engine's thread between two steps. Raises EngineGone."""
+        """Run `work` in the engine's thread, between two steps, and return its result. Raises EngineGone."""
         if not self.alive:
             raise EngineGone(self._stopped or "the engine has stopped")
         done: Future[T] = Future()
@@ -167,13 +167,13 @@ class EngineThread:
         return asyncio.wrap_future(done)
 
     def forget(self, subscription: Subscription) -> None:
-        """See Subscription.close."""
+        """Cancel the request of a subscription, unless it is answered."""
         if subscription in self._open:
             self._open.discard(subscription)
             self._calls.put(partial(self._cancel, subscription.request.id))
 
     def stop(self, why: str) -> None:
-        """Tell all who wait that there will be no answer, and have the thread end."""
+        """Fail all open requests, and make the thread end."""
         if self._stopped is not None:
             return
         self._stopped = why
@@ -184,16 +184,16 @@ class EngineThread:
 
     @property
     def computes(self) -> bool:
-        """Whether the thread is still there, in the middle of a step if it was asked to stop."""
+        """Whether the thread still runs: after `stop`, it is in the middle of a step."""
         return self._thread.is_alive()
 
     def join(self) -> bool:
-        """Wait for the end of the thread after `stop`, in any other thread; whether it has come."""
+        """Wait for the end of the thread after `stop`, in any other thread. Returns whether it has ended."""
         self._thread.join(STOP_S)
         return not self._thread.is_alive()
 
-    def _hear(self) -> None:
-        self._told = False  # first: what is said from here on may or may not be heard below
+    def _read_outbox(self) -> None:
+        self._notified = False  # first, so that results which come during the loop below cause another call
         while self._outbox:
             for subscription, news in self._outbox.popleft():
                 subscription.take(news)
@@ -204,13 +204,13 @@ class EngineThread:
         try:
             while self._follow_calls():
                 failed = self._step()
-                self._tell(failed or self._news())
-        finally:  # whatever has ended it, nobody waits for it any more
+                self._publish(failed or self._news())
+        finally:  # whatever the reason, no request will be answered any more
             with suppress(RuntimeError):  # the HTTP loop may be closed
                 self._http.call_soon_threadsafe(self.stop, "the engine has stopped")
 
     def _follow_calls(self) -> bool:
-        """Do what was asked meanwhile; wait for it where there is nothing else to do. Returns whether to go on."""
+        """Run the queued calls; wait for one if the engine is idle. Returns whether to continue."""
         wait = not self._engine.busy
         with suppress(Empty):
             while True:
@@ -228,7 +228,7 @@ class EngineThread:
         try:
             self._engine.submit(request, streamed=subscription.streamed)
         except Exception as error:  # noqa: BLE001 - raised where it is read
-            self._tell([(subscription, error)])
+            self._publish([(subscription, error)])
         else:
             self._asked[request.id] = subscription
         self._begun += request.num_samples
@@ -238,11 +238,11 @@ class EngineThread:
         self._asked.pop(request_id, None)
 
     def _step(self) -> _News:
-        """Returns who must be told that it has failed."""
+        """Compute a step. Returns the subscriptions that a failed step has cost, with its error."""
         try:
             if self._engine.busy:
                 self._engine.step()
-        except Exception as error:  # noqa: BLE001 - it has cost all requests, and each raises it where it is read
+        except Exception as error:  # noqa: BLE001 - it fails every request, and each raises it where it is read
             if self._failed:
                 self._failed(error)
             asked, self._asked = self._asked, {}
@@ -250,19 +250,19 @@ class EngineThread:
         return []
 
     def _news(self) -> _News:
-        """What the step has brought; nothing to a request that a failed one has cost."""
+        """Return the results of the step, except of requests that a failed step has ended."""
         deltas = [(name, [delta]) for name, delta in self._engine.take_deltas()]
         answers = [(name, _deltas(self._engine.take(name) or ())) for name in self._engine.answered]
         return [(self._asked[name], news) for name, news in deltas + answers if name in self._asked]
 
-    def _tell(self, news: _News) -> None:
+    def _publish(self, news: _News) -> None:
         self.load = self._engine.load
         if not news:
             return
         self._outbox.append(news)
-        if not self._told:
-            self._told = True
-            self._http.call_soon_threadsafe(self._hear)
+        if not self._notified:
+            self._notified = True
+            self._http.call_soon_threadsafe(self._read_outbox)
 
 
 def _do(work: Callable[[], T], done: Future[T]) -> None:
@@ -273,7 +273,7 @@ def _do(work: Callable[[], T], done: Future[T]) -> None:
 
 
 def _deltas(answers: Sequence[Completion]) -> list[Delta]:
-    """One for each, with all of it."""
+    """Return one delta for each completion, with all of its tokens."""
     return [
         Delta(sample, one.tokens, one.logprobs, one.versions, one.top_logprobs, one.finish_reason, one.stop, one.prompt)
         for sample, one in enumerate(answers)

@@ -1,4 +1,4 @@
-"""Messages and tools in the bodies of requests, also as clients send back what other servers answered."""
+"""Messages and tools in request bodies, including fields that clients copy from answers of other servers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
-"""A list whose first wrong item is the only one that is told: a body has room for millions."""
+"""A list of which only the first wrong item is reported: a body has room for millions."""
 MOST_OBJECTS = 10_000
 Objects = Annotated[list[Item], Field(max_length=MOST_OBJECTS, fail_fast=True)]
-"""Of what costs more to read than a number or a string; meanwhile nobody else is answered."""
+"""A list of items that take longer to parse than a number or a string; parsing blocks all other requests."""
 
 TokenId = Annotated[int, Field(ge=0)]
 
 
 class Body(BaseModel):
-    """null is what is left out: the default. Of unknown names one is told."""
+    """Base of all bodies. null means left out. Only one unknown name is reported."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -42,7 +42,7 @@ class TextPart(Body):
 class CalledFunction(Body):
     name: str
     arguments: str | dict[str, Any] = ""
-    """A JSON object, or as some clients have it of a function without parameters, nothing."""
+    """A JSON object; some clients send nothing for a function without parameters."""
 
 
 class ToolCall(Body):
@@ -56,14 +56,14 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One of a conversation, also as a client sends back what it was answered, here or elsewhere."""
+    """A message of a conversation, also as clients send back an answer of this server or another one."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Objects[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """vLLM's name for the same."""
+    """vLLM's name for reasoning_content."""
     tool_calls: Objects[ToolCall] | None = None
     tool_call_id: str | None = None
     annotations: Any = None
@@ -88,7 +88,7 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] = {}
     strict: Annotated[bool | None, Field(exclude=True)] = None
-    """Of no effect, as in vLLM where the model chooses whether to call: no answer is promised to fit the schema."""
+    """Without effect, as in vLLM when the model chooses whether to call: arguments may violate the schema."""
 
 
 class Tool(Body):

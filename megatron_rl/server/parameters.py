@@ -1,5 +1,5 @@
-"""Parameters of OpenAI's and vLLM's requests on which this server does not act. Those that it honours are the fields of
-bodies.py; docs/inference.md lists all of them."""
+"""Parameters of OpenAI's and vLLM's requests on which this server does not act. The fields of bodies.py are those on
+which it does; docs/inference.md lists all of them."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any, NamedTuple
 WITHOUT_EFFECT = {
     "metadata": "the client's own notes",
     "mm_payload": "no image is ever sent back",
-    "prompt_cache_key": "beginnings of prompts are found without it",
-    "prompt_cache_options": "beginnings of prompts are found without it",
-    "prompt_cache_retention": "beginnings of prompts are found without it",
-    "request_id": "answers have names of the server's own",
+    "prompt_cache_key": "common prefixes are found without it",
+    "prompt_cache_options": "common prefixes are found without it",
+    "prompt_cache_retention": "common prefixes are found without it",
+    "request_id": "the server names answers itself",
     "return_mm_kwargs": "no image is ever sent back",
     "return_token_offsets": "vLLM ignores it on these routes too",
-    "routed_experts_prompt_start": "routing decisions are not told",
-    "safety_identifier": "every token's requests are answered alike",
+    "routed_experts_prompt_start": "routing decisions are not returned",
+    "safety_identifier": "the requests of every token are answered alike",
     "session_id": "requests of a session are answered like others",
-    "spaces_between_special_tokens": "tokenizers of today put none",
-    "stream_interval": "a chunk has what is there by then",
+    "spaces_between_special_tokens": "current tokenizers add none",
+    "stream_interval": "a chunk contains all tokens that are available",
     "truncation_side": "no prompt is truncated",
-    "user": "every token's requests are answered alike",
+    "user": "the requests of every token are answered alike",
 }
-"""Accepted whatever their value: they change no answer."""
+"""Accepted with any value, since they change no answer. Name -> reason."""
 
 _FORCED = (
-    "no answer is promised to fit a grammar or a schema. Leave it out and ask for the format in the prompt, or serve "
+    "answers cannot be forced into a grammar or a schema. Leave it out and ask for the format in the prompt, or serve "
     "the weights with vLLM"
 )
 _TEXT_ONLY = "the model reads and writes text only; leave it out"
 
 
 class Refused(NamedTuple):
-    """A parameter that would change the answer."""
+    """A parameter that would change the answer, and so is refused."""
 
     neutral: tuple[Any, ...]
-    """Values that ask for nothing, which are accepted."""
+    """Values that ask for nothing, and so are accepted."""
     why: str = "is not supported here; leave it out"
 
 
@@ -45,8 +45,8 @@ REFUSED = {
     "audio": Refused((), f"is not supported here: {_TEXT_ONLY}"),
     "bad_words": Refused(([],), "is not supported here; logit_bias keeps single tokens from being drawn"),
     "best_of": Refused((1,), "is not supported here; ask for n answers"),
-    "cache_salt": Refused((), "is not supported here: requests share beginnings of prompts"),
-    "chat_template": Refused((), "is not accepted from a client: it is a program. The model's own is used"),
+    "cache_salt": Refused((), "is not supported here: requests share common prefixes"),
+    "chat_template": Refused((), "is not accepted from a client, since it is a program. The model's own is used"),
     "continue_final_message": Refused((False,), "is not supported here; ask /v1/completions, or give prompt_token_ids"),
     "documents": Refused(([],)),
     "ec_transfer_params": Refused(({},)),
@@ -67,7 +67,7 @@ REFUSED = {
     "modalities": Refused((["text"],), f"is not supported here: {_TEXT_ONLY}"),
     "moderation": Refused(()),
     "prediction": Refused(()),
-    "priority": Refused((0,), "is not supported here: requests are answered in the order in which they come"),
+    "priority": Refused((0,), "is not supported here: requests are answered in order of arrival"),
     "prompt_embeds": Refused((), "is not supported here; give a text or token ids"),
     "repetition_detection": Refused(()),
     "response_format": Refused(({"type": "text"},), f"other than text is not supported here: {_FORCED}"),
@@ -84,4 +84,4 @@ REFUSED = {
     "watermarking": Refused((False,)),
     "web_search_options": Refused(()),
 }
-"""Refused by their names, unless a value asks for nothing: to ignore them would change the answer."""
+"""Refused by name unless the value asks for nothing, since ignoring them would change the answer."""

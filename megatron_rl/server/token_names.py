@@ -1,4 +1,4 @@
-"""How log-probs name tokens, and where the text of each begins."""
+"""Names of tokens in log-probs, and the offset of each token in the text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.model.tokenizer import Tokenizer
 
 
 class TokenNames:
-    """Names of tokens as they read in the middle of a text, or of their ids."""
+    """Names of tokens: as they read in the middle of a text, or by their ids."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
         self._show = _id_name if as_ids else cache(tokenizer.show)
@@ -20,10 +20,10 @@ class TokenNames:
     def name(self, token: int) -> str:
         return self._show(token)
 
-    def by_name(self, place: TopLogprobs, own: int, logprob: float) -> dict[str, float]:
-        """The likeliest tokens of a place and its own one, the likeliest first. A name stands for one token: the own
-        one has its name, and others of that name, such as the letters of a special token, are named by their ids."""
-        tokens = place if own in place else place | {own: logprob}
+    def by_name(self, likeliest: TopLogprobs, own: int, logprob: float) -> dict[str, float]:
+        """Return the likeliest tokens of a position and the sampled one by name, the likeliest first. If tokens share a
+        name, as a special token and its letters may, the sampled one keeps it and others are named by their ids."""
+        tokens = likeliest if own in likeliest else likeliest | {own: logprob}
         named: dict[str, float] = {}
         for token, value in tokens.items():
             name = self._show(token)
@@ -33,27 +33,27 @@ class TokenNames:
 
 
 def _id_name(token: int) -> str:
-    return f"token_id:{token}"  # vLLM's name for it
+    return f"token_id:{token}"  # as vLLM names it
 
 
 class TextOffsets:
-    """Characters of a text before each of its tokens, as they come."""
+    """Number of characters of a text before each of its tokens, computed as tokens come."""
 
     def __init__(self, tokenizer: Tokenizer, *, special: bool) -> None:
-        """special: whether the text has the names of special tokens."""
+        """special: whether the text includes the names of special tokens."""
         self._tokenizer, self._special = tokenizer, special
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._at = 0
 
     def prompt(self, tokens: Iterable[int], text: str) -> list[int]:
-        """Offsets of the tokens of a prompt, with which the text begins."""
+        """Return the offsets of a prompt's tokens; its text comes first."""
         offsets = self.next(tokens)
-        beyond = self._at - len(text)  # SentencePiece begins a text with a space that is not in it
+        beyond = self._at - len(text)  # SentencePiece decodes a leading space that the text does not have
         self._at = len(text)
         return [max(0, offset - beyond) for offset in offsets] if beyond > 0 else offsets
 
     def next(self, tokens: Iterable[int]) -> list[int]:
-        """Offsets of the tokens that come next. Half a character begins where the character will be."""
+        """Return the offsets of the next tokens. Part of a character has the offset of the character."""
         offsets = []
         for token in tokens:
             offsets.append(self._at)

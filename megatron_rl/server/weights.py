@@ -1,4 +1,4 @@
-"""Weights that a run writes while this server answers by them (`inference.engine: server`)."""
+"""Weights that a run writes for a running server (`inference.engine: server`)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megatron_rl.refit.served_folder import version_folder
 
 
 class WrittenWeights:
-    """The versions in a folder, for an engine."""
+    """Versions of the weights in a folder, for an engine."""
 
     def __init__(self, folder: Path, engine: UpdatableInference) -> None:
         self._folder, self._engine = folder, engine
 
     def read(self, version: int) -> None:
-        """Have the engine sample by a version, from its next token on. In the engine's thread.
+        """Make the engine use a version from its next token on. Must run in the engine's thread.
 
-        Raises UnusableWeights: where the files are not those of a model, the weights are as before; where they are of
-        another one, what was asked has failed, and nothing is answered before a version that fits.
+        Raises UnusableWeights. If the files are no model, the previous weights stay; if they are of another model, open
+        requests have failed, and the engine answers none until a version fits.
         """
         folder = version_folder(self._folder, version)
         try:
@@ -36,12 +36,12 @@ class WrittenWeights:
             raise UnusableWeights(str(error)) from error
         update = self._engine.update_weights(version, _tensors(files))
         try:
-            update.send(None)  # it waits for nothing
+            update.send(None)  # a coroutine that never waits
         except StopIteration:
             return
         except WrongWeights as error:
             raise UnusableWeights(f"{folder}: {error}") from error
-        raise AssertionError("an engine of this process takes its weights at once")
+        raise AssertionError("an engine of this process must update its weights without waiting")
 
 
 def _tensors(files: WeightsFolder) -> Iterator[tuple[str, Tensor]]:

@@ -171,7 +171,7 @@ class ScriptedReplica:
         """Whether nothing is answered any more."""
         replica = attempt.replica(number)
         replica.folder.mkdir(parents=True, exist_ok=True)
-        self.leader = Leader(self.engine, self.weights, None, Activity(replica, published=False), tell_every_s=0.0)
+        self.leader = Leader(self.engine, self.weights, None, Activity(replica, published=False), report_every_s=0.0)
         self.leader.version = version
         address = ReplicaAddress(number, start, "127.0.0.1", 0, 1, digest, protocol, 0.0)
         self._listener = socket.create_server(("127.0.0.1", 0))

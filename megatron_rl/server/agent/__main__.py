@@ -2,7 +2,7 @@
 
     python -m megatron_rl.server.agent --environment JSON --tokenizer JSON --token-file FILE [--host H] [--port N]
 
-See server/serving.py for what it says, and how it ends.
+server/serving.py documents its output and how it ends.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.server.serving import allow_connections, refused, run_server, serve
 
 STALL_S = 60.0
+"""Longest time, in seconds, in which a reader takes nothing."""
 KEEP_ALIVE_S = 60
+"""Seconds that a connection may be open without a request."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of this module; the exit code."""
+    """Run the command line of this module, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.server.agent", description="Serve an environment.")
     parser.add_argument("--environment", required=True)
     parser.add_argument("--tokenizer", required=True)
@@ -70,7 +72,7 @@ def _build_and_serve(options: argparse.Namespace, tokens: list[str], listener: s
 
 
 async def _at_once() -> None:
-    """The ranks begin again what they have begun, when the server is back."""
+    """Leave without waiting: the ranks repeat their requests when the server is back."""
 
 
 if __name__ == "__main__":

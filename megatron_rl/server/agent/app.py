@@ -1,4 +1,4 @@
-"""The routes of an agent server: see agent/remote/wire.py."""
+"""HTTP routes of an agent server, see agent/remote/wire.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from megatron_rl.agent.api import (
     Demonstrator,
@@ -39,29 +39,30 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.replicas.wire import Garbled
 from megatron_rl.server.agent.sessions import Session, Sessions
-from megatron_rl.server.connections import MISSING, token_of
+from megatron_rl.server.connections import guarded
 
 logger = logging.getLogger(__name__)
 
 BODY_BYTES = 2**28
-"""Of one request: the answers to a prompt, with a number or three for each token."""
+"""Most bytes of a request body: all answers to a prompt, with up to three numbers for each token."""
 BODY_S = 60.0
+"""Seconds that a client has to send a body."""
 
 
 Work = Callable[[AgentRequest, InferenceInterface], Awaitable[EvaluationResponse]]
-"""What is done for one kind of request."""
+"""Handler of one kind of request."""
 
 
 class Conflict(Exception):
-    """A request comes from ranks that know another agent."""
+    """A request comes from ranks that expect another agent."""
 
 
 class Unknown(Exception):
-    """A session is not there (any more)."""
+    """There is no such session, or not any more."""
 
 
 class AgentService:
-    """What an environment does for who asks it."""
+    """An environment, as ranks of a run use it."""
 
     def __init__(self, name: str, environment: Environment) -> None:
         self._environment = environment
@@ -100,11 +101,11 @@ class AgentService:
         return {"pairs": self._demonstrations[first : first + PAGE]}
 
     def begin(self, kind: Work, body: Any) -> Session:
-        """Raises Garbled or Conflict."""
+        """Start a session. Raises Garbled or Conflict."""
         if body.get("protocol") != PROTOCOL:
-            raise Conflict(f"protocol {body.get('protocol')}: this agent speaks {PROTOCOL}")
+            raise Conflict(f"protocol {body.get('protocol')}: this agent uses {PROTOCOL}")
         if body.get("digest") != self.about.digest:
-            raise Conflict(f"this agent ({self.about.environment}) serves other problems than when the run began")
+            raise Conflict(f"the problems of this agent ({self.about.environment}) have changed since the run began")
         asked = decode_agent_request(body["request"])
         for place in asked.problems:
             self._problem(*place)
@@ -119,7 +120,7 @@ class AgentService:
         return EvaluationResponse([group.trajectories], group.failures)
 
     async def contrastive_rollout(self, asked: AgentRequest, inference: InferenceInterface) -> EvaluationResponse:
-        """Chosen and rejected, where there is a pair."""
+        """Return the chosen and the rejected trajectory, if there is a pair."""
         found = await self._environment.contrastive_rollout(self._of_a_group(asked, inference))
         return EvaluationResponse([[found.pair.chosen, found.pair.rejected] if found.pair else []], found.failures)
 
@@ -129,7 +130,7 @@ class AgentService:
         return await self._environment.rollouts(request)
 
     async def evaluate(self, asked: AgentRequest, inference: InferenceInterface) -> EvaluationResponse:
-        """With what the answers come to, where the environment compares them."""
+        """Return trajectories, with final answers if the environment compares them."""
         problems = [self._problem(*place) for place in asked.problems]
         request = EvaluationRequest(
             problems=problems,
@@ -178,7 +179,7 @@ class AgentService:
 
 
 def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
-    """The service as an ASGI application, open to who has one of the tokens."""
+    """Return the service as an ASGI application, which admits requests with one of the tokens."""
 
     async def about(request: Request) -> Mapping[str, Any]:
         return asdict(service.about)
@@ -221,22 +222,14 @@ def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
         Route("/sessions/{id}", _answered(end), methods=["DELETE"]),
     ]
     app = Starlette(routes=routes, lifespan=service.running)
-    allowed = [token.encode() for token in tokens]
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and token_of(scope, allowed) is None:
-            await PlainTextResponse(MISSING, 401, {"Connection": "close"})(scope, receive, send)
-            return
-        await app(scope, receive, send)
-
-    return guarded
+    return guarded(app, tokens)
 
 
 def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
-            said = json.dumps(await handler(request), allow_nan=False)  # in ASCII: an error may quote what is no text
-            return Response(said, media_type="application/json")
+            text = json.dumps(await handler(request), allow_nan=False)  # ASCII, since errors may quote invalid text
+            return Response(text, media_type="application/json")
         except Conflict as error:
             return PlainTextResponse(str(error), 409)
         except Unknown as error:
@@ -248,7 +241,7 @@ def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Cal
 
 
 async def _body(request: Request) -> Mapping[str, Any]:
-    """Raises Garbled."""
+    """Read the body of a request. Raises Garbled."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_S):
@@ -258,8 +251,8 @@ async def _body(request: Request) -> Mapping[str, Any]:
                     raise Garbled(f"the body is larger than {BODY_BYTES} bytes")
                 parts.append(part)
     except TimeoutError:
-        raise Garbled(f"the body did not come within {BODY_S:.0f} s") from None
+        raise Garbled(f"the body did not arrive within {BODY_S:.0f} s") from None
     body = json.loads(b"".join(parts))
     if not isinstance(body, dict):
-        raise Garbled("the body is no JSON object")
+        raise Garbled("the body is not a JSON object")
     return body

@@ -1,4 +1,4 @@
-"""Requests that an agent is at work on. Each wants the model's answers in between, for which it asks the ranks."""
+"""Requests that an agent is working on. While it works, each asks the ranks for the model's answers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from megatron_rl.inference.api import Completion, GenerationRequest, InferenceIn
 from megatron_rl.inference.replicas.wire import REFUSED, encode_request
 
 FORGOTTEN_S = 120.0
-"""Without a question the ranks have gone; they ask for news every few seconds."""
+"""Seconds without a poll after which a session is dropped: the ranks, which poll every few seconds, have gone."""
 
 Work = Callable[[InferenceInterface], Coroutine[Any, Any, EvaluationResponse]]
 
 
 class Session:
-    """One request, from its beginning until its result was told. Implements `InferenceInterface`."""
+    """One request, from its start until its result was delivered. Implements `InferenceInterface`."""
 
     def __init__(self, work: Work, clock: Callable[[], float] = time.monotonic) -> None:
         self.id = uuid4().hex
         self._clock = clock
         self._asked: dict[str, tuple[GenerationRequest, asyncio.Future[list[Completion]]]] = {}
-        self._withdrawn: set[str] = set()
-        self._refusals: list[Exception] = []
-        """What the engine has said of requests that it cannot answer."""
+        self._withdrawn: set[str] = set()  # requests whose caller has left
+        self._refusals: list[Exception] = []  # errors of requests that the engine cannot answer
         self._changed = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(work(self))
         self._task.add_done_callback(lambda _: self._changed.set())
@@ -40,7 +39,6 @@ class Session:
         return self._clock() - self._heard_at > FORGOTTEN_S
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`."""
         answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self._asked[request.id] = request, answer
         self._changed.set()
@@ -53,8 +51,8 @@ class Session:
                 self._changed.set()
 
     async def poll(self, known: Collection[str], wait_s: float) -> dict[str, Any]:
-        """What is asked beside `known`, what of that is withdrawn since, the result, or what the agent failed of. Waits
-        for one of them."""
+        """Return requests to the model other than `known`, those of `known` that were withdrawn, the result, or the
+        agent's error. Waits up to `wait_s` seconds for one of them."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not (self._task.done() or self._asked.keys() - set(known) or self._withdrawn & set(known)):
@@ -74,7 +72,7 @@ class Session:
         return {"error": {"kind": "error", "message": f"{type(error).__name__}: {error}"[:300]}}
 
     def answer(self, answers: Mapping[str, Any]) -> None:
-        """What was generated, or why it cannot be; what was answered before, or is not asked any more, is passed over.
+        """Take answers of the model, or why it cannot answer. Requests that are answered or withdrawn are skipped.
 
         Raises Garbled.
         """
@@ -95,7 +93,7 @@ class Session:
 
 
 class Sessions:
-    """All that are under way."""
+    """All open sessions."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -113,7 +111,7 @@ class Sessions:
             await session.close()
 
     async def end_forgotten(self, every_s: float = FORGOTTEN_S / 4) -> None:
-        """Until cancelled."""
+        """Drop forgotten sessions, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             for id in [id for id, session in self._sessions.items() if session.forgotten]:
