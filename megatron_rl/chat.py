@@ -2,9 +2,9 @@
 
     python -m megatron_rl.chat
 
-Reads JSON objects, a line each: first what to open, then {"messages": [...]} for each answer. Says on stdout, a line
-each: {"ready": {...}} once, then of each answer {"text": PIECE} as it comes and {"end": REASON}, or {"refused": WHY}.
-SIGINT ends the answer under way, and nothing else; the end of stdin, or SIGTERM, ends the process.
+It reads JSON objects from stdin, one per line: first what to open, then {"messages": [...]} for each answer. It writes
+to stdout, one per line: {"ready": {...}} once, then for each answer {"text": PIECE} as it comes and {"end": REASON}, or
+{"refused": WHY}. SIGINT ends only the present answer; the end of stdin, or SIGTERM, ends the process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from megatron_rl.standalone.policy import OpenedPolicy
 
 MAX_NEW_TOKENS = 512
-"""Of an answer, where neither a run nor the user says how long it may be."""
+"""Most tokens of an answer, if neither a run nor the user sets a limit."""
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the conversation, and return the exit code."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
@@ -55,7 +55,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def _converse(asked: dict[str, Any]) -> None:
-    """Imports take seconds; by then there are handlers."""
+    """Import late: imports take seconds, and signal handlers must be set before."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.errors import ConfigurationError
     from megatron_rl.inference.config import InferenceConfig, Sampling
@@ -76,13 +76,13 @@ def _converse(asked: dict[str, Any]) -> None:
     ):
         recipe, chats = opened.source.recipe, opened.tokenizer.chat_template is not None
         if asked["system"] and not chats:
-            raise ConfigurationError("--system: the model has no chat template, so there is nobody to be told that")
+            raise ConfigurationError("--system: the model has no chat template, so it cannot get a system message")
         usual = recipe.sampling.model_dump() if recipe else {"max_new_tokens": MAX_NEW_TOKENS}
         sampling = Sampling.model_validate({**usual, **asked["sampling"]})
         _say(ready={"name": opened.source.name, "step": opened.source.step, "chat": chats})
         for number, line in enumerate(sys.stdin):
             try:
-                # asyncio has SIGINT cancel what runs, and raises this once it has ended.
+                # asyncio turns SIGINT into a cancellation of the running answer, and then raises KeyboardInterrupt.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 loop.run(_answer(opened, sampling, json.loads(line)["messages"], (asked["seed"], number)))
             except KeyboardInterrupt:
@@ -94,7 +94,7 @@ def _converse(asked: dict[str, Any]) -> None:
 async def _answer(
     opened: OpenedPolicy, sampling: Sampling, messages: Sequence[dict[str, str]], place: tuple[int, int]
 ) -> None:
-    """Answer a conversation, or go on with the last message where the model knows no conversations.
+    """Answer a conversation, or continue the last message if the model has no chat template.
 
     place: seed, and number of the answer.
     """
@@ -109,7 +109,7 @@ async def _answer(
         room = engine.max_length - len(tokens)
         if room < 1:
             raise ValueError(
-                f"this is {len(tokens)} tokens long, and the context {engine.max_length}; /clear begins anew"
+                f"this has {len(tokens)} tokens, but the context only {engine.max_length}; /clear starts over"
             )
         fitting = sampling.model_copy(
             update={

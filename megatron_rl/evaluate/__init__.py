@@ -1,1 +1,1 @@
-"""An evaluation: a policy answers problems k times each, outside a run, and can be interrupted at any moment."""
+"""An evaluation outside a run: a policy answers each problem k times. It can be interrupted and resumed."""

@@ -2,8 +2,8 @@
 
     python -m megatron_rl.evaluate < EVALUATION.json
 
-Says how far it is and at last what was found on stdout, a JSON object a line, and what is wrong on stderr, in one line.
-Where there are several ranks it starts the others, with their ranks as an argument (see standalone/siblings.py).
+It writes its progress and finally its result to stdout, one JSON object per line, and errors to stderr, in one line. If
+there are several ranks it starts the others, with their ranks as an argument (see standalone/siblings.py).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_rl.rank.world import die_with_parent
 
 
 def main(world: str | None = None) -> int:
-    """The exit code. world: of a rank that another one has started."""
+    """Run the evaluation, and return the exit code. world: only for a rank that another one has started."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it prints its configuration and deprecations
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it would log its configuration and deprecations
     try:
         _evaluate(sys.stdin.read(), world)
     except KeyboardInterrupt:
@@ -38,7 +38,7 @@ def main(world: str | None = None) -> int:
         return EXIT_USAGE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        sys.stderr.write(f"{where}{error.strerror or error}; what was answered is kept, and the same command goes on\n")
+        sys.stderr.write(f"{where}{error.strerror or error}; answers so far are kept: repeat the command to resume\n")
         return EXIT_CRASHED
     return EXIT_FINISHED
 
@@ -55,7 +55,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def _evaluate(text: str, world: str | None) -> None:
-    """Imports take seconds; by then there are handlers."""
+    """Import late: imports take seconds, and signal handlers must be set before."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.agent.api import EvaluationResponse
     from megatron_rl.evaluate.blocks import Progress
@@ -78,14 +78,14 @@ def _evaluate(text: str, world: str | None) -> None:
         if world is not None:
             evaluate(evaluation, run, report, world_of(world))
             return
-        if asked.ranks > 1:  # all evaluate what is the newest checkpoint now
+        if asked.ranks > 1:  # a newer checkpoint must not appear between the starts of two ranks
             pinned = str(find_source(asked.checkpoint, asked.dtype).folder)
             evaluation = evaluation.model_copy(update={"evaluate": asked.model_copy(update={"checkpoint": pinned})})
         with siblings("megatron_rl.evaluate", evaluation.model_dump_json(), asked.ranks, end_process) as first:
             done = evaluate(evaluation, run, report, first)
-    assert done is not None, "nobody asks this one to leave but by a signal"
-    found, out = done
-    _say(result=to_json(found), out=str(out))
+    assert done is not None, "this rank can only be interrupted by a signal"
+    result, out = done
+    _say(result=to_json(result), out=str(out))
 
 
 def _say(**what: object) -> None:

@@ -1,4 +1,4 @@
-"""The file of answers of an evaluation: appended as they come, read again where it goes on."""
+"""The file with an evaluation's answers: appended as they come, and read again when the evaluation resumes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_rl.contract.records import Unreadable, encode_line, read_lines
 from megatron_rl.errors import ConfigurationError
 
 ProblemKey = tuple[str, str, int]
-"""Set, mode and problem."""
+"""Set, mode and number of a problem."""
 
 
 class AnswerFile:
-    """What has been answered so far."""
+    """The answers so far."""
 
     def __init__(self, path: Path, known: Mapping[ProblemKey, ProblemAnswers]) -> None:
         self.path = path
@@ -27,8 +27,8 @@ class AnswerFile:
         self._size = _size(path)
 
     def add(self, lines: Sequence[ProblemAnswers]) -> None:
-        """Keep answers for good. Raises OSError, with the file as it was, and ConfigurationError where somebody else
-        has written to it: not every file system has locks."""
+        """Append answers durably. Raises OSError, leaving the file as it was, and ConfigurationError if another process
+        has written to it, since not every file system has locks."""
         if _size(self.path) != self._size:
             raise _in_use(self.path)
         with naming(self.path):
@@ -39,7 +39,7 @@ class AnswerFile:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an error say which file could not be written: that a write found the disk full tells of no file."""
+    """Add the file name to an OSError: the error of a full disk has none."""
     try:
         yield
     except OSError as error:
@@ -48,10 +48,10 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def kept_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[AnswerFile]:
-    """The answers in a file, which is made where there is none, for this process alone.
+    """Open a file of answers for this process alone, and create it if necessary.
 
     Raises:
-        ConfigurationError: the file is of other settings, of something else, or in use.
+        ConfigurationError: the file has other settings or other content, or is in use.
         OSError: it cannot be read or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def _lock(descriptor: int, path: Path) -> None:
     except BlockingIOError as error:
         raise _in_use(path) from error
     except OSError:
-        pass  # a file system without locks: see AnswerFile.add
+        pass  # this file system has no locks: AnswerFile.add checks the size instead
 
 
 def _in_use(path: Path) -> ConfigurationError:
@@ -77,7 +77,7 @@ def _in_use(path: Path) -> ConfigurationError:
 
 
 def _size(path: Path) -> int:
-    """Of a file as it is now: on a network file system that is certain of one that was just opened."""
+    """Return the present size of a file. A network file system guarantees that only after opening it."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size
 
@@ -95,14 +95,14 @@ def _read(path: Path, settings: Mapping[str, Any]) -> dict[ProblemKey, ProblemAn
         return {}
     if different := differences(headers[0].settings, settings):
         raise ConfigurationError(
-            f"{path} holds answers of other settings: {'; '.join(different)}. Ask for those, or give another --out"
+            f"{path} has answers with other settings: {'; '.join(different)}. Use those, or give another --out"
         )
     answered = [line for line in found.records if isinstance(line, ProblemAnswers)]
     return {(line.set, line.mode, line.problem): line for line in answered}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> list[str]:
-    """`sampling.temperature was 0.6 and is 1.0`, for each value that differs."""
+    """Return a text such as `sampling.temperature was 0.6 and is 1.0` for each value that differs."""
     found = []
     for key in sorted(before.keys() | now.keys()):
         was, is_now = before.get(key), now.get(key)

@@ -31,8 +31,8 @@ from megatron_rl.rank.world import World
 def run_evaluation(
     run_dir: RunDir, attempt: Attempt, world: World, activity: Activity, drain: DrainListener, timeline: Timeline
 ) -> str:
-    """Evaluate until all is answered, or a rank is asked to leave. Returns FINISHED or DRAINED, once rank 0 has written
-    so; the step of the outcome is the number of problems that have been answered."""
+    """Evaluate until all is answered, or a rank is asked to leave. Returns FINISHED or DRAINED, after rank 0 has
+    written it; the step of the outcome is the number of answered problems."""
     config = read_config(run_dir)
     assert config.evaluate is not None
     timeout = timedelta(seconds=config.job.collective_timeout_s)
@@ -66,6 +66,6 @@ def run_evaluation(
             return loop.run(safe_points.run_until_asked(work, sign_of_life=lambda: engine.busy_s))
 
         done = evaluate(evaluation, run, report, evaluation_world, activity.waits, conclude)
-    if world.rank:  # rank 0 has said what has become of it
+    if world.rank:  # rank 0 has written the outcome
         return DRAINED if drain.asked else FINISHED
     return FINISHED if done else DRAINED

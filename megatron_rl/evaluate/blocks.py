@@ -1,9 +1,8 @@
-"""BlockRunner an evaluation's problems, as far as they are not answered yet, on the first rank of each replica.
+"""Answers to an evaluation's problems, in blocks, on the first rank of each replica.
 
-A block of them at a time: whole blocks are kept, and one that was cut short is answered again. So every answer is made
-beside the same others however often the evaluation is interrupted, and does not depend on whether the device adds up
-alike beside others: on a CPU the result is the same bit for bit. Replicas answer a block each at the same time; the
-first one keeps what they all have found.
+Only complete blocks are kept; an interrupted block is answered again. So an answer is always computed beside the same
+other answers, however often the evaluation is interrupted, even on a device whose sums depend on them: on a CPU the
+result is the same bit for bit. Replicas answer one block each at a time, and the first one keeps the answers of all.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ T = TypeVar("T")
 UNEXPLAINED = "the environment does not say why"
 
 Waits = Callable[[], AbstractContextManager[None]]
-"""What to enter while this rank waits for others."""
+"""Context to enter while this rank waits for others."""
 
 RunBlock = Callable[[Coroutine[Any, Any, list[EvaluationResponse]], Engine], list[EvaluationResponse] | None]
-"""Drives a block to its end; None where it was given up because the process was asked to leave."""
+"""Runs a block to its end; returns None if the process was asked to leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an evaluation is."""
+    """Progress of an evaluation."""
 
     set: str
     mode: str
     done: int
-    """Problems answered, of all sets and modes together."""
+    """Answered problems, over all sets and modes."""
     of: int
 
 
@@ -57,17 +56,17 @@ class _Block:
     problems: range
 
     @property
-    def places(self) -> list[tuple[str, str, int]]:
+    def keys(self) -> list[tuple[str, str, int]]:
         return [(self.set, self.mode, problem) for problem in self.problems]
 
 
 def blocks(sizes: Mapping[str, int], modes: Mapping[str, int], rows: int) -> Iterator[_Block]:
-    """What is answered together, in its order.
+    """Yield the blocks in their order.
 
     Args:
-        sizes: problems of each set.
-        modes: answers to each problem.
-        rows: answers that the engine decodes at once: a block is twice as large, so that few rows stay empty.
+        sizes: number of problems of each set.
+        modes: number of answers to each problem.
+        rows: answers that the engine decodes at once. A block has twice as many, so that few rows stay empty.
     """
     for name, size in sizes.items():
         for mode, samples in modes.items():
@@ -78,7 +77,7 @@ def blocks(sizes: Mapping[str, int], modes: Mapping[str, int], rows: int) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class BlockRunner:
-    """All blocks that are left, shared out over the replicas, on the first rank of one of them."""
+    """The blocks that remain, divided among the replicas; on the first rank of one replica."""
 
     evaluation: Evaluation
     environment: Environment
@@ -89,30 +88,30 @@ class BlockRunner:
     report: Callable[[Progress], None]
     waits: Waits
 
-    def lead(self, answers: AnswerFile) -> bool:
-        """Have all replicas answer what is not known, and keep it; whether all is answered now."""
+    def run_all(self, answers: AnswerFile) -> bool:
+        """Make all replicas answer the remaining blocks, and keep their answers. Returns whether all are answered."""
         sizes = {name: len(problems) for name, problems in self.sets.items()}
         left = [
             block
             for block in blocks(sizes, self._modes, self.rows)
-            if not all(place in answers.known for place in block.places)
+            if not all(key in answers.known for key in block.keys)
         ]
-        return self._answer(self._told(left), answers.add)
+        return self._answer(self._from_first(left), answers.add)
 
-    def help(self) -> None:
-        """Answer this replica's share of them."""
-        self._answer(self._told([]), lambda lines: None)
+    def run_share(self) -> None:
+        """Answer this replica's share of the blocks."""
+        self._answer(self._from_first([]), lambda lines: None)
 
     @property
     def _modes(self) -> dict[str, int]:
-        """AnswerFile to each problem."""
+        """Number of answers to each problem."""
         asked = self.evaluation.evaluate
         return {SAMPLED: asked.k} | ({GREEDY: 1} if asked.greedy else {})
 
     def _answer(self, left: list[_Block], keep: Callable[[list[ProblemAnswers]], None]) -> bool:
         ranks = self.opened.ranks
         total = len(self._modes) * sum(map(len, self.sets.values()))
-        # Of a block that was cut short some answers may be known: they are made again with the others.
+        # Some answers of an interrupted block may be known. They do not count: the whole block is answered again.
         done = total - sum(len(block.problems) for block in left)
         for first in range(0, len(left), ranks.count):
             together = left[first : first + ranks.count]
@@ -128,31 +127,31 @@ class BlockRunner:
         return done == total
 
     def _lines(self, block: _Block) -> list[ProblemAnswers] | None:
-        """What a block comes to; None where it was given up."""
+        """Return the answers of a block; None if it was given up."""
         problems = [self.sets[block.set][problem] for problem in block.problems]
         samples, engine = self._modes[block.mode], self.opened.engine
         responses = self.run(_answer(self.evaluation, self.environment, engine, block, problems, samples), engine)
         if responses is None:
             return None
         return [
-            _line(place, response, samples, self.environment.agent_of(problem))
-            for place, response, problem in zip(block.places, responses, problems, strict=True)
+            _line(key, response, samples, self.environment.agent_of(problem))
+            for key, response, problem in zip(block.keys, responses, problems, strict=True)
         ]
 
-    def part(self) -> None:
-        """Leave when all do, which the first one says by leaving."""
+    def leave(self) -> None:
+        """Wait for all replicas, so that they leave together."""
         self._gathered(None)
 
-    def _told(self, left: list[_Block]) -> list[_Block]:
-        """What the first replica says."""
-        told = [left]
+    def _from_first(self, left: list[_Block]) -> list[_Block]:
+        """Return the first replica's argument, on all replicas."""
+        shared = [left]
         if self.opened.ranks.count > 1:
             with self.waits():
-                dist.broadcast_object_list(told, group=self.opened.leaders, group_src=0)
-        return told[0]
+                dist.broadcast_object_list(shared, group=self.opened.leaders, group_src=0)
+        return shared[0]
 
     def _gathered(self, own: T) -> list[T]:
-        """What all replicas have, in their order."""
+        """Return the arguments of all replicas, in their order."""
         if (count := self.opened.ranks.count) == 1:
             return [own]
         found: list[Any] = [None] * count
@@ -169,7 +168,7 @@ async def _answer(
     problems: Sequence[Problem],
     samples: int,
 ) -> list[EvaluationResponse]:
-    """A request for each problem, so that its random numbers depend on its place in the set alone."""
+    """Send one request per problem, so that its random numbers depend only on its place in the set."""
     sampling = evaluation.sampling
     if block.mode == GREEDY:
         sampling = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
@@ -178,17 +177,17 @@ async def _answer(
             problems=[problem],
             sampling=sampling,
             samples_per_problem=samples,
-            key=stable_key(f"evaluate:{block.set}:{block.mode}", evaluation.evaluate.seed, place),
+            key=stable_key(f"evaluate:{block.set}:{block.mode}", evaluation.evaluate.seed, number),
             inference=engine,
             limits=RolloutLimits.of(evaluation.environment),
         )
-        for place, problem in zip(block.problems, problems, strict=True)
+        for number, problem in zip(block.problems, problems, strict=True)
     ]
     return await asyncio.gather(*map(environment.evaluate, requests))
 
 
 def _line(
-    place: tuple[str, str, int], response: EvaluationResponse, samples: int, agent: EvaluationAgent
+    key: tuple[str, str, int], response: EvaluationResponse, samples: int, agent: EvaluationAgent
 ) -> ProblemAnswers:
     (trajectories,) = response.trajectories
     failures = dict(response.failures)
@@ -197,7 +196,7 @@ def _line(
     finals: Sequence[str | None] = response.final_answers.get(0) or [
         agent.final_answer(answer.text) if agent.compares_answers else None for answer in trajectories
     ]
-    return ProblemAnswers(*place, [*map(_scored, trajectories, finals)], failures)
+    return ProblemAnswers(*key, [*map(_scored, trajectories, finals)], failures)
 
 
 def _scored(answer: Trajectory, final_answer: str | None) -> ScoredAnswer:

@@ -1,4 +1,4 @@
-"""An evaluation from its request to its result, on all ranks of its world: rank 0 tells what they all have found."""
+"""An evaluation from request to result, on all ranks of its world. Rank 0 writes the result."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def evaluate(
     waits: Waits = nullcontext,
     conclude: Callable[[bool], None] | None = None,
 ) -> tuple[EvaluationResult, Path] | None:
-    """Answer what is not answered yet, and write the result; it and its file. None where it was given up, when what has
-    been answered is kept, and on all ranks but the first. Collective.
+    """Answer the problems that are not answered yet, and write the result. Collective. Returns the result and its file;
+    None on ranks other than 0, and if the evaluation was interrupted, in which case its answers are kept.
 
     Args:
-        world: of this rank; default: there is no other.
-        conclude: called on rank 0 before any rank leaves, with whether all is answered.
+        world: of this rank; default: the only rank.
+        conclude: called on rank 0 with whether all is answered, before any rank leaves.
 
     Raises:
-        ConfigurationError: it cannot be asked so, or its file holds something else.
+        ConfigurationError: the request is invalid, or its file has other content.
         CheckpointError: the checkpoint is damaged or cannot be read.
         OSError: the files cannot be written.
     """
     asked, world = evaluation.evaluate, world or StandaloneWorld.single()
     if world.size != asked.ranks:
         raise ConfigurationError(
-            f"evaluate: {asked.replicas} replicas of {asked.tp} ranks are {asked.ranks}, and there are {world.size}"
+            f"evaluate: {asked.replicas} replicas of {asked.tp} ranks need {asked.ranks} ranks, not {world.size}"
         )
     source = find_source(asked.checkpoint, asked.dtype, asked.date)
     try:
@@ -54,7 +54,7 @@ def evaluate(
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     inference = source.recipe.inference if source.recipe else InferenceConfig(max_batch=ROWS)
-    # A block must not depend on what the blocks before it have left in the cache.
+    # Answers of a block must not depend on what earlier blocks have left in the cache.
     inference = inference.model_copy(update={"share_prefixes": False})
     with open_policy(
         source,
@@ -68,47 +68,47 @@ def evaluate(
         if not opened.ranks.drives:
             opened.engine.follow(waits)
             return None
-        answering = BlockRunner(evaluation, environment, opened, sets, inference.max_batch, run, report, waits)
+        runner = BlockRunner(evaluation, environment, opened, sets, inference.max_batch, run, report, waits)
         if world.rank:
-            answering.help()
-            answering.part()
+            runner.run_share()
+            runner.leave()
             return None
         settings = settings_of(evaluation, opened, environment, sets, inference.max_batch)
         out = Path(asked.out) if asked.out else default_out(source, evaluation, sets, settings)
         found = None
         with kept_answers(out.with_suffix(".answers.jsonl"), settings) as answers:
-            if answering.lead(answers):
+            if runner.run_all(answers):
                 sizes = {name: len(problems) for name, problems in sets.items()}
                 found = result(settings, sizes, answers.known, str(answers.path))
                 with naming(out):
                     write(out, found)
         if conclude:
             conclude(found is not None)
-        answering.part()
+        runner.leave()
         return found and (found, out)
 
 
 def choose_sets(
     there: Mapping[str, Sequence[Problem]], names: Sequence[str] | None, prompts: int | None
 ) -> dict[str, Sequence[Problem]]:
-    """The problems of the sets that were asked for. Raises ValueError where there is no such set, or none at all."""
+    """Return the problems of the requested sets. Raises ValueError if a set does not exist, or if all are empty."""
     if not there:
         raise ValueError("the environment has no evaluation problems")
     if missing := sorted(set(names or ()) - there.keys()):
         raise ValueError(f"--set {missing[0]}: the environment has no such set; there are {', '.join(sorted(there))}")
     chosen = {name: there[name][:prompts] for name in (there if names is None else dict.fromkeys(names))}
     if not any(chosen.values()):
-        raise ValueError(f"{', '.join(chosen)}: there are no problems in it")
+        raise ValueError(f"{', '.join(chosen)}: the set has no problems")
     return chosen
 
 
 def _longest(sets: Mapping[str, Sequence[Problem]], source: Source, sampling: Sampling) -> int:
-    """Tokens that the cache has room for: the longest prompt and answer, but no more than the model knows. A prompt
-    that leaves no room for an answer is lost, and counted so."""
+    """Return the tokens that the cache needs: the longest prompt and answer, at most the model's positions. A prompt
+    that leaves no room for an answer fails, and is counted as a failure."""
     positions = source.model.max_position_embeddings
     if sampling.max_new_tokens >= positions:
         raise ConfigurationError(
-            f"sampling.max_new_tokens {sampling.max_new_tokens}: the model knows {positions} positions, so there is no "
+            f"sampling.max_new_tokens {sampling.max_new_tokens}: the model has {positions} positions, which leaves no "
             "room for a prompt"
         )
     prompts = (source.tokenizer.encode(problem.prompt) for problems in sets.values() for problem in problems)

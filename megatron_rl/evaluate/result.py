@@ -1,4 +1,4 @@
-"""From answers to scores. Pure."""
+"""Scores of an evaluation from its answers. Pure."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from megatron_rl.contract.evaluation_records import (
 from megatron_rl.evaluate.answer_file import ProblemKey
 
 RIGHT = 1.0
-"""Reward of a right answer, as in a run's greedy accuracy."""
+"""Reward of a correct answer, as in a run's greedy accuracy."""
 
 OF_ANSWERS: Mapping[str, Callable[[ScoredAnswer], float]] = {
     "mean_reward": lambda answer: answer.reward,
     "tokens": lambda answer: float(answer.tokens),
     "cut_off": lambda answer: float(answer.finish_reason == "length"),
 }
-"""Means of each problem's answers, then over the problems."""
+"""Quantities that are averaged over each problem's answers, and then over problems."""
 
 
 def result(
     settings: Mapping[str, Any], sizes: Mapping[str, int], known: Mapping[ProblemKey, ProblemAnswers], answers: str
 ) -> EvaluationResult:
-    """The scores of all sets.
+    """Return the scores of all sets.
 
     Args:
-        sizes: problems of each set.
-        known: all of them, sampled, and greedy where that was asked for.
-        answers: path of the file that has them.
+        sizes: number of problems of each set.
+        known: answers to all problems, sampled, and greedy if requested.
+        answers: path of the file with the answers.
     """
     sets = {}
     for name, size in sizes.items():
@@ -58,7 +58,7 @@ def result(
 def set_result(
     sampled: Sequence[ProblemAnswers], greedy: Sequence[ProblemAnswers], k: int, compares_answers: bool
 ) -> SetResult:
-    """The scores of one set, of problems in their order."""
+    """Return the scores of one set, whose problems come in order."""
     judged = [[_judged(answer) for answer in each.answers] for each in sampled]
     scores: dict[str, Mean | None] = {"greedy": average([[_judged(one) for one in each.answers] for each in greedy])}
     scores |= {f"pass@{count}": pass_at(judged, count) for count in powers_up_to(k)}

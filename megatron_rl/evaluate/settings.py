@@ -1,4 +1,4 @@
-"""What scores depend on, written down beside them, and the file that follows from it."""
+"""Settings on which scores depend, which are stored with them, and the file name that follows from them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def settings_of(
     sets: Mapping[str, Sequence[Problem]],
     rows: int,
 ) -> dict[str, Any]:
-    """All that the scores depend on, as JSON. Not the number of threads: it changes no more than how some products are
-    rounded, and a job may come back on a node that has others."""
+    """Return all settings on which scores depend, as JSON. The number of threads is not among them: it only changes the
+    rounding of some sums, and a job may resume on a node with another number."""
     asked, source = evaluation.evaluate, opened.source
     return {
         "checkpoint": {
@@ -59,7 +59,7 @@ def settings_of(
 def default_out(
     source: Source, evaluation: Evaluation, sets: Mapping[str, Sequence[Problem]], settings: Mapping[str, Any]
 ) -> Path:
-    """The same place for the same settings, and another one for others."""
+    """Return a path that is the same for the same settings, and different for others."""
     folder, name = Path("evaluations"), source.name
     if source.step is not None:
         run = RunDir(source.folder.parent.parent)
@@ -69,8 +69,8 @@ def default_out(
 
 
 def golden_digest(problems: Sequence[Problem]) -> str:
-    """Of what answers to the problems are judged by. Of what JSON does not know the type alone counts, for its text may
-    be another one in every process."""
+    """Return a digest of the golden data by which answers are judged. A value that JSON cannot represent counts only by
+    its type, since its text may differ between processes."""
     hashed = hashlib.sha256()
     for problem in problems:
         known = json.dumps(dict(problem.golden), skipkeys=True, default=lambda value: type(value).__qualname__)

@@ -212,7 +212,7 @@ class Admission:
         return prefill
 
     def _rows(self, branch: Branch, running: int, begun: list[Row], growing: int) -> Prefill | None:
-        """Return a prefill of a sequence's last tokens, and append rows for as many of its samples as fit to `begun`;
+        """Return a prefill of a sequence's last tokens, and append rows for the samples that fit to `begun`;
         None if none fits.
 
         running: rows that are being decoded. growing: rows, running or begun, that may need another page.

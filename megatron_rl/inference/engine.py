@@ -86,7 +86,7 @@ class Engine:
 
     @property
     def policy_version(self) -> int:
-        """See `ResumableInference.policy_version`. refit.publish sets it once the weights are those of that version;
+        """Number of optimizer steps behind the weights. refit.publish sets it once the weights are those of that version;
         unfinished answers continue with them."""
         return self._scheduler.policy_version
 
@@ -225,8 +225,8 @@ class Engine:
         return self._scheduler.partial_answers(self._new_tokens())
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See `UpdatableInference.update_weights`. Unfinished answers continue with the new weights. The other ranks
-        of the replica follow this one.
+        """Replace the weights. Unfinished answers continue with the new ones. The other ranks of the replica follow this
+        one.
 
         Raises Unsupported if the weights are the trainer's own, and WrongWeights if the tensors do not fit the model.
         Then every open request has failed, and none is answered before a complete update.
@@ -251,7 +251,6 @@ class Engine:
     # Use from an asyncio loop
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`. Cancelling the caller cancels the request."""
         request_id = self.submit(request)
         answer = self._callers[request_id] = asyncio.get_running_loop().create_future()
         self._driver.start()

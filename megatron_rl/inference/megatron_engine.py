@@ -113,7 +113,7 @@ class MegatronEngine:
         self._driver = LoopDriver(self)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`. Cancelling the caller ends its answers after the next step.
+        """Answer a request. Cancelling the caller ends its answers after the next step.
 
         Raises Unsupported for min_p, min_new_tokens, top_k together with top_p, and features beyond training.
         """

@@ -105,7 +105,7 @@ class OpenAIInference:
         await self._client.aclose()
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`. Raises EndpointError if every attempt failed, and ConfigurationError if
+        """Answer a request. Raises EndpointError if every attempt failed, and ConfigurationError if
         the server has another model."""
         # Weights may change during the request: then report the previous version, so that no token seems too new.
         version = self.policy_version
@@ -136,7 +136,7 @@ class OpenAIInference:
         return Completion(tokens, [], reason, [version] * len(tokens))
 
     def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """See `StreamingInference.stream`. Raises Unsupported if the endpoint returns no token ids."""
+        """Stream the answers. Raises Unsupported if the endpoint returns no token ids."""
         if self._endpoint.kind == "openai":
             raise Unsupported("stream: a plain OpenAI endpoint does not return the tokens of a piece of text")
         return self._stream(request, {**body(request, self._endpoint), "stream": True})

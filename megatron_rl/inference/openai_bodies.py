@@ -42,7 +42,7 @@ class Endpoint:
     attempts: int = 6
     """Most attempts of one request while the server is busy or unreachable."""
     processed_logprobs: bool = False
-    """For vLLM: whether it was started with --logprobs-mode processed_logprobs. Its log-probs are then those after the
+    """Whether vLLM was started with --logprobs-mode processed_logprobs. Its log-probs are then those after the
     temperature; by default (raw_logprobs) those before."""
 
 

@@ -40,7 +40,7 @@ class ServedPolicy(OpenAIInference):
         """Sum of the seconds that its requests took: it grows with every answer."""
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`. No server can resume an answer, so known tokens are sampled again.
+        """Answer a request. No server can resume an answer, so known tokens are sampled again.
 
         Raises UnusableAnswer also if the server uses tokens that the run's tokenizer does not have.
         """

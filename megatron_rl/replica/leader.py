@@ -77,7 +77,6 @@ class Leader:
 
     @property
     def busy_s(self) -> float:
-        """See `ResumableInference.busy_s`."""
         return self._engine.busy_s
 
     @property

@@ -57,7 +57,7 @@ class ReceivedWeights:
         return self._begin(partial(self._receive, version))
 
     def swap(self, version: int) -> None:
-        """See Weights.swap. Either all ranks of the replica swap, or none does."""
+        """Swap on all ranks of the replica, or on none."""
         failure: BaseException | None = TransferFailed("this rank is in no transfer group")
         if self._transfer is not None:
             failure = self._transfer.exception()  # this waits; every wait of the transfer has a limit

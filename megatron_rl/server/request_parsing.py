@@ -1,4 +1,4 @@
-"""From a request body to requests of an engine: model, prompts in tokens, limits."""
+"""Translation of a request body to requests of an engine: model, prompts in tokens, limits."""
 
 from __future__ import annotations
 

@@ -131,11 +131,11 @@ class Format:
     model: str
     names: TokenNames
     likeliest: int | None
-    """See GenerationBody."""
+    """Field of GenerationBody."""
     token_ids: bool
     """Whether choices include token ids and policy versions."""
     prompt_logprobs: int | None = None
-    """See GenerationBody."""
+    """Field of GenerationBody."""
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: uuid4().hex)
 

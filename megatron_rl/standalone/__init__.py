@@ -1,2 +1,2 @@
-"""A policy outside a run: found by a path, held by one process or by several of a machine, and an engine that answers
-by it. For `mrl evaluate`, `serve` and `chat`."""
+"""A policy outside a run, for `mrl evaluate`, `serve` and `chat`: found by a path, held by one process or by several of
+one machine, with an engine that samples from it."""

@@ -1,6 +1,6 @@
-"""A policy that several processes of this machine hold together: the one that opens it, and those that follow it:
+"""Processes of this machine that hold a policy together: the one that opens it, and its followers:
 
-python -m megatron_rl.standalone.followers PLACE < FOLLOWED.json
+python -m megatron_rl.standalone.followers WORLD < FOLLOWED.json
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODULE = "megatron_rl.standalone.followers"
 
 
 class Followed(Section):
-    """What all ranks open alike."""
+    """Arguments of `open_policy` that are the same on all ranks."""
 
     path: str
     dtype: Precision
@@ -38,7 +38,7 @@ class Followed(Section):
     tp: PositiveInt
 
     def opened(self, source: Source, world: StandaloneWorld) -> AbstractContextManager[OpenedPolicy]:
-        """See `open_policy`. source: of `path`."""
+        """Call `open_policy` with these arguments. source: found by `path`."""
         return open_policy(
             source,
             device=self.device,
@@ -61,9 +61,9 @@ def open_with_followers(
     tp: int = 1,
     lost: Callable[[str], NoReturn],
 ) -> Iterator[OpenedPolicy]:
-    """As `open_policy`, in this process and tp - 1 further ones. lost: see `siblings`."""
+    """Call `open_policy` in this process and in tp - 1 further ones. lost: see `siblings`."""
     followed = Followed(
-        path=str(source.folder),  # and not what it was found by: a run may have a newer checkpoint in a moment
+        path=str(source.folder),  # not the original path: a run may publish a newer checkpoint in between
         dtype=source.model.dtype,
         device=device,
         threads=threads,
@@ -76,7 +76,7 @@ def open_with_followers(
 
 
 def main() -> int:
-    """The exit code of a follower."""
+    """Run a follower, and return its exit code."""
     die_with_parent()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""A policy that is opened, whole or a part of it in each of several ranks, and an engine that answers by it.
+"""Opening a policy, whole or as one part in each of several ranks, with an engine that samples from it:
 
 with open_policy(find_source("runs/mine")) as opened:
     opened.engine, opened.tokenizer, opened.model, opened.source
@@ -34,26 +34,27 @@ from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 from megatron_rl.standalone.source import Source
 
 MOST_POSITIONS = 4096
-"""Longest prompt and answer, in tokens, of a model that knows more positions, unless more is asked for: the cache has
-room for as many in each row."""
+"""Longest prompt and answer together, in tokens, unless the caller asks for more: the cache has room for this many in
+each row."""
 ROWS = 32
-"""Answers at once, where neither a recipe nor the caller says how many."""
+"""Answers decoded at once, if neither a recipe nor the caller gives a number."""
 IDLE = timedelta(days=365)
-"""That the first rank may ask nothing. Who waits for it ends with it, so this bounds nothing."""
+"""Timeout of followers that wait for the first rank, which may be idle. A follower ends with that rank, so this limits
+nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedPolicy:
-    """A policy, as far as it is on this rank, and what answers by it."""
+    """An open policy, as far as this rank holds it, and its engine."""
 
     engine: Engine
-    """To be asked where `ranks.drives`; elsewhere it follows."""
+    """Takes requests if `ranks.drives`; on other ranks it follows."""
     ranks: EngineRanks
     leaders: dist.ProcessGroup
-    """The first ranks of all replicas, over gloo."""
+    """First ranks of all replicas, over gloo."""
     source: Source
     digest: str
-    """Of the weights: two paths with the same one hold the same."""
+    """Digest of the weights: two paths with the same digest have the same weights."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -75,19 +76,19 @@ def open_policy(
     tp: int = 1,
     world: StandaloneWorld | None = None,
 ) -> Iterator[OpenedPolicy]:
-    """Load a policy into this process, which must have no process groups yet, and the others of its world. Collective.
-    Where the body ends well, the ranks that follow this one are let go.
+    """Load a policy into this process, which must have no process groups yet, and into the other ranks of its world.
+    Collective. If the body succeeds, the ranks that follow this one are released.
 
     Args:
-        threads: of each rank; default: all processors that this process may use, among the ranks.
-        max_length: of a prompt and its answer together, in tokens; default: the recipe's, or all positions of the
-            model up to MOST_POSITIONS.
+        threads: of each rank; default: all processors available to this process, divided among the ranks.
+        max_length: tokens of a prompt and its answer together; default: the recipe's, or all positions of the model up
+            to MOST_POSITIONS.
         inference: default: the recipe's, or ROWS answers at once.
         tp: ranks that hold the model together.
-        world: of this rank; default: there is no other.
+        world: of this rank; default: the only rank.
 
     Raises:
-        ConfigurationError: it cannot be used here, or not so.
+        ConfigurationError: the policy cannot be used here, or not with these arguments.
         CheckpointError: the checkpoint is damaged or cannot be read.
     """
     world = world or StandaloneWorld.single()
@@ -95,7 +96,7 @@ def open_policy(
     max_length = max_length or (recipe.sequence_length if recipe else min(positions, MOST_POSITIONS))
     if max_length > positions:
         raise ConfigurationError(
-            f"{source.name}: the model knows {positions} positions, and not the {max_length} asked for"
+            f"{source.name}: the model has {positions} positions, fewer than the {max_length} of the request"
         )
     if undivided := next(source.model.undivided(tp), None):
         raise ConfigurationError(f"{source.name}: {undivided}")
@@ -118,8 +119,8 @@ def _engine_ranks(world: StandaloneWorld, groups: Groups, tp: int) -> EngineRank
 
 
 def load_policy(source: Source, platform: Platform, groups: Groups) -> tuple[Policy, str, int]:
-    """What this rank has of the policy, with the weights of its source; the digest of these; the number of optimizer
-    steps behind them. Collective.
+    """Return this rank's part of the policy with its weights, their digest, and the number of optimizer steps behind
+    them. Collective.
 
     Raises UnusableWeights or CheckpointError.
     """
@@ -130,7 +131,7 @@ def load_policy(source: Source, platform: Platform, groups: Groups) -> tuple[Pol
             send_no_tokens(layer.mlp, policy.pg_collection)
     if source.kind == "huggingface":
         digest = load_pretrained(policy, source.model, source.folder)
-        for held in held_weights(policy, source.model):  # replicas get what the first of them has read
+        for held in held_weights(policy, source.model):  # only the first replica has read the weights
             if held.copies.size() > 1:
                 dist.broadcast(held.tensor, group=held.copies, group_src=0)
         return policy, digest, WeightsFolder(source.folder).policy_version

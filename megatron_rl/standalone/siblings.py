@@ -1,4 +1,4 @@
-"""The other ranks of a policy that this process opens: processes of this machine, which it starts, watches and ends."""
+"""Ranks of a policy besides this process: processes of this machine that it starts, watches and ends."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.standalone_world import StandaloneWorld
 
 MET_S = 5.0
-"""That this process has to meet the loss of a rank by itself, as it does at once where they compute together."""
+"""Seconds that this process has to notice the loss of a rank itself; collectives do so immediately."""
 LAST_LINES = 40
-"""Of what a rank has said on stderr, that are told when it is lost."""
+"""Lines of a lost rank's stderr that are shown."""
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Ranks of one machine talk to one another there alone, unless the environment says where."""
+"""Environment of the ranks, unless already set: they communicate only within the machine."""
 
 
 @contextmanager
 def siblings(module: str, asked: str, size: int, lost: Callable[[str], NoReturn]) -> Iterator[StandaloneWorld]:
-    """The world of this process, rank 0 of `size`, while the others are there.
+    """Yield the world of this process, rank 0 of `size`, while the other ranks run.
 
     Args:
-        module: run by each of them as `python -m module WORLD`; see `world_of`.
-        asked: what they read on stdin.
-        lost: told why, where a rank has ended before its time. Ends this process, which may be waiting for that rank,
-            and is called in whatever thread.
+        module: each rank runs `python -m module WORLD`, see `world_of`.
+        asked: their stdin.
+        lost: called with the reason if a rank ends too early, in any thread. It must end this process, which may be
+            waiting for that rank.
 
-    Raises ConfigurationError where a rank has said that what was asked for cannot be used.
+    Raises ConfigurationError if a rank reports that `asked` cannot be used.
     """
     if size == 1:
         yield StandaloneWorld.single()
@@ -64,25 +64,25 @@ def siblings(module: str, asked: str, size: int, lost: Callable[[str], NoReturn]
 
 
 def end_process(why: str) -> NoReturn:
-    """A `lost` that says why on stderr."""
+    """End this process with the reason on stderr; a `lost` for `siblings`."""
     sys.stderr.write(f"{why}\n")
     sys.stderr.flush()
     os._exit(EXIT_CRASHED)
 
 
 def world_of(text: str) -> StandaloneWorld:
-    """The world that a sibling was started with."""
+    """Parse the world that a rank was started with."""
     rank, size, store = json.loads(text)
     return StandaloneWorld(rank, size, rank, dist.FileStore(store, size))
 
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """How a rank has ended before its time."""
+    """A rank that has ended too early."""
 
     rank: int
     code: int
-    said: list[str]
+    stderr: list[str]
 
     @property
     def is_refusal(self) -> bool:
@@ -90,7 +90,7 @@ class _Loss:
 
     @property
     def why(self) -> str:
-        last = next((line.strip() for line in reversed(self.said) if line.strip()), "")
+        last = next((line.strip() for line in reversed(self.stderr) if line.strip()), "")
         if self.is_refusal:
             return last
         how = f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
@@ -115,37 +115,37 @@ class _Siblings:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # a Ctrl-C is for rank 0, which ends them
+                start_new_session=True,  # Ctrl-C must reach only rank 0, which ends the others
             )
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(rank, process, asked), daemon=True).start()
 
     def _watch(self, rank: int, process: subprocess.Popen[str], asked: str) -> None:
         assert process.stdin and process.stderr
-        with suppress(BrokenPipeError):  # it has ended: told below
+        with suppress(BrokenPipeError):  # it has already ended, see below
             process.stdin.write(asked)
             process.stdin.close()
-        said = deque(process.stderr, maxlen=LAST_LINES)
+        stderr = deque(process.stderr, maxlen=LAST_LINES)
         code = process.wait()
         if self._ending.is_set():
             return
-        self._losses.append(_Loss(rank, code, list(said)))
+        self._losses.append(_Loss(rank, code, list(stderr)))
         self._died.set()
         if not self._ending.wait(MET_S):
             self.give_up(self._losses[0])
 
     def loss(self, within_s: float) -> _Loss | None:
-        """The rank that was lost first; None where none is lost for so long."""
+        """Return the rank that was lost first; None if none is lost within that time."""
         return self._losses[0] if self._died.wait(within_s) else None
 
     def give_up(self, loss: _Loss) -> NoReturn:
-        """End this process, and with it the other ranks."""
-        sys.stderr.writelines(loss.said)
+        """End this process, and thereby the other ranks."""
+        sys.stderr.writelines(loss.stderr)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._lost(loss.why)
 
     def end(self) -> None:
-        """End the others: nothing is theirs alone."""
+        """End the other ranks, which hold nothing that needs saving."""
         self._ending.set()
         for process in self._processes:
             process.kill()

@@ -1,4 +1,4 @@
-"""What a path names: a run's newest checkpoint, a checkpoint, or published weights. Reads no weights."""
+"""Meaning of a path: a run's newest checkpoint, a checkpoint, or published weights. Reads no weights."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ Precision = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a path was found to be."""
+    """Model, tokenizer and origin of the weights at a path."""
 
     name: str
-    """Of the run, or of the directory, or on the hub."""
+    """Name of the run, of the directory, or on the hub."""
     kind: Literal["checkpoint", "huggingface"]
     folder: Path
-    """Of the checkpoint, or of the published weights."""
+    """Folder of the checkpoint or of the published weights."""
     step: int | None
-    """Of a run's checkpoint; None: the weights are of no run."""
+    """Step of a run's checkpoint; None for weights without a run."""
     recipe: RunConfig | None
-    """The run's."""
+    """Recipe of the run; None for weights without a run."""
     model: ModelConfig
     tokenizer: Tokenizer
 
 
 def find_source(path: str, dtype: Precision | None = None, today: str | None = None) -> Source:
-    """What a path names: a run directory (its newest published checkpoint), a checkpoint, a directory of Hugging Face
-    weights, the name of one in the cache of the hub, or `package:NAME`. Reads no weights.
+    """Find what a path means: a run directory (its newest published checkpoint), a checkpoint, a directory of Hugging
+    Face weights, the name of weights in the hub's cache, or `package:NAME`. Reads no weights.
 
     Args:
-        dtype: of the weights; default: the run's, or that of the published weights.
-        today: YYYY-MM-DD that a chat template takes for today; default: the run's, and of no run the clock's.
+        dtype: of the weights; default: that of the run or of the published weights.
+        today: date YYYY-MM-DD for chat templates; default: the run's date, or without a run the current one.
 
     Raises ConfigurationError.
     """
@@ -56,7 +56,7 @@ def find_source(path: str, dtype: Precision | None = None, today: str | None = N
         if (folder / MANIFEST).is_file():
             return _of_checkpoint(folder.absolute(), dtype, today)
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be looked into: {error.strerror or error}") from error
+        raise ConfigurationError(f"{path} cannot be examined: {error.strerror or error}") from error
     return _published(path, dtype, today)
 
 
@@ -82,7 +82,7 @@ def _of_checkpoint(folder: Path, dtype: Precision | None, today: str | None) -> 
     if not carried.is_dir():
         run = RunDir(folder.parent.parent)
         if folder.parent != run.checkpoints or not run.resolved.is_file():
-            origin_of(folder)  # raises, and says what it would have to be
+            origin_of(folder)  # raises an error that says what is missing
         return _of_run(run, dtype, today, _manifest_step(folder))
     precision = dtype or read_hf_config(carried).precision
     model = origin_of(folder).model.model_copy(update={"dtype": precision})

@@ -31,7 +31,7 @@ REFUSED = {
     409: "belongs to another start of the run",
     503: "has stopped",
 }
-"""What an HTTP status says about a replica."""
+"""Meaning of HTTP statuses of a replica."""
 NOT_THERE = 424
 """HTTP status of a replica that has not received what a request needs: the only failure that is not its own fault."""
 

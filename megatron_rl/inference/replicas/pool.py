@@ -63,7 +63,7 @@ class ReplicaPool:
 
     @property
     def busy_s(self) -> float:
-        """See `ResumableInference.busy_s`: seconds in which replicas computed, or were waited for."""
+        """Seconds in which replicas computed, or were waited for."""
         return self._dispatch.busy_s
 
     @property
@@ -72,7 +72,7 @@ class ReplicaPool:
         return self._dispatch.given_up
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`. Cancelling the caller cancels the request.
+        """Answer a request. Cancelling the caller cancels it.
 
         Raises NoReplica if no replica could be asked within the limit.
         """

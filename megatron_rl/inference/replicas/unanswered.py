@@ -22,7 +22,7 @@ class _Sample:
     finish_reason: FinishReason | None = None
     stop: str | None = None
     updated_at: float | None = None
-    """When its newest tokens came, in seconds."""
+    """Time of its newest tokens, in seconds."""
 
 
 class Unanswered:
