@@ -86,8 +86,8 @@ class Engine:
 
     @property
     def policy_version(self) -> int:
-        """Number of optimizer steps behind the weights. refit.publish sets it once the weights are those of that version;
-        unfinished answers continue with them."""
+        """Number of optimizer steps behind the weights. refit.publish sets it after the weights; unfinished answers
+        continue with them."""
         return self._scheduler.policy_version
 
     @policy_version.setter
@@ -225,8 +225,7 @@ class Engine:
         return self._scheduler.partial_answers(self._new_tokens())
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights. Unfinished answers continue with the new ones. The other ranks of the replica follow this
-        one.
+        """Replace the weights. Unfinished answers continue with the new ones. The replica's other ranks follow.
 
         Raises Unsupported if the weights are the trainer's own, and WrongWeights if the tensors do not fit the model.
         Then every open request has failed, and none is answered before a complete update.

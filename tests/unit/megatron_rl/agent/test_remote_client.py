@@ -232,7 +232,7 @@ def test_unavailable_agent_is_retried_until_the_time_limit(status: int, coding: 
 
 
 def test_agent_with_other_problems_is_rejected() -> None:
-    with pytest.raises(AgentUnavailable, match=r"409: this agent \(digits\) serves other problems"):
+    with pytest.raises(AgentUnavailable, match=r"409: the problems of this agent \(digits\) have changed"):
         run(service(), digest="another", patience_s=0.0)
 
 
