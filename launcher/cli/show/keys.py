@@ -90,7 +90,7 @@ class Keys:
         yield from textwrap.wrap(text, PAGE_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
     def _type(self, path: KeyPath) -> tuple[str, str]:
-        """What a key takes, and its default: `a number > 0, in seconds`, `default 600.0`."""
+        """Type and default of a key: `a number > 0, in seconds`, `default 600.0`."""
         field = self.known[path]
         if "properties" in field:
             return "a section", ""

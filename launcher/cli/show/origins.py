@@ -1,4 +1,4 @@
-"""Where the values of a recipe come from, in a few lines for a dry run."""
+"""Sources of the values of a recipe, in a few lines for a dry run."""
 
 from __future__ import annotations
 

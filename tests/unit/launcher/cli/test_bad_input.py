@@ -22,8 +22,8 @@ def aliases(first: str, line: str) -> str:
 
 
 RECIPES = {
-    "bomb": (aliases("a0: &a0 [x]\n", "{0}: &{0} [{1}]\n"), "stands for more than 100000 values"),
-    "merged": (aliases("a0: &a0 {k: 1}\n", "{0}: &{0} {{<<: [{1}]}}\n"), "stands for more than 100000 values"),
+    "bomb": (aliases("a0: &a0 [x]\n", "{0}: &{0} [{1}]\n"), "expands to more than 100000 values"),
+    "merged": (aliases("a0: &a0 {k: 1}\n", "{0}: &{0} {{<<: [{1}]}}\n"), "expands to more than 100000 values"),
     "brackets": ("a: " + "[" * 20_000, "brackets.yaml:1: is nested more than 50 deep"),
     "braces": ("a: " + "{a: " * 20_000, "braces.yaml:1: is nested more than 50 deep"),
     "indented": ("".join(" " * depth + "a:\n" for depth in range(3000)), "is nested more than 50 deep"),

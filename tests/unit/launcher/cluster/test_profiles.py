@@ -1,4 +1,4 @@
-"""Cluster profiles: which one is chosen, what is expanded in it, and that every refusal says where and what to do."""
+"""Cluster profiles: choice, expansion of variables, and errors that say where and what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOME = {"HOME": "/home/me", "USER": "me"}
 
 @pytest.fixture
 def write(tmp_path: Path):
-    """Profiles from the text of clusters.yaml."""
+    """Load profiles from the text of clusters.yaml."""
 
     def write(text: str, environ: dict[str, str] = HOME) -> Clusters:
         file = tmp_path / "clusters.yaml"
@@ -64,7 +64,7 @@ def test_a_time_limit_may_be_minutes(write):
     assert profile.time_limit == "90"
 
 
-def test_the_examples_in_a_shipped_profile_are_right_when_they_are_taken_up(write):
+def test_commented_examples_of_a_shipped_profile_are_valid(write):
     text = (SHIPPED / "h100.yaml").read_text(encoding="utf-8")
     taken_up, examples = re.subn(r"^  # ([A-Z_]+: )", r"  \1", text, flags=re.MULTILINE)
     profile = write("taken_up:\n" + textwrap.indent(taken_up, "  ")).profile("taken_up")
@@ -81,14 +81,14 @@ def test_the_file_is_found_where_the_environment_says(tmp_path):
     assert "other" in load_clusters(environ={"MRL_CLUSTERS": str(tmp_path / "other.yaml")}).names()
 
 
-def test_a_file_that_was_named_must_exist(tmp_path):
+def test_the_file_of_mrl_clusters_must_exist(tmp_path):
     missing = str(tmp_path / "none.yaml")
     assert problems(load_clusters, None, {"MRL_CLUSTERS": missing}) == [
         f"{missing}: cannot be read: No such file or directory"
     ]
 
 
-def test_the_choice_goes_from_the_command_line_to_this_machine(write):
+def test_the_cluster_is_chosen_by_command_line_then_environment_then_recipe_then_default(write):
     text = f"default: two\nclusters:\n  one: {MINIMAL}\n  two: {MINIMAL}\n"
     many = write(text)
     assert write(text, {**HOME, "MRL_CLUSTER": "two"}).choose("one", "local") == "one"
@@ -100,7 +100,7 @@ def test_the_choice_goes_from_the_command_line_to_this_machine(write):
     assert write(f"one: {MINIMAL}\ntwo: {MINIMAL}").choose(None, None) == LOCAL
 
 
-def test_an_own_profile_goes_before_a_shipped_one_of_its_name(write):
+def test_an_own_profile_hides_a_shipped_one_of_its_name(write):
     assert write(f"h100: {MINIMAL}").profile("h100").partition == "gpu"
 
 
@@ -114,7 +114,7 @@ def test_an_unknown_cluster_is_refused_with_the_names_and_the_file(write, tmp_pa
     ]
 
 
-def test_a_default_that_is_no_profile_is_refused_with_its_line(write, tmp_path):
+def test_an_unknown_default_is_refused_with_its_line(write, tmp_path):
     assert problems(write, f"lab: {MINIMAL}\ndefault: lib\n")[0].startswith(
         f"{tmp_path / 'clusters.yaml'}:2: default: no cluster is called 'lib'; did you mean lab?"
     )
@@ -156,7 +156,7 @@ def test_a_default_that_is_no_profile_is_refused_with_its_line(write, tmp_path):
         ("lab: {gpus_per_node: 8\n", 2, "not valid YAML"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_line(write, tmp_path, text, line, complaint):
+def test_invalid_profiles_are_refused_with_their_line(write, tmp_path, text, line, complaint):
     (problem,) = problems(write, text)
     assert problem.startswith(f"{tmp_path / 'clusters.yaml'}:{line}: ")
     assert complaint in problem
@@ -179,7 +179,7 @@ def test_a_password_in_a_url_is_refused_and_never_shown(write):
     assert "s3cr3t" not in problem
 
 
-def test_names_that_only_look_like_secrets_are_taken(write):
+def test_names_that_only_look_like_secrets_are_accepted(write):
     values = {
         "TOKENIZERS_PARALLELISM": "false",
         "MAX_TOKENS": "9",
@@ -209,7 +209,7 @@ def test_home_and_variables_are_expanded_in_paths(write):
     assert profile.container.mounts == ["/home/me/data:/data:ro", "/scratch/me:/scratch"]
 
 
-def test_the_dollar_of_a_registry_login_is_left_alone(write):
+def test_the_dollar_of_a_registry_login_is_literal(write):
     image = "$oauthtoken@nvcr.io#nvidia/pytorch:25.06-py3"
     clusters = write(f"lab: {{gpus_per_node: 8, run_root: /x, container: {{image: '{image}'}}}}")
     container = clusters.profile("lab").container
@@ -228,7 +228,7 @@ def test_every_other_value_is_literal(write):
     assert profile.run_root == "/data/$(whoami)/it's"
 
 
-def test_a_variable_that_is_not_set_is_one_clear_error(write, tmp_path):
+def test_an_unset_variable_is_one_error(write, tmp_path):
     clusters = write("lab:\n  gpus_per_node: 8\n  run_root: /scratch/$PROJECT/mrl\n")
     assert problems(clusters.profile, "lab") == [
         f"{tmp_path / 'clusters.yaml'}:3: run_root: /scratch/$PROJECT/mrl: "
@@ -242,7 +242,7 @@ def test_the_run_root_is_an_absolute_path_on_one_line(write, root):
     assert "run_root: expected an absolute path on one line" in problems(clusters.profile, "lab")[0]
 
 
-def test_a_mount_with_white_space_is_refused_as_enroot_cannot_take_it(write):
+def test_a_mount_with_white_space_is_refused(write):
     clusters = write(
         "lab:\n  gpus_per_node: 8\n  run_root: /x\n  container:\n    image: a:b\n    mounts: ['/my data:/d']\n"
     )
@@ -251,6 +251,6 @@ def test_a_mount_with_white_space_is_refused_as_enroot_cannot_take_it(write):
 
 
 @pytest.mark.parametrize("gres", ["gpu:8", "gres/gpu:", "gres/nic", "--gres=gpu", ""])
-def test_what_asks_for_no_gpus_is_refused_as_gres(write, gres):
+def test_gres_of_anything_but_gpus_is_refused(write, gres):
     with pytest.raises(BadInput, match="gres"):
         write(f"lab: {{gpus_per_node: 8, run_root: /x, gres: {gres!r}}}").profile("lab")

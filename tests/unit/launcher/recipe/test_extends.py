@@ -1,4 +1,4 @@
-"""Recipes that extend another one: what merges, what is refused, and where each value comes from."""
+"""Recipes that extend another one: merging, errors, and the origin of each value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ environment:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Recipes in one directory, typed in another."""
+    """Parent of a directory of recipes and of the current directory."""
     for name in ("recipes", "elsewhere"):
         (tmp_path / name).mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text(MINE)
@@ -62,7 +62,7 @@ def test_lists_are_replaced(folder):
     assert load_recipe(asked).config.environment.args["train"]["remove"] == ["mine"]
 
 
-def test_a_file_may_be_extended_from_anywhere_and_its_paths_begin_there(folder):
+def test_paths_of_an_extended_file_begin_at_that_file(folder):
     (folder / "recipes" / "base").mkdir()
     demo = (
         load_recipe("demo")
@@ -77,13 +77,13 @@ def test_a_file_may_be_extended_from_anywhere_and_its_paths_begin_there(folder):
     assert arguments["train"] == f"{folder}/recipes/mine.jsonl"
 
 
-def test_another_environment_replaces_that_of_the_base(folder):
+def test_another_environment_replaces_the_section_of_the_base(folder):
     asked = write(folder, "own.yaml", "extends: qwen2.5-3b-dapo\nenvironment: {name: arithmetic}\n")
     environment = load_recipe(asked).config.environment
     assert (environment.name, environment.args) == ("arithmetic", {})
 
 
-def test_the_tokenizer_is_that_of_the_model(folder):
+def test_the_tokenizer_defaults_to_that_of_the_model(folder):
     asked = write(folder, "own.yaml", "extends: qwen2.5-3b-dapo\nmodel: {huggingface: Qwen/Qwen3-4B}\n")
     recipe = load_recipe(asked)
     assert recipe.config.tokenizer.path == "Qwen/Qwen3-4B"
@@ -91,12 +91,12 @@ def test_the_tokenizer_is_that_of_the_model(folder):
     assert recipe.filled["model.hidden_size"] == MODELS.name
 
 
-def test_a_model_from_scratch_takes_only_its_shape_from_the_one_that_is_named(folder):
+def test_a_model_from_scratch_has_the_shape_of_the_named_model(folder):
     small = load_recipe("qwen2.5-3b-dapo", ["model.init=from-scratch", "model.num_layers=2"]).config.model
     assert (small.num_layers, small.hidden_size) == (2, 2048)
 
 
-def test_a_mistake_is_located_in_the_file_that_holds_the_value(folder):
+def test_an_error_names_the_file_that_holds_the_value(folder):
     asked = write(folder, "own.yaml", MINE.replace("prompts_per_step: 32", "prompts_per_step: many"))
     assert problem(asked) == f"{asked}:3: grpo.prompts_per_step: expected an integer > 0, got 'many'"
     base = write(folder, "base.yaml", load_recipe("demo").text.replace("group_size: 16", "group_size: 1"))
@@ -117,7 +117,7 @@ def test_a_mistake_is_located_in_the_file_that_holds_the_value(folder):
         ("mine.yaml", "mine.yaml itself extends qwen2.5-3b-dapo"),
     ],
 )
-def test_what_cannot_be_extended_is_refused_with_its_line(folder, extends, said):
+def test_an_invalid_extends_is_refused_with_its_line(folder, extends, said):
     asked = write(folder, "own.yaml", f"name: own\nextends: {extends}\n")
     found = problem(asked)
     assert found.startswith(f"{asked}:2: extends: ")
@@ -136,7 +136,7 @@ def test_the_origin_of_each_value_is_known(folder):
     assert place_of(recipe, "save.every") == found["save.every"]
 
 
-def test_recipe_yaml_keeps_the_text_of_what_was_extended(folder):
+def test_recipe_yaml_keeps_the_text_of_extended_files(folder):
     text = asked_text(load_recipe("../recipes/mine.yaml"))
     assert text.startswith(MINE)
     assert "# extended: qwen2.5-3b-dapo.yaml\n# # DAPO's problems" in text

@@ -1,4 +1,4 @@
-"""YAML as people mean it: where our reading differs from PyYAML's, and that it does nowhere else."""
+"""YAML reader: its differences from PyYAML's, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ DIFFERENT = "0100 -007 08 00 0x1F 0b11 0o17 1_000 1_000.5 01.5 yes No ON off 202
 
 
 @pytest.mark.parametrize("text", ALIKE.split())
-def test_everything_else_is_as_ever(text):
+def test_everything_else_is_read_as_by_pyyaml(text):
     assert repr(read(text).value) == repr(yaml.safe_load(text))
 
 
 @pytest.mark.parametrize("text", [*DIFFERENT.split(), "2026-11-21 10:00:00"])
-def test_what_readers_of_yaml_take_for_different_values_is_refused(text):
+def test_values_that_yaml_readers_disagree_about_are_refused(text):
     for document, where in ((text, ""), (f"a: {{b: [{text}]}}", "a.b.0: ")):
         with pytest.raises(YamlProblems, match="quotes") as caught:
             read(document)
@@ -50,7 +50,7 @@ def test_nan_is_a_number():
 @example("0o17")
 @example("1_0.5")
 @given(st.integers() | st.floats(allow_nan=False) | st.text() | st.booleans() | st.none())
-def test_what_is_written_reads_back(value):
-    """With our reader, and with the ranks': plain PyYAML."""
+def test_dumped_values_read_back(value):
+    """Both readers agree: ours, and plain PyYAML in the ranks."""
     text = dump({"key": value})
     assert read(text).value == yaml.safe_load(text) == {"key": value}

@@ -1,4 +1,4 @@
-"""What a key means is what its source says below it."""
+"""Meanings of keys come from the docstrings below their fields."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron_rl.config import RunConfig
 FOUND = meanings(RunConfig)
 
 
-def test_keys_of_sections_of_lists_and_of_the_class_above_are_found():
+def test_meanings_of_nested_listed_and_inherited_keys_are_found():
     assert FOUND[("optimizer", "warmup_steps")] == "Optimizer updates of linear warm-up."
     assert FOUND[("grpo", "importance", "cap")]
     assert FOUND[("environments", "*", "reward_timeout_s")] == FOUND[("environment", "reward_timeout_s")]
 
 
-def test_all_are_keys_of_a_recipe():
+def test_every_meaning_belongs_to_a_key():
     assert set(FOUND) <= set(_known_keys())

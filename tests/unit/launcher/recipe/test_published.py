@@ -1,4 +1,4 @@
-"""A recipe that starts from published weights need not say their shape, and may not contradict it."""
+"""Shape of published weights: recipes may leave it out, and may not contradict it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_shape_is_that_of_config_json(tmp_path: Path) -> None:
     assert {"rope_type": "llama3", **model.rope_scaling.model_dump()} == LLAMA["rope_scaling"]
 
 
-def test_what_the_recipe_repeats_may_not_differ(tmp_path: Path) -> None:
+def test_a_repeated_shape_must_agree_with_the_weights(tmp_path: Path) -> None:
     folder = weights(tmp_path / "w")
     assert load_recipe(recipe(tmp_path, huggingface=str(folder), num_layers=30, rope_base=1e5))
     asked = recipe(tmp_path, huggingface=str(folder), num_layers=28)
@@ -75,7 +75,7 @@ def test_what_the_recipe_repeats_may_not_differ(tmp_path: Path) -> None:
     )
 
 
-def test_weights_of_the_hub_are_found_in_a_cache_as_prefetch_leaves_it(tmp_path: Path) -> None:
+def test_hub_weights_are_found_in_the_cache_of_prefetch(tmp_path: Path) -> None:
     repository = tmp_path / "home" / "hub" / "models--org--name"
     weights(repository / "snapshots" / "abc", num_hidden_layers=7)
     (repository / "refs").mkdir()
@@ -86,11 +86,11 @@ def test_weights_of_the_hub_are_found_in_a_cache_as_prefetch_leaves_it(tmp_path:
         load_recipe(asked, caches=[tmp_path / "other"])
 
 
-def test_weights_that_are_elsewhere_need_no_config_where_the_recipe_says_the_shape() -> None:
+def test_shapes_of_shipped_models_need_no_weights() -> None:
     assert load_recipe("qwen2.5-32b-dapo").config.model.num_layers == 64
 
 
-def test_a_path_that_leads_nowhere_is_said_before_what_is_missing(tmp_path: Path) -> None:
+def test_a_missing_directory_of_weights_is_reported_before_a_missing_shape(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput, match=r"my.yaml:\d+: model.huggingface: there is no directory \S*nothere here"
     ) as refused:
@@ -98,7 +98,7 @@ def test_a_path_that_leads_nowhere_is_said_before_what_is_missing(tmp_path: Path
     assert not isinstance(refused.value, ShapeUnknown), "prefetch cannot bring it"
 
 
-def test_weights_that_cannot_be_used_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_unsupported_weights_are_refused(tmp_path: Path) -> None:
     folder = weights(tmp_path / "w", architectures=["GPT2LMHeadModel"])
     with pytest.raises(BadInput, match=r"my.yaml:\d+: model.huggingface: .* GPT2LMHeadModel is not supported"):
         load_recipe(recipe(tmp_path, huggingface=str(folder)))
@@ -116,10 +116,10 @@ def test_weights_that_cannot_be_used_are_refused_before_anything_starts(tmp_path
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
     ],
 )
-def test_a_config_that_means_another_model_is_refused(tmp_path: Path, values: dict[str, Any], said: str) -> None:
+def test_an_unsupported_config_is_refused(tmp_path: Path, values: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         load_recipe(recipe(tmp_path, huggingface=str(weights(tmp_path / "w", **values))))
 
 
-def test_every_key_that_a_config_decides_is_one_of_the_recipe() -> None:
+def test_every_key_of_a_shape_is_a_key_of_the_recipe() -> None:
     assert set(KEYS) <= set(load_recipe("demo").config.model.model_dump())

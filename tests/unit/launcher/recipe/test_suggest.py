@@ -1,4 +1,4 @@
-"""The key that an unknown one may mean."""
+"""Suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from launcher.recipe.suggest import SYNONYMS, did_you_mean
         ("grpo.something", None),
     ],
 )
-def test_what_may_be_meant(unknown, meant):
+def test_an_unknown_key_gets_a_suggestion(unknown, meant):
     said = did_you_mean(tuple(unknown.split(".")), _known_keys())
     assert said == (f" (did you mean {meant}?)" if meant else "")
 
 
-def test_every_synonym_stands_for_a_key_and_is_none():
+def test_every_synonym_stands_for_a_key_and_is_not_a_key():
     known = _known_keys()
     assert set(SYNONYMS.values()) <= known.keys()
     assert not {(word,) for word in SYNONYMS} & known.keys()

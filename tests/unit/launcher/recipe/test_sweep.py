@@ -1,4 +1,4 @@
-"""A sweep is every combination of the values given, each with a name of its own that is fit for a directory."""
+"""Sweeps: every combination of the given values, each with a name that is valid for a directory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_two_runs_that_would_be_the_same_are_refused(overrides, said):
         variants(overrides)
 
 
-def test_keys_that_end_alike_are_named_in_full():
+def test_keys_with_equal_last_parts_are_named_in_full():
     (first, _) = variants(["training.seed=1,2", "model.supervised.seed=3"])
     assert first.name == "seed=1"
     first = variants(["training.seed=1,2", "model.supervised.seed=3,4"])[0]
@@ -62,7 +62,7 @@ def test_keys_that_end_alike_are_named_in_full():
         ("", [""]),
     ],
 )
-def test_what_separates_values(text, values):
+def test_commas_outside_quotes_and_brackets_separate_values(text, values):
     assert split(text) == values
 
 
@@ -77,7 +77,7 @@ def test_names_are_distinct_and_fit_for_shell_slurm_and_pyxis(values):
 
 
 @given(jobs=st.integers(1, 30), running=st.integers(1, 8))
-def test_never_more_run_at_once_than_may(jobs, running):
+def test_never_more_jobs_run_at_once_than_allowed(jobs, running):
     waits: list[list[str]] = []
     for _ in range(jobs):
         waits.append(chains([str(job) for job in range(len(waits))], running))
