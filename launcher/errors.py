@@ -1,4 +1,4 @@
-"""How the launcher refuses its input, and what it could not find out."""
+"""Errors of the launcher, and how they are shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_USAGE
 
 
 class BadInput(click.ClickException):
-    """What the user gave cannot be run. Every problem found is one line: where, what, what to do."""
+    """Unusable input. Each of `problems` is one line: where, what, and what to do."""
 
     exit_code = EXIT_USAGE
 
@@ -27,10 +27,10 @@ class BadInput(click.ClickException):
 
 
 def show(error: click.ClickException, as_json: bool) -> None:
-    """Say on stderr what is wrong.
+    """Print an error on stderr.
 
     Args:
-        as_json: also as one JSON object on stdout, {error: [...], exit_code}, for whoever has asked for JSON there.
+        as_json: also print one JSON object on stdout, {error: [...], exit_code}, for a caller that asked for JSON.
     """
     problems = list(error.problems) if isinstance(error, BadInput) else [_message(error)]
     if isinstance(error, click.UsageError) and error.ctx is not None:
@@ -42,30 +42,30 @@ def show(error: click.ClickException, as_json: bool) -> None:
 
 
 RECIPE_OPTIONS = ("-c", "--conf", "--config", "--config-file", "--recipe", "--yaml")
-"""What other programs call the option for the file that is our first argument."""
+"""Names of other programs for the recipe, which is a positional argument here."""
 
 
 def _message(error: click.ClickException) -> str:
-    """What is wrong, and what may be meant: of an unknown option click itself names some that hardly resemble it."""
+    """Return the message, with a suggestion for an unknown option. Click's own suggestions are often too far off."""
     if not isinstance(error, click.NoSuchOption):
         return error.format_message()
     names = {parameter.name for parameter in error.ctx.command.params} if error.ctx else set()
     asked = error.option_name
     if "recipe" in names and asked in RECIPE_OPTIONS:
-        return f"No such option {asked!r}: RECIPE is the first argument, such as `mrl-submit my.yaml`"
+        return f"No such option {asked!r}: RECIPE is the first argument, as in `mrl-submit my.yaml`"
     if "overrides" in names and "." in asked:
-        return f"No such option {asked!r}: values of the recipe are given without dashes, {asked.lstrip('-')}=VALUE"
+        return f"No such option {asked!r}: values of the recipe are set without dashes: {asked.lstrip('-')}=VALUE"
     close = get_close_matches(asked, error.possibilities or (), n=1, cutoff=0.75)
     return error.message + (f" Did you mean {close[0]}?" if close else "")
 
 
 class Unsure(BadInput):
-    """Whether Slurm took a job is not known, or it is not on record; the run directory stays as that job needs it."""
+    """Slurm may or may not have accepted a job, or its id could not be recorded; the run directory is left as it is."""
 
     exit_code = EXIT_CRASHED
 
 
 class Failed(BadInput):
-    """What was asked for is right, and could not be done or found out."""
+    """A valid request failed, or its answer is unknown."""
 
     exit_code = EXIT_CRASHED

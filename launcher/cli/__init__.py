@@ -1,6 +1,7 @@
-"""The command lines. Each is a file that imports what it needs when it is called: people wait for these."""
+"""Commands of mrl and mrl-submit. Each is a file that imports what it needs when it is called, since people wait for
+it."""
 
 import gc
 
-# They make many objects once and hardly any garbage; collecting at the usual pace takes a tenth of a dry run.
+# Commands create many objects and little garbage; collecting at the default rate takes a tenth of a dry run.
 gc.set_threshold(500_000)

@@ -1,4 +1,5 @@
-"""mrl chat: a conversation with a policy in the terminal, by a process of its own: here is no torch."""
+"""mrl chat: a conversation with a policy in the terminal. The model runs in a child process; this one imports no
+torch."""
 
 from __future__ import annotations
 
@@ -23,36 +24,38 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 LEAVE, CLEAR = "/exit", "/clear"
 
 
-@click.command("chat", short_help="Talk to what was trained, in the terminal.")
+@click.command("chat", short_help="Talk to a policy in the terminal.")
 @click.argument("path", shell_complete=complete_run)
-@click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
+@click.option("--system", metavar="TEXT", help="System prompt.")
 @click.option(
-    "--temperature", type=click.FloatRange(min=0), help="Default of these five: the run's; else 1, 1, 0, 0, 512."
+    "--temperature", type=click.FloatRange(min=0), help="Default of these five: the run's values, else 1, 1, 0, 0, 512."
 )
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True))
 @click.option("--top-k", type=click.IntRange(min=0))
 @click.option("--min-p", type=click.FloatRange(0, 1, max_open=True))
-@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The same says the same again.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: the run's, or that of the weights.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal answers."
+)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the run or the weights.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
-@click.option("--trust", is_flag=True, help="Of another user: what is in a checkpoint can act as you.")
+@click.option("--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you.")
 @click.pass_context
 def command(ctx: click.Context, path: str, **options: Any) -> None:
     """Talk to PATH: a run (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their name in the
     cache of the hub, or package:NAME.
 
-    In the model's chat template; a model that has none goes on with each line as it stands, and not with those before.
-    Ctrl-C ends an answer; at the prompt it leaves, as do Ctrl-D and /exit. /clear begins a new conversation. From a
-    pipe every line is a message, and its answer a paragraph on stdout.
+    Messages use the model's chat template; a model without one continues each line as it is, without the lines before.
+    Ctrl-C ends an answer; at the prompt it ends the chat, like Ctrl-D and /exit. /clear starts a new conversation. In a
+    pipe, each line is a message, and its answer a paragraph on stdout.
 
     \b
     Exit codes:
-      0    left
-      1    it failed
+      0    ended
+      1    failed
       2    PATH or an option cannot be used
-      130  left by Ctrl-C
+      130  ended by Ctrl-C
     """
     refuse_unready((), options["device"], options["tp"], path)
     path = prepare_policy(path, options["trust"])
@@ -66,24 +69,25 @@ def command(ctx: click.Context, path: str, **options: Any) -> None:
 class _Conversation:
     def __init__(self, child: Child, system: str | None) -> None:
         self._child = child
-        self._said = child.said()
-        self._beginning = [] if system is None else [{"role": "system", "content": system}]
-        self._messages = list(self._beginning)
+        self._replies = child.said()
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._system)
         self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self) -> int:
-        """Until the user leaves; the exit code. Raises BadInput or Failed where the child ends before."""
+        """Talk until the user ends the chat; return the exit code. Raises BadInput or Failed if the child ends
+        first."""
         try:
             ready = self._next()["ready"]
             if self._terminal:
                 step = "" if ready["step"] is None else f" after step {ready['step']}"
-                how = "" if ready["chat"] else ", which knows no conversations and goes on with what you type"
-                click.echo(f"{ready['name']}{step}{how}; {CLEAR} begins anew, {LEAVE} or Ctrl-D leaves", err=True)
+                how = "" if ready["chat"] else ", which has no chat template and continues what you type"
+                click.echo(f"{ready['name']}{step}{how}; {CLEAR} starts again, {LEAVE} or Ctrl-D ends", err=True)
             for line in self._lines():
                 if line.strip() == LEAVE:
                     break
                 if line.strip() == CLEAR:
-                    self._messages = list(self._beginning)
+                    self._messages = list(self._system)
                 elif line.strip():
                     self._ask(line, ready["chat"])
         except KeyboardInterrupt:
@@ -96,7 +100,7 @@ class _Conversation:
         if not self._terminal:
             yield from (line.rstrip("\n") for line in sys.stdin)
             return
-        import_module("readline")  # makes input() one that can be edited, with a history
+        import_module("readline")  # gives input() editing and a history
         while True:
             try:
                 yield input("> ")
@@ -105,7 +109,7 @@ class _Conversation:
                 return
 
     def _ask(self, line: str, keeps: bool) -> None:
-        """Show the answer to a line as it comes. keeps: whether the conversation goes on from it."""
+        """Print the answer to a line as it arrives. keeps: whether the answer joins the conversation."""
         messages = [*self._messages, {"role": "user", "content": line}]
         self._child.send(json.dumps({"messages": messages}))
         pieces: list[str] = []
@@ -120,23 +124,23 @@ class _Conversation:
         before = signal.signal(signal.SIGINT, stop)
         try:
             while True:
-                said = self._next()
-                if "text" in said:
-                    pieces.append(said["text"])
-                    click.echo(said["text"], nl=False)
-                elif "refused" in said:
-                    click.echo(f"error: {said['refused']}", err=True)
+                reply = self._next()
+                if "text" in reply:
+                    pieces.append(reply["text"])
+                    click.echo(reply["text"], nl=False)
+                elif "refused" in reply:
+                    click.echo(f"error: {reply['refused']}", err=True)
                     return
-                elif "end" in said:
+                elif "end" in reply:
                     break
         finally:
             signal.signal(signal.SIGINT, before)
-        click.echo(" ..." if said["end"] != "stop" else "")
+        click.echo(" ..." if reply["end"] != "stop" else "")
         if keeps:
             self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
     def _next(self) -> dict[str, Any]:
-        said = next(self._said, None)
-        if said is None:
+        reply = next(self._replies, None)
+        if reply is None:
             raise self._child.failure(self._child.wait())
-        return said
+        return reply

@@ -1,4 +1,4 @@
-"""mrl completion, and what a shell then completes: recipes, keys, runs. Imports nothing slow before it is asked."""
+"""mrl completion: shell completion of recipes, keys and runs. Imports slow modules only when completing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from launcher.recipe.shipped import shipped_recipes
 PROGRAMS = ("mrl", "mrl-submit")
 
 
-@click.command("completion", short_help="Print what bash, zsh or fish need to complete mrl.")
+@click.command("completion", short_help="Print the completion script for bash, zsh or fish.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
-    """Print the completion of mrl and mrl-submit: commands, options, recipes, their keys, and runs.
+    """Print the completion script of mrl and mrl-submit: commands, options, recipes, their keys, and runs.
 
     \b
     In ~/.bashrc:  eval "$(mrl completion bash)"
@@ -32,20 +32,20 @@ def command(shell: str) -> None:
 
 
 def complete_recipe(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Shipped recipes, and files."""
+    """Complete names of shipped recipes, and files."""
     found = [CompletionItem(name) for name in shipped_recipes() if name.startswith(begun)]
     return found or [CompletionItem(begun, type="file")]
 
 
 def complete_override(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Keys of a recipe, each with what it means."""
+    """Complete keys of a recipe, with their meanings."""
     return [
         CompletionItem(f"{key}=", help=text) for key, text in _keys(sections=False).items() if key.startswith(begun)
     ]
 
 
 def complete_key(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Commands, sections of a recipe and their keys."""
+    """Complete commands, sections of a recipe and their keys."""
     from launcher.cli.main import COMMANDS
 
     found = {**dict.fromkeys(COMMANDS, ""), **_keys(sections=True)}
@@ -53,27 +53,27 @@ def complete_key(context: click.Context, parameter: click.Parameter, begun: str)
 
 
 def _keys(sections: bool) -> dict[str, str]:
-    """Key -> what it means, in a line."""
+    """Keys with their meanings in one line."""
     from launcher.recipe.meaning import meanings
     from launcher.recipe.problems import known_keys
     from megatron_rl.config import RunConfig
 
     found = known_keys(RunConfig.model_json_schema()).items()
-    said = meanings(RunConfig)
+    texts = meanings(RunConfig)
     return {
-        ".".join(path): said.get(path, "").replace("\n", " ")
+        ".".join(path): texts.get(path, "").replace("\n", " ")
         for path, field in found
         if sections or "properties" not in field
     }
 
 
 def complete_run(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Names of runs, the newest first, and directories."""
+    """Complete names of runs, the newest first, and directories."""
     from launcher.errors import BadInput
     from launcher.runs.find import newest_first
 
     try:
         found = [CompletionItem(Path(entry.run_dir).name, help=entry.cluster) for entry in newest_first(begun)]
-    except BadInput:  # the index cannot be read: directories are still there
+    except BadInput:  # the index cannot be read; complete directories only
         found = []
     return found or [CompletionItem(begun, type="dir")]

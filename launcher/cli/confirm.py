@@ -1,4 +1,4 @@
-"""The question whether the run that a command is about to end is the one that is meant."""
+"""Confirmation of the run that a command is about to end."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 def certain_run(name: str | None, action: str, yes: bool) -> RunStatus:
-    """The run to end, which was named, or confirmed at the terminal.
+    """Return the run to end: it is unambiguous, or confirmed at the terminal.
 
     Args:
-        name: as it was given.
-        action: what is about to be done to it, such as `cancel`.
-        yes: it is confirmed.
+        name: run as the user named it; None: not named.
+        action: verb for the question, such as `cancel`.
+        yes: skip the question.
 
     Raises:
-        BadInput: it is not certain which one is meant, and nobody can be asked.
-        Failed: it is not the one that was meant.
+        BadInput: the run is ambiguous, and there is no terminal to ask at.
+        Failed: the user declined.
     """
     from launcher.errors import BadInput, Failed
     from launcher.runs.target import target_of
@@ -34,7 +34,7 @@ def certain_run(name: str | None, action: str, yes: bool) -> RunStatus:
     job = f", job {status.job.job_id}" if status.job else ""
     what = f"{action} {status.run.root.absolute()} ({status.state}{job})"
     if not at_terminal():
-        raise BadInput(f"{target.doubt}, and this would {what}; name it in full, or confirm it with --yes")
+        raise BadInput(f"{target.doubt}, and this would {what}; give its full name, or confirm with --yes")
     if not click.confirm(f"{target.doubt}: {what}?", err=True):
         raise Failed("nothing was done")
     return status

@@ -1,4 +1,5 @@
-"""mrl convert: weights between Hugging Face's format and Megatron's, by a process of its own: here is no torch."""
+"""mrl convert: weights between the formats of Hugging Face and Megatron. It runs in a child process; this one imports
+no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ CONVERTER = module_command("megatron_rl.checkpoint.hf")
 
 
 class Size(click.ParamType):
-    """`5GB`, `200MB`: bytes."""
+    """Size in bytes, given as `5GB` or `200MB`."""
 
     name = "size"
 
@@ -32,31 +33,34 @@ class Size(click.ParamType):
         except (KeyError, ValueError, OverflowError):
             size = 0
         if size <= 0:
-            self.fail(f"{value!r} is no size such as 5GB ({', '.join(UNITS)})", param, ctx)
+            self.fail(f"{value!r} is not a size such as 5GB ({', '.join(UNITS)})", param, ctx)
         return size
 
 
 shard_size = click.option(
-    "--shard-size", type=Size(), default="5GB", show_default=True, help="Of a file; about what is in memory at once."
+    "--shard-size", type=Size(), default="5GB", show_default=True, help="Largest file, and about the memory needed."
 )
 force = click.option("--force", is_flag=True, help="Replace DST.")
 as_json = click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object: {source, target, bytes, seconds, peak_memory_bytes}."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object: {source, target, bytes, seconds, peak_memory_bytes}.",
 )
 
 
 @click.group("convert", short_help="Convert weights from and to Hugging Face's format.", invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Convert weights between Hugging Face's format and Megatron's.
+    """Convert weights between the formats of Hugging Face and Megatron.
 
-    Qwen2, Qwen2.5, Qwen3, Llama 3.x, Mistral and Qwen3-MoE. Names and bits survive a round trip; tokenizer, generation
-    config and chat template go along. DST appears whole or not at all.
+    Supports Qwen2, Qwen2.5, Qwen3, Llama 3.x, Mistral and Qwen3-MoE. A round trip preserves names and bits; tokenizer,
+    generation config and chat template are copied. DST appears complete or not at all.
 
     \b
     Exit codes:
-      0    DST is there
-      1    it could not be written, as on a full disk
+      0    DST is written
+      1    DST could not be written, for example on a full disk
       2    SRC cannot be used, or DST exists
       130  interrupted
     """
@@ -64,7 +68,7 @@ def command(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-@command.command("hf-to-megatron", short_help="Make a checkpoint of published weights.")
+@command.command("hf-to-megatron", short_help="Convert published weights to a checkpoint.")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel ranks.")
@@ -74,7 +78,7 @@ def command(context: click.Context) -> None:
     type=click.Choice(["torch_dist", "torch"]),
     default="torch_dist",
     show_default=True,
-    help="torch_dist: for any layout, --tp only checks that it divides; torch: one shard a rank, as Megatron-LM does.",
+    help="torch_dist: for any layout (--tp is only checked); torch: one shard per rank, as in Megatron-LM.",
 )
 @shard_size
 @force
@@ -83,14 +87,14 @@ def hf_to_megatron(source: str, target: Path, tp: int, kind: str, shard_size: in
     """Convert SRC, a directory of Hugging Face weights or its name in the cache of the hub, to a checkpoint.
 
     A run starts from DST with model.init=checkpoint model.checkpoint=DST; model.init=huggingface needs no conversion.
-    With --format torch DST has release/mp_rank_XX/model_optim_rng.pt with the names of Megatron-LM's default layers
-    (--transformer-impl transformer_engine), and a shard is in memory at once.
+    With --format torch, DST has release/mp_rank_XX/model_optim_rng.pt with the names of Megatron-LM's default layers
+    (--transformer-impl transformer_engine), and the conversion needs memory for one shard.
     """
     options = ["--tp", str(tp), "--format", kind]
     _convert("hf-to-megatron", source, target, shard_size, force, as_json, options)
 
 
-@command.command("megatron-to-hf", short_help="Publish a checkpoint: safetensors for transformers.")
+@command.command("megatron-to-hf", short_help="Convert a checkpoint to safetensors for transformers.")
 @click.argument("source", metavar="SRC", shell_complete=complete_run)
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
 @shard_size
@@ -98,19 +102,18 @@ def hf_to_megatron(source: str, target: Path, tp: int, kind: str, shard_size: in
 @as_json
 def megatron_to_hf(source: str, target: Path, shard_size: int, force: bool, as_json: bool) -> None:
     """Convert SRC to safetensors that transformers loads: a run (its newest checkpoint), a checkpoint
-    (RUN_DIR/checkpoints/step-000040), or what hf-to-megatron made.
+    (RUN_DIR/checkpoints/step-000040), or an output of hf-to-megatron.
 
-    The weights keep the type that they have in the checkpoint. What goes along is taken from the weights and the
-    tokenizer that the run began with.
+    Weights keep the type of the checkpoint. Tokenizer and configuration come from the weights that the run began with.
     """
-    from launcher.runs.policy import run_named  # it knows Slurm, which the other direction has no use for
+    from launcher.runs.policy import run_named  # imports Slurm's client, which the other direction does not need
 
     run = run_named(source)
     _convert("megatron-to-hf", str(run.root) if run else source, target, shard_size, force, as_json, [])
 
 
 def _left_beside(target: Path) -> list[Path]:
-    """Unfinished directories for the same place, which may still be written by somebody elsewhere."""
+    """Unfinished directories of earlier conversions to the same target; a conversion elsewhere may still write them."""
     try:
         beside = sorted(target.parent.iterdir())
     except OSError:
@@ -131,11 +134,12 @@ def _convert(
     if code == EXIT_INTERRUPTED:
         raise click.Abort
     for left in _left_beside(target):
-        what, then = "was left by a conversion that was killed", "delete it"
+        what, remedy = "was left by a killed conversion", "delete it"
         if left.name.endswith(".old.tmp"):
-            what, then = f"is what {click.format_filename(target)} was before a conversion that was killed", "rename it"
+            what, remedy = f"is {click.format_filename(target)} from before a killed conversion", "rename it"
         click.echo(
-            f"warning: {click.format_filename(left)} {what}: {then}, unless one is under way elsewhere", err=True
+            f"warning: {click.format_filename(left)} {what}: {remedy}, unless a conversion still runs elsewhere",
+            err=True,
         )
     if code != EXIT_FINISHED:
         lines = err.strip().splitlines() or [f"the conversion ended with exit code {code}"]
@@ -145,15 +149,15 @@ def _convert(
         click.echo(json.dumps(done))
         return
     gigabytes, seconds = done["bytes"] / 1e9, done["seconds"]
-    came_from = f", from {done['source']}" if done["source"] != source else ""
+    source_note = f", from {done['source']}" if done["source"] != source else ""
     click.echo(
         f"{click.format_filename(target)}: {gigabytes:.3g} GB in {seconds:.3g} s, {gigabytes / seconds:.2g} GB/s, "
-        f"{done['peak_memory_bytes'] / 1e9:.2g} GB of memory at most{came_from}"
+        f"{done['peak_memory_bytes'] / 1e9:.2g} GB of memory at most{source_note}"
     )
 
 
 def _run(command: list[str]) -> tuple[int, str, str]:
-    """Run a command to its end, or ours: exit code, stdout, stderr. Raises OSError where it cannot be started."""
+    """Run a command and return its exit code, stdout and stderr. Raises OSError if it cannot be started."""
     with subprocess.Popen(
         command,
         env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
@@ -166,7 +170,7 @@ def _run(command: list[str]) -> tuple[int, str, str]:
         try:
             out, err = child.communicate()
         except KeyboardInterrupt:
-            child.terminate()  # Ctrl-C reaches it too, a signal to this process alone does not
+            child.terminate()  # Ctrl-C reaches the child too, but a signal to this process alone does not
             child.communicate()
             raise
     return child.returncode, out, err

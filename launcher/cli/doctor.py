@@ -1,4 +1,4 @@
-"""mrl doctor: what will happen to a recipe on a cluster, before it is submitted."""
+"""mrl doctor: checks of a recipe on a cluster, before it is submitted."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 
 STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
-HELP = """Say what will happen to RECIPE on a cluster: how it is preempted and with how much notice, which limits it
-meets, whether nodes, GPUs, containers, python and disk are there. Without RECIPE: for a run of one node.
+HELP = """Check RECIPE on a cluster: how it is preempted and with how much notice, which limits apply, and whether
+nodes, GPUs, containers, Python and disk are available. Without RECIPE: a run of one node.
 
-SECTION.KEY=VALUE overrides a value of the recipe. Nothing is submitted, but --deep runs two steps on one node; the
-second unpacks the image and starts a rank in it. Levels: ok; note: good to know; warning: runs, but may lose work or
-time; error: will not run.
+SECTION.KEY=VALUE overrides a value of the recipe. Nothing is submitted, except that --deep runs two steps on one node;
+the second unpacks the image and starts a rank in it. Levels: ok; note: worth knowing; warning: the run works, but may
+lose work or time; error: the run will not work.
 
 \b
 Exit codes:
@@ -52,11 +52,11 @@ Exit codes:
 """
 
 
-@click.command("doctor", short_help="Say what will happen to a recipe on a cluster.", help=HELP)
+@click.command("doctor", short_help="Check a recipe on a cluster before it runs.", help=HELP)
 @click.argument("recipe", required=False)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--cluster", help="Cluster profile. [default: MRL_CLUSTER, the recipe's, or the one in clusters.yaml]")
-@click.option("--deep", is_flag=True, help="Start a rank on a compute node too; waits up to a minute for a free one.")
+@click.option("--deep", is_flag=True, help="Also start a rank on a compute node; waits up to a minute for a free node.")
 @click.option("--json", "as_json", is_flag=True, help="Print {recipe, cluster, findings, counts} as JSON.")
 @click.pass_context
 def command(
@@ -82,14 +82,14 @@ def command(
 
 
 def on_this_machine(recipe: Recipe | None) -> list[Finding]:
-    """Findings about a run without Slurm."""
+    """Return findings about a run without Slurm."""
     config = recipe.config if recipe else None
     run_root = disk.inspect(Path.cwd() / "runs")
     return examine_local(collect_local(recipe), run_root, checkpoint_size(config), config)
 
 
 def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Finding]:
-    """Collect, then judge. The parts that may be slow are asked side by side."""
+    """Collect facts, the slow ones in parallel, and examine them."""
     config = recipe.config if recipe else None
     with ThreadPoolExecutor() as pool:
         slurm_asked = pool.submit(slurm_facts.collect)
@@ -119,7 +119,7 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
 
 
 def refusals(recipe: Recipe, profile: Profile) -> list[str]:
-    """What mrl-submit would say instead of submitting."""
+    """Return the reasons why mrl-submit would refuse the recipe."""
     try:
         make_plan(recipe, profile)
     except BadInput as refused:
@@ -128,13 +128,13 @@ def refusals(recipe: Recipe, profile: Profile) -> list[str]:
 
 
 def checkpoint_size(config: RunConfig | None) -> int | None:
-    """Bytes of a checkpoint; None where that is not known."""
+    """Bytes of a checkpoint; None if unknown."""
     rows = vocabulary(config) if config else None
     return checkpoint_bytes(config, rows) if config and rows else None
 
 
 def draw(findings: Sequence[Finding], title: str, counts: Counter[Level]) -> None:
-    """A table on a terminal; else a line for each finding and one for its fix, to grep in."""
+    """Print a table on a terminal; elsewhere one line per finding and one per fix, for grep."""
     console = Console(highlight=False)
     summary = ", ".join(f"{counts[level]} {level}" for level in STYLES if counts[level])
     if not console.is_terminal:

@@ -1,5 +1,5 @@
-"""The programs mrl and mrl-submit. Ctrl-C ends them with a word and 130 at any moment, also while they load: what is
-imported here, before there is a guard, is what the interpreter has loaded by itself."""
+"""Entry points of mrl and mrl-submit. Ctrl-C ends them with one word and exit code 130 at any moment, even while they
+load; so this module imports only what the interpreter has already loaded."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import os
 import sys
 
 EXIT_LOST, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-"""As in contract.codes, which takes too long to import before there is a guard."""
+"""Exit codes as in contract.codes, which takes too long to import before Ctrl-C is handled."""
 
 
 def mrl() -> None:
-    """The program mrl."""
     _run("launcher.cli.main")
 
 
 def mrl_submit() -> None:
-    """The program mrl-submit."""
     _run("launcher.cli.mrl_submit")
 
 
 def _run(module: str) -> None:
-    """Run the click command `main` of a module; click's own way to end would call Ctrl-C a failure."""
+    """Run the click command `main` of a module. Click's own error handling would report Ctrl-C as a failure."""
     try:
         _replace_unencodable()
         _require_current_directory()
-        gc.set_threshold(200_000)  # loading makes many objects and drops few: to look takes a twentieth of it
+        gc.set_threshold(200_000)  # loading creates many objects and frees few; collecting takes 5 % of the time
         from importlib import import_module
 
         import click
@@ -48,11 +46,11 @@ def _run(module: str) -> None:
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(EXIT_LOST)
     finally:
-        gc.freeze()  # or the interpreter looks twice more at all that was loaded before it leaves
+        gc.freeze()  # otherwise the interpreter collects all loaded objects twice more at exit
 
 
 def _replace_unencodable() -> None:
-    """Have a terminal that lacks a character show a question mark, instead of an error in the middle of the work."""
+    """Print a question mark for a character that the terminal lacks, instead of failing."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a stream that was closed is None
             stream.reconfigure(errors="replace")
@@ -67,7 +65,7 @@ def _require_current_directory() -> None:
 
 
 def _output_is_lost() -> bool:
-    """Whether stdout takes nothing any more; what is still said there goes nowhere."""
+    """Whether stdout is gone. If so, redirect it to /dev/null."""
     try:
         print(flush=True)
     except OSError:

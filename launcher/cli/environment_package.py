@@ -1,4 +1,4 @@
-"""The package that `mrl environments new` writes: one environment, its entry point and a test."""
+"""Package written by `mrl environments new`: one environment, its entry point and a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ name = "$name"
 version = "0.1.0"
 description = "An environment for mrl"
 requires-python = ">=3.11"
-dependencies = []  # mrl itself is in no package index: install this beside it
+dependencies = []  # mrl itself is not in a package index: install this next to it
 
 [project.entry-points."mrl.environments"]
 $name = "$module:$cls"
@@ -46,10 +46,10 @@ from megatron_rl.section import PositiveInt, Section
 
 
 class ${cls}Config(Section):
-    """What a recipe may say under `environment.args`."""
+    """Values of `environment.args` in a recipe."""
 
     largest: PositiveInt = 9
-    """Largest number that is added."""
+    """Largest summand."""
 
 
 class $cls(RewardOnlyAgent, Demonstrator):
@@ -58,19 +58,19 @@ class $cls(RewardOnlyAgent, Demonstrator):
     Config = ${cls}Config
 
     def training_problems(self) -> Sequence[Problem]:
-        """Each one once, in an order that is always the same."""
+        """Return all problems once, always in the same order."""
         return [problem for index, problem in enumerate(self._problems()) if index % 5]
 
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
-        """Sets by name; nobody trains on these."""
+        """Return sets by name, which are not trained on."""
         return {"held_out": self._problems()[::5]}
 
     def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
-        """What an answer is worth. `golden` is what its problem was given; `async def` where scoring waits."""
+        """Score an answer. `golden` is that of its problem. Use `async def` if scoring waits for something."""
         return float(response.strip() == golden["answer"])
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
-        """Prompts and right answers that a tiny model is taught first, for `model.init: supervised` alone."""
+        """Return prompts and right answers that a tiny model learns first; only for `model.init: supervised`."""
         return [(problem.prompt, problem.golden["answer"]) for problem in self.training_problems()]
 
     def _problems(self) -> list[Problem]:
@@ -98,13 +98,19 @@ def test_nothing_held_out_is_trained_on():
 
 
 def write_package(name: str, folder: Path) -> Iterator[Path]:
-    """The files, as they are written. Raises BadInput for a name that cannot be one or is taken, and for a directory
-    that is there already; Failed where it cannot be written."""
+    """Write the files of a package and yield them.
+
+    Raises:
+        BadInput: the name is invalid or taken, or the directory exists.
+        Failed: a file cannot be written.
+    """
     module = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or keyword.iskeyword(module):
-        raise BadInput(f"{name!r} cannot be a name: small letters, digits and single dashes, a letter first")
+        raise BadInput(
+            f"{name!r} is not a valid name: use a small letter, then small letters, digits and single dashes"
+        )
     if name in environment_names():
-        raise BadInput(f"an environment called {name!r} is registered already; see `mrl environments`")
+        raise BadInput(f"an environment {name!r} is already registered; see `mrl environments`")
     values = {"name": name, "module": module, "cls": "".join(part.capitalize() for part in name.split("-"))}
     files = {
         "pyproject.toml": PYPROJECT,
@@ -119,6 +125,6 @@ def write_package(name: str, folder: Path) -> Iterator[Path]:
             path.write_text(template.substitute(values), encoding="utf-8")
             yield path
     except FileExistsError as error:
-        raise BadInput(f"{folder} exists already; name another directory with --into") from error
+        raise BadInput(f"{folder} already exists; choose another directory with --into") from error
     except OSError as error:
         raise Failed(f"{error.filename or folder}: cannot be written: {error.strerror}") from error

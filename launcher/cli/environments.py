@@ -1,4 +1,4 @@
-"""mrl environments: what `environment.name` may be, whether one works, and where to start one of your own."""
+"""mrl environments: list the registered environments, try one, or start a new one."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from megatron_rl.agent.registry import describe_environments, with_samples
 
 @click.group(
     "environments",
-    short_help="List the registered environments, try one, begin one.",
+    short_help="List the registered environments, try one, or start a new one.",
     invoke_without_command=True,
     context_settings={"max_content_width": 120},
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: {environments: [{name, description, source}]}.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object: {environments: [{name, description, source}]}."
+)
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
-    """List the registered environments, what each is and which package it comes from.
+    """List the registered environments, with a description and the package of each.
 
-    A name is what `environment.name` of a recipe may be.
+    A recipe sets one of these names as `environment.name`.
     """
     if ctx.invoked_subcommand is not None:
         if as_json:
-            raise click.UsageError("--json belongs behind the subcommand", ctx)
+            raise click.UsageError("--json belongs after the subcommand", ctx)
         return
     found = describe_environments()
     if as_json:
@@ -41,24 +43,27 @@ def command(ctx: click.Context, as_json: bool) -> None:
 
 @command.command("try", short_help="Show problems of an environment with the rewards of a right and a wrong answer.")
 @click.argument("name")
+@click.option("-n", "problems", type=click.IntRange(min=1), default=3, show_default=True, help="Number of problems.")
 @click.option(
-    "-n", "problems", type=click.IntRange(min=1), default=3, show_default=True, help="Problems, the first ones."
+    "--env-args",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Argument of the environment, as for mrl evaluate. Repeatable.",
 )
-@click.option("--env-args", multiple=True, metavar="KEY=VALUE", help="Argument of it, as for mrl evaluate. Repeatable.")
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="One JSON object: {environment, problems: [{prompt, gold_reward, wrong_reward}]}.",
+    help="Print one JSON object: {environment, problems: [{prompt, gold_reward, wrong_reward}]}.",
 )
 def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool) -> None:
-    """Show the first problems of the environment NAME, what its right answer is worth and what a wrong one.
+    """Show the first problems of the environment NAME, with the rewards of a right answer and of a wrong one.
 
-    No model, no GPU and no internet: a shipped data set is stood for by a few made-up rows in its format. Scored by the
-    way that answers take in a run. A right answer that cannot be scored, or that is worth no more than a wrong one, is
-    reported, with exit code 1.
+    Needs no model, no GPU and no internet: shipped data sets are replaced by a few made-up rows in the same format.
+    Answers are scored as in a run. A right answer that cannot be scored, or whose reward is not higher than that of a
+    wrong one, is reported, and the exit code is 1.
     """
-    from launcher.backends.child import tried  # what the list needs not
+    from launcher.backends.child import tried  # not needed to list environments
     from launcher.job.evaluation_request import checked_environment, parse_args
 
     try:
@@ -77,22 +82,22 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool) -> 
     dull = [
         one for one in found if one["gold_reward"] is not None and one["gold_reward"] <= (one["wrong_reward"] or 0.0)
     ]
-    for count, said in (
+    for count, fault in (
         (len(unknown), "no right answer is known, so none was scored"),
         (len(lost), "scoring the right answer failed"),
-        (len(dull), "the right answer is worth no more than a wrong one"),
+        (len(dull), "the reward of the right answer is not higher than that of a wrong one"),
     ):
         if count:
-            click.echo(f"{count} of {len(found)} problems: {said}", err=True)
+            click.echo(f"{count} of {len(found)} problems: {fault}", err=True)
     if lost or dull:
         raise SystemExit(1)
 
 
-@command.command("new", short_help="Write a package with an environment to start from.")
+@command.command("new", short_help="Write a package with a new environment.")
 @click.argument("name")
-@click.option("--into", type=click.Path(path_type=Path), help="Directory to make. Default: NAME.")
+@click.option("--into", type=click.Path(path_type=Path), help="Directory to create. Default: NAME.")
 def new(name: str, into: Path | None) -> None:
-    """Write a Python package with one environment called NAME: a class, its entry point and a test."""
+    """Write a Python package with a new environment NAME: a class, its entry point and a test."""
     from launcher.cli.environment_package import write_package
 
     folder = into or Path(name)

@@ -1,4 +1,4 @@
-"""mrl evaluate: how good a checkpoint is, here by a process of its own, or as a Slurm job."""
+"""mrl evaluate: scores of a checkpoint, computed here in a child process or as a Slurm job."""
 
 from __future__ import annotations
 
@@ -29,72 +29,73 @@ ASKED = ("k", "prompts", "greedy", "seed", "dtype", "threads", "tp", "replicas")
 JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 
 
-@click.command("evaluate", short_help="Answer an environment's problems k times each, and score the answers.")
+@click.command("evaluate", short_help="Score a checkpoint on an environment's problems.")
 @click.argument("checkpoint", shell_complete=complete_run)
 @click.option("--env", help="Environment (`mrl environments`). Default: the run's.")
 @click.option(
     "--env-args",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Argument of it, over the run's, as in YAML: dataset_args.max_terms=3; or a mapping of several. Repeatable.",
+    help="Argument of the environment, replacing the run's, as in YAML: dataset_args.max_terms=3, or a mapping. "
+    "Repeatable.",
 )
 @click.option("--set", "sets", multiple=True, metavar="NAME", help="Set of problems. Repeatable. Default: all.")
 @click.option("--k", type=click.IntRange(min=1), default=32, show_default=True, help="Answers to each problem.")
-@click.option("--prompts", type=click.IntRange(min=1), help="Problems of each set at most, the first ones.")
+@click.option("--prompts", type=click.IntRange(min=1), help="Use only the first N problems of each set.")
 @click.option("--greedy/--no-greedy", default=True, show_default=True, help="Also answer once at temperature 0.")
-@click.option("--temperature", type=float, help="Default of these five: the run's; of no run: 1, 1, 0, 0, 512.")
+@click.option("--temperature", type=float, help="Default of these five: the run's values, else 1, 1, 0, 0, 512.")
 @click.option("--top-p", type=float)
 @click.option("--top-k", type=int)
 @click.option("--min-p", type=float)
-@click.option("--max-new-tokens", type=int, help="Longest answer.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the answers.")
+@click.option("--max-new-tokens", type=int, help="Longest answer, in tokens.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the answers.")
 @click.option(
     "--date",
     type=click.DateTime(["%Y-%m-%d"]),
-    help="Day that a chat template takes for today. Default: the run's; of no run: today.",
+    help="Date for the chat template. Default: the run's, else today.",
 )
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: the run's, or that of the weights.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: the run's; of no run: cpu, in a job cuda.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the run or the weights.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: the run's, else cpu, or cuda in a job.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
 @click.option(
     "--replicas",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Copies of the model, of --tp GPUs or processes each, that share out the problems.",
+    help="Copies of the model, of --tp GPUs or processes each, among which the problems are divided.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Of the CPU, of each process. Default: all processors.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of each process. Default: all processors.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File of the result, with the answers beside it. Default: in evaluations/ of the run, or of this directory.",
+    help="Result file; the answers are written next to it. Default: in evaluations/ of the run or this directory.",
 )
-@click.option("--cluster", help="Submit a job of one node to this cluster, instead of evaluating here.")
+@click.option("--cluster", help="Submit a job of one node to this cluster instead of evaluating here.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="With --cluster: directory of the job.")
-@click.option("--dry-run", is_flag=True, help="With --cluster: show the script, submit and write nothing.")
-@click.option("--script", is_flag=True, help="With --dry-run: the sbatch script alone.")
-@click.option("--follow", is_flag=True, help="With --cluster: stay and watch the job.")
-@click.option("--trust", is_flag=True, help="Also what is another user's: what is in a checkpoint can act as you.")
-@click.option("--json", "as_json", is_flag=True, help="The result as one JSON object, as in its file.")
+@click.option("--dry-run", is_flag=True, help="With --cluster: show the script; submit and write nothing.")
+@click.option("--script", is_flag=True, help="With --dry-run: print only the sbatch script.")
+@click.option("--follow", is_flag=True, help="With --cluster: watch the job.")
+@click.option("--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object, as in its file.")
 @click.pass_context
 def command(ctx: click.Context, **options: Any) -> None:
-    """Score CHECKPOINT: a run (its newest checkpoint), a checkpoint, or Hugging Face weights: a directory, a name in
-    the cache of the hub, or package:NAME.
+    """Score CHECKPOINT: a run (its newest checkpoint), a checkpoint, or Hugging Face weights (a directory, a name in
+    the cache of the hub, or package:NAME).
 
-    pass@1, pass@2, ... pass@K without bias (Chen et al. 2021), avg@K, maj@K where the environment can tell that two
-    answers say the same (arithmetic; math, as text; reasoning-gym scored by last_number or distance), greedy accuracy,
-    mean reward and length, each with its standard error over the problems. A lost answer counts nowhere but among the
-    lost.
+    Each problem is answered --k times. Scores: unbiased pass@1, pass@2, ... pass@K (Chen et al. 2021), avg@K, maj@K if
+    the environment can compare answers (arithmetic; math, as text; reasoning-gym scored by last_number or distance),
+    greedy accuracy, mean reward and length, each with its standard error over the problems. Lost answers are counted,
+    but not scored.
 
-    Answers are kept as they come: the same command goes on where one was interrupted, and with --out refuses to mix
-    settings. On a CPU the result is then the same bit for bit.
+    Answers are kept as they arrive: after an interruption the same command continues. With --out it refuses to mix
+    settings. On a CPU the result is then bit for bit the same.
 
     \b
     Exit codes:
       0    done; submitted
-      1    it failed; what was answered is kept
+      1    failed; answers so far are kept
       2    CHECKPOINT or an option cannot be used
-      130  interrupted; what was answered is kept
+      130  interrupted; answers so far are kept
     """
     if not options["cluster"]:
         refuse_unready(policy=options["checkpoint"])
@@ -104,7 +105,7 @@ def command(ctx: click.Context, **options: Any) -> None:
     cluster = clusters.choose(options["cluster"], None) if options["cluster"] else LOCAL
     if cluster == LOCAL:
         if given := [f"--{name.replace('_', '-')}" for name in JOB_ONLY if options[name]]:
-            raise BadInput(f"{given[0]}: is for jobs; name one's --cluster")
+            raise BadInput(f"{given[0]}: this option needs a job; add --cluster")
         evaluation = _evaluation(options, origin, device="cpu")
         refuse_unready(required_extras(evaluation.environment), evaluation.evaluate.device, evaluation.evaluate.ranks)
         if options["out"]:
@@ -116,11 +117,11 @@ def command(ctx: click.Context, **options: Any) -> None:
 
 
 def _evaluation(options: dict[str, Any], origin: Origin | None, device: str) -> Evaluation:
-    """device: where neither the user nor a run says which."""
+    """device: default if neither the user nor a run says."""
     sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
     asked = {name: options[name] for name in (*ASKED, "checkpoint")}
     asked["sets"] = tuple(options["sets"]) or None
-    day = options["date"] or (None if origin else datetime.now())  # fixed for all ranks and attempts of a job
+    day = options["date"] or (None if origin else datetime.now())  # the same for all ranks and attempts of a job
     asked["date"] = day and day.date().isoformat()
     asked["device"] = options["device"] or (origin.config.job.device if origin else device)
     asked["out"] = options["out"] and str(options["out"].absolute())
@@ -128,26 +129,26 @@ def _evaluation(options: dict[str, Any], origin: Origin | None, device: str) -> 
 
 
 def _make_folder_of(out: Path) -> None:
-    """Before a model is loaded and answers for an hour, whose result could not be written. Raises BadInput."""
+    """Create the folder of the result, so that an error comes before hours of work. Raises BadInput."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(
-            f"--out {out}: the folder {out.parent} cannot be made: {error.strerror}; name another file"
+            f"--out {out}: the folder {out.parent} cannot be created: {error.strerror}; choose another file"
         ) from error
     if not os.access(out.parent, os.W_OK):
-        raise BadInput(f"--out {out}: {out.parent} cannot be written to; name another file")
+        raise BadInput(f"--out {out}: {out.parent} is not writable; choose another file")
 
 
 def _on_this_machine(evaluation: Evaluation, as_json: bool) -> int:
-    from launcher.backends.child import Interrupted, evaluate  # what a job needs not
+    from launcher.backends.child import Interrupted, evaluate  # not needed to submit a job
     from launcher.cli.show.scores import ProgressLine, lines
 
     progress = ProgressLine()
     try:
         done = evaluate(evaluation, progress.report)
     except Interrupted:
-        click.echo("interrupted; what was answered is kept, and the same command goes on", err=True)
+        click.echo("interrupted; answers so far are kept, and the same command continues", err=True)
         return EXIT_INTERRUPTED
     finally:
         progress.end()
@@ -159,7 +160,7 @@ def _on_this_machine(evaluation: Evaluation, as_json: bool) -> int:
 
 
 def _pinned(origin: Origin | None, options: dict[str, Any]) -> Origin | None:
-    """Have the job evaluate what is the newest checkpoint now, also where the run goes on meanwhile."""
+    """Pin the job to the newest checkpoint of now, in case the run continues meanwhile."""
     checkpoint = Path(options["checkpoint"])
     if origin and origin.run.root == checkpoint.absolute():
         options["checkpoint"] = str(origin.run.checkpoint(origin.run.checkpoint_steps()[0]))

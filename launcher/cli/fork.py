@@ -1,4 +1,4 @@
-"""mrl fork: a new run from a checkpoint of another one."""
+"""mrl fork: a new run from a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from launcher.cli.completion import complete_override, complete_run
 @click.command("fork", short_help="Start a new run from a checkpoint of another.")
 @click.argument("run_at_step", metavar="RUN[@STEP]", shell_complete=complete_run)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
-@click.option("--run-dir", type=RunDirectory(), help="Of the new run. [default: NAME-DATE-TIME beside RUN]")
-@click.option("--cluster", help="Run it there instead of where RUN ran.")
-@click.option("--update-code", is_flag=True, help="Run today's code instead of RUN's snapshot.")
-@click.option("--trust", is_flag=True, help="Also where the run is another user's: its code and pickles act as you.")
-@click.option("--dry-run", is_flag=True, help="Say what would differ; writes nothing.")
-@click.option("--detach", is_flag=True, help="Return as soon as a local run has started.")
-@click.option("--follow", is_flag=True, help="Stay and watch the Slurm job.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")
+@click.option("--run-dir", type=RunDirectory(), help="Directory of the new run. [default: NAME-DATE-TIME next to RUN]")
+@click.option("--cluster", help="Cluster to run on, instead of RUN's.")
+@click.option("--update-code", is_flag=True, help="Use today's code instead of RUN's snapshot.")
+@click.option("--trust", is_flag=True, help="Accept a run of another user: its code and pickles run as you.")
+@click.option("--dry-run", is_flag=True, help="Show what would differ; write nothing.")
+@click.option("--detach", is_flag=True, help="Return once a local run has started.")
+@click.option("--follow", is_flag=True, help="Watch the Slurm job.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of text.")
 @click.pass_context
 def command(
     context: click.Context,
@@ -37,13 +37,12 @@ def command(
 ) -> None:
     """Start a new run from the checkpoint that RUN wrote after STEP (default: its newest), with other values.
 
-    The new run has everything of the old one up to that step: weights, optimizer, place in the prompt stream, metrics.
-    Any value may change but those that the weights fix (model.*, tokenizer.*); what changed is in its fork.json.
-    It is trained on the problems that there are now: a run refuses to start again with others than before, and this is
-    how to go on with them.
+    The new run has everything of the old one up to that step: weights, optimizer, position in the prompts, metrics. Any
+    value may change, except those that the weights determine (model.*, tokenizer.*); changes are recorded in its
+    fork.json. It trains on the problems of today, whereas resuming RUN requires the problems that it began with.
 
-    The new run runs RUN's snapshot of the code (or today's, with --update-code) and unpickles parts of its checkpoint,
-    as you: a run of another user is refused without --trust.
+    The new run uses RUN's snapshot of the code (or today's, with --update-code) and unpickles parts of its checkpoint
+    as you, so a run of another user is refused without --trust.
 
     \b
     Exit codes: as of mrl-submit

@@ -1,4 +1,4 @@
-"""mrl logs: what the ranks and the batch script of a run say."""
+"""mrl logs: output of the ranks and of the batch script of a run."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from launcher.cli.completion import complete_run
 if TYPE_CHECKING:
     from launcher.cli.show.log_lines import LogFollower
 
-TICK = 0.3  # seconds between looks at the files
-ASK_EVERY_S = 10.0  # seconds between questions whether the run is still alive
+TICK = 0.3  # seconds between two reads of the files
+ASK_EVERY_S = 10.0  # seconds between two checks that the run is alive
 
 
 @click.command("logs", short_help="Print or follow a log of a run.")
 @click.argument("run", required=False, shell_complete=complete_run)
-@click.option("-f", "--follow", is_flag=True, help="Go on as the log grows, across attempts, until the run ends.")
-@click.option("--role", help="Whose: train, infer-0, supervisor, health, batch, ... [default: train, else batch]")
-@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Of the role's ranks.")
-@click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")
-@click.option("-n", "--lines", type=click.IntRange(min=0), default=100, show_default=True, help="Of its end.")
-@click.option("--list", "listing", is_flag=True, help="Name the log files, and the stacks of a hang, instead.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the log as it grows, across attempts, until the run ends.")
 @click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object a line: {attempt, role, rank, line}, or {files}."
+    "--role", help="Source of the log: train, infer-0, supervisor, health, batch, ... [default: train, else batch]"
 )
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Rank of the role.")
+@click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")
+@click.option(
+    "-n", "--lines", type=click.IntRange(min=0), default=100, show_default=True, help="Lines to print from the end."
+)
+@click.option("--list", "listing", is_flag=True, help="List the log files, and the stacks of a hang, instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: {attempt, role, rank, line} per line, or {files}.")
 def command(
     run: str | None,
     follow: bool,
@@ -39,12 +41,12 @@ def command(
     listing: bool,
     as_json: bool,
 ) -> None:
-    """Print a log of RUN: a run's name, its directory, its job id, or nothing for the newest.
+    """Print a log of RUN, given by its name, its directory, its job id, or nothing for the newest.
 
     The role `batch` is the output of the batch script, one file for all attempts. Ctrl-C ends --follow, not the run.
 
     \b
-    Exit codes: 0 printed  1 there is no log yet, or it cannot be read  2 bad usage: no such run, attempt, role or rank
+    Exit codes: 0 printed  1 no log yet, or unreadable  2 bad usage: no such run, attempt, role or rank
     """
     from launcher.cli.show.log_lines import LogFollower, log_files, missing
     from launcher.errors import BadInput, Failed
@@ -66,14 +68,14 @@ def command(
             _follow(log, as_json)
         elif not seen and log.path is None:
             if role is None and not found.attempt(attempt or found.last_attempt()).log(0).is_file():
-                raise Failed(f"{found.root.name}: the ranks have no log yet; --list names the logs there are")
+                raise Failed(f"{found.root.name}: the ranks have no log yet; --list names the existing logs")
             raise BadInput(f"{found.root.name}: {missing(found, role or 'train', rank, attempt)}")
     except KeyboardInterrupt:
         click.echo()
     except BrokenPipeError:  # `mrl logs | head`
         sys.stderr.close()
     except OSError as error:
-        if error.filename is None:  # it is our output that is not taken
+        if error.filename is None:  # stdout is closed
             raise
         raise Failed(f"{found.root.name}: {error.filename}: {error.strerror}") from error
 
@@ -97,7 +99,7 @@ def _follow(log: LogFollower, as_json: bool) -> None:
 
 
 def _print(log: LogFollower, as_json: bool) -> int:
-    """Print what is new; the number of lines. Raises Failed where it cannot be read, now."""
+    """Print new lines and return their number. Raises Failed if the log cannot be read at the moment."""
     from launcher.errors import Failed
 
     try:

@@ -13,11 +13,18 @@ COLUMNS = ("run", "state", "step", "last reward", "cluster", "job", "submitted")
 
 
 @click.command("ls", short_help="List the runs of this account.")
-@click.option("-n", "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Newest runs to show.")
-@click.option("--all", "every", is_flag=True, help="All of them.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: {runs: [...]}.")
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Number of runs to show, the newest.",
+)
+@click.option("--all", "every", is_flag=True, help="Show all runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: {runs: [...]}.")
 def command(limit: int, every: bool, as_json: bool) -> None:
-    """List the runs that were submitted from this account and whose directory is still there, newest first.
+    """List the runs submitted from this account whose directories still exist, newest first.
 
     \b
     Exit codes: 0 listed  2 bad usage
@@ -62,7 +69,7 @@ def command(limit: int, every: bool, as_json: bool) -> None:
         click.echo(json.dumps({"runs": rows}))
         return
     if not rows:
-        click.echo("no runs yet; mrl-submit demo makes one")
+        click.echo("no runs yet; mrl-submit demo starts one")
         return
     table = [COLUMNS]
     for row in rows:
@@ -76,4 +83,4 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     for line in table:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     if next(entries, None) is not None:
-        click.echo("and older ones: mrl ls --all")
+        click.echo("there are older runs: mrl ls --all")

@@ -1,4 +1,4 @@
-"""mrl: everything around a run but its submission. Each command is one file here, loaded when it is used."""
+"""mrl: all commands around a run except its submission. Each is a module here, loaded when it is used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMANDS = (
 """Modules of launcher.cli (with _ for -) that hold a click command named `command`."""
 
 START = "mrl-submit starts a run"
-MEANT = {
+SYNONYMS = {
     "attach": "exec shell ssh",
     "cancel": "abort delete end kill rm scancel stop",
     "chat": "generate talk",
@@ -46,9 +46,9 @@ MEANT = {
     "resume": "continue restart",
     "status": "info show state",
 }
-"""Command -> what other programs call it."""
-STARTS = "grpo launch new rl run sbatch start submit train"
-"""Names that other programs have for mrl-submit."""
+"""Command -> names of it in other programs."""
+SUBMIT_SYNONYMS = "grpo launch new rl run sbatch start submit train"
+"""Names of mrl-submit in other programs."""
 
 
 class _Commands(click.Group):
@@ -65,17 +65,17 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(f"no command is called {args[0]!r}; {_hint(args[0])}", ctx)
+            raise click.UsageError(f"there is no command {args[0]!r}; {_hint(args[0])}", ctx)
         return super().resolve_command(ctx, args)
 
 
 def _hint(word: str) -> str:
-    if word in STARTS.split() or "submit".startswith(word[:3]):
+    if word in SUBMIT_SYNONYMS.split() or "submit".startswith(word[:3]):
         return START
-    meant = [name for name, words in MEANT.items() if word in words.split()]
+    meant = [name for name, words in SYNONYMS.items() if word in words.split()]
     if close := meant or get_close_matches(word, COMMANDS, n=1):
         return f"did you mean {close[0]}?"
-    return f"there are {', '.join(sorted(COMMANDS))}; {START}"
+    return f"the commands are {', '.join(sorted(COMMANDS))}; {START}"
 
 
 @click.command(
@@ -86,6 +86,6 @@ def _hint(word: str) -> str:
 @click.version_option(package_name="mrl", message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """GRPO post-training of Megatron models: look after runs. `mrl-submit` starts them."""
+    """GRPO post-training of Megatron models: watch, control and evaluate runs. `mrl-submit` starts them."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

@@ -1,4 +1,4 @@
-"""mrl-submit: from a recipe to a running job. What its options are; `launch` does it."""
+"""mrl-submit: submit a recipe. This file has its options; `launch` does the work."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SECTION.KEY=VALUE overrides a value of the recipe, written as in YAML: grpo.grou
 commas make a sweep on a Slurm cluster: one job and one run directory, named after the values, for each combination
 (quote a comma that belongs to a value: key='"a,b"').
 
-Where it runs: --cluster, else $MRL_CLUSTER, else the recipe's cluster, else the default or only one of
+The cluster is that of --cluster, else $MRL_CLUSTER, else the recipe's cluster, else the default or only one of
 ~/.config/mrl/clusters.yaml, else this machine (`local`).
 
-With the --run-dir of an earlier call the run goes on where it was saved; it must be given the same values. --change
-accepts others for these, and records them: {", ".join(CHANGEABLE)}. More training.steps reopen a finished run,
-and a learning rate that had decayed rises again: the change says from what to what, and how to keep it.
-grpo.kl_beta may also become or stop being 0. A run in which nothing was trained yet takes any other values.
+With the --run-dir of an earlier call the run resumes from its checkpoint; it must be given the same values. --change
+accepts and records other values of: {", ".join(CHANGEABLE)}. A larger training.steps reopens a finished run,
+and a decayed learning rate rises again: the printed change says from what to what, and how to keep it. grpo.kl_beta may
+also become or stop being 0. A run that has not trained yet accepts any values.
 
-On a Slurm cluster this submits the job, says its id and returns; --follow stays and watches, and Ctrl-C then only stops
-watching. On this machine it watches the run: Ctrl-C saves and leaves, a second one kills; SIGTERM and a closed terminal
-save and leave as well.
+On a Slurm cluster this submits the job, prints its id and returns. With --follow it watches the job, and Ctrl-C only
+stops watching. On this machine it watches the run: Ctrl-C, SIGTERM or a closed terminal save and end it, a second
+Ctrl-C kills it.
 
 --dry-run prints what would be used on stdout (the sbatch script; for a local run the resolved recipe) and everything
 else on stderr. --dry-run --script > job.sbatch && sbatch job.sbatch does the same as submitting.
@@ -34,51 +34,51 @@ else on stderr. --dry-run --script > job.sbatch && sbatch job.sbatch does the sa
 \b
 Exit codes:
   0    finished, now or before; submitted; with --detach: started
-  1    crashed, or killed before it could save; Slurm did not say whether it took the job, or it took it and the disk
-       did not take its id (the run directory stays)
-  2    the recipe, an argument, the run directory or the cluster does not allow it; nothing was changed
-  130  interrupted and saved: the printed command goes on with it; with --follow: stopped watching, the job goes on
+  1    crashed, or killed before it could save; or it is unknown whether Slurm accepted the job, or its id could not be
+       written (the run directory stays)
+  2    the recipe, an argument, the run directory or the cluster cannot be used; nothing was changed
+  130  interrupted and saved: the printed command resumes it; with --follow: stopped watching, the job continues
 """
 
 
 @click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.argument("recipe", shell_complete=complete_recipe)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
-@click.option("--cluster", help="Where to run; local is this machine.")
+@click.option("--cluster", help="Cluster to run on; local: this machine.")
 @click.option(
     "--run-dir",
     type=RunDirectory(),
-    help="Directory of the run; of a sweep, that of its runs. [default: NAME-DATE-TIME in ./runs, or in run_root]",
+    help="Directory of the run; for a sweep, of its runs. [default: NAME-DATE-TIME in ./runs, or in run_root]",
 )
-@click.option("--change", is_flag=True, help="Resume with other values than before, where that is allowed.")
-@click.option("--trust", is_flag=True, help="Also where the run is another user's: its code and pickles act as you.")
+@click.option("--change", is_flag=True, help="Resume with changed values, as far as allowed.")
+@click.option("--trust", is_flag=True, help="Accept a run of another user: its code and pickles run as you.")
 @click.option(
-    "--dry-run", is_flag=True, help="Check everything, show what would be submitted, start and write nothing."
+    "--dry-run", is_flag=True, help="Check everything and show what would be submitted; start and write nothing."
 )
-@click.option("--script", is_flag=True, help="With --dry-run: the sbatch script alone.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")
-@click.option("--test-only", is_flag=True, help="Ask Slurm when it would start the job; submits nothing.")
-@click.option("--detach", is_flag=True, help="Return as soon as the run has started; it lives on. Slurm: the default.")
-@click.option("--follow", is_flag=True, help="Stay and watch the Slurm job.")
+@click.option("--script", is_flag=True, help="With --dry-run: print only the sbatch script.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of text.")
+@click.option("--test-only", is_flag=True, help="Ask Slurm when it would start the job; submit nothing.")
+@click.option("--detach", is_flag=True, help="Return once the run has started; it continues. Default on Slurm.")
+@click.option("--follow", is_flag=True, help="Watch the Slurm job.")
 @click.option(
     "--after",
     multiple=True,
     metavar="JOBID|RUN",
     shell_complete=complete_run,
-    help="Start once that job has ended, however it ended (Slurm's afterany). Can be repeated.",
+    help="Start after that job has ended, with any result (Slurm's afterany). Repeatable.",
 )
 @click.option(
     "--max-running",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Of a sweep's jobs at most N run at a time: each waits for the one N places before it.",
+    help="Run at most N jobs of a sweep at a time: each waits for the job N before it.",
 )
-@click.option("-y", "--yes", is_flag=True, help="Do not ask whether a large sweep is meant.")
-@click.option("--in-allocation", is_flag=True, help="Run the script in the salloc or job that this shell is in.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation of a large sweep.")
+@click.option("--in-allocation", is_flag=True, help="Run the script in the Slurm allocation of this shell.")
 @click.version_option(package_name="mrl", message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context, **options: Any) -> None:
-    from launcher.cli.submit.launch import launch  # not needed to complete a command line
+    from launcher.cli.submit.launch import launch  # not needed for completion
     from launcher.cli.submit.request import Request
 
     context.exit(launch(Request(**options)))

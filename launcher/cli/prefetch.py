@@ -1,4 +1,4 @@
-"""mrl prefetch: bring a cluster what a recipe reads from the internet."""
+"""mrl prefetch: fetch the files that a recipe reads from the internet into a cluster's cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 
 
-@click.command("prefetch", short_help="Fetch what a recipe needs to where jobs find it.")
+@click.command("prefetch", short_help="Fetch the image, model and data of a recipe into the cluster's cache.")
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("--cluster", help="Whose cache, instead of the recipe's cluster.")
-@click.option("--check", is_flag=True, help="Only say what is there and what is missing.")
+@click.option("--cluster", help="Cluster whose cache is filled, instead of the recipe's.")
+@click.option("--check", is_flag=True, help="Only show what is there and what is missing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, for programs.")
 @click.pass_context
 def command(
@@ -29,9 +29,9 @@ def command(
 ) -> None:
     """Fetch the container image, model, tokenizer and data sets of RECIPE into the cluster's cache.
 
-    Run it where there is internet and the cluster's run_root: the job itself runs offline. What is there already is
-    not fetched again, unless its tag or branch moved. HF_TOKEN, or the token of `hf auth login`, opens gated models;
-    enroot has credentials of its own (containers/README.md).
+    Run it on a machine with internet that sees the cluster's run_root; the job itself runs offline. Files that are
+    already there are not fetched again, unless their tag or branch has moved. For gated models set HF_TOKEN or run `hf
+    auth login`; enroot has credentials of its own (containers/README.md).
 
     \b
     Exit codes:
@@ -63,7 +63,7 @@ def command(
 def _with_its_model(
     unknown: ShapeUnknown, recipe: str, overrides: tuple[str, ...], cluster: str | None, clusters: Clusters, check: bool
 ) -> RunConfig:
-    """The recipe, read once more after the model is fetched that says what it leaves out."""
+    """Fetch the model whose shape the recipe leaves out, and load the recipe again."""
     cache = Cache.of(clusters.choose_profile(cluster, unknown.cluster)[1])
     need = Need("model", unknown.model)
     if check:
@@ -74,7 +74,7 @@ def _with_its_model(
 
 
 def table(found: Mapping[Need, Path | None]) -> list[str]:
-    """One line a need."""
+    """One line per item."""
     if not found:
         return ["nothing to fetch"]
     width = max(len(str(need)) for need in found)

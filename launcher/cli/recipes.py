@@ -1,4 +1,4 @@
-"""mrl recipes: what can be submitted by name."""
+"""mrl recipes: the recipes that can be submitted by name."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from launcher.recipe.shipped import shipped_recipes
 
 
 @click.command("recipes", short_help="List the recipes that can be submitted by name.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: {recipes: [...]}.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: {recipes: [...]}.")
 def command(as_json: bool) -> None:
-    """List the recipes that can be submitted by name: model, nodes x GPUs, mode and what each is for."""
+    """List the recipes that can be submitted by name: model, nodes x GPUs, mode and purpose."""
     rows = [row(load_recipe(name)) for name in shipped_recipes()]
     if as_json:
         click.echo(json.dumps({"recipes": rows}, indent=2))
@@ -27,7 +27,7 @@ def command(as_json: bool) -> None:
 
 
 def row(recipe: Recipe) -> dict[str, Any]:
-    """One entry of `mrl recipes --json`."""
+    """An entry of `mrl recipes --json`."""
     config = recipe.config
     return {
         "name": recipe.asked,
@@ -41,7 +41,7 @@ def row(recipe: Recipe) -> dict[str, Any]:
 
 
 def purpose(text: str) -> str:
-    """The first sentence of the comment that a recipe begins with."""
+    """Return the first sentence of the comment at the top of a recipe."""
     comment: list[str] = []
     for line in text.splitlines():
         if not line.startswith("#"):

@@ -1,4 +1,4 @@
-"""mrl rehearse: a recipe at its true size, before anybody takes a node."""
+"""mrl rehearse: a step of a recipe at its true size, without a node."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from launcher.recipe.load import load_recipe
 from megatron_rl.contract.codes import EXIT_CRASHED
 
 
-@click.command("rehearse", short_help="Run a recipe at its true size without a node: shapes, devices, memory.")
+@click.command("rehearse", short_help="Run a step at its true size without a GPU: shapes, devices, memory.")
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("--cluster", help="Cluster profile that it must fit, instead of the recipe's.")
-@click.option("--json", "as_json", is_flag=True, help='{"ranks": [...], "fits": true}, sizes in bytes.')
+@click.option("--cluster", help="Cluster profile whose GPUs it must fit, instead of the recipe's.")
+@click.option("--json", "as_json", is_flag=True, help='Print {"ranks": [...], "fits": true}, sizes in bytes.')
 @click.pass_context
 def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster: str | None, as_json: bool) -> None:
-    """Run one rank of every kind (pipeline stage, role) of RECIPE at its true size, on tensors that have a shape, a
-    type and a device and no numbers: the code of a run generates a token, scores, trains on the fullest micro-batch and
-    updates the weights. Says the bytes at the peak of each phase and what holds them, beside the estimate of
-    `mrl plan` for the same code (training.transformer_impl=local). Tokens are assumed to choose all experts equally
-    often.
+    """Run one rank of each kind (pipeline stage, role) of RECIPE at its true size, on tensors with a shape, a type and
+    a device but no data: it generates a token, scores, trains on the fullest micro-batch and updates the weights, with
+    the code of a run. Shows the peak memory of each phase and what holds it, next to the estimate of `mrl plan` for the
+    same code (training.transformer_impl=local). Tokens are assumed to choose all experts equally often.
 
-    RECIPE is the name of a shipped recipe or a YAML file. Needs torch and megatron-core here, no GPU and no weights.
+    RECIPE is the name of a shipped recipe or a YAML file. Needs torch and megatron-core here, but no GPU and no
+    weights.
 
     \b
     Exit codes:
-      0  it goes through, and fits the GPUs of the cluster
-      1  a rank fails, or needs more than its GPU has
+      0  it works and fits the GPUs of the cluster
+      1  a rank fails, or needs more memory than its GPU has
       2  the recipe or the layout is impossible
     """
     asked = load_recipe(recipe, overrides)
@@ -48,8 +48,8 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     config, sizes = with_offload(asked.config, plan, profile), plan.sizes
     if config.inference.engine != "native":
         raise BadInput(
-            f"inference.engine {config.inference.engine} cannot be rehearsed, because it computes with what it reads "
-            "from the device, or elsewhere: rehearse all else with inference.engine=native inference.server=null"
+            f"inference.engine {config.inference.engine} cannot be rehearsed, because it needs data on the device, or "
+            "runs elsewhere; rehearse the rest with inference.engine=native inference.server=null"
         )
     refuse_unready()
     limit = gpu_bytes(config, profile)

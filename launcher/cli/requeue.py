@@ -1,4 +1,4 @@
-"""mrl requeue: give the nodes back and start again elsewhere."""
+"""mrl requeue: give the nodes back and restart on others."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from launcher.cli.completion import complete_run
 from launcher.cli.confirm import certain_run
 
 
-@click.command("requeue", short_help="Save, give the nodes back, queue again.")
+@click.command("requeue", short_help="Save, give the nodes back, and queue again.")
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option("--now", is_flag=True, help="Do not save first.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask whether it is the run that is meant.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: {run, run_dir, job_id, done}.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: {run, run_dir, job_id, done}.")
 def command(run: str | None, now: bool, yes: bool, as_json: bool) -> None:
-    """Have RUN save, give its nodes back and wait in the queue again under the same job id.
+    """Make RUN save, give its nodes back and queue again under the same job id.
 
-    RUN is named as for `mrl cancel`. A run that has ended needs `mrl resume`.
+    RUN is named as for `mrl cancel`. For a run that has ended, use `mrl resume`.
 
     \b
-    Exit codes: 0 asked for  1 could not be done  2 there is no such run, or more than one
+    Exit codes: 0 requested  1 failed  2 no such run, or more than one
     """
     from launcher.runs.control import requeue
 

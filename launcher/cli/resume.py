@@ -1,4 +1,4 @@
-"""mrl resume: go on with a run that has ended."""
+"""mrl resume: resume a run that has ended."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from launcher.recipe.changes import CHANGEABLE
 
 OVERRIDE = re.compile(r"[\w.]+=")
 
-HELP = f"""Go on with RUN where it was saved: a new job (or local start) of the same run directory, the same recipe
-and, unless --update-code, the same snapshot of the code.
+HELP = f"""Resume RUN from its newest checkpoint: a new job (or local start) in the same run directory, with the same
+recipe and, unless --update-code, the same snapshot of the code.
 
-RUN is a run's name, its directory, its job id, or nothing for the newest. SECTION.KEY=VALUE changes what a run that
-has begun may change, and is recorded: {", ".join(CHANGEABLE)}. More training.steps reopen a finished run, and a
-learning rate that had decayed rises again: the change says from what to what, and how to keep it.
+RUN is a run's name, its directory, its job id, or nothing for the newest. SECTION.KEY=VALUE changes one of these
+values, which is recorded: {", ".join(CHANGEABLE)}. A larger training.steps reopens a finished run, and a decayed
+learning rate rises again: the printed change says from what to what, and how to keep it.
 
 \b
-Exit codes: as of mrl-submit; 2 also where a live job owns the run
+Exit codes: as of mrl-submit; 2 also if a live job owns the run
 """
 
 
-@click.command("resume", short_help="Go on with a run that has ended.", help=HELP)
+@click.command("resume", short_help="Resume a run that has ended.", help=HELP)
 @click.argument("run", default="-", shell_complete=complete_run)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
-@click.option("--update-code", is_flag=True, help="Take a new snapshot of the code from where it came from.")
-@click.option("--cluster", help="Go on there instead of where the run was.")
-@click.option("--trust", is_flag=True, help="Also where the run is another user's: its code and pickles act as you.")
-@click.option("--dry-run", is_flag=True, help="Show what would be submitted; writes nothing.")
-@click.option("--detach", is_flag=True, help="Return as soon as a local run has started.")
-@click.option("--follow", is_flag=True, help="Stay and watch the Slurm job.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")
+@click.option("--update-code", is_flag=True, help="Take a new snapshot of the code from its source.")
+@click.option("--cluster", help="Cluster to resume on, instead of the run's.")
+@click.option("--trust", is_flag=True, help="Accept a run of another user: its code and pickles run as you.")
+@click.option("--dry-run", is_flag=True, help="Show what would be submitted; write nothing.")
+@click.option("--detach", is_flag=True, help="Return once a local run has started.")
+@click.option("--follow", is_flag=True, help="Watch the Slurm job.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of text.")
 @click.pass_context
 def command(context: click.Context, run: str, overrides: tuple[str, ...], cluster: str | None, **others: Any) -> None:
     from launcher.cli.submit.launch import launch
@@ -41,7 +41,7 @@ def command(context: click.Context, run: str, overrides: tuple[str, ...], cluste
     from launcher.runs.find import find, names_run
     from launcher.runs.state import resolved_values
 
-    if OVERRIDE.match(run) and not names_run(run):  # no RUN was given; a run of a sweep has an = in its name
+    if OVERRIDE.match(run) and not names_run(run):  # no RUN was given; runs of a sweep have = in their names
         run, overrides = "-", (run, *overrides)
     found = find(None if run == "-" else run)
     request = Request(

@@ -1,4 +1,4 @@
-"""mrl serve: a policy behind OpenAI's HTTP interface, by a process of its own: here is no torch."""
+"""mrl serve: a policy behind OpenAI's HTTP API. It runs in a child process; this one imports no torch."""
 
 from __future__ import annotations
 
@@ -19,43 +19,45 @@ from megatron_rl.contract.children import module_command
 SERVER = module_command("megatron_rl.server")
 
 
-@click.command("serve", short_help="Answer by a policy over HTTP, as OpenAI's API does.")
+@click.command("serve", short_help="Serve a policy over HTTP with OpenAI's API.")
 @click.argument("path", shell_complete=complete_run)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the interface to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
-    help="Bearer tokens that are let in, one a line; made where it is not there. Default: ~/.config/mrl/serve-token.",
+    help="File of accepted bearer tokens, one per line; created if missing. Default: ~/.config/mrl/serve-token.",
 )
-@click.option("--name", help="Of the model, for clients. Default: that of the run or directory.")
+@click.option("--name", help="Name of the model for clients. Default: that of the run or directory.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: the recipe's, or that of the weights.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the recipe or the weights.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
-@click.option("--threads", type=click.IntRange(min=1), help="Of the CPU, of each process. Default: all processors.")
-@click.option("--max-length", type=click.IntRange(min=2), help="Longest prompt and answer together, in tokens.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of each process. Default: all processors.")
+@click.option("--max-length", type=click.IntRange(min=2), help="Largest number of tokens of a prompt with its answer.")
 @click.option(
     "--weights-from",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of weights that a run writes (inference.server.folder), which it may have read here after every step.",
+    help="Folder in which a run writes new weights (inference.server.folder) for this server to load after each step.",
 )
 @click.option(
     "--max-waiting",
     type=click.IntRange(min=1),
     default=1024,
     show_default=True,
-    help="Answers that may wait for room; then requests are turned away (429).",
+    help="Answers that may wait for a row; further requests are rejected (429).",
 )
-@click.option("--requests-per-minute", type=click.IntRange(min=1), help="For each token; more are turned away (429).")
+@click.option(
+    "--requests-per-minute", type=click.IntRange(min=1), help="Limit per token; further requests are rejected (429)."
+)
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
     default=30.0,
     show_default=True,
-    help="Seconds that requests under way have to be answered after Ctrl-C.",
+    help="Seconds to finish running requests after Ctrl-C.",
 )
-@click.option("--trust", is_flag=True, help="Of another user: what is in a checkpoint can act as you.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object when it is ready: {address, model, ...}.")
+@click.option("--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when ready: {address, model, ...}.")
 def command(
     path: str,
     host: str,
@@ -77,13 +79,13 @@ def command(
     """Serve PATH: a run (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their name in the
     cache of the hub, or package:NAME.
 
-    Completions, chat completions, models, tokenize, detokenize, health and metrics, always by token. Ctrl-C ends it
-    once what is under way is answered; a second one at once.
+    Endpoints: completions, chat completions, models, tokenize, detokenize, health and metrics, all with a bearer token.
+    Ctrl-C stops the server after it has answered running requests; a second Ctrl-C stops it at once.
 
     \b
     Exit codes:
       0    stopped by Ctrl-C or SIGTERM
-      1    it failed while it served
+      1    failed while serving
       2    PATH, token or address cannot be used
       130  stopped before it was ready, or at once
     """
@@ -107,11 +109,12 @@ def command(
         "--grace-s": grace,
     }
     given = [word for key, value in options.items() if value is not None for word in (key, str(value))]
-    serve([*SERVER, *given, "--", path], tokens, None if as_json else _how_to_ask)
+    serve([*SERVER, *given, "--", path], tokens, None if as_json else _usage)
 
 
-def _how_to_ask(said: dict[str, Any]) -> str:
-    """What is served where, and lines to paste. The token stays out of every command's arguments, which others see."""
+def _usage(said: dict[str, Any]) -> str:
+    """Return the address and commands to paste. The token stays out of every command's arguments, which other users
+    see."""
     address, model, token = said["address"], said["model"], shlex.quote(said["token_file"])
     step = "" if said["step"] is None else f" after step {said['step']}"
     asked: dict[str, Any]
@@ -123,7 +126,7 @@ def _how_to_ask(said: dict[str, Any]) -> str:
         call = f'client.completions.create(model="{model}", prompt="1+2=")'
     body = shlex.quote(json.dumps(asked))
     return f"""\
-{model}{step} at {address}, {said["max_length"]} tokens of context; Ctrl-C ends it
+{model}{step} at {address}, {said["max_length"]} tokens of context; Ctrl-C stops it
 
     echo "Authorization: Bearer $(head -n 1 {token})" | curl -H @- {address}/v1/{route} -d {body}
 

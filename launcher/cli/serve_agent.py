@@ -1,4 +1,4 @@
-"""mrl serve-agent: an environment behind HTTP, by a process of its own, for runs whose environment is `remote`."""
+"""mrl serve-agent: an environment over HTTP, for runs whose environment is `remote`. It runs in a child process."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ SERVER = module_command("megatron_rl.server.agent")
     "asked",
     required=True,
     metavar="RECIPE",
-    help="Recipe or run directory of the runs that will ask: prompts are put into its tokens.",
+    help="Recipe or directory of the runs that will connect; its tokenizer encodes the prompts.",
 )
 @click.option(
     "--env-args",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Argument of the environment, as in YAML: dataset_args.max_terms=3; or a mapping of several. Repeatable.",
+    help="Argument of the environment, as in YAML: dataset_args.max_terms=3, or a mapping. Repeatable.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the interface to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="0: any that is free.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="0: any free port.")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
-    help="Bearer tokens that are let in, one a line; made where it is not there. Default: ~/.config/mrl/serve-token.",
+    help="File of accepted bearer tokens, one per line; created if missing. Default: ~/.config/mrl/serve-token.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object when it is ready: {address, environment, ...}.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when ready: {address, environment, ...}.")
 def command(
     name: str,
     asked: str,
@@ -55,13 +55,13 @@ def command(
 ) -> None:
     """Serve the environment NAME (`mrl environments`): its problems, conversations and rewards.
 
-    The ranks ask it, and generate what it asks of the model; it need not reach them. It may be stopped and started
-    again while runs wait: give it the same --port, --token-file and arguments.
+    The ranks connect to it and generate what it asks of the model; it need not reach them. It may be restarted while
+    runs wait: give it the same --port, --token-file and arguments.
 
     \b
     Exit codes:
       0    stopped by Ctrl-C or SIGTERM
-      1    it failed while it served
+      1    failed while serving
       2    NAME, its arguments, the token or the address cannot be used
       130  stopped before it was ready, or at once
     """
@@ -78,7 +78,7 @@ def command(
         "--token-file": str(tokens),
     }
     given = [word for option in options.items() for word in option]
-    serve([*SERVER, *given], tokens, None if as_json else _how_to_ask)
+    serve([*SERVER, *given], tokens, None if as_json else _usage)
 
 
 def _tokenizer(asked: str) -> TokenizerConfig:
@@ -86,10 +86,10 @@ def _tokenizer(asked: str) -> TokenizerConfig:
     return (read_resolved(run.resolved) if run.resolved.is_file() else load_recipe(asked).config).tokenizer
 
 
-def _how_to_ask(said: dict[str, Any]) -> str:
+def _usage(said: dict[str, Any]) -> str:
     problems = ", ".join(f"{count} in {name}" for name, count in said["problems"].items())
     return f"""\
-{said["environment"]} at {said["address"]}, problems: {problems}; Ctrl-C ends it
+{said["environment"]} at {said["address"]}, problems: {problems}; Ctrl-C stops it
 
     environment:
       name: remote

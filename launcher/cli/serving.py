@@ -1,4 +1,4 @@
-"""Processes that serve until Ctrl-C: their token file, their start, and what they say. Here is no torch."""
+"""Server processes of mrl serve and mrl serve-agent: token file, start, signals and messages. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,34 +26,37 @@ TOKEN_BYTES = 32
 
 
 def default_token_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """Of this account: what was written down for one server also opens the next."""
+    """Token file of this account, which all of its servers share."""
     home = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME") or str(Path.home())) / ".config")
     return Path(home) / "mrl" / "serve-token"
 
 
 def make_token_file(file: Path) -> None:
-    """Make the file with a token in it, for this account alone, unless it is there. Raises BadInput."""
+    """Create the token file, readable by this account only, unless it exists. Raises BadInput."""
     if file.is_file():
         if file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-            click.echo(f"warning: others can read {file}: chmod 600 it", err=True)
+            click.echo(f"warning: other users can read {file}; run chmod 600 on it", err=True)
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", encoding="ascii") as made:  # mode 0600
             made.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
             made.flush()
-            with suppress(FileExistsError):  # made by another server that was started just now
+            with suppress(FileExistsError):  # another server has just made it
                 os.link(made.name, file)
     except OSError as error:
-        raise BadInput(f"--token-file {file} cannot be made: {error.strerror}") from error
+        raise BadInput(f"--token-file {file} cannot be created: {error.strerror}") from error
 
 
-def serve(command: list[str], tokens: Path, how_to_ask: Callable[[dict[str, Any]], str] | None) -> None:
-    """Until the server ends. It has a session of its own: each Ctrl-C reaches it once, by us.
+def serve(command: list[str], tokens: Path, usage: Callable[[dict[str, Any]], str] | None) -> None:
+    """Run a server until it ends. It has a session of its own, so that each Ctrl-C reaches it once, from here.
 
-    how_to_ask: what to tell people of what it said when it was ready; None: that itself, as JSON.
+    Args:
+        usage: formats the message that the server prints when it is ready; None: print that message as JSON.
 
-    Raises BadInput, Failed, or click.Abort.
+    Raises:
+        BadInput, Failed: the server refused its arguments, or failed.
+        click.Abort: the server was interrupted before it was ready, or twice.
     """
     child: subprocess.Popen[str] | None = None
 
@@ -62,7 +65,7 @@ def serve(command: list[str], tokens: Path, how_to_ask: Callable[[dict[str, Any]
             child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in FORWARDED}
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # the child's too, until it knows what to do about them
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # the child inherits this until it can handle them
     try:
         child = subprocess.Popen(
             command,
@@ -75,7 +78,7 @@ def serve(command: list[str], tokens: Path, how_to_ask: Callable[[dict[str, Any]
         )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         with child:
-            _watch(child, tokens, how_to_ask)
+            _watch(child, tokens, usage)
     except OSError as error:
         raise Failed(f"the server cannot be started: {error}") from error
     finally:
@@ -84,24 +87,24 @@ def serve(command: list[str], tokens: Path, how_to_ask: Callable[[dict[str, Any]
             signal.signal(number, handler)
 
 
-def _watch(child: subprocess.Popen[str], tokens: Path, how_to_ask: Callable[[dict[str, Any]], str] | None) -> None:
-    """Say when it is ready, and wait for its end. Raises BadInput, Failed, or click.Abort."""
+def _watch(child: subprocess.Popen[str], tokens: Path, usage: Callable[[dict[str, Any]], str] | None) -> None:
+    """Print the usage when the server is ready, and wait for its end."""
     assert child.stdout is not None
-    why = None
+    reason = None
     for line in child.stdout:
         try:
-            said = json.loads(line)
+            message = json.loads(line)
         except ValueError:
-            continue  # of a library
-        if not isinstance(said, dict):
+            continue  # output of a library
+        if not isinstance(message, dict):
             continue
-        why = said.get("error", why)
-        if "address" in said:
-            said |= {"token_file": str(tokens.absolute())}
-            echo(how_to_ask(said) if how_to_ask else json.dumps(said))
+        reason = message.get("error", reason)
+        if "address" in message:
+            message |= {"token_file": str(tokens.absolute())}
+            echo(usage(message) if usage else json.dumps(message))
     code = child.wait()
     if code == EXIT_FINISHED:
         return
     if code == EXIT_INTERRUPTED:
         raise click.Abort
-    raise (BadInput if code == EXIT_USAGE else Failed)(why or f"the server ended with exit code {code}")
+    raise (BadInput if code == EXIT_USAGE else Failed)(reason or f"the server ended with exit code {code}")

@@ -1,1 +1,1 @@
-"""What a run reads from the internet, fetched where there is one."""
+"""Files that runs read from the internet, fetched on a machine that has internet."""

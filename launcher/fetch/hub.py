@@ -1,8 +1,8 @@
-"""Fetch one repository of the Hugging Face hub into HF_HOME; a process of its own, for `mrl prefetch`:
+"""Fetch one repository of the Hugging Face hub into HF_HOME, in a process of its own for `mrl prefetch`:
 
     python -m launcher.fetch.hub model Qwen/Qwen2.5-32B
 
-The library is slow to import and an extra of mrl, so nothing else of the launcher imports this module.
+The library is slow to import and an optional extra, so the launcher does not import this module.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megatron_rl.extras import install_command
 
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 NEVER = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "onnx/*", "original/*", "*.tflite"]
-"""The same weights once more, for other frameworks."""
+"""The same weights for other frameworks."""
 TORCH_PICKLES = ["*.bin", "*.pt", "*.pth"]
-"""The same weights once more, where there are safetensors."""
+"""The same weights again, if the repository has safetensors."""
 
 
 def patterns(kind: str, files: Iterable[str]) -> tuple[list[str] | None, list[str] | None]:
-    """Pure: (only these files, not these) of a repository; None: all, or none."""
+    """Return (patterns to fetch, patterns to leave out) of a repository; None: all, or none. Pure."""
     if kind == "dataset":
         return None, None
     if kind == "tokenizer":
@@ -40,11 +40,11 @@ def patterns(kind: str, files: Iterable[str]) -> tuple[list[str] | None, list[st
 
 
 def fetch(kind: str, name: str, home: Path) -> Path:
-    """Download what is not there yet, and record it last. Raises whatever the library raises."""
+    """Download missing files, then record the repository. Raises the library's exceptions."""
     from huggingface_hub import HfApi, snapshot_download
 
     repo_type = "dataset" if kind == "dataset" else "model"
-    # Asks the hub, where snapshot_download would settle for what is here.
+    # This asks the hub; snapshot_download alone would accept an incomplete local copy.
     only, never = patterns(kind, HfApi().list_repo_files(name, repo_type=repo_type))
     path = Path(snapshot_download(name, repo_type=repo_type, allow_patterns=only, ignore_patterns=never))
     record = record_of(home, kind, name)
@@ -54,16 +54,15 @@ def fetch(kind: str, name: str, home: Path) -> Path:
 
 
 def explain(kind: str, name: str, error: Exception) -> str:
-    """Pure: one line, from the library's exceptions by their names, which outlive its versions."""
+    """Explain an exception in one line. Exceptions are matched by name, which is more stable than their modules.
+    Pure."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if "GatedRepoError" in names:
-        return (
-            f"{kind} {name}: its owner asks you to accept terms at https://huggingface.co/{name}, then export HF_TOKEN"
-        )
+        return f"{kind} {name}: accept its terms at https://huggingface.co/{name}, then export HF_TOKEN"
     if "RepositoryNotFoundError" in names:
-        return f"{kind} {name}: the hub has none of that name, or it is private: export HF_TOKEN"
+        return f"{kind} {name}: the hub has no repository of this name, or it is private: export HF_TOKEN"
     if "HFValidationError" in names:
-        return f"{kind} {name}: is no name of the hub, such as Qwen/Qwen2.5-32B"
+        return f"{kind} {name}: not a name on the hub, such as Qwen/Qwen2.5-32B"
     if isinstance(error, OSError) and error.filename:
         return f"{kind} {name}: {error.filename}: {error.strerror}"
     lines = str(error).strip().splitlines()
@@ -72,7 +71,6 @@ def explain(kind: str, name: str, error: Exception) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of this module; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m launcher.fetch.hub", description="Fetch a repository of the hub.")
     parser.add_argument("kind", choices=["model", "tokenizer", "dataset"])
     parser.add_argument("name")
@@ -82,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         click.echo(f"error: fetching from the hub needs `{install_command('prefetch')}`: {error}", err=True)
         return EXIT_USAGE
-    except Exception as error:  # noqa: BLE001 - the library's own, of many kinds, each told in a line
+    except Exception as error:  # noqa: BLE001 - the library raises many kinds
         click.echo(f"error: {explain(options.kind, options.name, error)}", err=True)
         return EXIT_CRASHED
     click.echo(path)

@@ -1,11 +1,11 @@
-"""What a run reads from the internet, whether the cluster has it already, and how it gets there.
+"""Files that a run reads from the internet: which are needed, whether the cluster has them, and how they get there.
 
     run_root/cache/images/        container images (launcher.host.image.cache)
     run_root/cache/huggingface/   models, tokenizers and data sets: HF_HOME of the job, which runs with HF_HUB_OFFLINE=1
-                      mrl/        one record a fetched thing, written last, so that half a download never counts
-                      mrl/packages/   what Python packages bring along (package:NAME), exported once
+                      mrl/        a record per fetched repository, written last, so that half a download does not count
+                      mrl/packages/   files from Python packages (package:NAME), exported once
 
-For the cluster `local` the cache is the user's own HF_HOME.
+The cluster `local` uses the user's own HF_HOME.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Kind = Literal["image", "model", "tokenizer", "dataset"]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One thing that the job reads and does not fetch itself."""
+    """One item that a job reads and does not fetch itself."""
 
     kind: Kind
     name: str
 
     @property
     def package(self) -> str | None:
-        """The Python package that brings it along; None of what comes from elsewhere."""
+        """Python package that contains it; None: it comes from elsewhere."""
         return package_of(self.name) if self.kind in ("model", "tokenizer") else None
 
     def __str__(self) -> str:
@@ -53,14 +53,14 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Where a cluster keeps what was fetched."""
+    """Folders of fetched files."""
 
     images: Path
     huggingface: Path
 
     @classmethod
     def of(cls, profile: Profile | None, environ: Mapping[str, str] = os.environ) -> Cache:
-        """The cache of a cluster; None is this machine."""
+        """Return the cache of a cluster; None: of this machine."""
         if profile is None:
             home = own_huggingface_home(environ)
             return cls(home / "mrl" / "images", home)
@@ -68,19 +68,19 @@ class Cache:
         return cls(root / "images", root / "huggingface")
 
     def find(self, need: Need) -> Path | None:
-        """Where it is; None where it would have to be fetched. Looks at a file or two."""
+        """Return the path of an item, or None if it must be fetched. Reads at most two files."""
         if need.kind == "image":
             return cache.find(need.name, self.images)
         if need.package:
             exported = exported_folder(need.package, self.huggingface)
             return exported if exported.is_dir() else None
-        # One that cannot be read is fetched again, which costs little where its files are there.
+        # An unreadable record means fetching again, which costs little if the files are there.
         known = if_readable(read(CachedRepository, record_of(self.huggingface, need.kind, need.name)))
         path = known and self.huggingface / known.path
-        return path if path and os.path.isdir(path) else None  # noqa: PTH112 - also where it cannot be looked at
+        return path if path and os.path.isdir(path) else None  # noqa: PTH112 - no error without permission
 
     def holds(self, need: Need) -> bool:
-        """Whether a run finds it here, also where something else than `mrl prefetch` has brought it."""
+        """Whether a run finds the item here, fetched by `mrl prefetch` or by another program."""
         if self.find(need) is not None or need.kind == "image" or need.package:
             return self.find(need) is not None
         kind = "datasets" if need.kind == "dataset" else "models"
@@ -88,7 +88,7 @@ class Cache:
 
 
 def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
-    """Everything that a run of `config` reads from the internet, each once."""
+    """Return all items that a run reads from the internet, each once."""
     found: list[Need] = []
     container = profile.container if profile else None
     if container:
@@ -103,36 +103,36 @@ def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
 
 
 def absent(config: RunConfig, profile: Profile) -> list[Need]:
-    """What a run reads and the cluster does not have yet."""
+    """Return the items that a run reads and the cluster does not have yet."""
     cache = Cache.of(profile)
     return [need for need in needs(config, profile) if cache.find(need) is None]
 
 
 def missing(config: RunConfig, profile: Profile) -> list[str]:
-    """Notes for a dry run: what the cluster does not have yet, and what to do about it."""
+    """Return notes for a dry run about items that the cluster does not have yet."""
     cache, found = Cache.of(profile), absent(config, profile)
     of_the_hub = [need for need in found if need.kind != "image" and not need.package]
     notes = [_about(need, config, cache) for need in found if need not in of_the_hub]
     if of_the_hub:
-        where = f"not in {cache.huggingface}, and the job runs offline"
+        where = f"missing in {cache.huggingface}, and the job runs offline"
         notes.append(f"{where}: {', '.join(map(str, of_the_hub))}; `mrl prefetch` fetches them")
     return notes
 
 
 def _about(need: Need, config: RunConfig, cache: Cache) -> str:
     if need.package:
-        return f"{need} is not in {cache.huggingface} yet: mrl-submit exports it first"
+        return f"{need} is not in {cache.huggingface} yet: mrl-submit will export it first"
     if is_path(need.name):
-        return f"{need} is not here, or is no whole squashfs file"
+        return f"{need} is missing or not a complete squashfs file"
     if config.image.import_on == "login":
-        return f"{need} is not in {cache.images} yet: mrl-submit imports it first"
-    return f"{need} is not in {cache.images} yet: the job's first node imports it, or `mrl prefetch` does now"
+        return f"{need} is not in {cache.images} yet: mrl-submit will import it first"
+    return f"{need} is not in {cache.images} yet: the job's first node will import it, or `mrl prefetch` imports it now"
 
 
 def fetch(need: Need, cache: Cache) -> bool:
-    """Fetch in a child process, which tells the user what it does and, where it fails, why; whether it succeeded.
+    """Fetch an item in a child process, which reports progress and errors itself; return whether it succeeded.
 
-    Nothing is fetched twice, but a tag or a branch is looked up again.
+    Complete items are not fetched again, except that a tag or branch is looked up again.
     """
     if need.kind == "image":
         command = ["launcher.host.image", "--reference", need.name, "--cache", str(cache.images), "--refresh"]
@@ -151,56 +151,56 @@ def fetch(need: Need, cache: Cache) -> bool:
 
 
 def import_image_on_login(config: RunConfig, profile: Profile) -> None:
-    """Before a submission: what `image.import_on: login` asks for, unless the cache has it.
+    """Import the image before a submission, if `image.import_on: login` asks for it and the cache lacks it.
 
     Raises:
-        BadInput: the image cannot be had.
+        BadInput: the image cannot be imported.
     """
     if config.image.import_on != "login":
         return
     for need in absent(config, profile):
         if need.kind == "image" and not fetch(need, Cache.of(profile)):
-            raise BadInput(f"{need} cannot be imported here (image.import_on: login); the reason stands above")
+            raise BadInput(f"{need} could not be imported here (image.import_on: login); the reason is above")
 
 
 def export_packages(config: RunConfig, profile: Profile | None) -> None:
-    """Before a run: export what Python packages bring along of it, unless the cache has it; says so on stderr.
+    """Export files of Python packages that a run reads and the cache lacks, with a line on stderr.
 
     Raises:
-        BadInput: it cannot be exported.
+        BadInput: an export failed.
     """
     cache = Cache.of(profile)
     for need in needs(config, profile):
         if need.package and cache.find(need) is None and not export(need, cache):
-            raise BadInput(f"{need} cannot be exported here; the reason stands above")
+            raise BadInput(f"{need} could not be exported here; the reason is above")
 
 
 def export(need: Need, cache: Cache) -> bool:
-    """Export what a Python package brings along, after a line on stderr that says so; whether that succeeded."""
+    """Export an item from its Python package, after a line on stderr; return whether it succeeded."""
     click.echo(
-        f"exporting {need} to {cache.huggingface}, once: reads its quantised weights and writes them in fp32; "
-        "a minute or two for 100 million weights",
+        f"exporting {need} to {cache.huggingface}, once: its quantised weights are written in fp32, which takes a "
+        "minute or two for 100 million weights",
         err=True,
     )
     return fetch(need, cache)
 
 
 def record_of(huggingface: Path, kind: str, name: str) -> Path:
-    """CachedRepository of something fetched whole."""
+    """Path of the record (CachedRepository) of a completely fetched repository."""
     return huggingface / "mrl" / f"{kind}--{name.replace('/', '--')}.json"
 
 
 def own_huggingface_home(environ: Mapping[str, str]) -> Path:
-    """Where the Hugging Face libraries keep things unless told otherwise."""
+    """Cache of the Hugging Face libraries, as they would choose it themselves."""
     default = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     return Path(environ.get("HF_HOME") or default).expanduser()
 
 
 def known_caches(clusters: Clusters) -> list[Path]:
-    """The caches of the Hugging Face libraries that this machine can see: its own, and those of the user's clusters."""
+    """Caches of the Hugging Face libraries that this machine sees: its own and those of the user's clusters."""
     found = [own_huggingface_home(clusters.environ)]
     for name in clusters.own:
-        with suppress(BadInput):  # a variable in it is not set: told where that cluster is chosen
+        with suppress(BadInput):  # an unset variable in a profile: reported when that cluster is chosen
             found.append(Cache.of(clusters.profile(name)).huggingface)
     return found
 
@@ -212,5 +212,5 @@ def _environment(cache: Cache, environ: Mapping[str, str]) -> dict[str, str]:
         "HF_HOME": str(cache.huggingface),
         "HF_HUB_OFFLINE": "0",
         "HF_TOKEN_PATH": environ.get("HF_TOKEN_PATH")
-        or str(own / "token"),  # `hf auth login` left it in the user's own
+        or str(own / "token"),  # `hf auth login` stores it in the user's own HF_HOME
     }

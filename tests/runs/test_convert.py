@@ -83,7 +83,7 @@ def test_weights_that_are_not_whole_are_one_line_and_exit_code_2(tmp_path: Path,
 
 def test_no_size_is_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
     code, _, err = convert("hf-to-megatron", published, tmp_path / "m", "--shard-size", "5")
-    assert code == EXIT_USAGE and "'5' is no size such as 5GB" in err
+    assert code == EXIT_USAGE and "'5' is not a size such as 5GB" in err
     assert not list(tmp_path.iterdir())
 
 

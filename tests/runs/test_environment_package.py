@@ -47,7 +47,7 @@ def test_a_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Pat
         {"prompt": "0+2=", "gold_reward": 1.0, "wrong_reward": 0.0},
     ]
     code, out, said = run([python, "-P", "-c", MRL, "environments", "new", "riddles", "--into", "again"], tmp_path)
-    assert (code, out) == (2, "") and "'riddles' is registered already" in said
+    assert (code, out) == (2, "") and "'riddles' is already registered" in said
 
 
 def test_a_shipped_environment_is_tried_offline_by_the_way_its_answers_take(tmp_path: Path) -> None:

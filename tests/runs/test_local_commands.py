@@ -85,7 +85,9 @@ def test_what_only_slurm_can_do_is_refused_with_the_way_out(call):
     assert "mrl resume r" in call("mrl", "requeue", "r", code=1).stderr
     assert "processes of this machine" in call("mrl", "attach", code=1).stderr
     said = call("mrl-submit", "demo", "--follow", "--after", "7", code=2).stderr
-    assert said == "error: --follow, --after: for Slurm clusters only, and this run is local (--cluster chooses)\n"
+    assert (
+        said == "error: --follow, --after: only for Slurm clusters, but this run is local (choose one with --cluster)\n"
+    )
     assert "a sweep of 2 runs needs a Slurm cluster" in call("mrl-submit", "demo", "training.seed=1,2", code=2).stderr
 
 
@@ -98,7 +100,7 @@ def test_ls_and_logs(call):
     assert "supervisor.0.log" in call("mrl", "logs", "--list").stdout
     assert call("mrl", "logs", "first", "--attempt", "7", code=2).stderr == "error: first: no attempt 7; there is 1\n"
     said = call("mrl", "logs", "first", "--rank", "9", code=2).stderr
-    assert said == "error: first: no rank 9 of train; there are: 0, 1\n"
+    assert said == "error: first: train has no rank 9; its ranks: 0, 1\n"
     said = call("mrl", "logs", "first", "--role", "nobody", code=2).stderr
     assert said == "error: first: no log of the role nobody; there are: supervisor, train\n"
 
@@ -158,7 +160,7 @@ def test_the_completion_is_a_script_of_that_shell(call, shell):
 
 def test_a_run_here_that_nobody_asked_to_be_one_says_why(call, monkeypatch, tmp_path):
     said = call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run").stderr.splitlines()[0]
-    assert re.match(r"note: no cluster profile in \S+, so this means this machine; --cluster NAME .*h100", said)
+    assert re.match(r"note: no cluster profile in \S+, so it runs on this machine; --cluster NAME .*h100", said)
     assert "note" not in call("mrl-submit", "demo", "--dry-run").stderr
     assert "note" not in call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run", "--cluster", "local").stderr
     lab = {"gpus_per_node": 8, "container": None, "run_root": str(tmp_path)}
@@ -168,4 +170,4 @@ def test_a_run_here_that_nobody_asked_to_be_one_says_why(call, monkeypatch, tmp_
     assert "note: clusters.yaml has lab, other and no default:, so this means this machine" in said
     Path("clusters.yaml").write_text(json.dumps({"lab": lab}))
     said = call("mrl-submit", "demo", "--dry-run").stderr
-    assert re.match(r"note: runs on this machine because demo.yaml:\d+ says so; --cluster lab sends it there\n", said)
+    assert re.match(r"note: runs on this machine because demo.yaml:\d+ says so; --cluster lab runs it there\n", said)

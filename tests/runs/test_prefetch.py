@@ -238,7 +238,7 @@ def test_half_a_download_does_not_count(hub, profile, capfd):
     [
         ("org/nowhere", "the hub has none of that name, or it is private: export HF_TOKEN"),
         ("org/model", "accept terms at https://huggingface.co/org/model"),
-        ("not a name", "is no name of the hub"),
+        ("not a name", "not a name on the hub"),
     ],
 )
 def test_a_refusal_is_one_line_that_says_what_to_do(hub, profile, capfd, name, words):
@@ -290,9 +290,9 @@ def test_a_dry_run_is_told_what_is_missing_and_what_to_do(profile):
     assert "the job runs offline" in others
     assert "`mrl prefetch`" in others
     on_login = load_recipe("qwen2.5-32b-dapo", ["image.import_on=login"]).config
-    assert "mrl-submit imports it first" in missing(on_login, profile)[0]
+    assert "mrl-submit will import it first" in missing(on_login, profile)[0]
     path = load_recipe("qwen2.5-32b-dapo", ["image.reference=/nowhere.sqsh"]).config
-    assert missing(path, profile)[0] == "image /nowhere.sqsh is not here, or is no whole squashfs file"
+    assert missing(path, profile)[0] == "image /nowhere.sqsh is missing or not a complete squashfs file"
 
 
 def test_an_image_for_the_login_node_is_imported_before_submitting_or_nothing_is_submitted(profile, capfd, monkeypatch):
@@ -311,7 +311,7 @@ def test_what_a_package_brings_along_is_exported_and_not_fetched(profile, capfd)
     cache, need = Cache.of(profile), Need("model", "package:no-such-weights")
     assert [each for each in needs(config, profile) if each.package] == [need]
     assert "model package:no-such-weights is not in" in missing(config, profile)[1]
-    assert "mrl-submit exports it first" in missing(config, profile)[1]
+    assert "mrl-submit will export it first" in missing(config, profile)[1]
     with pytest.raises(BadInput, match="model package:no-such-weights cannot be exported here"):
         export_packages(config, profile)
     assert "error: the Python package no-such-weights is not installed here" in capfd.readouterr().err

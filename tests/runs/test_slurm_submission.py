@@ -217,7 +217,7 @@ def test_a_sweep_that_slurm_takes_in_part_says_which(cluster, tmp_path):
     )
     done = submit("training.seed=1,2,3", "--run-dir", "s", code=2)
     assert "a limit of your account or QOS" in done.stderr
-    assert "1 of 3 jobs are submitted (`mrl ls`), these are not:" in done.stderr
+    assert "1 of 3 jobs are submitted (`mrl ls`), but not these:" in done.stderr
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["seed=1"]
 
 
@@ -264,14 +264,14 @@ def test_one_job_owns_a_run(cluster, tmp_path, squeue, said):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--script",), "--script: goes with --dry-run"),
-        (("--dry-run", "--test-only"), "--dry-run and --test-only: give one of them"),
-        (("--follow", "--json"), "--follow and --json: give one of them"),
-        (("--in-allocation", "--json"), "--in-allocation and --json: give one of them"),
+        (("--script",), "--script: add --dry-run"),
+        (("--dry-run", "--test-only"), "--dry-run and --test-only exclude each other"),
+        (("--follow", "--json"), "--follow and --json exclude each other"),
+        (("--in-allocation", "--json"), "--in-allocation and --json exclude each other"),
         (("--follow", "training.seed=1,2"), "a sweep of 2 jobs cannot be followed"),
-        (("--max-running", "2"), "--max-running: is for sweeps"),
-        (("--after", "77"), "--after 77: Slurm knows no job 77"),
-        (("--in-allocation",), "--in-allocation: this shell is in none"),
+        (("--max-running", "2"), "--max-running: only for sweeps"),
+        (("--after", "77"), "--after 77: Slurm does not know job 77"),
+        (("--in-allocation",), "--in-allocation: this shell is not in an allocation"),
     ],
 )
 def test_options_that_make_no_sense_together(cluster, tmp_path, monkeypatch, words, expected):
@@ -302,7 +302,7 @@ def test_a_run_to_wait_for_that_there_is_not_is_named_with_its_option(cluster):
 def test_an_estimate_that_slurm_made_up_is_none(cluster):
     estimate = "sbatch: Job 7 to start at {} using 2 processors on nodes n1 in partition gold"
     cluster("sbatch", f"echo '{estimate.format('2128-12-19T10:00:00')}' >&2")
-    assert "cannot foresee when it would start" in submit("--test-only").stdout
+    assert "cannot estimate its start" in submit("--test-only").stdout
     assert json.loads(submit("--test-only", "--json").stdout)["start"] is None
     cluster("sbatch", f"echo '{estimate.format('2020-01-01T10:00:00')}' >&2")
     assert "at 2020-01-01T10:00:00 on n1, partition gold" in submit("--test-only").stdout

@@ -132,7 +132,7 @@ def test_a_second_ctrl_c_kills(submit):
     code, output = finish(process)
     assert code == 1
     assert "killing the ranks" in output
-    assert "\nkilled before it had saved: second Ctrl-C\n" in output
+    assert "\nkilled before it could save: second Ctrl-C\n" in output
     assert "within 0 s" not in output
     assert start_time(int((folder / "pid.1").read_text())) is None
 

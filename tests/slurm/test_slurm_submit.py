@@ -185,7 +185,7 @@ def test_logs_are_those_of_the_rank_asked_for(user: Login, submitted: Run) -> No
     assert [json.loads(line) for line in lines] == [{"attempt": 1, "role": "train", "rank": 1, "line": "line 9"}]
     assert "finished after step 5" in said("--role", "batch")
     assert said("--rank", "1", "-f").splitlines()[-1] == "line 9", "ends with the run"
-    assert "no rank 7 of train; there are: 0, 1" in said("--rank", "7", code=2)
+    assert "train has no rank 7; its ranks: 0, 1" in said("--rank", "7", code=2)
     assert str(log) in json.loads(said("--list", "--json"))["files"]
 
 

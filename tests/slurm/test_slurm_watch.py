@@ -67,7 +67,7 @@ def test_ctrl_c_stops_watching_and_leaves_the_job_alone(login: Login) -> None:
     job = login.adopt(root)
     login.jobs.append(job.job)
     assert code == 130
-    assert f"stopped watching; job {job.job} goes on" in said
+    assert f"stopped watching; job {job.job} continues" in said
     steps = len(job.metrics())
     job.wait_for_step(steps + 3)
     assert not run.attempt(1).drain.exists()
@@ -107,7 +107,7 @@ def test_ctrl_c_inside_an_allocation_saves(login: Login) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[0]), signal.SIGINT)  # salloc itself would give the allocation back
     _, said = end(process)
-    assert "saving, then leaving" in said
+    assert "saving, then ending" in said
     outcome = [line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]
     assert [line["outcome"] for line in outcome] == ["drained"], said
 
@@ -120,7 +120,7 @@ def test_a_run_that_has_ended_leaves_its_allocation_to_its_owner(login: Login) -
     then = f'"$@"; {mrl} cancel --drain {root}; {mrl} cancel {root}; sleep 1; squeue -h -j $SLURM_JOB_ID -o "then %T"'
     salloc = ("salloc", "--nodes=1", "--exclusive", "--partition=low", "sh", "-c", then, "sh")
     _, said = end(start(login, *salloc, *inside, steps=3000, seconds=0.01, crash_at=3))
-    assert said.count("has ended already: failed") == 2, said
+    assert said.count("already ended: failed") == 2, said
     assert "then RUNNING" in said
 
 

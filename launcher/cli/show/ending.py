@@ -1,4 +1,4 @@
-"""What the user is told when an attempt has ended. Reads the attempt's files and decides nothing."""
+"""Lines printed after an attempt has ended. Reads the attempt's files and decides nothing."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ EXIT_CODES = {
     CRASHED: EXIT_CRASHED,
     MISCONFIGURED: EXIT_USAGE,
 }
-FIRST = 10  # steps behind the first mean reward
+FIRST = 10  # steps averaged for the first mean reward
 TRACEBACK_LINES = 12
 LOG_LINES = 20
 
 
 def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: History, resume: str) -> list[str]:
-    """How an attempt ended, what the run has come to, and how to go on.
+    """Return lines about how an attempt ended, the results so far, and how to resume.
 
     Args:
-        resume: the command that goes on with this run.
+        resume: the command that resumes this run.
     """
     out = result_file(run)
     if end.outcome == FINISHED:
@@ -68,13 +68,13 @@ def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: Histor
 
 
 def failure_lines(attempt: Attempt, end: AttemptEnd) -> list[str]:
-    """What failed, with the traceback's end where the rank could leave one, else the log's."""
-    if found_disk_full(end.error):  # nothing of a rank's that was written then is whole
+    """Return the failure, with the end of the traceback if the rank left one, else the end of its log."""
+    if found_disk_full(end.error):  # files that a rank wrote then are incomplete
         return [describe_end(end, time.time()), f"logs: {attempt.logs}"]
     if end.rank is None:
         drain = if_readable(read(Drain, attempt.drain))
         killed = drain is not None and (math.inf if drain.deadline is None else drain.deadline) <= drain.at
-        what = f"killed before it had saved: {drain.cause}" if drain and killed else f"failed: {end.error}"
+        what = f"killed before it could save: {drain.cause}" if drain and killed else f"failed: {end.error}"
         return [what, f"logs: {attempt.logs}"]
     error, log = if_readable(read(RankError, attempt.error(end.rank))), attempt.log(end.rank)
     if error is None:
@@ -88,12 +88,12 @@ def failure_lines(attempt: Attempt, end: AttemptEnd) -> list[str]:
 
 
 def indented(lines: list[str]) -> list[str]:
-    """Lines of somebody else's, set off from ours."""
+    """Indent lines of other programs."""
     return [f"  | {line}" for line in lines]
 
 
 def result_lines(history: History) -> list[str]:
-    """First and last mean reward; greedy accuracy before and after, one line a set."""
+    """Return first and last mean reward, and the greedy accuracy before and after training on each set."""
     lines = []
     rewards = history.rewards()
     if rewards:

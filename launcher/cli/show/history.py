@@ -1,4 +1,4 @@
-"""The record of a run's steps, read from its directory as it grows, and what is derived from it."""
+"""Record of a run's steps, read from its directory as it grows, and values derived from it."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_line
 
 BARS = "▁▂▃▄▅▆▇█"
 LONGEST_LINE = 65536  # bytes
-TORN = "its last line cannot be read"
-RECENT = 20  # steps behind a mean and the time left
+TORN = "the last line cannot be read"
+RECENT = 20  # steps averaged for means and the time left
 
 
 @dataclass(slots=True)
 class History:
-    """The steps and evaluations of a run, and what rank 0 is doing."""
+    """Steps and evaluations of a run, and the current phase of rank 0."""
 
     steps: int
-    """That the run is to make."""
+    """Steps that the run will make."""
     phase: str = "starting"
     lines: list[MetricsLine] = field(default_factory=list)
-    """metrics.jsonl: one a step."""
+    """Lines of metrics.jsonl, one per step."""
     evaluations: list[MetricsLine] = field(default_factory=list)
-    """evaluations.jsonl: one an evaluation."""
+    """Lines of evaluations.jsonl, one per evaluation."""
     warnings: list[LearningWarning] = field(default_factory=list)
-    """Signs in the lines that nothing is learned or something is lost."""
+    """Signs that the run learns nothing or loses something."""
     unread: list[str] = field(default_factory=list)
-    """What could not be read of it at the last look, and why."""
+    """Files that could not be read last time, with the reasons."""
 
     @property
     def step(self) -> int:
-        """The newest step on record; 0 before the first."""
+        """Newest recorded step; 0 before the first."""
         return self.lines[-1].step if self.lines else 0
 
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the pace of the recent ones."""
+        """Estimated seconds until the last step, at the pace of recent steps."""
         times = numbers(self.lines[-RECENT:], "time/step_s")
         return (self.steps - self.step) * sum(times) / len(times) if times else None
 
     def leaving_s(self) -> float | None:
-        """Seconds that a save and the end of the step before it may take, by the last ones; None without any."""
+        """Estimated seconds to finish the current step and save, from the last ones; None if nothing was saved yet."""
         saves, steps = numbers(self.lines, "time/save_s"), numbers(self.lines[-RECENT:], "time/step_s")
         return saves[-1] + max(steps) if saves and steps else None
 
     def rewards(self) -> list[float]:
-        """The mean reward of each step that has one."""
+        """Mean reward of each step that has one."""
         return numbers(self.lines, "mean_reward")
 
     def accuracies(self) -> dict[str, tuple[float, float]]:
-        """Evaluation set -> greedy accuracy in the first and the last evaluation."""
+        """Greedy accuracy in the first and the last evaluation, by evaluation set."""
         found: dict[str, tuple[float, float]] = {}
         for line in self.evaluations:
             for name, value in evaluation_values(line, "greedy_accuracy").items():
@@ -64,7 +64,7 @@ class History:
 
 
 class HistoryReader:
-    """Follows the files of a run without reading them again from the start."""
+    """Reader that follows the files of a run without reading them again."""
 
     def __init__(self, run: RunDir, attempt: Attempt, steps: int) -> None:
         self.attempt = attempt
@@ -74,7 +74,7 @@ class HistoryReader:
         self._watch, self._watched, self._replaced = Watch(), 0, 0
 
     def poll(self) -> History:
-        """The history as it is now; of what cannot be read, as it was."""
+        """Return the current history; parts that cannot be read stay as they were."""
         problems = [self._metrics.poll(), self._evaluations.poll()]
         self._update_warnings()
         progress = read(Progress, self.attempt.progress)
@@ -86,8 +86,7 @@ class HistoryReader:
         return self.history
 
     def _update_warnings(self) -> None:
-        """Bring the warnings up to date with the lines."""
-        if self._metrics.replaced != self._replaced:  # a resume took some of the lines back
+        if self._metrics.replaced != self._replaced:  # resuming has removed some of the lines
             self._watch, self._watched, self._replaced = Watch(), 0, self._metrics.replaced
         for line in self.history.lines[self._watched :]:
             self._watch.add(line)
@@ -96,7 +95,8 @@ class HistoryReader:
 
 
 class _GrowingFile:
-    """Keeps `lines` equal to the whole lines of a JSON-lines file that grows, and is replaced at a resume."""
+    """Reader that keeps `lines` equal to the complete lines of a JSON-lines file that grows, and is replaced on
+    resume."""
 
     def __init__(self, path: Path, lines: list[MetricsLine]) -> None:
         self._path = path
@@ -104,10 +104,10 @@ class _GrowingFile:
         self._identity: tuple[int, int] | None = None
         self._offset = self._damaged = 0
         self.replaced = 0
-        """How often the lines were read from the start."""
+        """Number of times the file was read from its start."""
 
     def poll(self) -> str | None:
-        """Read what is new; what could not be read, and why."""
+        """Read new lines. Return the error if something could not be read."""
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
@@ -117,7 +117,7 @@ class _GrowingFile:
                     self.replaced += 1
                 file.seek(self._offset)
                 data = file.read()
-        except (FileNotFoundError, NotADirectoryError):  # not there yet
+        except (FileNotFoundError, NotADirectoryError):  # not written yet
             return None
         except OSError as error:
             return f"{self._path}: {error.strerror}"
@@ -126,13 +126,13 @@ class _GrowingFile:
         found = decode_lines(MetricsLine, whole)
         self._lines.extend(found.records)
         self._damaged += len(found.damaged)
-        if b"\0" in data[len(whole) :]:  # as a file system leaves it that lost its power, not as a line begins
+        if b"\0" in data[len(whole) :]:  # left by a file system after a power failure; no line begins like this
             return f"{self._path}: {TORN}"
-        return f"{self._path}: {self._damaged} of its lines cannot be read" if self._damaged else None
+        return f"{self._path}: {self._damaged} lines cannot be read" if self._damaged else None
 
 
 def newest_line(path: Path) -> MetricsLine | Absent | Unreadable:
-    """The last whole line of metrics.jsonl that can be read, without reading the rest."""
+    """Return the last complete and readable line of metrics.jsonl, reading only the end of the file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LONGEST_LINE))
@@ -147,16 +147,16 @@ def newest_line(path: Path) -> MetricsLine | Absent | Unreadable:
     for line in reversed(lines):
         if found := decode_lines(MetricsLine, line).records:
             return found[-1]
-    return Unreadable(str(path), "no line of it can be read") if lines else ABSENT
+    return Unreadable(str(path), "no line can be read") if lines else ABSENT
 
 
 def numbers(lines: Sequence[MetricsLine], name: str) -> list[float]:
-    """The values of those steps that have one."""
+    """Values of a metric in the steps that have it."""
     return [value for line in lines if (value := number(line, name)) is not None]
 
 
 def evaluation_values(line: MetricsLine, metric: str) -> dict[str, float]:
-    """{evaluation set: value} of a metric, such as greedy_accuracy, in one evaluation."""
+    """Return {evaluation set: value} of a metric, such as greedy_accuracy, in one evaluation."""
     parts = ((name.split("/"), number(line, name)) for name in line.values)
     return {
         "/".join(part[1:-1]): value
@@ -166,7 +166,7 @@ def evaluation_values(line: MetricsLine, metric: str) -> dict[str, float]:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Means of `width` equal parts of the values, as bars between the smallest and the largest."""
+    """Draw the means of `width` equal parts of the values as bars between the smallest and the largest."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -179,12 +179,11 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean of at least one value."""
     return math.fsum(values) / len(values)
 
 
 def clock(seconds: float) -> str:
-    """`1:05`, `2:03:09`."""
+    """Format seconds: `1:05`, `2:03:09`."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,4 +1,4 @@
-"""The end of one log of a run, and what is added to it, from attempt to attempt; which logs there are."""
+"""Lines of a run's logs: the end of one and what is added to it, across attempts; and a list of all logs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ BLOCK = 1 << 16
 
 
 class LogLine(NamedTuple):
-    """A line of a log, and whose."""
+    """A line of a log, and its source."""
 
     attempt: int
-    """0 for the batch log, which is one for all attempts."""
+    """0 for the batch log, which all attempts share."""
     role: str
     rank: int
     line: str
 
 
 class LogFollower:
-    """Reads one log of a run from near its end, and the next attempt's after it.
+    """Reader of one log of a run, from near its end, and then of the next attempt's.
 
     Args:
-        role: None: that of the training ranks, and the batch log until there is one.
-        attempt: None: the newest, and the next ones as they come.
-        lines: how many of the end of the first log.
+        role: None: the training ranks, or the batch log until they have one.
+        attempt: None: the newest, and then the next ones.
+        lines: number of lines from the end of the first log.
     """
 
     def __init__(self, run: RunDir, role: str | None, rank: int, attempt: int | None, lines: int) -> None:
@@ -40,7 +40,7 @@ class LogFollower:
         self._source = (0, BATCH, 0)
 
     def poll(self) -> Iterator[LogLine]:
-        """The lines that have come since; half a line waits for its end."""
+        """Yield new complete lines."""
         path, source = self._choose()
         if path is not None and path != self.path:
             yield from self._rest()
@@ -73,26 +73,28 @@ class LogFollower:
 
 
 def log_files(run: RunDir, attempt: int | None) -> list[Path]:
-    """Logs of an attempt (default: the newest), the stacks that a hang left, and the batch log."""
+    """Return the logs of an attempt (default: the newest), the stacks that a hang left, and the batch log."""
     folder = run.attempt(attempt or run.last_attempt()).logs
-    stacks = [path for path in folder.glob("*.stacks") if path.stat().st_size]  # there from the start, and empty
+    stacks = [
+        path for path in folder.glob("*.stacks") if path.stat().st_size
+    ]  # they exist from the start, and are empty
     return [*([run.batch_log] if run.batch_log.is_file() else []), *sorted([*folder.glob("*.log"), *stacks])]
 
 
 def missing(run: RunDir, role: str, rank: int, attempt: int | None) -> str:
-    """What there is instead of the log of a role's rank."""
+    """Return the message for a missing log of a role's rank."""
     roles: dict[str, list[int]] = {BATCH: []} if run.batch_log.is_file() else {}
     for path in log_files(run, attempt):
         name, _, number = path.stem.rpartition(".")
         if path != run.batch_log and path.suffix == ".log" and number.isdigit():
             roles.setdefault(name, []).append(int(number))
     if role in roles:
-        return f"no rank {rank} of {role}; there are: {', '.join(map(str, sorted(roles[role])))}"
-    return f"no log of the role {role}; there are: {', '.join(roles)}"
+        return f"{role} has no rank {rank}; its ranks: {', '.join(map(str, sorted(roles[role])))}"
+    return f"no log of the role {role}; the roles are: {', '.join(roles)}"
 
 
 def _start_of_last(path: Path, lines: int) -> int:
-    """Offset of the last `lines` lines, found from the end: logs grow to gigabytes."""
+    """Return the offset of the last `lines` lines, searching from the end since logs grow to gigabytes."""
     with path.open("rb") as file:
         end = file.seek(0, 2)
         begin, ends, text = end, 0, b""
@@ -107,7 +109,7 @@ def _start_of_last(path: Path, lines: int) -> int:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a log that may be missing, long or cut within a character."""
+    """Return the last lines of a log that may be missing, long, or cut within a character."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 200 * count))

@@ -1,4 +1,4 @@
-"""How a running job looks: a panel that redraws itself on a terminal, plain lines anywhere else."""
+"""Views of a running job: a panel that redraws itself on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ LINE_EVERY_S = 5.0
 
 
 class View(ABC):
-    """Shows a run to its end."""
+    """Display of a run until its end."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._evaluated: int | None = None
 
     def show(self, history: History) -> None:
-        """Show the run as it stands; called several times a second."""
-        if self._evaluated is None:  # evaluations of earlier attempts are no news
+        """Show the current state of the run; called several times a second."""
+        if self._evaluated is None:  # evaluations of earlier attempts are not new
             self._evaluated = max((line.step for line in history.evaluations), default=-1)
         for line in history.evaluations:
             if line.step > self._evaluated:
@@ -46,14 +46,14 @@ class View(ABC):
 
     @abstractmethod
     def announce(self, text: str) -> None:
-        """Say something that stays on the screen."""
+        """Print a line that stays on the screen."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class PlainView(View):
-    """A line every 20 steps or 5 seconds, for every change of phase, every evaluation, and a warning that begins."""
+    """One line every 20 steps or 5 seconds, for each change of phase, each evaluation and each new warning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """One panel at the bottom of the terminal; what is said scrolls above it."""
+    """A panel at the bottom of the terminal; other output scrolls above it."""
 
     def __init__(self, name: str, console: Console) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class LiveView(View):
             grid.add_row("reward", f"[bold green]{mean(rewards[-RECENT:]):.3f}[/]  {bars}")
             line = history.lines[-1]
             grid.add_row("loss", f"{shown(line, 'loss', '.4f')}  [dim]grad norm[/] {shown(line, 'grad_norm', '.3f')}")
-            grid.add_row("speed", f"{tokens_per_s(line)} tokens/s  {shown(line, 'time/step_s', '.2f')} s a step")
+            grid.add_row("speed", f"{tokens_per_s(line)} tokens/s  {shown(line, 'time/step_s', '.2f')} s per step")
         eta = history.eta_s()
         left = f", about {clock(eta)} left" if eta is not None else ""
         for warning in history.warnings:
@@ -127,8 +127,8 @@ class LiveView(View):
 
 
 class Display(View):
-    """A panel on a terminal that can redraw it, else lines. No run depends on it: where the panel fails, lines follow,
-    and where these fail too, nothing is shown."""
+    """A panel on a capable terminal, else lines. The run does not depend on it: if the panel fails, lines follow, and
+    if these fail too, nothing is shown."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -142,9 +142,9 @@ class Display(View):
     def _guarded(self) -> Iterator[None]:
         try:
             yield
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - of rich, which exits where nobody reads any more
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - rich exits if the terminal is gone
             self._view = PlainView() if isinstance(self._view, LiveView) else None
-            echo(f"note: the display failed, the run goes on: {type(error).__name__}: {error}", err=True)
+            echo(f"note: the display failed, but the run continues: {type(error).__name__}: {error}", err=True)
 
     def draw(self, history: History) -> None:
         with self._guarded():
@@ -163,7 +163,7 @@ class Display(View):
 
 
 def step_line(history: History) -> str:
-    """The newest step."""
+    """Describe the newest step."""
     line = history.lines[-1]
     eta = history.eta_s()
     return (
@@ -174,7 +174,7 @@ def step_line(history: History) -> str:
 
 
 def evaluation_line(line: MetricsLine) -> str:
-    """The greedy accuracy on every set, and what was lost of it."""
+    """Describe an evaluation: greedy accuracy on each set, and lost answers."""
     found, lost = evaluation_values(line, "greedy_accuracy"), evaluation_values(line, "failed_rollouts")
     scores = [
         (f"{name} {found[name]:.3f}" if name in found else f"{name} -")
@@ -185,11 +185,10 @@ def evaluation_line(line: MetricsLine) -> str:
 
 
 def shown(line: MetricsLine, name: str, form: str) -> str:
-    """A value of one step, or a dash."""
+    """Format a value of a step, or return a dash."""
     value = number(line, name)
     return "-" if value is None else format(value, form)
 
 
 def tokens_per_s(line: MetricsLine) -> str:
-    """The tokens of all ranks."""
     return shown(line, "throughput/tokens_per_s", ",.0f")

@@ -1,4 +1,4 @@
-"""How a plan looks in the terminal: nodes by GPUs, then the arithmetic. Reads as well without colours."""
+"""Plans in the terminal: a drawing of nodes by GPUs, then the arithmetic. Readable without colours."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from launcher.plan.summary import TIGHT
 from megatron_rl.config import RunConfig
 
 FOLD = 8
-"""Equal rows in a run beyond which most are left out."""
+"""Number of equal rows above which most are left out."""
 MARGIN = 11
-"""Columns before the first GPU."""
 STYLES = {"training": ("cyan", "blue"), "colocated": ("cyan", "blue"), "inference": ("green", "yellow")}
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Neighbouring GPUs of one tensor-parallel group."""
+    """Adjacent GPUs of one tensor-parallel group."""
 
     role: str
     group: int
-    """Replica, of training or inference."""
+    """Number of the training or inference replica."""
     parts: tuple[tuple[str, int], ...]
-    """Letter and number of the other coordinates that tell it from its like."""
+    """(letter, number) of its other coordinates, such as ("p", 1) for pipeline stage 1."""
     gpus: int
 
     def label(self, short: bool) -> str:
@@ -40,7 +39,7 @@ class Block:
 
 
 def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -> None:
-    """Print it all. summary: as `launcher.plan.summary.plan_json` makes it."""
+    """Print a plan. summary: from `launcher.plan.summary.plan_json`."""
     console = Console(highlight=False)
     console.print(Text(f"{config.name} on {cluster}", style="bold"), Text(f"  {_headline(config, plan)}"), sep="")
     console.print()
@@ -60,7 +59,7 @@ def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -
 
 
 def drawing(plan: Plan, width: int, unit: str = "GPU") -> Iterator[Text]:
-    """One line a node, at most `width` columns; runs of like nodes are folded."""
+    """Draw one line per node, at most `width` columns; long runs of similar nodes are folded."""
     rows = [list(_blocks(plan, ranks)) for _, ranks in groupby(plan.ranks, key=lambda rank: rank.node)]
     cell, short, framed = _cell([block for row in rows for block in row], plan.gpus_per_node, width - MARGIN)
     if cell:
@@ -74,7 +73,9 @@ def drawing(plan: Plan, width: int, unit: str = "GPU") -> Iterator[Text]:
                 yield Text(f"{'...':>{MARGIN - 1}} {len(run) - 4} more nodes like these", style="dim")
             yield _line(index, row, cell, short, framed)
     if plan.spare_nodes:
-        yield Text(f"{'spare':>{MARGIN - 1}} {plan.spare_nodes} more node{'s' * (plan.spare_nodes > 1)}, to stand in")
+        yield Text(
+            f"{'spare':>{MARGIN - 1}} {plan.spare_nodes} more node{'s' * (plan.spare_nodes > 1)}, to replace others"
+        )
 
 
 def _blocks(plan: Plan, ranks: Iterator[Rank]) -> Iterator[Block]:
@@ -92,7 +93,7 @@ def _blocks(plan: Plan, ranks: Iterator[Rank]) -> Iterator[Block]:
 
 
 def _cell(blocks: Sequence[Block], gpus: int, width: int) -> tuple[int, bool, bool]:
-    """(columns a GPU, short labels, brackets) that fit into `width`; 0 columns where nothing does."""
+    """Return (columns per GPU, short labels, brackets) that fit into `width`; 0 columns if nothing fits."""
     for short, framed in ((False, True), (True, True), (True, False)):
         room = 3 if framed else 1
         cell = max(4, *(-(-(len(block.label(short)) + room) // block.gpus) for block in blocks))
@@ -142,7 +143,7 @@ def _grid() -> Table:
 
 
 def _counts(config: RunConfig, summary: dict[str, Any]) -> Table:
-    """What an attempt does with each count of a range of nodes; long ranges are folded."""
+    """Table of the plans for each count in a range of nodes; long ranges are folded."""
     grid, plans = _grid(), [summary, *summary["alternatives"]]
     folded = len(plans) > FOLD
     for index, plan in enumerate([*plans[:3], plans[-1]] if folded else plans):
@@ -152,13 +153,13 @@ def _counts(config: RunConfig, summary: dict[str, Any]) -> Table:
         grid.add_row(
             f"{plan['nodes']} node{'s' * (plan['nodes'] > 1)}",
             f"dp {plan['training']['dp']}, {ranks} ranks; "
-            f"{_share(plan['batch']['prompts_per_replica'])} prompts a replica, "
-            f"{size(memory['bytes'])} a {'GPU' if config.job.device == 'cuda' else 'process'}",
+            f"{_share(plan['batch']['prompts_per_replica'])} prompts per replica, "
+            f"{size(memory['bytes'])} per {'GPU' if config.job.device == 'cuda' else 'process'}",
         )
     skipped = sorted(set(range(config.job.fewest_nodes, plans[0]["nodes"])) - {plan["nodes"] for plan in plans})
     if skipped:
         counts = ", ".join(map(str, skipped[:FOLD])) + ", ..." * (len(skipped) > FOLD)
-        grid.add_row("others", f"with {counts} nodes the next smaller count works, and the rest stands by")
+        grid.add_row("others", f"with {counts} nodes the next smaller count is used, and the rest is spare")
     return grid
 
 
@@ -166,11 +167,11 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
     grid, sizes = _grid(), plan.sizes
     for name, text in (
         ("training", _product({"tp": sizes.tp, "pp": sizes.pp, "cp": sizes.cp, "dp": sizes.dp}, sizes.training_world)),
-        ("experts", f"{sizes.ep} ranks share those of a layer" if sizes.ep > 1 else ""),
+        ("experts", f"{sizes.ep} ranks share the experts of a layer" if sizes.ep > 1 else ""),
         (
             "inference",
             _product({"tp": sizes.inference_tp, "replicas": sizes.replicas}, sizes.generating)
-            + ("" if sizes.partitioned else ": the same ranks, in turn"),
+            + ("" if sizes.partitioned else ", the same ranks in turn"),
         ),
         *_batch(config, summary["batch"]),
         ("model", _parameters(summary["model"])),
@@ -189,25 +190,25 @@ def _product(sizes: dict[str, int], ranks: int) -> str:
 
 def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]]:
     trained, answered = batch["prompts_per_replica"], batch["prompts_per_engine"]
-    shares = f"{_share(trained)} prompts x {batch['group_size']} a replica"
+    shares = f"{_share(trained)} prompts x {batch['group_size']} per replica"
     if answered != trained:
-        shares += f", {_share(answered)} an inference replica"
+        shares += f", {_share(answered)} per inference replica"
     yield (
-        "a step",
+        "step",
         f"{batch['prompts']:,} prompts x {batch['group_size']} answers = {batch['answers']:,} answers; {shares}",
     )
     if config.inference.server:
-        yield "answers", f"of {config.inference.server.url} ({config.inference.server.kind})"
+        yield "answers", f"from {config.inference.server.url} ({config.inference.server.kind})"
     passes = f", {config.grpo.iterations} passes over them" if config.grpo.iterations > 1 else ""
     yield (
         "updates",
-        f"{batch['updates']} a step, of {batch['answers_per_update']:,} answers{passes}; "
+        f"{batch['updates']} per step, of {batch['answers_per_update']:,} answers{passes}; "
         f"{batch['updates'] * config.training.steps:,} in {config.training.steps:,} steps",
     )
     yield (
         "packing",
-        f"{batch['tokens_per_microbatch']:,} tokens a micro-batch, {batch['sequence_length']:,} the longest sequence: "
-        f"at most {batch['microbatches']:,} micro-batches an update",
+        f"{batch['tokens_per_microbatch']:,} tokens per micro-batch, sequences up to {batch['sequence_length']:,}: "
+        f"at most {batch['microbatches']:,} micro-batches per update",
     )
 
 
@@ -217,7 +218,7 @@ def _share(prompts: tuple[int, int]) -> str:
 
 
 def _parameters(model: dict[str, Any]) -> str:
-    note = f" (a vocabulary of {model['vocabulary']:,} assumed: model.vocab_size is not given)"
+    note = f" (assuming a vocabulary of {model['vocabulary']:,}: model.vocab_size is not set)"
     return f"{model['parameters']:,} parameters" + note * model["assumed"]
 
 
@@ -232,10 +233,10 @@ def _checkpoint(checkpoint: dict[str, Any]) -> str:
 def _host_memory(summary: dict[str, Any]) -> str:
     copy, adam, weights = summary["checkpoint"]["host_bytes"], summary["offloaded_bytes"], summary["incoming_bytes"]
     sent = summary["sent_bytes"]
-    text = f"{size(copy + adam + sent)} of a node's memory: {size(copy)} that checkpoints are written from"
-    text += f", {size(adam)} of Adam's state" * (adam > 0)
-    text += f", {size(sent)} of weights as they were sent" * (sent > 0)
-    return text + f"; {size(weights)} of an inference node's: new weights until all have come" * (weights > 0)
+    text = f"{size(copy + adam + sent)} of a node's memory: {size(copy)} to write checkpoints from"
+    text += f", {size(adam)} of optimizer state" * (adam > 0)
+    text += f", {size(sent)} of sent weights" * (sent > 0)
+    return text + f"; {size(weights)} of an inference node's for incoming weights" * (weights > 0)
 
 
 def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
@@ -261,15 +262,15 @@ def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
 
 
 def warnings(summary: dict[str, Any]) -> Iterator[str]:
-    """That context-parallel groups cross nodes, and where the memory that is needed comes close to what there is. Of a
-    range the fewest nodes count: they share the optimizer's states."""
+    """Yield warnings about context-parallel groups across nodes, and about memory that is too close to its limit. For a
+    range, the smallest count is checked: its ranks hold the largest shares of the optimizer state."""
     training, gpus = summary["training"], summary["gpus_per_node"]
     if training["cp_crosses_nodes"]:
         tp, cp = training["tp"], training["cp"]
         within = max((fewer for fewer in range(2, cp) if gpus % (tp * fewer) == 0), default=None)
         yield (
             f"placement.training.tp {tp} x cp {cp} = {tp * cp} does not divide job.gpus_per_node {gpus}: "
-            "context-parallel groups cross nodes, and the keys and values of every layer go over the network"
+            "context-parallel groups cross nodes, so the keys and values of every layer are sent over the network"
             + (f"; with cp {within} they would not" if within else "")
         )
     tightest = [summary, *summary["alternatives"]][-1]
@@ -277,7 +278,9 @@ def warnings(summary: dict[str, Any]) -> Iterator[str]:
     for memory in tightest["memory"]:
         needed, limit = memory["bytes"], memory["gpu_bytes"]
         if limit and needed > TIGHT * limit:
-            verdict = f"and has {size(limit)}" if needed > limit else f"of {size(limit)}, too close for an estimate"
+            verdict = (
+                f"but has {size(limit)}" if needed > limit else f"of {size(limit)}, which is too close for an estimate"
+            )
             largest = max(memory["terms"], key=lambda term: term["bytes"])
             yield (
                 f"{where}one {memory['role']} GPU needs about {size(needed)} {verdict}; "
@@ -287,11 +290,11 @@ def warnings(summary: dict[str, Any]) -> Iterator[str]:
 
 OFFLOADS = {
     "none": "",
-    "buffers": "gradients have memory while training only, the KV cache while generating only",
-    "optimizer": "gradients have memory while training only, the KV cache while generating only, Adam's state in "
-    "updates only",
+    "buffers": "gradients are in GPU memory only while training, the KV cache only while generating",
+    "optimizer": "gradients are in GPU memory only while training, the KV cache only while generating, optimizer state "
+    "only during updates",
 }
-"""What becomes of memory that is not needed for a while, by `placement.offload`."""
+"""Description of each `placement.offload`."""
 CURES = {
     "weights": "raise tp or pp",
     "gradients": "raise tp or pp",
@@ -303,17 +306,17 @@ CURES = {
     "backward": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp or cp",
     "start": "raise tp",
     "logits": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp or cp",
-    "inference weights": "give placement.inference the sizes of placement.training",
+    "inference weights": "set the sizes of placement.inference to those of placement.training",
     "KV cache": "lower inference.max_batch or training.sequence_length, or set inference.cache_tokens",
     "decode graphs": "lower inference.max_batch, or set inference.cuda_graphs: false",
     "prefill": "lower inference.prefill_tokens",
     "context": "use larger GPUs",
 }
-"""What to do about a term that is too large."""
+"""Remedies for each term that is too large."""
 
 
 def size(number: int) -> str:
-    """415 GiB, 7.63 GiB, 312 KiB."""
+    """Format bytes: `415 GiB`, `7.63 GiB`, `312 KiB`."""
     value, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1000 and len(units) > 1:
         value /= 1024

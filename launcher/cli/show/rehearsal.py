@@ -1,4 +1,4 @@
-"""How a rehearsal looks in the terminal: a table a kind of rank, its phases and what holds the most of each."""
+"""Rehearsals in the terminal: a table per kind of rank, with its phases and their largest tensors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from launcher.plan.memory_terms import CONTEXT_BYTES
 from megatron_rl.config import RunConfig
 
 TRIFLE = 0.005
-"""Part of a phase's peak below which what holds it is not named."""
+"""Share of a phase's peak below which a holder is not named."""
 
 
 def show(config: RunConfig, cluster: str, ranks: Sequence[dict[str, Any]], limit: int | None) -> None:
-    """Print it all.
+    """Print a rehearsal.
 
     Args:
-        ranks: as `mrl rehearse --json` has them.
-        limit: bytes of a GPU, where known.
+        ranks: as in `mrl rehearse --json`.
+        limit: bytes of a GPU, if known.
     """
     console = Console(highlight=False)
     console.print(Text(f"{config.name} on {cluster}, rehearsed at its true size", style="bold"))

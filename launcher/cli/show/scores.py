@@ -1,4 +1,4 @@
-"""How an evaluation looks in the terminal: a line that says how far it is, and a table of scores."""
+"""Evaluations in the terminal: a progress line and a table of scores."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 
 SHARES = ("greedy", "pass@", "avg@", "maj@", "cut_off")
-"""Scores that are shares of 1."""
-NAMES = {"mean_reward": "mean reward", "tokens": "tokens an answer", "cut_off": "cut off at the limit"}
+"""Prefixes of scores between 0 and 1."""
+NAMES = {"mean_reward": "mean reward", "tokens": "tokens per answer", "cut_off": "cut off at the limit"}
 
 
 class ProgressLine:
-    """One line on stderr, written over; nothing where that is no terminal."""
+    """A line on stderr that is overwritten; nothing if stderr is not a terminal."""
 
     def __init__(self) -> None:
         self._shown = sys.stderr.isatty()
@@ -34,13 +34,13 @@ class ProgressLine:
 
 
 def result_of(run: RunDir) -> EvaluationResult | None:
-    """Result of a job that evaluates; None before it has one, and for a run that trains."""
+    """Return the result of an evaluation job; None if it has none yet, or if the run trains."""
     file = result_file(run)
     return None if file is None else if_readable(read(EvaluationResult, file))
 
 
 def lines(result: EvaluationResult, out: str) -> Iterator[str]:
-    """The table, set by set, and where the record is."""
+    """Yield the scores of each set, and the path of the record."""
     settings = result.settings
     weights, sampling = settings["checkpoint"], settings["sampling"]
     step = "" if weights["step"] is None else f" after step {weights['step']}"
@@ -51,7 +51,7 @@ def lines(result: EvaluationResult, out: str) -> Iterator[str]:
     cuts = "".join(f", {key} {sampling[key]:g}" for key, none in limits.items() if sampling[key] != none)
     yield (
         f"temperature {sampling['temperature']:g}{cuts}, at most {sampling['max_new_tokens']} tokens, "
-        f"{settings['k']} answers a problem, seed {settings['seed']}"
+        f"{settings['k']} answers per problem, seed {settings['seed']}"
     )
     for set_name, found in result.sets.items():
         yield ""
@@ -66,12 +66,12 @@ def lines(result: EvaluationResult, out: str) -> Iterator[str]:
 
 
 def scores_json(result: EvaluationResult) -> dict[str, dict[str, float]]:
-    """Set -> score -> its value."""
+    """Return {set: {score: value}}."""
     return {name: {score: one.value for score, one in found.scores.items()} for name, found in result.sets.items()}
 
 
 def brief(scores: Mapping[str, float]) -> str:
-    """`greedy 0.975, pass@1 0.951`: the scores of a set that say the most."""
+    """Format the most important scores of a set: `greedy 0.975, pass@1 0.951`."""
     chosen = [name for name in ("greedy", "pass@1", "mean_reward") if name in scores][:2]
     return ", ".join(f"{NAMES.get(name, name)} {scores[name]:.3f}" for name in chosen)
 

@@ -1,4 +1,4 @@
-"""The status of a run: as data for --json, as lines for people."""
+"""Status of a run, as data for --json and as lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_rl.contract.records import UnreadableRecord, if_readable, read
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
-    """All that is known; absent is null, never a made-up number."""
+    """Return all that is known; unknown values are null."""
     run, job = status.run, status.job
     history = HistoryReader(run, run.attempt(status.attempt), status.steps).poll()
     unread = [*status.unread, *history.unread]
@@ -36,7 +36,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     idle = idle_shares(history.lines[-RECENT:])
     details = _details(run, job.job_id, unread) if job and job.kind in ("pending", "running") else {}
     rewards = history.rewards()[-RECENT:]
-    goes_on = status.state in ("running", "requeued", "queued") and status.steps
+    unfinished = status.state in ("running", "requeued", "queued") and status.steps
     result = result_of(run)
     return {
         "run": status.name,
@@ -51,7 +51,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "steps": status.steps or None,
         "mean_reward": mean(rewards) if rewards else None,
         "warnings": [warning._asdict() for warning in history.warnings],
-        "eta_s": history.eta_s() if goes_on else None,
+        "eta_s": history.eta_s() if unfinished else None,
         "replicas": replicas_json(run.attempt(status.attempt)) if status.state in ("running", "saving") else [],
         "goodput": goodput,
         "idle": idle and _idle(run, idle, unread),
@@ -73,10 +73,10 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
 
 def _goodput(status: RunStatus, unread: list[str]) -> dict[str, Any] | None:
-    """Where the GPU-seconds went; None before there is a timeline.
+    """Return the use of GPU-seconds; None before there is a timeline.
 
     Args:
-        unread: gets the reason where it cannot be data.
+        unread: gets the reason if it cannot be determined.
     """
     run = status.run
     running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
@@ -95,16 +95,16 @@ def _goodput(status: RunStatus, unread: list[str]) -> dict[str, Any] | None:
 
 
 def _idle(run: RunDir, idle: Idle, unread: list[str]) -> dict[str, Any]:
-    """Who waits in a partitioned run, and the split that should take less time; null where there is none.
+    """Return the idle shares of a partitioned run, and a split that should be faster, or null.
 
     Args:
-        unread: gets the reason where it cannot be data.
+        unread: gets the reason if it cannot be determined.
     """
     better = None
     try:
         values = resolved_values(run)
-        nodes, apart = values["job"]["nodes"], values["placement"]["inference"]["nodes"]
-        better = better_split(idle, nodes, apart)
+        nodes, inference_nodes = values["job"]["nodes"], values["placement"]["inference"]["nodes"]
+        better = better_split(idle, nodes, inference_nodes)
     except BadInput as error:
         unread += error.problems
     except (KeyError, TypeError):
@@ -118,17 +118,16 @@ def _idle(run: RunDir, idle: Idle, unread: list[str]) -> dict[str, Any]:
 
 
 def _device(run: RunDir) -> str | None:
-    """What the recipe says. Raises BadInput."""
     job = resolved_values(run).get("job")
     return job.get("device") if isinstance(job, dict) else None
 
 
 def _details(run: RunDir, job_id: str, unread: list[str]) -> dict[str, Any]:
-    """What squeue does not tell: nodes that the job avoids, since when if they failed it, and that it is being
-    preempted.
+    """Return facts that squeue does not show: excluded nodes, with the time since when if the run excluded them, and
+    whether the job is being preempted.
 
     Args:
-        unread: gets the reason where it cannot be data.
+        unread: gets the reason if they cannot be read.
     """
     try:
         record = show_job(job_id)
@@ -144,10 +143,10 @@ def _details(run: RunDir, job_id: str, unread: list[str]) -> dict[str, Any]:
 
 
 def status_lines(data: dict[str, Any]) -> list[str]:
-    """The same for people.
+    """Format the status as lines.
 
     Args:
-        data: what `status_json` returned.
+        data: returned by `status_json`.
     """
     rows = [("reason", data["reason"]), ("waits for", data["waits_for"]), ("job", _job(data))]
     rows.append(("avoids", _avoids(data)))
@@ -157,11 +156,11 @@ def status_lines(data: dict[str, Any]) -> list[str]:
         share = f" of {data['steps']} ({data['step'] / data['steps']:.0%})" if data["steps"] else ""
         rows.append(("step", f"{data['step']}{share}"))
     if data["mean_reward"] is not None:
-        rows.append(("reward", f"{data['mean_reward']:.3f}, mean of the last {min(RECENT, data['step'])} steps"))
+        rows.append(("reward", f"{data['mean_reward']:.3f}, mean over the last {min(RECENT, data['step'])} steps"))
     rows += [("warning", str(LearningWarning(**warning))) for warning in data["warnings"]]
     rows += [("result", f"{name}: {brief(scores)}") for name, scores in (data["evaluation"] or {}).items()]
     if data["eta_s"]:
-        rows.append(("left", f"about {clock(data['eta_s'])} of running"))
+        rows.append(("left", f"about {clock(data['eta_s'])} of run time"))
     if data["goodput"] and data["goodput"]["shares"]:
         rows.append(("goodput", _shares(data["goodput"])))
     if data["idle"]:
@@ -190,7 +189,7 @@ def _job(data: dict[str, Any]) -> str | None:
 
 
 def _avoids(data: dict[str, Any]) -> str | None:
-    """`node02 since 21 November 14:03, 7 nodes as submitted`"""
+    """Format excluded nodes: `node02 since 21 November 14:03, 7 nodes as submitted`."""
     avoids = (data["job"] or {}).get("avoids") or {}
     ours = {host: since for host, since in avoids.items() if since is not None}
     parts = [f"{host} since {time.strftime('%d %B %H:%M', time.localtime(since))}" for host, since in ours.items()]
@@ -200,7 +199,8 @@ def _avoids(data: dict[str, Any]) -> str | None:
 
 
 def _shares(table: dict[str, Any]) -> str:
-    """`87% of 5.1 GPU-hours: train 46%, generate 41%; lost 7%, wait 6%; and 1.2 GPU-hours in the queue`"""
+    """Format the goodput: `87% of 5.1 GPU-hours: train 46%, generate 41%; lost 7%, wait 6%; and 1.2 GPU-hours in the
+    queue`."""
 
     def amount(seconds: float) -> str:
         unit, size = ("hours", 3600) if seconds >= 3600 else ("minutes", 60)
@@ -218,7 +218,8 @@ def _shares(table: dict[str, Any]) -> str:
 
 
 def _waiting(data: dict[str, Any]) -> str:
-    """`training ranks 62%, replicas 31% of the last 20 steps; 3 + 5 nodes might take 12% less: ...`"""
+    """Format the idle shares: `training ranks 62%, replicas 31% of the last 20 steps; 3 + 5 nodes might take 12% less:
+    ...`."""
     idle = data["idle"]
     text = f"training ranks {idle['training']:.0%}, replicas {idle['inference']:.0%} of the last {idle['steps']} steps"
     if (better := idle["better"]) is None:
@@ -230,17 +231,17 @@ def _waiting(data: dict[str, Any]) -> str:
 
 
 def _next(data: dict[str, Any]) -> str | None:
-    """The command that one would type now."""
+    """Suggest the next command."""
     if data["state"] in ("stopped", "failed", "cancelled", "lost", "new"):
         return pasteable_command("resume", data["run"])
     if data["state"] == "finished" and data["evaluation"] is None:
-        return f"{pasteable_command('resume', data['run'], 'training.steps=N')} goes on"
+        return f"{pasteable_command('resume', data['run'], 'training.steps=N')} trains more"
     return None
 
 
 def replicas_json(attempt: Attempt) -> list[dict[str, Any]]:
-    """What is known of each: `state` is answers, starts, waiting or given up, `at` since when (unix time), `why` how it
-    ended last, as far as it has."""
+    """Return the state of each inference replica: `state` is answers, starts, waiting or given up; `at` since when
+    (unix time); `why` how it ended last."""
     return [_replica_json(state, attempt) for state in read_replicas(attempt)]
 
 
@@ -261,10 +262,13 @@ def _replica_json(state: ReplicaState, attempt: Attempt) -> dict[str, Any]:
 
 
 def replica_lines(data: Sequence[dict[str, Any]], now: float) -> list[str]:
-    """`infer-0: answers at 10.0.0.5:40211 for 3:10`; `infer-1: given up after 6 starts, infer-1 rank 0 on node05: ...`.
+    """Format one line per replica:
+
+        infer-0: answers at 10.0.0.5:40211 for 3:10
+        infer-1: given up after 6 starts, infer-1 rank 0 on node05: ...
 
     Args:
-        data: what `replicas_json` returned.
+        data: returned by `replicas_json`.
     """
     return [f"{one['name']}: {_replica_line(one, now)}" for one in data]
 

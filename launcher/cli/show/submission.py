@@ -1,4 +1,4 @@
-"""What is told about runs before they start: what would be submitted, what was, and when it would begin."""
+"""Lines and JSON about runs before they start: a dry run, a submission, an estimated start."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from launcher.plan.placement import Plan
 from launcher.recipe.changes import as_json
 from launcher.recipe.load import origins
 
-if TYPE_CHECKING:  # what a dry run does not need is imported where it is used: people wait for it
+if TYPE_CHECKING:  # a dry run does not need it, and it is slow to import
     from launcher.job.submit import SubmittedJob
 
-FORESIGHT_S = 365 * 86400  # seconds: Slurm takes a job without a time limit for one of a year, and adds these up
+FORESIGHT_S = 365 * 86400  # seconds: Slurm estimates a job without a time limit as one year long, and adds these up
 
 
 def job_in_brief(job: PlannedJob) -> str:
-    """`qwen on 8 nodes x 8 GPUs, colocated`; `4-8 nodes` where the number may vary."""
+    """Describe a job: `qwen on 8 nodes x 8 GPUs, colocated`; `4-8 nodes` for a range."""
     config = job.recipe.config
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
     spare = f" and {job.plan.spare_nodes} spare" if job.plan.spare_nodes else ""
@@ -30,7 +30,7 @@ def job_in_brief(job: PlannedJob) -> str:
 
 
 def dry_run_lines(draft: Draft) -> list[str]:
-    """What a submission would be about: where, with which ranks."""
+    """Return lines about what would be submitted: where, and with which ranks."""
     return [
         f"would submit to {draft.job.cluster}: {job_in_brief(draft.job)}",
         f"  directory  {draft.job.run_dir}",
@@ -40,7 +40,7 @@ def dry_run_lines(draft: Draft) -> list[str]:
 
 
 def dry_run_json(draft: Draft) -> dict[str, Any]:
-    """All of a draft, for programs."""
+    """Return the JSON of a dry run."""
     job = draft.job
     return {
         "cluster": job.cluster,
@@ -55,11 +55,11 @@ def dry_run_json(draft: Draft) -> dict[str, Any]:
 
 
 def submitted_lines(submitted: SubmittedJob, draft: Draft, waits: Sequence[str], brief: bool) -> list[str]:
-    """What became of a submission.
+    """Return lines about a submitted job.
 
     Args:
-        waits: ids of the jobs that it starts after.
-        brief: leave out what to do next.
+        waits: ids of the jobs after which it starts.
+        brief: leave out the next commands.
     """
     from launcher.runs.find import pasteable_command
     from launcher.runs.state import result_file
@@ -70,7 +70,7 @@ def submitted_lines(submitted: SubmittedJob, draft: Draft, waits: Sequence[str],
         return [f"{root}: already finished, nothing to do; result: {result}"]
     if submitted.job_id is None:
         more = pasteable_command("resume", root.name, "training.steps=N")
-        return [f"{root}: already finished, nothing to do; more: {more}"]
+        return [f"{root}: already finished, nothing to do; to train more: {more}"]
     waiting = f" after {' and '.join(waits)}" if waits else ""
     lines = [f"changed: {change}" for change in submitted.changes]
     lines.append(f"submitted job {submitted.job_id} to {draft.job.cluster}{waiting}: {job_in_brief(draft.job)}")
@@ -79,7 +79,7 @@ def submitted_lines(submitted: SubmittedJob, draft: Draft, waits: Sequence[str],
     return [
         *lines,
         f"  directory  {root}",
-        *([f"  result     {result}, once it has finished"] if result else []),
+        *([f"  result     {result}, after it has finished"] if result else []),
         f"  state      {pasteable_command('status', root.name)}",
         f"  output     {pasteable_command('logs -f', root.name)}",
         f"  stop       {pasteable_command('cancel --drain', root.name)}",
@@ -87,7 +87,7 @@ def submitted_lines(submitted: SubmittedJob, draft: Draft, waits: Sequence[str],
 
 
 def submitted_json(submitted: SubmittedJob, draft: Draft) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the JSON of a submitted job."""
     return {
         "cluster": draft.job.cluster,
         "run_dir": str(submitted.run.root),
@@ -99,22 +99,22 @@ def submitted_json(submitted: SubmittedJob, draft: Draft) -> dict[str, Any]:
 
 
 def estimate_line(draft: Draft, start: str, nodes: str, partition: str) -> str:
-    """When a job would start.
+    """Describe when a job would start.
 
     Args:
-        start, nodes, partition: what Slurm said; `nodes` may be empty.
+        start, nodes, partition: Slurm's answer; `nodes` may be empty.
     """
     if not _foreseen(start):
         return (
-            f"Slurm would take {job_in_brief(draft.job)}, partition {partition}, and cannot foresee when it would "
-            "start: what runs before it has no time limit, or not enough nodes are up (sinfo)"
+            f"Slurm would accept {job_in_brief(draft.job)}, partition {partition}, but cannot estimate its start: "
+            "jobs before it have no time limit, or too few nodes are up (sinfo)"
         )
     where = f" on {nodes}" if nodes else ""
     return f"Slurm would start {job_in_brief(draft.job)} at {start}{where}, partition {partition}"
 
 
 def estimate_json(draft: Draft, start: str, nodes: str, partition: str) -> dict[str, Any]:
-    """The same for programs; `start` is null where it cannot be foreseen."""
+    """Return the JSON of an estimate; `start` is null if Slurm cannot estimate it."""
     when = start if _foreseen(start) else None
     return {"run_dir": str(draft.job.run_dir), "start": when, "nodes": nodes, "partition": partition}
 
@@ -124,7 +124,7 @@ def _foreseen(start: str) -> bool:
 
 
 def _step_lines(plan: Plan) -> list[str]:
-    """One line for the training step, one for all inference replicas."""
+    """One line for the training step, and one for all inference replicas."""
     train = next(step for step in plan.steps if step.replica is None)
     replicas = [step for step in plan.steps if step.replica is not None]
     lines = [f"train      {len(train.nodes) * train.tasks_per_node} ranks on {_nodes(len(train.nodes))}"]

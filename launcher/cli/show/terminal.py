@@ -1,4 +1,4 @@
-"""The terminal, or whatever else reads us: signals from it, and output that nobody may take any more."""
+"""Terminal: signals from it, and output that must not fail when nobody reads it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import click
 
 
 class Interruptions:
-    """Ctrl-C, SIGTERM and SIGHUP, counted instead of obeyed at once."""
+    """Ctrl-C, SIGTERM and SIGHUP, recorded instead of obeyed."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Count those that come from here on."""
+        """Record the signals while the context lasts."""
 
         def note(signum: int, frame: FrameType | None) -> None:
             self.names.append("Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name)
@@ -34,12 +34,12 @@ class Interruptions:
 
 
 def at_terminal() -> bool:
-    """Whether there is somebody to be asked."""
+    """Whether a user can be asked."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def echo(text: str, err: bool = False, nl: bool = True) -> None:
-    """Print beside work that no error of the output may end: `mrl-submit demo | head -1` does not end the run."""
+    """Print without raising: `mrl-submit demo | head -1` must not end the run."""
     try:
         click.echo(text, err=err, nl=nl)
     except (OSError, ValueError):  # a closed pipe, a full disk; a closed file, an encoding that lacks a character
@@ -47,9 +47,9 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
 
 
 def discard_output() -> None:
-    """Have whatever is still said go nowhere: the terminal is gone."""
+    """Redirect all further output to /dev/null, since the terminal is gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # a stream that is closed, or no file
+        with suppress(AttributeError, OSError, ValueError):  # a closed stream, or not a file
             os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,1 +1,1 @@
-"""From what mrl-submit was asked for to a started run: on this machine, on Slurm, in an allocation; and watching it."""
+"""Submission of runs: on this machine, to Slurm, in an allocation; and watching them."""

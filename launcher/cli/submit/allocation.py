@@ -1,4 +1,4 @@
-"""mrl-submit --in-allocation: the same script, in the allocation that this shell is in."""
+"""mrl-submit --in-allocation: run the script in the Slurm allocation of this shell."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRU
 TICK = 0.2
 
 _OF_SALLOC = re.compile(r"--(partition|account|qos|constraint|reservation|nodes|gpus-per-node|time|mem|exclusive)\b")
-"""Options of the script's header that say what to get; the others are about the batch job."""
+"""Options of the script's header that salloc needs; the others concern only a batch job."""
 
 
 def _salloc(job: PlannedJob) -> str:
-    """The command that gets what the script would ask for."""
+    """Return the salloc command for the resources that the script requests."""
     return " ".join(["salloc", *filter(_OF_SALLOC.match, header(job))])
 
 
 def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
-    """Run a draft here; the exit code. Ctrl-C saves and leaves, a second one ends the steps at once.
+    """Run a draft here and return the exit code. Ctrl-C saves and ends the run, a second one ends the steps at once.
 
     Raises:
         BadInput: there is no allocation, or it is too small.
@@ -41,10 +41,10 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
     job_id = os.environ.get("SLURM_JOB_ID")
     needed = drafted.job.recipe.config.job.fewest_nodes
     if job_id is None:
-        raise BadInput(f"--in-allocation: this shell is in none; get one with: {_salloc(drafted.job)}")
+        raise BadInput(f"--in-allocation: this shell is not in an allocation; get one with: {_salloc(drafted.job)}")
     had = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if had < needed:
-        raise BadInput(f"--in-allocation: job {job_id} has {had} nodes, and this run needs {needed} (job.nodes)")
+        raise BadInput(f"--in-allocation: job {job_id} has {had} nodes, but this run needs {needed} (job.nodes)")
     if drafted.obstacles:
         raise BadInput(drafted.obstacles)
     refuse_unknown_partitions([drafted.job])
@@ -57,20 +57,21 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
                 return EXIT_FINISHED
             write_files(run, job, update_code=False)
     note_submission(run, job.cluster, job_id)
-    echo(f"running {run.root} in job {job_id}; Ctrl-C saves and leaves")
+    echo(f"running {run.root} in job {job_id}; Ctrl-C saves and ends it")
     interruptions = Interruptions()
     with interruptions.caught():
-        # In a session of its own: a Ctrl-C at the terminal must reach the script as a request to save.
+        # The script gets a session of its own: Ctrl-C at the terminal must reach it as a request to save, not as
+        # SIGINT.
         script = subprocess.Popen(["bash", str(run.script)], start_new_session=True)
         answered = 0
         while script.poll() is None:
             while answered < len(interruptions.names):
                 answered += 1
                 if answered == 1:
-                    echo("saving, then leaving; once more: end it now")
+                    echo("saving, then ending; Ctrl-C again ends it now")
                     script.send_signal(signal.SIGUSR1)  # its trap asks the ranks to save
                 else:
-                    echo("ending it")
-                    os.killpg(script.pid, signal.SIGHUP)  # srun ends its step at that
+                    echo("ending it now")
+                    os.killpg(script.pid, signal.SIGHUP)  # makes srun end its step
             time.sleep(TICK)
     return EXIT_INTERRUPTED if script.returncode == EXIT_DRAINED or answered else script.returncode

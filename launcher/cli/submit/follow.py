@@ -1,4 +1,4 @@
-"""Follow one attempt on this machine until it ends, and pass on what the user wants of it meanwhile."""
+"""Following of an attempt on this machine until it ends, including the user's interruptions."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megatron_rl.contract.records import Unreadable, read_lines, write
 
 Line = TypeVar("Line", AttemptStart, AttemptEnd)
 
-TICK = 0.2  # seconds between looks at the run directory
+TICK = 0.2  # seconds between two reads of the run directory
 START_TICK = 0.05  # the same until the attempt has begun
-START_LIMIT = 60.0  # seconds until the supervisor must have written its first line
-END_LIMIT = 60.0  # seconds past the deadline of a drain until the supervisor must have written its last
+START_LIMIT = 60.0  # seconds for the supervisor to write its first line
+END_LIMIT = 60.0  # seconds after the deadline of a drain for the supervisor to write its last line
 
 
 class NoSupervisor(Exception):
-    """The attempt cannot be followed any more: what was waited for, and what is known."""
+    """The attempt can no longer be followed."""
 
 
 class Follower:
-    """Follows an attempt by its files.
+    """Follower of one attempt by its files.
 
     Args:
-        drain_limit_s: seconds the ranks have to save after the first interruption.
+        drain_limit_s: seconds for the ranks to save after the first interruption.
     """
 
     def __init__(self, run: RunDir, attempt: Attempt, supervisor: Supervisor, drain_limit_s: float) -> None:
@@ -39,11 +39,11 @@ class Follower:
         self._attempt = attempt
         self._supervisor = supervisor
         self._drain_limit_s = drain_limit_s
-        self._answered = 0
+        self._handled = 0
         self._give_up_at: float | None = None
 
     def wait_for_start(self) -> AttemptStart:
-        """The ledger's line of the attempt's start. Raises NoSupervisor."""
+        """Wait for the attempt to start; return its line in the ledger. Raises NoSupervisor."""
         give_up = time.monotonic() + START_LIMIT
         while True:
             gone = self._supervisor.ended()
@@ -51,14 +51,16 @@ class Follower:
             if line is not None:
                 return line
             if gone:
-                raise NoSupervisor(f"the supervisor did not start: {self._supervisor.complaint() or 'it said nothing'}")
+                raise NoSupervisor(
+                    f"the supervisor did not start: {self._supervisor.complaint() or 'it gave no reason'}"
+                )
             if time.monotonic() > give_up:
                 pid = self._supervisor.pid
                 raise NoSupervisor(f"the supervisor, pid {pid}, did not start within {START_LIMIT:.0f} s")
             time.sleep(START_TICK)
 
     def wait_for_end(self, reader: HistoryReader, view: View, interruptions: Interruptions) -> AttemptEnd:
-        """The ledger's line of the attempt's end; shows the run meanwhile. Raises NoSupervisor."""
+        """Show the run until the attempt ends; return its line in the ledger. Raises NoSupervisor."""
         while True:
             gone = self._supervisor.ended() and self._is_free()
             view.show(reader.poll())
@@ -70,25 +72,25 @@ class Follower:
             if gone:
                 raise NoSupervisor("the supervisor ended without a record; its ranks ended with it")
             if self._give_up_at is not None and time.time() > self._give_up_at:
-                raise NoSupervisor(f"the supervisor did not end in time; it is pid {self._supervisor.pid}")
-            if self._answered < len(interruptions.names):
-                self._interrupt(interruptions.names[self._answered], view, reader.history.leaving_s())
+                raise NoSupervisor(f"the supervisor, pid {self._supervisor.pid}, did not end in time")
+            if self._handled < len(interruptions.names):
+                self._interrupt(interruptions.names[self._handled], view, reader.history.leaving_s())
             time.sleep(TICK)
 
     def _is_free(self) -> bool:
-        """Whether no supervisor holds the run; so too where the file system cannot tell."""
+        """Whether no supervisor holds the run, or the file system cannot say."""
         try:
             return owner_of(self._run.lock) is None
         except OSError:
             return True
 
     def _interrupt(self, cause: str, view: View, likely_s: float | None) -> None:
-        """Ask the ranks to leave; where the disk does not take that now, it is asked again.
+        """Ask the ranks to save and exit; if the request cannot be written now, try again later.
 
         Args:
-            likely_s: seconds that this takes, going by the run's last save.
+            likely_s: estimated seconds, from the run's last save.
         """
-        first, now = self._answered == 0, time.time()
+        first, now = self._handled == 0, time.time()
         limit = self._drain_limit_s if first else 0.0
         if cause == "SIGHUP":
             discard_output()
@@ -97,11 +99,11 @@ class Follower:
             write(self._attempt.drain, drain)
         except OSError:
             return
-        self._answered += 1
+        self._handled += 1
         self._give_up_at = now + limit + END_LIMIT
         if first:
             time_s = f"about {max(1.0, likely_s):.0f} s" if likely_s else f"the ranks are killed after {limit:.0f} s"
-            view.announce(f"{cause}: saving, then leaving: {time_s}. Once more: kill it unsaved.")
+            view.announce(f"{cause}: saving, then ending: {time_s}. Another {cause} kills it without saving.")
         else:
             view.announce(f"{cause}: killing the ranks")
 

@@ -1,4 +1,4 @@
-"""The entry for whatever starts a run: mrl-submit, mrl resume, mrl fork."""
+"""Start of a run for mrl-submit, mrl resume and mrl fork."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron_rl.contract.paths import RunDir
 
 
 def launch(request: Request) -> int:
-    """Start what was asked for, here or there; the exit code. Raises BadInput."""
+    """Start the requested runs and return the exit code. Raises BadInput."""
     clusters = load_clusters()
     cluster, planned = plan_runs(request, clusters)
     for one in planned:
         if one.given is not None:
-            from launcher.runs.owner import refuse_others  # it knows Slurm, which a new run has no use for yet
+            from launcher.runs.owner import refuse_others  # imports Slurm's client, which a new local run does not need
 
             refuse_unusable(one.given)
             refuse_others(RunDir(one.given), request.trust)
     if cluster != LOCAL:
-        from launcher.cli.submit.slurm import run_on_slurm  # each of the two imports what the other needs not
+        from launcher.cli.submit.slurm import run_on_slurm  # each of the two has imports that the other does not need
 
         return run_on_slurm(planned, request, clusters.profile(cluster))
     from launcher.cli.submit.local import refuse_slurm_only, run_on_this_machine

@@ -1,4 +1,4 @@
-"""mrl-submit on this machine: start the attempt, watch it to its end."""
+"""mrl-submit on this machine: start the attempt and watch it until its end."""
 
 from __future__ import annotations
 
@@ -28,42 +28,43 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CRASHED, EXIT_CRASHED, EXIT_FINISHED, MISCONFIGURED
 from megatron_rl.contract.paths import Attempt, RunDir
 
-if TYPE_CHECKING:  # slow to import, and a dry run needs neither
+if TYPE_CHECKING:  # slow to import, and not needed for a dry run
     from launcher.cli.submit.follow import Follower
     from megatron_rl.contract.attempt_records import AttemptStart
 
 RUNS = "runs"
-"""Where runs are made that were given no directory: below the current one."""
+"""Folder of runs without --run-dir, in the current directory."""
 
 
 def refuse_slurm_only(request: Request, count: int) -> None:
-    """Refuse options, and a count of runs, that only a Slurm cluster can have. Raises BadInput."""
+    """Refuse options, and sweeps, that need a Slurm cluster. Raises BadInput."""
     slurm_only = ("script", "test_only", "follow", "after", "max_running", "in_allocation", "update_code")
     given = [f"--{name.replace('_', '-')}" for name in slurm_only if getattr(request, name)]
     if given:
-        raise BadInput(f"{', '.join(given)}: for Slurm clusters only, and this run is local (--cluster chooses)")
+        raise BadInput(
+            f"{', '.join(given)}: only for Slurm clusters, but this run is local (choose one with --cluster)"
+        )
     if count > 1:
         raise BadInput(f"a sweep of {count} runs needs a Slurm cluster; quote a comma that belongs to a value")
     if request.as_json and not (request.dry_run or request.detach):
-        raise BadInput("--json: for a local run it goes with --dry-run or --detach")
+        raise BadInput("--json: for a local run, add --dry-run or --detach")
 
 
 def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
-    """Do with this run what was asked for; the exit code. Raises BadInput."""
+    """Run, or show, one planned run; return the exit code. Raises BadInput."""
     recipe = planned.recipe
-    here = collect_local(recipe)
-    refused = list(problems(findings(here, recipe.config)))
+    facts = collect_local(recipe)
+    refused = list(problems(findings(facts, recipe.config)))
     if recipe.config.harvest is not None:
-        told = refusal(recipe, ["harvest.partition is one of Slurm's, and this run is local: leave harvest out"])
-        refused += told.problems
-    if request.dry_run and not here.refusals:
+        refused += refusal(recipe, ["harvest.partition needs Slurm, but this run is local: remove harvest"]).problems
+    if request.dry_run and not facts.refusals:
         _show(recipe, make_plan(recipe, None).sizes, planned.given, request)
         for one in refused:
             click.echo(f"would be refused: {one}", err=True)
         return EXIT_FINISHED
     if refused:
         raise BadInput(refused)
-    for found in findings(here, recipe.config):
+    for found in findings(facts, recipe.config):
         if found.level == "warning":
             click.echo(f"warning: {found.text}; {found.fix}", err=True)
     sizes = make_plan(recipe, None).sizes
@@ -76,26 +77,26 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
 
 
 def _show(recipe: Recipe, sizes: Sizes, root: Path | None, request: Request) -> None:
-    """The dry run: the resolved recipe on stdout, everything else on stderr."""
+    """Show the dry run: the resolved recipe on stdout, everything else on stderr."""
     config = recipe.config
     changed = check(recipe, root, request.change) if root else []
-    place = root or Path(RUNS) / f"{config.name}-DATE-TIME"
+    target = root or Path(RUNS) / f"{config.name}-DATE-TIME"
     if request.as_json:
-        values = {"cluster": LOCAL, "run_dir": str(place), "resolved": config.model_dump(mode="json")}
+        values = {"cluster": LOCAL, "run_dir": str(target), "resolved": config.model_dump(mode="json")}
         found = {key: str(origin) for key, origin in origins(recipe).items()}
         click.echo(json.dumps({**values, "origins": found, "changes": as_json(changed)}))
         return
     for one in changed:
         click.echo(f"change: {one}", err=True)
-    click.echo(f"would start {_in_brief(config, sizes)} in {place}", err=True)
+    click.echo(f"would start {_in_brief(config, sizes)} in {target}", err=True)
     for line in origin_lines(recipe, LOCAL, None):
         click.echo(line, err=True)
-    click.echo(dump_resolved(config).encode(), nl=False)  # a file in UTF-8, whatever the terminal shows
+    click.echo(dump_resolved(config).encode(), nl=False)  # UTF-8, independent of the terminal
 
 
 def _in_brief(config: RunConfig, sizes: Sizes) -> str:
-    """`demo on 2 CPU processes of this machine`; partitioned: `demo on 3 CPU processes of this machine, 2 of which
-    train and 1 only generates`."""
+    """Describe a run: `demo on 2 CPU processes of this machine`; partitioned: `demo on 3 CPU processes of this machine,
+    2 of which train and 1 only generates`."""
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
     text = f"{config.name} on {config.job.world_size} {kind} of this machine"
     if not sizes.partitioned:
@@ -118,7 +119,7 @@ def _report_finished(config: RunConfig, run: RunDir) -> int:
 
 
 def _resume_command(recipe: Recipe, run: RunDir) -> str:
-    """The command that goes on with the run."""
+    """Return the command that resumes the run."""
     from launcher.runs.find import pasteable_command
 
     if Path(recipe.asked) == run.resolved:
@@ -127,8 +128,8 @@ def _resume_command(recipe: Recipe, run: RunDir) -> str:
 
 
 def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, request: Request) -> int:
-    """Run the prepared attempt to its end; the exit code."""
-    # A dry run needs none of these, and they are slow to import.
+    """Run the prepared attempt until its end; return the exit code."""
+    # A dry run does not need these, and they are slow to import.
     from launcher.backends.local import Supervisor, supervisor_command
     from launcher.cli.submit.follow import Follower, NoSupervisor
     from launcher.host.record.identity import note_submission
@@ -137,7 +138,7 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, r
     run, config = prepared.run, recipe.config
     resume = _resume_command(recipe, run)
     if prepared.corrected:
-        echo(f"nothing was trained in {run.root} yet: it begins with the recipe as it is now", err=request.as_json)
+        echo(f"nothing was trained in {run.root} yet, so it starts with the current recipe", err=request.as_json)
     for one in prepared.changes:
         echo(f"changed: {one}", err=request.as_json)
     number = "" if attempt.number == 1 else f", attempt {attempt.number}"
@@ -166,13 +167,13 @@ def _report_detached(run: RunDir, attempt: Attempt, started: AttemptStart, resum
         where = {"cluster": LOCAL, "run_dir": str(run.root.absolute()), "job_id": None}
         click.echo(json.dumps({**where, "attempt": attempt.number, "pid": started.pid}))
         return
-    echo(f"running. Stop and save with: kill {started.pid}\nlogs: {attempt.latest_logs}\nresume:      {resume}")
+    echo(f"running. To save and stop it: kill {started.pid}\nlogs: {attempt.latest_logs}\nresume:      {resume}")
 
 
 def _follow(
     config: RunConfig, run: RunDir, attempt: Attempt, follower: Follower, interruptions: Interruptions, resume: str
 ) -> int:
-    """Show the run until it ends; the exit code."""
+    """Show the run until it ends; return the exit code."""
     from launcher.cli.show.ending import EXIT_CODES, ending_lines
     from launcher.cli.show.history import HistoryReader
     from launcher.cli.show.panel import Display

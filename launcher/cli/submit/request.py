@@ -1,4 +1,4 @@
-"""What mrl-submit was asked for, and the runs that this means: recipes, names, the cluster."""
+"""Request of mrl-submit, and the runs that it plans: recipes, names, the cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE_SWEEP = 100  # runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The command line of mrl-submit, option by option, or what `mrl resume` and `mrl fork` make of theirs."""
+    """Options of mrl-submit, or those that `mrl resume` and `mrl fork` derive from theirs."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -41,27 +41,27 @@ class Request:
     max_running: int | None = None
     in_allocation: bool = False
     yes: bool = False
-    """A large sweep is meant."""
+    """Start a large sweep without asking."""
     update_code: bool = False
-    """Of `mrl resume` and `mrl fork` only."""
+    """Take a new snapshot of the code; only set by `mrl resume` and `mrl fork`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One run of those asked for."""
+    """One of the requested runs."""
 
     recipe: Recipe
-    """With the cluster that was chosen."""
+    """Recipe, with the chosen cluster."""
     name: str
-    """Of its directory, where it gets a new one."""
+    """Name of its directory, if it gets a new one."""
     given: Path | None
-    """The directory it was given."""
+    """Directory from the command line."""
     asked_cluster: str | None
-    """`cluster` of the recipe as it is written."""
+    """`cluster` as the recipe has it."""
 
 
 def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRun]]:
-    """The cluster that all of a request's runs go to, and the runs; more than one of a sweep.
+    """Return the cluster and the runs of a request; more than one for a sweep.
 
     Raises:
         BadInput: the recipe, an override or the cluster cannot be used, or the options contradict one another.
@@ -71,7 +71,7 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
     found = variants(request.overrides)
     if len(found) > 1 and request.run_dir and RunDir(request.run_dir).resolved.exists():
         raise BadInput(
-            f"{request.run_dir} holds a run, and {len(found)} runs are asked for: give one value a key, and quote a "
+            f"{request.run_dir} holds a run, but {len(found)} runs are requested: give each key one value, and quote a "
             "comma that belongs to a value"
         )
     caches = known_caches(clusters)
@@ -79,7 +79,7 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
     _refuse_twins(recipes, found)
     chosen = {clusters.choose(request.cluster, recipe.config.cluster) for recipe in recipes}
     if len(chosen) > 1:
-        raise BadInput(f"cluster: a sweep goes to one cluster, not to {', '.join(sorted(chosen))}")
+        raise BadInput(f"cluster: a sweep runs on one cluster, not on {', '.join(sorted(chosen))}")
     cluster = chosen.pop()
     stem = run_name(recipes[0].config.name, time.localtime())
     planned = []
@@ -96,22 +96,22 @@ def _confirm_large(runs: int, yes: bool) -> None:
         return
     if not at_terminal():
         raise BadInput(f"this is a sweep of {runs} runs; confirm it with --yes")
-    if not click.confirm(f"This is a sweep of {runs} runs: go on?", err=True):
+    if not click.confirm(f"This is a sweep of {runs} runs. Continue?", err=True):
         raise Failed("nothing was done")
 
 
 def _refuse_twins(recipes: Sequence[Recipe], found: Sequence[Variant]) -> None:
-    """Refuse two runs of a sweep with the same values, however they are written: 1e-3 and 0.001."""
+    """Refuse two runs of a sweep with equal values, even if written differently: 1e-3 and 0.001."""
     seen: dict[str, str] = {}
     for recipe, variant in zip(recipes, found, strict=True):
         values = recipe.config.model_dump_json()
         if values in seen:
-            raise BadInput(f"sweep: {seen[values]} and {variant.name} are the same run twice")
+            raise BadInput(f"sweep: {seen[values]} and {variant.name} are the same run")
         seen[values] = variant.name
 
 
 def why_local(request: Request, clusters: Clusters, planned: PlannedRun) -> str | None:
-    """What may surprise about a run of this machine that nobody asked to be one; None: nothing."""
+    """Explain why a run that was not asked to be local is local; None: no explanation needed."""
     if request.cluster or clusters.environ.get("MRL_CLUSTER"):
         return None
     if planned.asked_cluster:
@@ -119,25 +119,25 @@ def why_local(request: Request, clusters: Clusters, planned: PlannedRun) -> str 
         if usual == LOCAL:
             return None
         where = place_of(planned.recipe, "cluster")
-        return f"runs on this machine because {where} says so; --cluster {usual} sends it there"
+        return f"runs on this machine because {where} says so; --cluster {usual} runs it there"
     if planned.recipe.config.job.device == "cpu" or clusters.default:
         return None
     found = f"no cluster profile in {clusters.file}"
     if clusters.own:
         found = f"{clusters.file} has {', '.join(clusters.own)} and no default:"
     names = ", ".join(name for name in clusters.names() if name != LOCAL)
-    return f"{found}, so this means this machine; --cluster NAME or $MRL_CLUSTER names another place ({names})"
+    return f"{found}, so it runs on this machine; --cluster NAME or $MRL_CLUSTER chooses another cluster ({names})"
 
 
 def _refuse_contradictions(request: Request) -> None:
     if request.script and not request.dry_run:
-        raise BadInput("--script: goes with --dry-run")
+        raise BadInput("--script: add --dry-run")
     together = ("dry_run", "test_only", "in_allocation", "follow", "detach")
     given = [f"--{name.replace('_', '-')}" for name in together if getattr(request, name)]
     if len(given) > 1:
-        raise BadInput(f"{' and '.join(given)}: give one of them")
+        raise BadInput(f"{' and '.join(given)} exclude each other")
     if request.script and request.as_json:
-        raise BadInput("--script and --json: give one of them; the JSON of a dry run holds the script")
+        raise BadInput("--script and --json exclude each other; the JSON of a dry run has the script")
     if request.as_json and (request.follow or request.in_allocation):
         shown = "--follow" if request.follow else "--in-allocation"
-        raise BadInput(f"{shown} and --json: give one of them; `mrl status --json` says how a run stands")
+        raise BadInput(f"{shown} and --json exclude each other; `mrl status --json` shows the state of a run")

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profile) -> int:
-    """Do with these runs what was asked for; the exit code. Raises BadInput."""
+    """Submit, estimate or show these runs; return the exit code. Raises BadInput."""
     if len(planned) > 1 and (request.follow or request.in_allocation):
         raise BadInput(f"a sweep of {len(planned)} jobs cannot be followed or run inside one allocation")
     if len(planned) == 1 and request.max_running is not None:
-        raise BadInput("--max-running: is for sweeps, such as training.seed=1,2,3")
+        raise BadInput("--max-running: only for sweeps, such as training.seed=1,2,3")
     drafts = [_draft(one, profile, request.update_code) for one in planned]
     if request.dry_run or request.test_only:
         for one, drafted in zip(planned, drafts, strict=True):
@@ -44,7 +44,7 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
     if request.dry_run:
         _show(drafts, request)
         return EXIT_FINISHED
-    # What follows talks to Slurm, through submitit, which is slow to import.
+    # The code below talks to Slurm through submitit, which is slow to import.
     if request.in_allocation:
         from launcher.cli.submit.allocation import run_in_allocation
 
@@ -71,17 +71,19 @@ def _draft(planned: PlannedRun, profile: Profile, update_code: bool) -> Draft:
 
 
 def _show(drafts: Sequence[Draft], request: Request) -> None:
-    """The dry run: the script on stdout, of a sweep none; what it is about, below it, on stderr."""
+    """Show the dry run: the script on stdout unless this is a sweep, everything else on stderr."""
     if request.as_json:
         _print_json([dry_run_json(one) for one in drafts])
         return
     if len(drafts) > 1 and request.script:
-        raise BadInput(f"--script: this is a sweep of {len(drafts)} scripts; name one value a key, or use --json")
+        raise BadInput(f"--script: this is a sweep of {len(drafts)} scripts; give each key one value, or use --json")
     if len(drafts) == 1:
-        click.echo(drafts[0].script.encode(), nl=False)  # a file in UTF-8, whatever the terminal shows
+        click.echo(drafts[0].script.encode(), nl=False)  # UTF-8, independent of the terminal
         parent = drafts[0].job.run_dir.parent
         if not parent.is_dir():
-            click.echo(f"note: make {parent} before you sbatch this: Slurm writes the job's log there", err=True)
+            click.echo(
+                f"note: create {parent} before you sbatch this, because Slurm writes the job's log there", err=True
+            )
     for drafted in drafts:
         for line in () if request.script else dry_run_lines(drafted):
             click.echo(line, err=True)
@@ -92,7 +94,8 @@ def _show(drafts: Sequence[Draft], request: Request) -> None:
 
 
 def _job_to_wait_for(text: str) -> str:
-    """The job id that --after means, known to Slurm: it takes a dependency on a job that never was for fulfilled."""
+    """Return the job id that --after means. Slurm must know it: it treats a dependency on an unknown job as
+    fulfilled."""
     from launcher.backends.slurm.jobs import read_jobs
     from launcher.runs.find import find, is_run
     from launcher.runs.owner import job_id_of
@@ -102,17 +105,17 @@ def _job_to_wait_for(text: str) -> str:
     except BadInput as error:
         raise BadInput(f"--after {text}: {problem}" for problem in error.problems) from error
     if job_id is None:
-        raise BadInput(f"--after {text}: is a local run, which Slurm cannot wait for")
+        raise BadInput(f"--after {text}: this is a local run, which Slurm cannot wait for")
     job = read_jobs([job_id])[job_id]
     if job.kind == "gone":
-        raise BadInput(f"--after {text}: Slurm knows no job {job_id}; leave it out if it ended long ago")
+        raise BadInput(f"--after {text}: Slurm does not know job {job_id}; leave --after out if the job ended long ago")
     return job_id
 
 
 def _submit_all(
     planned: Sequence[PlannedRun], drafts: Sequence[Draft], after: Sequence[str], request: Request
 ) -> list[SubmittedJob]:
-    """One after the other; when Slurm takes one of a sweep no more, those before it stay and are named."""
+    """Submit the runs in order. If Slurm refuses one of a sweep, those before it stay, and the error names the rest."""
     from launcher.job.sources import heavy, left_out
     from launcher.job.submit import refuse_unfit, submit
     from launcher.recipe.sweep import chains
@@ -128,12 +131,12 @@ def _submit_all(
         except BadInput as error:
             if not done:
                 raise
-            left = f"{len(done)} of {len(planned)} jobs are submitted (`mrl ls`), these are not:"
+            left = f"{len(done)} of {len(planned)} jobs are submitted (`mrl ls`), but not these:"
             names = [f"  {draft.job.run_dir.name}" for draft in drafts[len(done) :]]
             raise type(error)([*error.problems, "\n".join([left, *names])]) from error
         if submitted.fresh_code:
-            said = (heavy(submitted.run.code), None if done else left_out(submitted.run))
-            submitted = replace(submitted, notes=(*submitted.notes, *(note for note in said if note)))
+            notes = (heavy(submitted.run.code), None if done else left_out(submitted.run))
+            submitted = replace(submitted, notes=(*submitted.notes, *filter(None, notes)))
         done.append(submitted)
         if not request.as_json:
             for note in submitted.notes:
@@ -157,5 +160,5 @@ def _report_estimates(drafts: Sequence[Draft], after: Sequence[str], request: Re
 
 
 def _print_json(records: Sequence[object]) -> None:
-    """One run's object; of a sweep, all of them."""
+    """Print the object of one run, or those of a sweep."""
     click.echo(json.dumps(records[0] if len(records) == 1 else {"runs": records}))

@@ -1,4 +1,4 @@
-"""Watch a Slurm run: what it waits for, then its steps, across attempts, until it ends. Watching owns nothing."""
+"""Watching of a Slurm run, across attempts, until it ends. Stopping does not affect the run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, MISCONFIGURED
 from megatron_rl.contract.paths import RunDir
 
-TICK = 0.3  # seconds between looks at the run directory
-ASK_EVERY_S = 5.0  # seconds between questions to Slurm: many people ask the same controller
-LAG_S = 10.0  # seconds that the run directory has to show an end that Slurm has told
+TICK = 0.3  # seconds between two reads of the run directory
+ASK_EVERY_S = 5.0  # seconds between two questions to Slurm, whose controller many users share
+LAG_S = 10.0  # seconds for the run directory to show an end that Slurm has reported
 
 CODES = {"finished": EXIT_FINISHED, "stopped": EXIT_INTERRUPTED, "cancelled": EXIT_INTERRUPTED}
 
 
 def watch(run: RunDir) -> int:
-    """Until the run ends or Ctrl-C; returns the exit code of mrl-submit."""
+    """Watch until the run ends or Ctrl-C; return the exit code."""
     job_id = job_id_of(run)
     if job_id is None:
-        raise BadInput(f"{run.root}: is a local run")
+        raise BadInput(f"{run.root} is a local run")
     view = Display(run.root.name)
     interruptions = Interruptions()
     try:
@@ -41,7 +41,7 @@ def watch(run: RunDir) -> int:
             discard_output()
         name = run.root.name
         offer = f"{pasteable_command('status', name)}, {pasteable_command('cancel --drain', name)}"
-        echo(f"stopped watching; job {job_id} goes on. {offer}")
+        echo(f"stopped watching; job {job_id} continues. {offer}")
         return EXIT_INTERRUPTED
     return _report_end(status, reader)
 
@@ -50,7 +50,7 @@ def _until_the_end(
     run: RunDir, job_id: str, view: View, interruptions: Interruptions
 ) -> tuple[RunStatus, HistoryReader]:
     asked_at, gone_at = float("-inf"), None
-    said: tuple[str, int, str] | None = None
+    shown: tuple[str, int, str] | None = None
     job = JobState(job_id, "", "pending")
     status = read_status(run, job)
     reader = HistoryReader(run, run.attempt(status.attempt), status.steps)
@@ -64,9 +64,9 @@ def _until_the_end(
             reader = HistoryReader(run, run.attempt(status.attempt), status.steps)
         key = (status.state, status.attempt, status.waits_for)  # a reason may count the seconds
         text = _news(status)
-        if key != said and text:
+        if key != shown and text:
             view.announce(text)
-        said = key
+        shown = key
         history = reader.poll()
         if status.state in ("queued", "requeued"):
             history.phase = status.state
@@ -84,7 +84,7 @@ def _until_the_end(
 
 
 def _job_now(run: RunDir, job: JobState) -> JobState:
-    """What Slurm says of the run's job; what it said, where the run's files do not tell which that is for now."""
+    """Ask Slurm for the run's job; return the last answer while the run's files do not say which job that is."""
     try:
         return read_job(run) or job
     except BadInput:
@@ -92,18 +92,20 @@ def _job_now(run: RunDir, job: JobState) -> JobState:
 
 
 def _news(status: RunStatus) -> str:
-    """What has become of the run, in a line; empty where that is no news."""
+    """Describe a change in one line; empty if there is nothing new."""
     job = status.job
     if status.state in ("queued", "requeued") and job:
-        waits = f", waits for {status.waits_for}" if status.waits_for else ""
+        waits = f", waiting for {status.waits_for}" if status.waits_for else ""
         why = f": {status.reason}" if status.reason else ""
         return f"job {job.job_id} is {status.state}{why}{waits}"
     if status.state in UNSURE:
         return f"{status.reason}; still watching the files of the run"
     if status.state == "saving":
         return f"saving ({status.reason})"
-    if status.state == "running" and job and status.waits_for:  # the newest attempt is one before this start of the job
-        return f"job {job.job_id} has started on {job.nodes}, waits for {status.waits_for}"
+    if (
+        status.state == "running" and job and status.waits_for
+    ):  # the newest attempt is from before this start of the job
+        return f"job {job.job_id} has started on {job.nodes}, waiting for {status.waits_for}"
     if status.state == "running" and job and status.attempt:
         return f"job {job.job_id} runs on {job.nodes}, attempt {status.attempt}"
     return ""

@@ -1,4 +1,4 @@
-"""What tests of commands share."""
+"""Fixtures for tests of commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def no_clusters_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody's clusters.yaml but the shipped ones."""
+    """Use no clusters.yaml except the shipped one."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("MRL_CLUSTERS", "MRL_CLUSTER", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""Input that cannot be used is one error with its place and exit code 2, at once (I1)."""
+"""Unusable input gives one error with its place, and exit code 2 (I1)."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def refusal(*words: str, dry: bool = True) -> str:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_that_is_none(name):
+def test_an_unknown_recipe(name):
     text, said = RECIPES[name]
     Path(f"{name}.yaml").write_text(text)
     assert said in refusal(f"{name}.yaml")
 
 
-def test_a_recipe_that_is_no_file():
+def test_a_recipe_that_is_not_a_file():
     os.mkfifo("pipe.yaml")
     Path("loop.yaml").symlink_to("loop.yaml")
     for file, said in {
@@ -76,10 +76,10 @@ def test_a_recipe_that_is_no_file():
         ("code.include=[loop]", "/loop: no such directory on "),
         ("environment.args.x=" + "[" * 20_000, "is nested more than 50 deep"),
         ("name=\udcff", "is not UTF-8 text"),
-        ("optimizer.learning_rate=1e-3,0.001", "learning_rate=1e-3 and learning_rate=0.001 are the same run twice"),
+        ("optimizer.learning_rate=1e-3,0.001", "learning_rate=1e-3 and learning_rate=0.001 are the same run"),
     ],
 )
-def test_an_override_that_is_none(override, said):
+def test_an_invalid_override(override, said):
     Path("loop").symlink_to("loop")
     assert said in refusal("demo", override, "--cluster", "lab")
 
@@ -93,7 +93,7 @@ def test_a_layout_that_does_not_divide_the_ranks_is_refused_with_the_nearest(clu
     assert not Path("run").exists()
 
 
-def test_a_sweep_of_thousands_is_asked_about():
+def test_a_sweep_of_thousands_needs_confirmation():
     seeds = ",".join(map(str, range(300)))
     rates = ",".join(f"{number}e-6" for number in range(1, 301))
     words = ("demo", f"training.seed={seeds}", f"optimizer.learning_rate={rates}", "--cluster", "lab")
@@ -104,12 +104,12 @@ def test_a_sweep_of_thousands_is_asked_about():
 def test_a_sweep_is_not_put_into_the_directory_of_a_run(tmp_path):
     make_run(tmp_path / "run")
     words = ("demo", "training.seed=1,2", "--run-dir", "run", "--cluster", "lab")
-    assert "run holds a run, and 2 runs are asked for" in refusal(*words)
+    assert "run holds a run, but 2 runs are requested" in refusal(*words)
 
 
 @pytest.mark.parametrize("cluster", ["local", "lab"])
 @pytest.mark.parametrize("dry", [True, False])
-def test_a_run_directory_that_cannot_be_one(cluster, dry):
+def test_an_invalid_run_directory(cluster, dry):
     Path("d.yaml").write_text("")
     Path("loop").symlink_to("loop")
     Path("dangling").symlink_to("nowhere/x")
@@ -128,7 +128,7 @@ def test_a_run_directory_that_cannot_be_one(cluster, dry):
     assert sorted(path.name for path in Path().iterdir()) == ["clusters.yaml", "d.yaml", "dangling", "loop"]
 
 
-def test_a_run_of_a_colleague_that_one_may_not_look_into(tmp_path, monkeypatch):
+def test_a_run_of_a_colleague_without_read_permission(tmp_path, monkeypatch):
     run = make_run(tmp_path / "theirs")
 
     def denied(folder: Path) -> list[str]:
@@ -143,7 +143,7 @@ def test_a_run_of_a_colleague_that_one_may_not_look_into(tmp_path, monkeypatch):
     assert f"{run.root}/checkpoints: Permission denied" in CliRunner().invoke(main, ["fork", str(run.root)]).stderr
 
 
-def test_a_home_that_one_may_not_look_into(tmp_path, monkeypatch):
+def test_a_home_without_read_permission(tmp_path, monkeypatch):
     monkeypatch.delenv("MRL_CLUSTERS")
     monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/1/nowhere")
     real = Path.exists

@@ -1,4 +1,4 @@
-"""A command that ends a run asks at the terminal which one is meant, and asks nobody else."""
+"""A command that ends a run asks at the terminal which one is meant; without a terminal it refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launcher.runs import control
 
 @pytest.fixture
 def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the runs that are ended, of one that may be going on."""
+    """Collect the names of runs that are ended; one run may be alive."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PATH", str(tmp_path))
     submitted(tmp_path / "demo-1", job_id="7", cluster="lab")
@@ -31,7 +31,7 @@ def mrl(*words: str, answer: str = "") -> Result:
 
 @pytest.mark.parametrize("command", ["cancel", "requeue"])
 @pytest.mark.parametrize("name", [(), ("demo",)])
-def test_a_script_has_to_name_it_or_to_say_yes(ended, command, name):
+def test_a_script_must_name_the_run_or_confirm(ended, command, name):
     done = mrl(command, *name)
     assert (done.exit_code, ended) == (2, []), done.output
     assert f"this would {command}" in done.stderr and "--yes" in done.stderr
@@ -50,7 +50,7 @@ def test_a_user_is_asked(ended, monkeypatch):
     assert ended == ["demo-1"]
 
 
-def test_two_are_refused_whatever_is_said(ended, tmp_path):
+def test_two_matching_runs_are_refused_even_with_yes(ended, tmp_path):
     submitted(tmp_path / "demo-2", job_id="8", cluster="lab")
     for words in (("cancel", "--yes"), ("cancel", "demo", "--yes"), ("cancel", "", "--yes")):
         assert mrl(*words).exit_code == 2

@@ -1,4 +1,4 @@
-"""One bad run directory ends no command in a traceback, and takes no other run along (R11, I2)."""
+"""One damaged run directory causes no traceback and does not hide other runs (R11, I2)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONTENTS = (b"", b"{", b"5\n", b"\xff\xfe\x00")
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunDir, RunDir]:
-    """One to be damaged, and one that is well; both in the index."""
+    """Two runs in the index: one that will be damaged, and one that stays whole."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no Slurm
     found = submitted(tmp_path / "good"), submitted(tmp_path / "bad")
@@ -61,7 +61,7 @@ def damage(file: Path, content: bytes | None) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("content", [*CONTENTS, None])
-def test_views_show_the_other_runs_whatever_one_holds(runs, name, content):
+def test_views_show_the_other_runs_if_one_is_damaged(runs, name, content):
     _, bad = runs
     damage(bad.root / name, content)
     table = {row["run"]: row for row in json.loads(mrl("ls", "--json").stdout)["runs"]}
@@ -78,6 +78,6 @@ def test_views_show_the_other_runs_whatever_one_holds(runs, name, content):
         mrl(*words, str(bad.root))
 
 
-def test_a_run_that_is_gone_is_no_longer_listed(runs):
+def test_a_deleted_run_is_not_listed(runs):
     shutil.rmtree(runs[1].root)
     assert [row["run"] for row in json.loads(mrl("ls", "--json").stdout)["runs"]] == ["good"]

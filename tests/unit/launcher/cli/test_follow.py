@@ -1,4 +1,4 @@
-"""A Ctrl-C is not lost where the disk does not take the request to leave at once (R4)."""
+"""A Ctrl-C is not lost if the disk cannot take the request at once (R4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.contract.records import append, read
 
 
 class Silent(View):
-    """Shows nothing."""
+    """View that shows nothing."""
 
     def draw(self, history: History) -> None: ...
 
@@ -27,7 +27,7 @@ class Silent(View):
 
 
 class Supervisor:
-    """A supervisor that ends the attempt once it is asked to."""
+    """Supervisor that ends the attempt when requested."""
 
     pid = 1
 
@@ -40,7 +40,7 @@ class Supervisor:
         return False
 
 
-def test_a_request_to_leave_is_made_again_until_the_disk_takes_it(tmp_path, monkeypatch):
+def test_a_request_to_end_is_repeated_until_it_is_written(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     run.attempt(1).folder.mkdir(parents=True)
     tries = []
@@ -65,11 +65,11 @@ def test_a_request_to_leave_is_made_again_until_the_disk_takes_it(tmp_path, monk
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ([{"time/step_s": 3.0}, {"time/step_s": 0.5, "time/save_s": 2.2}], "Ctrl-C: saving, then leaving: about 5 s. "),
-        ([{"time/step_s": 3.0}], "Ctrl-C: saving, then leaving: the ranks are killed after 660 s. "),
+        ([{"time/step_s": 3.0}, {"time/step_s": 0.5, "time/save_s": 2.2}], "Ctrl-C: saving, then ending: about 5 s. "),
+        ([{"time/step_s": 3.0}], "Ctrl-C: saving, then ending: the ranks are killed after 660 s. "),
     ],
 )
-def test_the_time_that_leaving_takes_is_that_of_the_last_save(tmp_path, steps, said):
+def test_the_announced_time_is_that_of_the_last_save(tmp_path, steps, said):
     run = RunDir(tmp_path)
     run.attempt(1).folder.mkdir(parents=True)
     for number, values in enumerate(steps, 1):

@@ -1,4 +1,4 @@
-"""What the live view knows: lines as they are written, cut back at a resume, and what is derived from them."""
+"""History of a run: lines as they are written, removed on resume, and the values derived from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, append, write
 
 
-def test_lines_are_read_as_they_come_and_a_torn_line_waits(tmp_path: Path):
+def test_complete_lines_are_read_as_they_are_written(tmp_path: Path):
     run = RunDir(tmp_path)
     reader = HistoryReader(run, run.attempt(1), steps=10)
     assert reader.poll().lines == []
@@ -30,7 +30,7 @@ def test_lines_are_read_as_they_come_and_a_torn_line_waits(tmp_path: Path):
     assert [line.step for line in reader.poll().lines] == [1, 2]
 
 
-def test_lines_that_a_resume_takes_back_disappear(tmp_path: Path):
+def test_lines_that_a_resume_removes_disappear(tmp_path: Path):
     run = RunDir(tmp_path)
     reader = HistoryReader(run, run.attempt(1), steps=10)
     for step in range(1, 6):
@@ -41,7 +41,7 @@ def test_lines_that_a_resume_takes_back_disappear(tmp_path: Path):
     assert [line.step for line in reader.poll().lines] == [1, 2, 3]
 
 
-def test_the_phase_is_what_rank_0_last_said(tmp_path: Path):
+def test_the_phase_is_the_last_one_of_rank_0(tmp_path: Path):
     run = RunDir(tmp_path)
     attempt = run.attempt(1)
     reader = HistoryReader(run, attempt, steps=10)
@@ -54,7 +54,7 @@ def test_the_phase_is_what_rank_0_last_said(tmp_path: Path):
 @pytest.mark.parametrize(
     "damage", ["{\n", "5\n", "\n", '{"loss": 1}\n', '{"step": "x"}\n', '{"step": 2, "mean_reward": NaN}\n']
 )
-def test_a_line_that_is_none_is_passed_over(tmp_path: Path, damage):
+def test_a_damaged_line_is_skipped(tmp_path: Path, damage):
     run = RunDir(tmp_path)
     reader = HistoryReader(run, run.attempt(1), steps=10)
     run.metrics.write_text('{"step": 1, "mean_reward": "high"}\n' + damage)
@@ -86,7 +86,7 @@ def test_a_sparkline_rises_with_its_values():
     assert sparkline([3, 3]) == BARS[0] * 2
 
 
-def test_results_compare_the_beginning_with_the_end():
+def test_results_compare_the_first_steps_with_the_last():
     lines = [MetricsLine(step, {"mean_reward": step / 100}) for step in range(1, 101)]
     before = MetricsLine(0, {"eval/sums/held_out/greedy_accuracy": 0.1, "eval/trained/greedy_accuracy": 0.2})
     after = MetricsLine(100, {"eval/sums/held_out/greedy_accuracy": 0.8, "eval/trained/greedy_accuracy": 0.9})
@@ -98,12 +98,12 @@ def test_results_compare_the_beginning_with_the_end():
     assert "0.100 before training on sums/held_out" in result_lines(History(steps=100, evaluations=[before]))[0]
 
 
-def test_the_line_of_an_evaluation_says_what_was_lost_of_it():
+def test_the_line_of_an_evaluation_has_its_lost_answers():
     found = {"eval/a/greedy_accuracy": 0.5, "eval/a/failed_rollouts": 3, "eval/b/failed_rollouts": 4}
     said = evaluation_line(MetricsLine(7, {**found, "eval/c/d/greedy_accuracy": 1.0}))
     assert said == "evaluation after step 7: greedy accuracy a 0.500 (3 answers lost)  b - (4 answers lost)  c/d 1.000"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.9, "1:05"), (7389, "2:03:09")])
-def test_durations_read_like_a_clock(seconds, text):
+def test_durations_are_formatted_like_a_clock(seconds, text):
     assert clock(seconds) == text

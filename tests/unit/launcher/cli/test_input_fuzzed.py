@@ -1,5 +1,5 @@
-"""Whatever recipes, overrides, profiles, run directories and arguments hold: no traceback, no hang, a code that means
-what it says, and a message where it is not 0."""
+"""Random recipes, overrides, profiles, run directories and arguments cause no traceback and no hang, and a meaningful
+exit code."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ JUNK |= st.binary(max_size=40)
 
 
 def texts(original: str) -> st.SearchStrategy[str]:
-    """The text of a file with some lines lost, doubled, indented, or with a value of another kind."""
+    """Text of a file with lines removed, doubled or indented, or with a value of another type."""
     lines = original.splitlines()
 
     def edited(changes: list[tuple[int, str, str]]) -> str:
@@ -88,7 +88,7 @@ def texts(original: str) -> st.SearchStrategy[str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A login node without Slurm, and three runs in its index."""
+    """A login node without Slurm, with three runs in its index."""
     folder = tmp_path_factory.mktemp("home")
     lab = f"lab: {{gpus_per_node: 8, container: null, run_root: {folder}/root}}\n"
     (folder / "clusters.yaml").write_text(lab)
@@ -113,7 +113,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def tried(program: click.Command, words: list[str]) -> int:
-    """The exit code of a command, which ended as a command should."""
+    """Run a command, check that it ends properly, and return its exit code."""
     began = time.monotonic()
     done = CliRunner().invoke(program, words)
     assert time.monotonic() - began < LIMIT_S, words
@@ -236,7 +236,7 @@ HEADS = st.sampled_from([["demo"], ["demo"], ["qwen2.5-32b-dapo"], []])
 
 @given(head=HEADS, place=PLACES, more=DEMANDS, fetched=st.booleans())
 def test_arguments_of_prefetch(home, head, place, more, fetched):
-    """With a network that brings nothing, or says that it did."""
+    """The network returns nothing, or claims success."""
     with mock.patch.object(prefetch, "fetch", lambda need, cache: fetched):
         tried(main, ["prefetch", *head, *place, *more])
         tried(main, ["prefetch", *head, *place, "--check", *more])
@@ -262,7 +262,7 @@ def spoilt(text: str, at: int, odd: str, cut: bool) -> str:
     writable=st.booleans(),
 )
 def test_arguments_of_doctor(home, head, place, more, cluster, damages, silent, writable):
-    """On a machine that is a record, with some of what Slurm says damaged, or not said at all."""
+    """The facts are recorded, with some of Slurm's answers damaged or missing."""
     said = slurm(cluster)
     for name, at, odd, cut in damages:
         said = replace(said, **{name: Fact(spoilt(getattr(said, name).text, at, odd, cut))})

@@ -1,4 +1,4 @@
-"""Signs that nothing is learned are shown wherever a run is looked at: while it trains, by its status, at its end."""
+"""Warnings that a run learns nothing are shown while it trains, by its status, and at its end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cut_run(folder: Path) -> tuple[RunDir, HistoryReader]:
     return run, HistoryReader(run, run.attempt(1), steps=10)
 
 
-def test_a_reader_follows_the_record_also_where_a_resume_takes_lines_back(tmp_path: Path) -> None:
+def test_a_reader_follows_the_record_across_a_resume(tmp_path: Path) -> None:
     run, reader = cut_run(tmp_path)
     assert [warning.name for warning in reader.poll().warnings] == ["truncated"]
     assert [warning.name for warning in reader.poll().warnings] == ["truncated"], "no line is counted twice"
@@ -44,7 +44,7 @@ def test_a_reader_follows_the_record_also_where_a_resume_takes_lines_back(tmp_pa
     assert reader.poll().warnings == []
 
 
-def test_lines_for_a_log_say_it_once(tmp_path: Path, capsys) -> None:
+def test_plain_lines_warn_once(tmp_path: Path, capsys) -> None:
     run, reader = cut_run(tmp_path)
     view = PlainView()
     view.show(reader.poll())
@@ -54,7 +54,7 @@ def test_lines_for_a_log_say_it_once(tmp_path: Path, capsys) -> None:
     assert said.startswith(f"warning: {CUT}")
 
 
-def test_the_panel_shows_it_as_long_as_it_holds(tmp_path: Path) -> None:
+def test_the_panel_shows_a_warning_while_it_holds(tmp_path: Path) -> None:
     _, reader = cut_run(tmp_path)
     console = Console(width=300, force_terminal=True, record=True, file=(tmp_path / "terminal").open("w"))
     view = LiveView("run", console)
@@ -63,7 +63,7 @@ def test_the_panel_shows_it_as_long_as_it_holds(tmp_path: Path) -> None:
     assert CUT in console.export_text()
 
 
-def test_the_status_has_it_for_people_and_programs(tmp_path: Path) -> None:
+def test_the_status_has_the_warning_as_text_and_json(tmp_path: Path) -> None:
     run, _ = cut_run(tmp_path)
     told = status_json(read_status(run, None))
     (warning,) = told["warnings"]
@@ -73,7 +73,7 @@ def test_the_status_has_it_for_people_and_programs(tmp_path: Path) -> None:
     assert CUT in said
 
 
-def test_the_summary_has_it_and_the_run_has_finished_all_the_same(tmp_path: Path) -> None:
+def test_the_summary_has_the_warning_of_a_finished_run(tmp_path: Path) -> None:
     run, reader = cut_run(tmp_path)
     lines = ending_lines(run, run.attempt(1), AttemptEnd(1, 0.0, FINISHED), reader.poll(), "mrl resume run")
     assert lines[0] == "finished: 3 steps"

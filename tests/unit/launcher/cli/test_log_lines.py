@@ -1,4 +1,4 @@
-"""mrl logs shows the end of one log and what is added to it, from attempt to attempt."""
+"""mrl logs shows the end of one log and what is added to it, across attempts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(log: LogFollower) -> list[str]:
     return [line.line for line in log.poll()]
 
 
-def test_the_last_lines_and_then_what_comes(tmp_path):
+def test_the_last_lines_and_then_new_ones(tmp_path):
     run = RunDir(tmp_path)
     write(run, 1, 0, "a\nb\nc\n")
     log = LogFollower(run, None, 0, None, lines=2)
@@ -33,7 +33,7 @@ def test_the_last_lines_and_then_what_comes(tmp_path):
     assert read(log) == ["half a line"]
 
 
-def test_it_goes_on_with_the_next_attempt_and_misses_no_line_of_the_last(tmp_path):
+def test_it_continues_with_the_next_attempt_without_missing_a_line(tmp_path):
     run = RunDir(tmp_path)
     write(run, 1, 0, "a\n")
     log = LogFollower(run, None, 0, None, lines=10)
@@ -43,14 +43,14 @@ def test_it_goes_on_with_the_next_attempt_and_misses_no_line_of_the_last(tmp_pat
     assert [(line.attempt, line.line) for line in log.poll()] == [(1, "b"), (2, "c"), (2, "d")]
 
 
-def test_one_attempt_alone_where_it_is_asked_for(tmp_path):
+def test_one_attempt_only_on_request(tmp_path):
     run = RunDir(tmp_path)
     write(run, 1, 0, "a\n")
     write(run, 2, 0, "b\n")
     assert read(LogFollower(run, None, 0, 1, lines=10)) == ["a"]
 
 
-def test_until_there_are_ranks_the_batch_log_speaks(tmp_path):
+def test_the_batch_log_is_shown_until_there_are_ranks(tmp_path):
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
     run.batch_log.write_text("importing the image\n")
@@ -63,7 +63,7 @@ def test_until_there_are_ranks_the_batch_log_speaks(tmp_path):
     assert read(LogFollower(run, None, 3, None, lines=10)) == [], "no other rank stands in for the one asked for"
 
 
-def test_a_role_of_its_own(tmp_path):
+def test_another_role(tmp_path):
     run = RunDir(tmp_path)
     write(run, 1, 0, "a\n")
     write(run, 1, 2, "b\n", role="infer-0")
@@ -78,7 +78,7 @@ def test_the_list_has_the_stacks_that_a_hang_left(tmp_path):
     run.attempt(1).stacks(0).write_text("Thread 0x7f: in all_reduce\n")
     run.attempt(1).stacks(1).touch()  # of a rank that nobody asked
     assert [path.name for path in log_files(run, 1)] == ["train.0.log", "train.0.stacks"]
-    assert missing(run, "train", 1, 1) == "no rank 1 of train; there are: 0"
+    assert missing(run, "train", 1, 1) == "train has no rank 1; its ranks: 0"
 
 
 @given(st.lists(st.text(st.characters(codec="ascii", exclude_characters="\n"), max_size=30)), st.integers(0, 8))

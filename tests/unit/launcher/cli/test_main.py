@@ -1,4 +1,4 @@
-"""What the commands say of themselves, and of what is none of them."""
+"""Help and suggestions of the commands, and errors for unknown ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launcher.recipe.shipped import shipped_recipes
 
 
 def within(*words: str) -> Result:
-    """What mrl says, in this process; errors are those that a program shows."""
+    """Run mrl in this process; errors look as in a separate process."""
     return CliRunner().invoke(main, words, prog_name="mrl", standalone_mode=False)
 
 
@@ -31,7 +31,7 @@ def test_version(name, command):
     assert said.stdout.startswith(f"{name} ")
 
 
-def test_help_says_each_command_in_full():
+def test_help_lists_each_command_in_full():
     assert "..." not in within("--help").stdout.partition("Commands:")[2]
 
 
@@ -49,18 +49,18 @@ def test_environments_as_data(monkeypatch):
         ("list", "did you mean ls?"),
         ("submit", "mrl-submit starts a run"),
         ("train", "mrl-submit starts a run"),
-        ("zzz", "there are attach, cancel"),
+        ("zzz", "the commands are attach, cancel"),
     ],
 )
-def test_a_command_that_is_none_is_answered_with_the_one_that_may_be_meant(word, said):
+def test_an_unknown_command_is_answered_with_a_suggestion(word, said):
     error = within(word).exception
     assert isinstance(error, ClickException)
     assert error.exit_code == 2
-    assert error.message.startswith(f"no command is called '{word}'; {said}")
+    assert error.message.startswith(f"there is no command '{word}'; {said}")
 
 
 @pytest.mark.parametrize("words", [(), ("convert",)])
-def test_alone_it_says_what_there_is(words):
+def test_without_arguments_it_lists_the_commands(words):
     said = within(*words)
     assert (said.exit_code, said.exception) == (0, None)
     assert said.stdout.startswith(f"Usage: {' '.join(['mrl', *words])} ") and said.stdout.count("\n") > 10
@@ -70,18 +70,18 @@ def test_alone_it_says_what_there_is(words):
     ("option", "said"),
     [
         ("--config", "RECIPE is the first argument"),
-        ("--optimizer.learning_rate", "without dashes, optimizer.learning_rate=VALUE"),
+        ("--optimizer.learning_rate", "without dashes: optimizer.learning_rate=VALUE"),
         ("--folow", "Did you mean --follow?"),
         ("--conflate", "No such option '--conflate'.; see mrl-submit --help"),
     ],
 )
-def test_an_unknown_option_is_answered_with_what_is_meant_or_nothing(option, said, capsys):
+def test_an_unknown_option_is_answered_with_a_suggestion_or_none(option, said, capsys):
     error = CliRunner().invoke(mrl_submit, ["demo", option, "1"], prog_name="mrl-submit", standalone_mode=False)
     show(error.exception, as_json=False)
     assert said in capsys.readouterr().err
 
 
-def test_help_says_what_a_key_takes_what_it_means_and_who_sets_it():
+def test_help_explains_a_key_and_lists_the_recipes_that_set_it():
     said = within("help", "optimizer.warmup_steps").stdout.splitlines()
     assert said[:3] == [
         "optimizer.warmup_steps: an integer >= 0; default 0",
@@ -98,7 +98,7 @@ def test_help_says_what_a_key_takes_what_it_means_and_who_sets_it():
     assert "no key grpo.group_sise (did you mean group_size?)" in str(within("help", "grpo.group_sise").exception)
 
 
-def test_every_shipped_value_is_one_of_a_key_that_help_knows():
+def test_help_knows_every_key_of_shipped_recipes():
     known = Keys().known
     for recipe in shipped_recipes():
         unknown = [
@@ -114,4 +114,4 @@ def test_help_is_a_command():
     said = within("help", "cancel")
     assert (said.exit_code, said.exception) == (0, None)
     assert said.stdout.startswith("Usage: mrl cancel [OPTIONS] [RUN]")
-    assert "no command is called 'cancle'; did you mean cancel?" in str(within("help", "cancle").exception)
+    assert "there is no command 'cancle'; did you mean cancel?" in str(within("help", "cancle").exception)

@@ -1,4 +1,4 @@
-"""mrl plan: the drawing, the arithmetic, the JSON that plan.json holds, and what it refuses."""
+"""mrl plan: the drawing, the arithmetic, the JSON of plan.json, and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
 
 @pytest.fixture(autouse=True)
 def no_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of them, and the seconds that all take, there are other tests."""
+    """Skip the splits, which have tests of their own and take seconds."""
     monkeypatch.setattr("launcher.simulate.splits.MOST_SPLITS", 1)
 
 
@@ -50,7 +50,7 @@ def test_the_drawing_shows_nodes_by_gpus():
     ]
 
 
-def test_stages_and_parts_are_told_apart():
+def test_pipeline_stages_and_context_parallel_parts_are_labelled():
     plan = plan_of(["job.nodes=4", "placement.training.tp=4", "placement.training.pp=2", "placement.training.cp=2"])
     assert drawn(plan)[1:] == [
         "    node 0 [  dp0 p0 c0  ] [  dp0 p0 c1  ]",
@@ -60,11 +60,11 @@ def test_stages_and_parts_are_told_apart():
     ]
 
 
-def test_many_like_nodes_are_folded():
+def test_many_similar_nodes_are_folded():
     lines = drawn(plan_of(["job.nodes=64", "job.spare_nodes=2"]))
     assert len(lines) == 7
     assert lines[4] == "       ... 60 more nodes like these"
-    assert lines[6] == "     spare 2 more nodes, to stand in"
+    assert lines[6] == "     spare 2 more nodes, to replace others"
 
 
 @pytest.mark.parametrize("gpus", [1, 8, 16, 64])
@@ -75,14 +75,14 @@ def test_the_drawing_fits_a_terminal(nodes, gpus):
     assert len(lines) <= 10
 
 
-def test_the_command_says_batches_memory_and_checkpoints():
+def test_the_command_shows_batches_memory_and_checkpoints():
     result = mrl_plan(RECIPE, "--cluster", "h100")
     assert result.exit_code == 0
     assert all(len(line) <= 80 for line in result.output.splitlines())
     for text in (
         "8 nodes x 8 GPUs = 64 ranks",
         "tp 8 x pp 1 x cp 1 x dp 8 = 64 ranks",
-        "64 prompts x 16 answers = 1,024 answers; 8 prompts x 16 a replica",
+        "64 prompts x 16 answers = 1,024 answers; 8 prompts x 16 per replica",
         "32,763,876,352 parameters",
         "2 bytes x 4.1 billion parameters",
         "of 80 GiB",
@@ -90,19 +90,19 @@ def test_the_command_says_batches_memory_and_checkpoints():
     ):
         assert text in result.output
     said = " ".join(result.output.split())
-    assert "host 53.4 GiB of a node's memory: 53.4 GiB that checkpoints are written from" in said
+    assert "host 53.4 GiB of a node's memory: 53.4 GiB to write checkpoints from" in said
     assert "in its fullest phase (generate)" in said
-    assert "off-load gradients have memory while training only" in said
+    assert "off-load gradients are in GPU memory only while training" in said
 
 
-def test_adams_state_in_the_hosts_memory_is_counted_there():
+def test_off_loaded_optimizer_state_counts_as_host_memory():
     said = " ".join(mrl_plan(RECIPE, "--cluster", "h100", "placement.offload=optimizer").output.split())
-    assert "host 99.2 GiB of a node's memory: 53.4 GiB that checkpoints are written from, 45.8 GiB of Adam's" in said
+    assert "host 99.2 GiB of a node's memory: 53.4 GiB to write checkpoints from, 45.8 GiB of optimizer state" in said
 
 
-def test_an_engine_cut_otherwise_has_its_own_share_of_the_prompts():
+def test_an_engine_with_another_tp_has_its_own_share_of_the_prompts():
     result = mrl_plan(RECIPE, "--cluster", "h100", "placement.inference.tp=4")
-    assert "8 prompts x 16 a replica, 4 an inference replica" in " ".join(result.output.split())
+    assert "8 prompts x 16 per replica, 4 per inference replica" in " ".join(result.output.split())
 
 
 def test_the_demo_needs_no_cluster_and_no_gpu():
@@ -113,7 +113,7 @@ def test_the_demo_needs_no_cluster_and_no_gpu():
     assert "GPU" not in result.output
 
 
-def test_what_does_not_fit_is_warned_about_with_the_way_out():
+def test_a_plan_that_does_not_fit_is_warned_about_with_a_remedy():
     result = mrl_plan(RECIPE, "--cluster", "h100", "inference.max_batch=256")
     assert result.exit_code == 0
     assert "the largest term is KV cache" in " ".join(result.output.split())
@@ -127,14 +127,14 @@ def test_context_parallel_groups_that_cross_nodes_are_warned_about():
     across = [RECIPE, "--cluster", "h100", "placement.training.tp=4", "placement.training.cp=4", "job.nodes=4"]
     assert (
         "warning: placement.training.tp 4 x cp 4 = 16 does not divide job.gpus_per_node 8: context-parallel groups "
-        "cross nodes, and the keys and values of every layer go over the network; with cp 2 they would not"
+        "cross nodes, so the keys and values of every layer are sent over the network; with cp 2 they would not"
     ) in " ".join(mrl_plan(*across).output.split())
     within = json.loads(mrl_plan(*across, "placement.training.cp=2", "--json").output)
     assert within["training"]["cp_crosses_nodes"] is False
     assert not any("cross nodes" in warning for warning in warnings(within))
 
 
-def test_the_json_has_one_row_a_gpu():
+def test_the_json_has_one_row_per_gpu():
     asked = load_recipe(RECIPE, ["placement.mode=partitioned", "placement.inference.nodes=5"])
     profile = load_clusters().profile("h100")
     plan = make_plan(asked, profile)
@@ -159,11 +159,11 @@ def test_the_json_has_one_row_a_gpu():
     assert [(each["role"], each["stage"]) for each in record["memory"]] == [("training", 0), ("inference", None)]
 
 
-def test_the_vocabulary_is_assumed_only_where_nobody_says():
+def test_the_vocabulary_is_assumed_only_if_unknown():
     assert not json.loads(mrl_plan(RECIPE, "--json").output)["model"]["assumed"]
     model = load_recipe(RECIPE).config.model.model_dump() | {"vocab_size": None, "huggingface": "org/elsewhere"}
     result = mrl_plan(RECIPE, f"model={json.dumps(model)}")
-    assert "a vocabulary of 152,064 assumed" in " ".join(result.output.split())
+    assert "assuming a vocabulary of 152,064" in " ".join(result.output.split())
 
 
 def test_batch_arithmetic_counts_unequal_shares_and_several_updates():
@@ -175,7 +175,7 @@ def test_batch_arithmetic_counts_unequal_shares_and_several_updates():
     assert found.microbatches == 8  # half of 4 x 4 answers, each as long as a micro-batch
 
 
-def test_an_impossible_layout_ends_with_2_and_one_clear_error():
+def test_an_impossible_layout_exits_with_2_and_one_error():
     result = mrl_plan(RECIPE, "placement.training.tp=16", "--cluster", "h100")
     assert result.exit_code == 2
     assert result.output.startswith("error: override 'placement.training.tp=16': placement.training.tp 16 does not div")
@@ -183,7 +183,7 @@ def test_an_impossible_layout_ends_with_2_and_one_clear_error():
     assert mrl_plan(RECIPE, "--cluster", "xyzzy").exit_code == 2
 
 
-def test_a_range_of_nodes_is_drawn_with_the_most_and_told_for_every_count():
+def test_a_range_of_nodes_is_drawn_for_the_largest_count_and_listed_for_all():
     result = mrl_plan(RECIPE, "--cluster", "h100", "job.nodes=4-8", "placement.training.pp=2")
     assert result.exit_code == 0
     lines = [" ".join(line.split()) for line in result.output.splitlines()]
@@ -193,7 +193,7 @@ def test_a_range_of_nodes_is_drawn_with_the_most_and_told_for_every_count():
         "6 nodes dp 3, 48 ranks",
         "4 nodes dp 2, 32 ranks",
     ]
-    assert "others with 5, 7 nodes the next smaller count works, and the rest stands by" in lines
+    assert "others with 5, 7 nodes the next smaller count is used, and the rest is spare" in lines
 
 
 def test_a_long_range_is_folded():
@@ -207,7 +207,7 @@ def test_a_long_range_is_folded():
     ]
 
 
-def test_the_json_has_what_an_attempt_with_fewer_nodes_needs():
+def test_the_json_has_the_plans_for_fewer_nodes():
     record = json.loads(mrl_plan(RECIPE, "job.nodes=6-8", "--json").output)
     assert (record["nodes"], len(record["ranks"])) == (8, 64)
     seven, six = record["alternatives"]
@@ -217,7 +217,7 @@ def test_the_json_has_what_an_attempt_with_fewer_nodes_needs():
     assert "ranks" not in seven
 
 
-def test_memory_is_warned_about_for_the_fewest_nodes_which_share_the_optimizer_among_fewer():
+def test_memory_is_checked_for_the_fewest_nodes_of_a_range():
     larger = ("job.nodes=4-8", "training.tokens_per_microbatch=30000", "placement.offload=buffers")
     (warning,) = warnings(json.loads(mrl_plan(RECIPE, "--cluster", "h100", *larger, "--json").output))
     assert warning.startswith("with 4 nodes one colocated GPU needs about")
@@ -238,7 +238,7 @@ ELSEWHERE = ("rich", "torch", "submitit", "asyncio", "ctypes", "launcher.plan.ne
     ],
     ids=["planning", "a dry run"],
 )
-def test_what_people_wait_for_loads_only_what_it_shows(program, unneeded):
+def test_a_dry_run_imports_only_what_it_shows(program, unneeded):
     look = f"import sys\n{program}\nprint(sorted({set(ELSEWHERE + unneeded)} & set(sys.modules)), file=sys.stderr)"
     run = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=True)
     assert run.stderr.splitlines()[-1] == "[]"

@@ -1,4 +1,4 @@
-"""mrl recipes: every shipped recipe, for people and for programs."""
+"""mrl recipes: every shipped recipe, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-def test_every_shipped_recipe_has_its_line_and_its_purpose() -> None:
+def test_every_shipped_recipe_has_a_line_and_a_purpose() -> None:
     lines = run().splitlines()
     assert [line.split()[0] for line in lines[::2]] == shipped_recipes()
     assert all(line.startswith("    ") and len(line) > 20 for line in lines[1::2])
@@ -26,7 +26,7 @@ def test_every_shipped_recipe_has_its_line_and_its_purpose() -> None:
     assert partitioned.split()[1:] == ["Qwen2.5-32B", "8", "x", "8", "partitioned"]
 
 
-def test_json_says_the_same_to_programs() -> None:
+def test_json_has_the_same_content() -> None:
     rows = {row["name"]: row for row in json.loads(run("--json"))["recipes"]}
     assert sorted(rows) == shipped_recipes()
     assert rows["demo"] | {"purpose": ""} == {

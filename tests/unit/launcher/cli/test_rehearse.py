@@ -1,4 +1,4 @@
-"""mrl rehearse: its JSON, its table, and what its exit code means."""
+"""mrl rehearse: its JSON, its table, and its exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mrl_rehearse(*arguments: str) -> Result:
 
 
 def done(monkeypatch: pytest.MonkeyPatch, gib: float, failure: Failure | None = None) -> None:
-    """Let ranks of this peak come back from their rehearsal."""
+    """Make the rehearsal return ranks with this peak."""
 
     def ranks(config: RunConfig, vocab: int, kinds: Sequence[RankKind]) -> list[Rehearsal]:
         held = {"weights": 7 * GIB, "activations": int((gib - 7) * GIB)}
@@ -32,7 +32,7 @@ def done(monkeypatch: pytest.MonkeyPatch, gib: float, failure: Failure | None = 
     monkeypatch.setattr(rehearse, "rehearse", ranks)
 
 
-def test_it_fits_with_what_cuda_and_nccl_take_or_the_exit_code_is_one(monkeypatch):
+def test_it_fits_together_with_the_cuda_context_or_exits_with_1(monkeypatch):
     done(monkeypatch, 76.9)
     assert mrl_rehearse(RECIPE, "--cluster", "h100").exit_code == 0
     done(monkeypatch, 77.1)
@@ -40,7 +40,7 @@ def test_it_fits_with_what_cuda_and_nccl_take_or_the_exit_code_is_one(monkeypatc
     assert (result.exit_code, json.loads(result.output)["fits"]) == (1, False)
 
 
-def test_the_table_says_what_holds_the_peak_and_how_near_the_plan_is(monkeypatch):
+def test_the_table_shows_the_holders_of_the_peak_and_the_error_of_the_plan(monkeypatch):
     done(monkeypatch, 70.0)
     result = mrl_rehearse(RECIPE, "--cluster", "h100")
     assert "a colocated rank, stage 0: 4,000,000,000 parameters" in result.output
@@ -49,7 +49,7 @@ def test_the_table_says_what_holds_the_peak_and_how_near_the_plan_is(monkeypatch
     assert "planned" in result.output
 
 
-def test_an_engine_that_cannot_be_rehearsed_is_refused_with_what_can(monkeypatch):
+def test_an_engine_that_cannot_be_rehearsed_is_refused_with_a_remedy(monkeypatch):
     done(monkeypatch, 70.0)
     result = mrl_rehearse(RECIPE, "--cluster", "h100", "inference.engine=megatron")
     assert result.exit_code == 2
@@ -83,7 +83,7 @@ def test_a_failure_is_named_with_its_phase_and_place(monkeypatch):
         ("model.num_layers=no", "model.num_layers"),
     ],
 )
-def test_what_is_impossible_is_refused_before_anything_is_built(override, said, monkeypatch):
+def test_an_impossible_layout_is_refused_before_anything_is_built(override, said, monkeypatch):
     monkeypatch.delattr(rehearse, "rehearse")
     result = mrl_rehearse(RECIPE, override)
     assert result.exit_code == 2

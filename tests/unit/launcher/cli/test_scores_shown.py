@@ -1,4 +1,4 @@
-"""A job that evaluates tells its score wherever its state is told, and is not said to go on."""
+"""An evaluation job shows its scores with its state, and does not count as unfinished training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
-def test_the_end_of_the_job_is_its_table(evaluated: RunDir) -> None:
+def test_the_job_ends_with_its_table(evaluated: RunDir) -> None:
     lines = ending_lines(evaluated, evaluated.attempt(1), AttemptEnd(1, 0.0, FINISHED), History(1), "mrl resume it")
     assert lines[:2] == ["finished", "a after step 40 on arithmetic"]
     assert "  pass@1                 0.951 ± 0.010" in lines
@@ -51,7 +51,7 @@ def test_the_end_of_the_job_is_its_table(evaluated: RunDir) -> None:
     assert left[-1] == "resume:      mrl resume it", "it goes on with the answers that are missing"
 
 
-def test_status_and_ls_know_the_score_and_offer_no_empty_job(evaluated: RunDir) -> None:
+def test_status_and_ls_show_the_scores_and_do_not_suggest_resuming(evaluated: RunDir) -> None:
     said = CliRunner().invoke(main, ["status", "evaluate-a"]).stdout
     assert "  result     held_out: greedy 0.975, pass@1 0.951\n" in said
     assert "resume" not in said
@@ -62,7 +62,7 @@ def test_status_and_ls_know_the_score_and_offer_no_empty_job(evaluated: RunDir) 
     assert row["evaluation"]["held_out"]["pass@1"] == 0.9512
 
 
-def test_the_file_of_the_result_is_the_one_asked_for_and_a_run_that_trains_has_none(tmp_path: Path) -> None:
+def test_the_result_file_is_the_requested_one_and_a_training_run_has_none(tmp_path: Path) -> None:
     assert result_file(make_run(tmp_path / "trains")) is None
     asked = make_run(tmp_path / "asked", f"evaluate={{checkpoint: /runs/a, k: 4, out: {tmp_path}/r.json}}")
     assert result_file(asked) == tmp_path / "r.json"

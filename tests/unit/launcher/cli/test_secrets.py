@@ -1,4 +1,4 @@
-"""Secrets travel by name: the job has their values in its environment, and nothing we write or print has them."""
+"""Secrets are passed by name: the job has their values in its environment, and no file or output contains them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ echo 4711
 
 
 class Login:
-    """A login node whose sbatch notes what it is called with, outside of everything we write."""
+    """A login node whose sbatch records how it is called."""
 
     def __init__(self, root: Path) -> None:
         self.home, self.bin, self.outside = root / "home", root / "bin", root / "outside"
@@ -56,7 +56,7 @@ class Login:
         return env
 
     def said(self, *words: str, command: Command = mrl_submit) -> Result:
-        """What a command that submits nothing says, in this process."""
+        """Run a command that submits nothing in this process, and return its output."""
         with mock.patch.dict(os.environ, self.environment, clear=True), chdir(self.home):
             return CliRunner().invoke(command, words)
 
@@ -86,7 +86,7 @@ def login(tmp_path) -> Login:
     ],
     ids=" ".join,
 )
-def test_nothing_that_is_printed_has_a_value(login, asked):
+def test_no_output_has_a_value(login, asked):
     said = login.said("demo", "--cluster", "lab", *asked)
     assert "hunter2" not in said.output
     assert "LAB_TOKEN" in said.output or said.exit_code == 2
@@ -98,13 +98,13 @@ def test_a_plan_has_no_value(login):
     assert "hunter2" not in said.output
 
 
-def test_a_name_without_a_value_is_said(login):
+def test_a_name_without_a_value_is_reported(login):
     said = login.said("demo", "--cluster", "lab", "--dry-run").stderr
     assert "WANDB_API_KEY is not set" in said
     assert "LAB_TOKEN is not set" not in said
 
 
-def test_the_job_gets_the_value_and_no_file_and_no_argument_does(login):
+def test_only_the_jobs_environment_has_the_value(login):
     submitted = login.submit("demo", "--cluster", "lab")
     assert submitted.returncode == 0, submitted.stderr
     assert (login.outside / "token").read_text() == VALUE

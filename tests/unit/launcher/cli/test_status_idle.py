@@ -1,4 +1,4 @@
-"""mrl status of a partitioned run: who waits, and which other split should be faster."""
+"""mrl status of a partitioned run: idle shares, and a split that should be faster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def told(run: RunDir) -> dict[str, Any]:
     return found
 
 
-def test_a_split_that_should_be_faster_is_named_with_the_command_that_says_more(tmp_path: Path):
+def test_a_faster_split_is_named_with_a_command_for_details(tmp_path: Path):
     run = partitioned(tmp_path, busy=1.0)
     assert told(run)["idle"] == {
         "training": 0.7,
@@ -51,14 +51,14 @@ def test_a_split_that_should_be_faster_is_named_with_the_command_that_says_more(
     assert "step time by split, as measured in 4 steps of a run" in plan.stdout
 
 
-def test_a_good_split_is_left_alone_and_damage_is_told(tmp_path: Path):
+def test_a_good_split_is_not_commented_and_damage_is_reported(tmp_path: Path):
     run = partitioned(tmp_path, busy=0.3)
     assert told(run)["idle"]["better"] is None
     run.resolved.write_text("job: {}\n", encoding="utf-8")
     assert any("does not say how the nodes are split" in problem for problem in told(run)["unread"])
 
 
-def test_co_located_runs_say_nothing_of_it(tmp_path: Path):
+def test_co_located_runs_show_no_idle_shares(tmp_path: Path):
     run = partitioned(tmp_path, busy=0.3)
     run.metrics.unlink()
     assert told(run)["idle"] is None

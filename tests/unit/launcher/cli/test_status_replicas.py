@@ -1,4 +1,4 @@
-"""What `mrl status` says of the inference replicas of a partitioned run."""
+"""Inference replicas of a partitioned run in `mrl status`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def at(replica: int, start: int) -> ReplicaAddress:
     return ReplicaAddress(replica, start, "10.0.0.5", 40211, 2, "", 1, 810.0)
 
 
-def test_each_has_a_line_that_says_where_it_is_or_why_it_is_not(tmp_path):
+def test_each_replica_has_a_line_with_its_address_or_its_failure(tmp_path):
     told = lines(
         tmp_path,
         ReplicaState(0, REPLICA_RUNNING, 1, 800.0, ["n5"]),
@@ -44,7 +44,7 @@ def test_each_has_a_line_that_says_where_it_is_or_why_it_is_not(tmp_path):
     ]
 
 
-def test_one_whose_state_cannot_be_read_is_not_left_out(tmp_path):
+def test_a_replica_with_an_unreadable_state_is_listed(tmp_path):
     attempt: Attempt = RunDir(tmp_path).attempt(1)
     attempt.replica(0).folder.mkdir(parents=True)
     attempt.replica(0).state.write_text("{")

@@ -1,4 +1,4 @@
-"""What is announced of a job that is watched."""
+"""Announcements about a watched job."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def test_a_requeued_job_that_starts_is_not_announced_as_its_last_attempt(tmp_pat
     run.attempt(1).folder.mkdir(parents=True)
     assert _news(read_status(run, job)) == "job 7 runs on n1, attempt 1"
     append(run.attempts_ledger, AttemptEnd(1, 2.0, DRAINED, job_id="7", then="requeued"))
-    assert _news(read_status(run, job)) == "job 7 has started on n1, waits for its attempt to begin"
+    assert _news(read_status(run, job)) == "job 7 has started on n1, waiting for its attempt to begin"

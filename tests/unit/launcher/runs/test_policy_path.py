@@ -73,6 +73,6 @@ def test_a_token_is_made_once_for_this_account_alone(tmp_path: Path, capsys: pyt
     assert file.read_text() == token and not capsys.readouterr().err
     file.chmod(0o644)
     make_token_file(file)
-    assert "others can read" in capsys.readouterr().err
-    with pytest.raises(BadInput, match="cannot be made: "):
+    assert "other users can read" in capsys.readouterr().err
+    with pytest.raises(BadInput, match="cannot be created: "):
         make_token_file(file / "token")
