@@ -1,4 +1,5 @@
-"""What is slow to make and shared by all tests: imported packages, and a megatron-core world of one rank."""
+"""Fixtures that are slow to create and shared by all tests: imported packages, and a megatron-core world of one
+rank."""
 
 from __future__ import annotations
 
@@ -17,30 +18,30 @@ from hypothesis import settings
 
 TESTS = Path(__file__).parent
 
-# A busy machine is no fault of the code: what is slow shows in the durations. What a commit must pass is the same each
-# time, so that who fails it has broken something; `make test-slow` looks at new examples each time, and at far more.
+# No deadline, because a busy machine is no fault of the code. Examples of a commit's tests are the same each time, so a
+# failure means that the commit broke something; `make test-slow` tries new examples each time, and many more.
 settings.register_profile("mrl", deadline=None, max_examples=OF_A_COMMIT, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("mrl")
 
-# Before torch is imported: threads that wait for each other on busy cores make small tensors slow.
+# Before torch is imported, because threads that wait for one another on busy cores slow down small tensors.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# A shell starts what is to run in the background with Ctrl-C ignored, and so would all that the tests start.
+# A shell starts background jobs with Ctrl-C ignored, which all processes of the tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Ranks that tests start are forked from a server that has imported all they need. It is found from where tests are
-# started; a module that is not found is left out.
+# Ranks of tests are forked from a server that has imported their modules. The module is looked up from the folder where
+# the tests start; a module that is not found is ignored.
 multiprocessing.set_forkserver_preload(["tests.helpers.rank_server"])
 
 
-# What imports make is no garbage, and to look for some takes a third of the time of collecting the tests.
+# Imports create no garbage, and searching for it takes a third of the time of collecting the tests.
 gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Take files of runs and slurm in turns: what waits for Slurm leaves the processors to what computes. Those of
-    unit, which are short, come last, so that no worker ends long before the others."""
+    """Interleave files of runs and slurm, so that tests that wait for Slurm leave the processors to those that compute.
+    Files of unit come last, because they are short and let all workers end at nearly the same time."""
     files = list(dict.fromkeys(item.path for item in items))
     folders: dict[str, list[Path]] = {}
     for file in files:
@@ -68,12 +69,12 @@ NEED = {
         *("server_readers", "server_refusals", "standalone", "trainer"),
     ),
 }
-"""Packages that take seconds to import, and the files whose tests do."""
+"""Packages that take seconds to import, and the test files that import them."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, one worker for all files that import the same for long: the others do without."""
+    """Group of files with the same slow import, which `--dist loadfile` gives to one worker."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -94,7 +95,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB."""
+    """File system of 16 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True)
@@ -106,7 +107,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """A gloo group of this process alone, unless there is one."""
+    """A gloo group of this process only, unless one exists."""
     import torch.distributed as dist
 
     ours = not dist.is_initialized()
@@ -127,7 +128,7 @@ def platform() -> Any:
 
 @pytest.fixture(scope="session")
 def groups(platform: Any) -> Iterator[Any]:
-    """The groups of the one rank."""
+    """Groups of the one rank."""
     from datetime import timedelta
 
     import torch.distributed as dist

@@ -1,8 +1,9 @@
-"""How many of the tables' pairs the graders judge right, by kind: of mathematics, of code, and where answers are found.
+"""Count how many pairs of the tables in tests/unit the graders judge right, by kind: mathematics, code, and extraction
+of answers.
 
     python tests/benchmarks/answers.py [--wrong]
 
---wrong: name each pair that is judged wrong. `PYTHONPATH=OTHER` before it measures another version of megatron_rl.
+--wrong: print each pair that is judged wrong. Put another version of megatron_rl on `PYTHONPATH` to measure it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def table(file: str) -> dict[str, list[Any]]:
 
 
 def judged() -> Iterator[tuple[str, str, bool | None, bool]]:
-    """(kind, pair, verdict, expected verdict) of every row; the verdict is None where there was none in time."""
+    """(kind, pair, verdict, expected verdict) of every row; the verdict is None after a time-out."""
     from megatron_rl.agent.answer_format import FORMATS
     from megatron_rl.environments.code.tests import parse_tests, passes
     from megatron_rl.environments.math.verifier import NoVerdict, Verifier
@@ -72,7 +73,7 @@ def judged() -> Iterator[tuple[str, str, bool | None, bool]]:
 def main() -> None:
     counts: dict[str, list[int]] = {}
     for kind, pair, verdict, expected in judged():
-        rows = counts.setdefault(kind, [0, 0, 0, 0])  # all, right ones not taken, wrong ones taken, no verdict
+        rows = counts.setdefault(kind, [0, 0, 0, 0])  # all, false negatives, false positives, no verdict
         rows[0] += 1
         if verdict == expected:
             continue

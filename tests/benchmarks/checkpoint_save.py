@@ -1,12 +1,12 @@
-"""Seconds a save blocks the step, and seconds until it is safe on the disk, ours beside the other ways.
+"""Seconds that a save blocks the step, and seconds until it is safe on disk, beside other ways to save.
 
     python tests/benchmarks/checkpoint_save.py [--repeats 5] [--folder DIR]
 
-One rank, the same tensors for all, turns interleaved, medians. The first save of the process is told apart: there
-megatron-core starts its helper processes and we touch the host memory for the first time.
+One rank, the same tensors for all, interleaved turns, medians. The first save of the process is reported separately,
+because megatron-core then starts its helper processes and ours touches host memory for the first time.
 
-On a CPU megatron-core's async save copies nothing: it forks, and the kernel copies the pages that training changes.
-On a GPU it copies like ours.
+On a CPU megatron-core's async save copies nothing: it forks, and the kernel copies the pages that training changes. On
+a GPU it copies as ours does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def ours(folder: Path) -> Callable[[list[torch.Tensor]], Seconds]:
 
 
 def ours_waited_for(folder: Path) -> Callable[[list[torch.Tensor]], Seconds]:
-    """The same without going on meanwhile: a synchronous save."""
+    """The same, waiting for the save: a synchronous save."""
     behind = ours(folder)
 
     def turn(tensors: list[torch.Tensor]) -> Seconds:
@@ -120,7 +120,7 @@ def plain_write(folder: Path) -> Callable[[list[torch.Tensor]], Seconds]:
 
 
 def copy_only(_: Path) -> Callable[[list[torch.Tensor]], Seconds]:
-    """The least any save can block for that lets training go on."""
+    """Lower bound of the blocked time of any save in the background."""
     copies: list[torch.Tensor] = []
 
     def turn(tensors: list[torch.Tensor]) -> Seconds:
@@ -152,7 +152,7 @@ def fresh(folder: Path) -> None:
 
 
 def measure(megabytes: int, repeats: int, folder: Path) -> float:
-    """Prints the table; returns megatron-core's median blocked seconds (the better way) over ours."""
+    """Print the table. Returns megatron-core's median blocked seconds (its better way) over ours."""
     tensors = [torch.randn(megabytes * 1_000_000 // 4 // TENSORS) for _ in range(TENSORS)]
     turns = {name: way(folder / name.replace(" ", "-")) for name, way in WAYS.items()}
     seen: dict[str, list[Seconds]] = {name: [] for name in WAYS}
@@ -172,11 +172,11 @@ def measure(megabytes: int, repeats: int, folder: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where to save (default: a temporary folder)")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for checkpoints (default: a temporary one)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
-        # megatron-core's own save names CUDA; ours does not need this.
+        # Only megatron-core's own save needs CUDA.
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
         torch.cuda.synchronize = lambda device=None: None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

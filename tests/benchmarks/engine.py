@@ -1,16 +1,16 @@
-"""The engine beside transformers on the CPU: the same weights, threads and forced lengths, sampling in fp32.
+"""The engine beside transformers on the CPU, with the same weights, threads and forced lengths, sampling in fp32.
 
     python tests/benchmarks/engine.py [--size 5m|smollm2] [--only equal|tails|shared] [--requests 1024] [--repeats 3]
                                       [--without-continuous] [--quick]
 
-equal lengths   one batch of answers of one length, which flatters a fixed batch most
-long tails      requests of log-normal lengths (mean 64, at most 512, seed fixed); `generate` takes them in batches
-                of 64 in the order of arrival, transformers' continuous batching and the engine 64 at a time
-a shared prompt groups of answers to a long prompt: asked as one request; or each answer as one, where the engine looks
-                for beginnings that it has in its cache, and where it does not
+    equal lengths   one batch of answers of equal length, the best case of a fixed batch
+    long tails      requests of log-normal lengths (mean 64, at most 512, fixed seed); `generate` gets batches of 64 in
+                    order of arrival, transformers' continuous batching and the engine run 64 at a time
+    a shared prompt groups of answers to a long prompt: as one request; or one request for each answer, with and without
+                    a search for cached prefixes
 
-All take turns within one run; what is shown are medians over the turns. No time is asserted. The last line is the time
-of `generate` over ours for the long tails, or for equal lengths where --only says so.
+All sides take turns within one run, and the output has medians over turns. No time is asserted. The last line is the
+time of `generate` over ours for long tails, or for equal lengths if --only says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from launcher.host.attempt.local_ranks import WAITING_THREADS
 CORES = 2
 for name, value in {"OMP_NUM_THREADS": str(CORES), **WAITING_THREADS}.items():
     os.environ.setdefault(name, value)
-warnings.filterwarnings("ignore")  # megatron-core's, about what makes it fast on a GPU
+warnings.filterwarnings("ignore")  # megatron-core's, about GPU features
 
 # ruff: noqa: E402
 import torch
@@ -54,7 +54,7 @@ from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 
 ROWS = 64
 GROUPS, SHARED = 8, 400
-"""Prompts that all rows share, and the tokens of each."""
+"""Prompts that rows share, and tokens of each."""
 PARTS = ("equal", "tails", "shared")
 MEAN, LONGEST, SIGMA, SEED = 64, 512, 1.0, 20260101
 
@@ -63,10 +63,10 @@ MEAN, LONGEST, SIGMA, SEED = 64, 512, 1.0, 20260101
 class Size:
     title: str
     prompt: int
-    """Tokens of a prompt."""
+    """Tokens in a prompt."""
     requests: int
     equal: int
-    """Tokens of each answer where all are equally long."""
+    """Tokens in each answer of equal length."""
 
 
 SIZES = {
@@ -79,11 +79,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="5m")
     parser.add_argument("--only", choices=PARTS, help="one of the three comparisons (default: all)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and arithmetic")
-    parser.add_argument("--requests", type=int, help="of the long tails (default: 1024; smollm2: 128)")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each side (default: 3)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of weights and arithmetic")
+    parser.add_argument("--requests", type=int, help="requests with long tails (default: 1024; smollm2: 128)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns for each side (default: 3)")
     parser.add_argument("--without-continuous", action="store_true", help="without transformers' continuous batching")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the requests, one turn: does it run at all?")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the requests and one turn, as a smoke test")
     options = parser.parse_args()
     size, repeats = SIZES[options.size], 1 if options.quick else options.repeats
     requests = options.requests or size.requests // (8 if options.quick else 1)
@@ -126,7 +126,8 @@ def main() -> None:
 
 
 def long_tailed(count: int) -> list[int]:
-    """Log-normal lengths between 1 and LONGEST, whose mean after that cut is MEAN as nearly as `count` allow."""
+    """Log-normal lengths between 1 and LONGEST, whose mean after clipping is as close to MEAN as `count` samples
+    allow."""
     draw = random.Random(SEED)
     normal = [draw.gauss(0.0, SIGMA) for _ in range(count)]
 
@@ -150,7 +151,7 @@ def prompts(
 def compare(
     title: str, asked: Sequence[Asked], sides: Sequence[Answerer], repeats: int, model: ModelConfig
 ) -> dict[str, float]:
-    """Measure and print; median seconds by side."""
+    """Measure and print. Returns median seconds by side."""
     total = sum(one.length * one.samples for one in asked)
     taken: dict[str, list[float]] = {side.name: [] for side in sides}
     rates = []
@@ -183,8 +184,8 @@ def compare(
 
 
 def shared_prompts(policy: Policy, model: ModelConfig, length: int, tokens: int, repeats: int) -> None:
-    """Measure and print what the engine gains where answers share their prompt; each turn has prompts of its own, or
-    they would be found from the turn before."""
+    """Measure and print the gain from shared prompts. Each turn has new prompts, because the cache would have those of
+    the turn before."""
     finds, forgets = (Ours(policy, model, ROWS, SHARED + length, share_prefixes=share) for share in (True, False))
     ways: dict[str, tuple[Ours, bool]] = {
         "one request a prompt": (forgets, True),
@@ -209,8 +210,8 @@ def shared_prompts(policy: Policy, model: ModelConfig, length: int, tokens: int,
 
 
 def operations(model: ModelConfig, asked: Sequence[Asked]) -> float:
-    """Least operations of the answers: two per multiply-add of every weight for every token that is an input, and of
-    the output layer for every one that is predicted; token i attends to i + 1 keys. A prompt counts once."""
+    """Least number of operations for the answers: two per multiply-add of every weight for each input token, and of the
+    output layer for each predicted token; token i attends to i + 1 keys. A prompt counts once."""
     head = model.head_size
     qkv = model.hidden_size * (model.num_attention_heads + 2 * model.num_query_groups) * head
     out = model.hidden_size * model.num_attention_heads * head
@@ -233,7 +234,7 @@ def triangle(n: int) -> int:
 
 
 def weights(size: str, scratch: Path) -> Path:
-    """A directory of Hugging Face weights."""
+    """Directory of Hugging Face weights."""
     if size == "5m":
         torch.manual_seed(0)
         config = Qwen2Config(
@@ -267,7 +268,7 @@ def load_ours(folder: Path, dtype: str, platform: Platform) -> tuple[Policy, Mod
 
 @torch.inference_mode()
 def check_alike(policy: Policy, theirs: PreTrainedModel) -> None:
-    """Both sides have the same logits; in bf16 most of them nearly, for some tokens round far."""
+    """Check that both sides have the same logits: in bf16 nearly, since a few tokens round differently."""
     tokens = torch.arange(3, 40)
     ours = policy(tokens, torch.arange(len(tokens)), policy.layout(whole_sequences([len(tokens)])))
     expected = theirs(tokens[None]).logits[0]

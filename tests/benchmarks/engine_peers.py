@@ -1,8 +1,8 @@
-"""Who answers the requests: the engine of this project, transformers' `generate` on batches in the order of arrival,
-and transformers' own continuous batching. Each returns how many tokens it made, once all requests are answered.
+"""Engines that answer the requests: this project's, transformers' `generate` on batches in order of arrival, and
+transformers' continuous batching. Each returns the number of generated tokens.
 
-Lengths are forced on every side: no token ends an answer, its limit does. `generate` knows one limit for a batch, so
-the rows of shorter answers go on beside the longest one, as rows do that have drawn their end token.
+Lengths are forced on every side: only the limit ends an answer, never a token. `generate` has one limit for a batch, so
+rows of shorter answers run along with the longest one, as rows do after their end token.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron_rl.model.policy import Policy
 ANSWER_TIMEOUT_S = 600.0
 END_IDS = frozenset([0])
 
-transformers.logging.set_verbosity_error()  # that no token ends an answer is on purpose
+transformers.logging.set_verbosity_error()  # deliberately, no token ends an answer
 transformers.logging.disable_progress_bar()
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, and how many tokens each of its answers has."""
+    """A prompt, and the lengths of its answers."""
 
     prompt: list[int]
     length: int
@@ -47,12 +47,12 @@ class Answerer(Protocol):
 
 
 class Ours:
-    """The engine with `rows` sequences decoded together."""
+    """The engine, decoding `rows` sequences together."""
 
     def __init__(
         self, policy: Policy, model: ModelConfig, rows: int, longest: int, share_prefixes: bool = False
     ) -> None:
-        """share_prefixes: or not: prompts that come again in the next turn are to be computed again."""
+        """share_prefixes: false recomputes prompts that the next turn repeats."""
         self.name = "mrl"
         config = InferenceConfig(max_batch=rows, share_prefixes=share_prefixes)
         self.engine = Engine(policy, model, config, END_IDS, longest)
@@ -68,12 +68,12 @@ class Ours:
 
 
 def exactly(length: int) -> Sampling:
-    """Answers of this length: no end token is drawn before."""
+    """Answers of exactly this length, without an earlier end token."""
     return Sampling(max_new_tokens=length, min_new_tokens=length)
 
 
 class Generate:
-    """transformers' `generate`."""
+    """Requests answered by transformers' `generate`."""
 
     def __init__(self, model: PreTrainedModel, batch: int) -> None:
         self.name = "transformers generate"
@@ -98,7 +98,7 @@ class Generate:
 
 
 class Continuous:
-    """transformers' continuous batching, each request with its own limit."""
+    """Requests answered by transformers' continuous batching, each with its own limit."""
 
     def __init__(self, model: PreTrainedModel, rows: int, longest: int) -> None:
         self.name = "transformers continuous"
@@ -134,7 +134,7 @@ class Continuous:
 
 
 def sampled(longest: int) -> GenerationConfig:
-    """Sampling from the whole distribution, ended by the limit alone."""
+    """Sampling from the full distribution, ended only by the limit."""
     return GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest, eos_token_id=-1, pad_token_id=0
     )

@@ -1,9 +1,9 @@
-"""What the rule between flash kernels and FlexAttention rests on (platform/cuda_attention.py), on one GPU: milliseconds
-of a forward and a backward pass by both, and the two constants that follow from them.
+"""Milliseconds of forward and backward passes of flash kernels and FlexAttention on one GPU, and the two constants of
+the rule that chooses between them (platform/cuda_attention.py).
 
     python tests/benchmarks/gpu_attention.py
 
-At the heads of one rank of qwen2.5-32b-dapo, in bf16. Skipped, with exit code 0, where there is no GPU.
+Uses the heads of one rank of qwen2.5-32b-dapo, in bf16. Without a GPU it exits with code 0.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from megatron_rl.platform.varlen_attention import VarlenLayout, find_varlen_kern
 
 HEADS, KV_HEADS, HEAD_SIZE = 5, 1, 128
 SHAPES = [(2048, 200, 16), (1024, 500, 16), (8192, 100, 16), (512, 2048, 4), (100, 4000, 4)]
-"""Prompt, answer, answers."""
+"""Tokens of the prompt, tokens of an answer, number of answers."""
 WARM_UP, REPEATS = 5, 20
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def milliseconds(layout: Layout, tokens: int, device: torch.device) -> float:
-    """Median of a forward and a backward pass."""
+    """Median milliseconds of a forward and a backward pass."""
     qkv = [
         torch.randn(tokens, heads, HEAD_SIZE, device=device, dtype=torch.bfloat16, requires_grad=True)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -67,7 +67,7 @@ def milliseconds(layout: Layout, tokens: int, device: torch.device) -> float:
 
 
 def timed(function: Callable[[], None]) -> float:
-    """Milliseconds."""
+    """Elapsed milliseconds."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     function()

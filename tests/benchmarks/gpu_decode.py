@@ -1,11 +1,10 @@
-"""Decoding on one GPU with recorded steps (CUDA graphs) and without, beside the time in which the card reads what a
-token needs: all weights, and the keys and values of every row.
+"""Decoding on one GPU with and without recorded steps (CUDA graphs), beside the time in which the card reads the data
+of a token: all weights, and the keys and values of each row.
 
     python tests/benchmarks/gpu_decode.py [--size 7b|0.5b|tiny] [--device cuda|cpu] [--results FOLDER]
 
-Random weights of a Qwen2.5 shape in bf16, prompts of 512 tokens. Writes the figures to a file of
-tests/benchmarks/results. Without a GPU it says so and ends with exit code 0; --size tiny --device cpu tries it out,
-where nothing is recorded.
+Random weights of a Qwen2.5 shape in bf16, prompts of 512 tokens. Writes figures to a file of tests/benchmarks/results.
+Without a GPU it exits with code 0 and a message; --size tiny --device cpu tries the script without recorded steps.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def main() -> None:
 
 
 def shape(size: str) -> ModelConfig:
-    """Whole, where gpu_step.py, which trains, has room for some layers alone."""
+    """All layers; gpu_step.py, which trains, has room for a few only."""
     fields: dict[str, Any] = {"tied_embeddings": True, "vocab_size": 151936, **SHAPES[size]}
     if size == "7b":
         fields["num_layers"] = 28
@@ -77,7 +76,7 @@ def shape(size: str) -> ModelConfig:
 
 
 def bytes_per_s(device: torch.device, size: int) -> float:
-    """What the device reads while it copies a large tensor, which it writes as well: the best of five."""
+    """Bytes per second that the device reads while it copies a large tensor (and writes it): the best of five."""
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = []
@@ -89,13 +88,13 @@ def bytes_per_s(device: torch.device, size: int) -> float:
 
 
 def measured(policy: Policy, model: ModelConfig, rows: int, rate: float) -> dict[str, float]:
-    """Milliseconds a token, in turns."""
+    """Milliseconds per token, in turns."""
     engines = {
         name: Engine(policy, model, InferenceConfig(max_batch=rows, cuda_graphs=recorded), {END}, keeps_cache=False)
         for name, recorded in (("recorded", True), ("told", False))
     }
     turns = {name: [turn(engine, rows) for _ in range(REPEATS)] for name, engine in engines.items()}
-    table = policy.embedding.word_embeddings.weight  # of which a token reads a row, unless it is the output layer too
+    table = policy.embedding.word_embeddings.weight  # a token reads one row of it, unless it is also the output layer
     weights = sum(weight.nbytes for weight in policy.parameters()) - table.nbytes * (not model.tied_embeddings)
     length = PROMPT + WARM_UP + TOKENS // 2
     cached = rows * length * model.num_layers * 2 * (model.num_query_groups or 0) * model.head_size * table.itemsize
@@ -109,9 +108,9 @@ def measured(policy: Policy, model: ModelConfig, rows: int, rate: float) -> dict
 
 
 def turn(engine: Engine, rows: int) -> tuple[float, float]:
-    """Milliseconds a token, and seconds of the first ones, of which one is recorded."""
+    """Milliseconds per token, and seconds of the first tokens, one of which is recorded."""
     device = engine.policy.device
-    sampling = Sampling(max_new_tokens=2 * (WARM_UP + TOKENS))  # the first rows decode while the last are prefilled
+    sampling = Sampling(max_new_tokens=2 * (WARM_UP + TOKENS))  # the first rows decode during the prefill of the last
     requests = [engine.submit(GenerationRequest([1 + key] * PROMPT, 1, sampling, key)) for key in range(rows)]
     while engine.load.waiting:
         engine.step()
@@ -129,7 +128,7 @@ def turn(engine: Engine, rows: int) -> tuple[float, float]:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done all that it was told."""
+    """Seconds until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,10 +1,10 @@
-"""A GRPO step on the GPUs of this machine: seconds, tokens/s, MFU beside what the card does in a matrix product, and
-what it takes to have Adam's state in the host's memory meanwhile.
+"""A GRPO step on the GPUs of this machine: seconds, tokens/s, MFU beside a matrix product of the card, and the cost of
+keeping Adam's state in host memory.
 
     python tests/benchmarks/gpu_step.py [--size 0.5b|7b|tiny] [--gpus 1] [--device cuda|cpu] [--results FOLDER]
 
-Random weights: the lengths are those of the limit. Writes the figures, with date, card and versions, to a file of
-tests/benchmarks/results. Without a GPU it says so and ends with exit code 0; --size tiny --device cpu tries it out.
+Weights are random, so all answers have the maximum length. Writes figures, with date, card and versions, to a file of
+tests/benchmarks/results. Without a GPU it exits with code 0 and a message; --size tiny --device cpu tries the script.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_rl.contract.paths import RunDir
 
 STEPS, WARM_UP = 8, 3
 LIMIT_S = 1200
-"""Of one run."""
+"""Seconds that a run may take."""
 RESULTS = Path(__file__).parent / "results"
 NAMES = (
     "time/step_s",
@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 14,
         "num_query_groups": 2,
     },
-    "7b": {  # Qwen2.5-7B, of whose 28 layers eight: with Adam's state all would need 130 GiB on one GPU
+    "7b": {  # eight of the 28 layers of Qwen2.5-7B: with Adam's state all would need 130 GiB on one GPU
         "num_layers": 8,
         "hidden_size": 3584,
         "ffn_hidden_size": 18944,
@@ -76,7 +76,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 ANSWERS = {"tiny": (4, 8), "0.5b": (16, 512), "7b": (16, 1024)}
-"""Prompts a step, and tokens of an answer."""
+"""Prompts per step, and tokens per answer."""
 
 
 def recipe(size: str, gpus: int, device: str, offload: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def recipe(size: str, gpus: int, device: str, offload: str) -> dict[str, Any]:
         "environment": {"name": "arithmetic"},
         "sampling": {"max_new_tokens": tokens},
         "inference": {"max_batch": 256},
-        # Random weights earn no rewards that differ; with a bonus their answers are trained on all the same.
+        # Random weights earn equal rewards; an entropy bonus has their answers trained nevertheless.
         "grpo": {"prompts_per_step": prompts * gpus, "group_size": 16, "entropy_coefficient": 1e-6},
         "optimizer": {"learning_rate": 1e-6},
         "training": {"steps": STEPS, "tokens_per_microbatch": 16384, "recompute": "selective"},
@@ -105,7 +105,7 @@ def recipe(size: str, gpus: int, device: str, offload: str) -> dict[str, Any]:
 
 
 def measured(asked: dict[str, Any]) -> dict[str, float]:
-    """Medians over the steps behind the warm-up."""
+    """Medians over the steps after the warm-up."""
     ranks = asked["job"]["gpus_per_node"]
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(folder)
@@ -135,7 +135,7 @@ def measured(asked: dict[str, Any]) -> dict[str, float]:
 
 
 def product_flops(device: torch.device, size: int, repeats: int = 20) -> float:
-    """Operations per second of a product of two bf16 matrices of this size: the best of three tries."""
+    """Operations per second of a product of two square bf16 matrices: the best of three."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
 
     def seconds() -> Iterator[float]:
@@ -152,7 +152,7 @@ def product_flops(device: torch.device, size: int, repeats: int = 20) -> float:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What was measured on."""
+    """Card, versions and machine."""
     found: dict[str, Any] = {name: version(name) for name in ("torch", "megatron-core", "mrl")}
     found |= {"python": sys.version.split()[0], "card": "CPU"}
     if device.type == "cuda":
@@ -165,7 +165,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> Path:
-    """A file of its own for every measurement, named by what, where and when."""
+    """Name of the results file: benchmark, size, card and date."""
     folder.mkdir(parents=True, exist_ok=True)
     card = "-".join(result["machine"]["card"].split()).lower()
     stamp = result["date"].replace(":", "").replace("+0000", "Z")

@@ -1,12 +1,11 @@
-"""Seconds per GRPO step and generated tokens/s beside TRL's GRPOTrainer and beside the arithmetic limit.
+"""Seconds per GRPO step and generated tokens/s, beside TRL's GRPOTrainer and beside the arithmetic limit.
 
     python tests/benchmarks/grpo_step.py [--size demo|small|long|smollm2|smollm2-bf16] [--repeats 5]
 
-Both sides start from the same weights and answer the same prompts with the same group size, batch and limits, in
-fp32 (smollm2-bf16: products in bf16, weights that are updated in fp32) on two cores: mrl with the ranks and threads of
-the recipe, TRL the faster of one process with two threads and two processes with one. They take turns within one run;
-what is shown are medians over the turns. No time is asserted.
-The last line is TRL's seconds over ours at the demo's size.
+Both sides start from the same weights and answer the same prompts with the same group size, batch and limits, in fp32
+(smollm2-bf16: products in bf16, updates in fp32) on two cores: mrl with the ranks and threads of the recipe, TRL with
+the faster of one process with two threads and two processes with one. They take turns within one run, and the output
+has medians over turns. No time is asserted. The last line is TRL's seconds over ours at the demo's size.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from grpo_step_turns import Contestant, ContestantFailed
 HERE = Path(__file__).parent
 CORES = 2
 USUAL = [name for name, size in SIZES.items() if size.recipe == "demo"]
-"""Those that need no more than mrl itself."""
+"""Sizes that need only mrl itself."""
 START_TIMEOUT_S = 180
 TURN_TIMEOUT_S = 600
 TRL_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
@@ -34,7 +33,7 @@ TRL_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "HF
 
 @dataclass(frozen=True)
 class Measured:
-    """One side: a value per turn, each the mean over the turn's steps."""
+    """One side: values by turn, each the mean over the turn's steps."""
 
     name: str
     seconds: list[float]
@@ -62,7 +61,7 @@ class Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, help=f"only this one (default: {', '.join(USUAL)})")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each side (default: 5)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns for each side (default: 5)")
     options = parser.parse_args()
     if options.repeats < 1:
         parser.error(f"--repeats {options.repeats}: at least 1")
@@ -78,7 +77,7 @@ def main() -> None:
 
 
 def compare(name: str, size: Size, repeats: int) -> float:
-    """Measure and print one size; TRL's seconds over ours."""
+    """Measure and print one size. Returns TRL's seconds over ours."""
     with tempfile.TemporaryDirectory(prefix="grpo-step-") as temporary, ExitStack() as stack:
         folder = Path(temporary)
         (folder / "size.txt").write_text(name, encoding="utf-8")
@@ -86,7 +85,7 @@ def compare(name: str, size: Size, repeats: int) -> float:
         ours = stack.enter_context(
             Contestant("mrl", HERE / "grpo_step_ours.py", folder, ranks=job.world_size, threads=job.threads_per_rank)
         )
-        facts = ours.ready(START_TIMEOUT_S)  # the weights and prompts TRL starts from are there now
+        facts = ours.ready(START_TIMEOUT_S)  # now TRL's weights and prompts exist
         trl = fastest_trl(folder, size.steps, stack)
         ours.turn(size.steps, TURN_TIMEOUT_S)
         rates, our_turns, trl_turns = [], [], []
@@ -98,7 +97,7 @@ def compare(name: str, size: Size, repeats: int) -> float:
 
 
 def fastest_trl(folder: Path, steps: int, stack: ExitStack) -> Contestant:
-    """TRL as it is faster here, warm: each way is tried for a turn after one to get warm. `stack` owns it."""
+    """The faster way to run TRL here, warmed up: each way is tried for a turn after a warm-up turn. `stack` owns it."""
     script = HERE / "grpo_step_trl.py"
     tried: list[tuple[float, Contestant, ExitStack]] = []
     for processes in (1, CORES):
@@ -125,7 +124,7 @@ def fastest_trl(folder: Path, steps: int, stack: ExitStack) -> Contestant:
 
 
 def matmul_rate(side: int = 1024, seconds: float = 0.3) -> float:
-    """Floating-point operations per second of an fp32 matrix product on all cores: the best of many."""
+    """Floating-point operations per second of a fp32 matrix product on all cores: the best of many."""
     a, b, out = (torch.ones(side, side) for _ in range(3))
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -142,7 +141,7 @@ def show(
     grpo, model = config.grpo, config.model
     answers = grpo.prompts_per_step * grpo.group_size
     steps = [step for turn in our_turns for step in turn]
-    # Rank 0's groups stand for those of all ranks.
+    # Rank 0's groups represent those of all ranks.
     operations = statistics.fmean(
         floating_point_operations(model, facts["tokens"], step["groups"])
         * (grpo.prompts_per_step / len(step["groups"]))

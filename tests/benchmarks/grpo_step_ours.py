@@ -1,6 +1,6 @@
 """One rank of mrl in `grpo_step.py`: the real training loop, whose record takes turns with the other side.
 
-python grpo_step_ours.py FOLDER      with size.txt in it; rank 0 writes base.pt and prompts.json there
+python grpo_step_ours.py FOLDER      FOLDER has size.txt; rank 0 writes base.pt and prompts.json there
 """
 
 import json
@@ -33,7 +33,7 @@ PROMPTS = 4096
 
 
 class TakingTurns(MetricsWriter):
-    """The run's usual record; `rollouts` is the last thing the loop does in a step."""
+    """The run's usual record. `rollouts` is the last call of a step in the loop."""
 
     def __init__(self, run_dir: RunDir, run: Run, turns: Turns) -> None:
         super().__init__(run_dir, run_dir.attempt(1), run.config.logging, last_step=0, evaluated=-1)
@@ -51,7 +51,7 @@ class TakingTurns(MetricsWriter):
             answer_length=self._metrics["answer_length"],
             generate_s=self._metrics["time/generate_s"],
             train_s=self._metrics["time/train_s"],
-            # Of rank 0's answers: its share of the batch stands for all.
+            # Only rank 0's answers: its share of the batch represents all.
             groups=[
                 (group.trajectories[0].prompt_length, [answer.answer_length for answer in group.trajectories])
                 for group in view.groups
@@ -89,8 +89,8 @@ def main() -> None:
 
 @torch.no_grad()
 def export(run: Run, folder: Path) -> None:
-    """What the other side starts from: the same weights, unless both read them from one directory, with logits to check
-    them by, and the same prompts."""
+    """Write the other side's inputs: the same prompts and, unless both sides read them from one directory, the same
+    weights, with logits to check them."""
     model, tokenizer = run.config.model, run.environment.tokenizer
     tokens = torch.randint(tokenizer.vocab_size, (12,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(len(tokens))

@@ -1,4 +1,4 @@
-"""What is measured: models with their batches, and the arithmetic that a step of them needs."""
+"""Sizes to measure: models with their batches, and the operations that a step of them needs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import ModelConfig
 
-# So small that the weights, and with them the lengths of the answers, stay what they were at the start, on both
-# sides and however many steps one of them takes. The arithmetic of an update does not depend on it.
+# So small that the weights, and with them the lengths of answers, do not change on either side,
+# whatever number of steps one of them takes. The arithmetic of an update does not depend on it.
 LEARNING_RATE = 1e-12
 
 FIXED = (
     f"optimizer.learning_rate={LEARNING_RATE}",
     "optimizer.decay=constant",
-    "training.steps=1000000",  # whoever holds the contestant decides how many
+    "training.steps=1000000",  # the parent of the contestant decides how many
     "evaluation.every=0",
     "environment.args.evaluation_problems=1",
     "save.every=0",
-    "grpo.entropy_coefficient=1e-12",  # else mrl leaves out answers without advantage, which TRL trains on
+    "grpo.entropy_coefficient=1e-12",  # otherwise mrl skips answers without advantage, which TRL trains on
 )
 
 
@@ -26,12 +26,12 @@ FIXED = (
 class Size:
     title: str
     steps: int
-    """Of one turn."""
+    """Steps in a turn."""
     recipe: str = "demo"
     changes: tuple[str, ...] = ()
-    """To the recipe, as on the command line of mrl-submit."""
+    """Overrides of the recipe, as on the command line of mrl-submit."""
     end_bias: float = 0.0
-    """Makes answers longer than by chance; see `grpo_step_weights.lengthen`."""
+    """Bias that lengthens answers; see `grpo_step_weights.lengthen`."""
 
     def config(self) -> RunConfig:
         return load_recipe(self.recipe, FIXED + self.changes).config
@@ -72,15 +72,15 @@ SIZES = {
 
 
 def floating_point_operations(model: ModelConfig, tokens: int, groups: Iterable[tuple[int, Sequence[int]]]) -> float:
-    """Least operations of one GRPO step: two per multiply-add, matrix products and attention, nothing else.
+    """Least number of operations of a GRPO step: two per multiply-add, only matrix products and attention.
 
-    tokens: size of the vocabulary without padding.
-    groups: (prompt length, answer lengths) of each group.
+        tokens: size of the vocabulary without padding.
+        groups: (prompt length, answer lengths) of each group.
 
-    A group's prompt needs one forward, and so does each token of an answer but the last, which predicts nothing;
-    the logits are needed once per answer token. Query i attends to i + 1 keys. Generation is one such forward;
-    training a second one (on policy it gives the old log-probs too) and a backward of twice its work. Beginnings that
-    answers share by chance are counted for each of them.
+    A group's prompt needs one forward pass, and so does each token of an answer except the last, which predicts
+    nothing; logits are needed once per answer token. Query i attends to i + 1 keys. Generation is one such pass;
+    training is another (which on policy also gives the old log-probs) and a backward pass of twice its work. Prefixes
+    that answers share by chance count for each of them.
     """
     head_size = model.hidden_size // model.num_attention_heads
     qkv = model.hidden_size * (model.hidden_size + 2 * model.num_query_groups * head_size)

@@ -1,6 +1,6 @@
 """One rank of TRL's GRPOTrainer in `grpo_step.py`: the same weights, prompts, sizes and update.
 
-python grpo_step_trl.py FOLDER      with size.txt, base.pt and prompts.json in it
+python grpo_step_trl.py FOLDER      FOLDER has size.txt, base.pt and prompts.json
 """
 
 import json
@@ -37,7 +37,7 @@ END, PADDING = "$", "_"
 
 
 class Timed(GRPOTrainer):
-    """GRPOTrainer with a clock around generation."""
+    """GRPOTrainer that times generation."""
 
     generate_s = 0.0
 
@@ -105,7 +105,7 @@ def arguments(config: RunConfig, folder: Path) -> GRPOConfig:
         bf16=config.model.dtype == "bf16",
         use_cpu=True,
         gradient_checkpointing=False,
-        # What our side does not spend time on either, or less: nothing is logged, saved or shown.
+        # Our side does not spend time on these either, or less: no logging, saving or progress bar.
         logging_strategy="no",
         save_strategy="no",
         report_to=[],
@@ -123,7 +123,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
 
 
 def characters(config: RunConfig) -> PreTrainedTokenizerFast:
-    """megatron_rl.model.tokenizer.CharacterTokenizer, as transformers wants it."""
+    """megatron_rl.model.tokenizer.CharacterTokenizer as a transformers tokenizer."""
     vocabulary = {character: index for index, character in enumerate(config.tokenizer.alphabet + END + PADDING)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PADDING))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -132,7 +132,7 @@ def characters(config: RunConfig) -> PreTrainedTokenizerFast:
 
 
 def load(config: RunConfig, tokenizer: PreTrainedTokenizerFast, base: Path) -> PreTrainedModel:
-    """Our side's weights. Raises AssertionError where they do not give our side's logits."""
+    """Our side's weights. Raises AssertionError if their logits differ from our side's."""
     ours = torch.load(base, weights_only=True)
     model = published(config) if config.model.init == "huggingface" else exported(config, tokenizer, ours["weights"])
     if config.model.dtype == "fp32":
@@ -142,7 +142,7 @@ def load(config: RunConfig, tokenizer: PreTrainedTokenizerFast, base: Path) -> P
 
 
 def published(config: RunConfig) -> PreTrainedModel:
-    """The weights that our side reads too."""
+    """Weights that our side reads too."""
     assert config.model.huggingface is not None
     return AutoModelForCausalLM.from_pretrained(
         local_folder(config.model.huggingface, "model.huggingface", "config.json"), dtype=torch.float32
@@ -152,7 +152,7 @@ def published(config: RunConfig) -> PreTrainedModel:
 def exported(
     config: RunConfig, tokenizer: PreTrainedTokenizerFast, weights: dict[str, torch.Tensor]
 ) -> PreTrainedModel:
-    """Our side's own weights."""
+    """Weights written by our side."""
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),

@@ -1,8 +1,8 @@
-"""Contestants that take turns: processes that train while it is their turn and sleep while it is another's.
+"""Contestants that take turns: processes that train during their turn and sleep during another's.
 
-The parent holds a `Contestant`, the first process of a contestant a `Turns`. They talk in lines: the parent writes
-how many steps to train, the contestant answers with one JSON list, an object per step. Both sides stay warm, and
-nothing of their start is ever measured.
+The parent holds a `Contestant`, the first process of a contestant a `Turns`. They exchange lines: the parent writes the
+number of steps to train, and the contestant answers with a JSON list, an object per step. Both sides stay warm, and
+start-up is never measured.
 """
 
 import json
@@ -18,7 +18,7 @@ from launcher.host.attempt.local_ranks import KEPT_MEMORY, WAITING_THREADS
 
 
 class Turns:
-    """The contestant's end: stdin and stdout, taken away from everything else that prints."""
+    """The contestant's end: stdin and stdout, which nothing else may print to."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -28,13 +28,13 @@ class Turns:
         self._clock = 0.0
 
     def ready(self, **facts: object) -> None:
-        """Hand over what the parent must know and wait for the first turn."""
+        """Send the parent its information and wait for the first turn."""
         self._answer([facts])
 
     def step_ended(self, **facts: object) -> None:
-        """After every step; waits for the next turn where this one is complete.
+        """Record a step, and wait for the next turn if this one is complete.
 
-        Each step gets `seconds`, from the end of the one before, or from the start of the turn.
+        Each step gets `seconds`, from the end of the previous step or from the start of the turn.
         """
         now = time.perf_counter()
         self._steps.append({"seconds": now - self._clock, **facts})
@@ -47,17 +47,17 @@ class Turns:
         self._steps = []
         wanted = sys.stdin.readline()
         if not wanted:
-            os._exit(0)  # the parent is gone, and the other ranks with it; a normal exit would wait for them
+            os._exit(0)  # the parent and the other ranks are gone; a normal exit would wait for them
         self._wanted = int(wanted)
         self._clock = time.perf_counter()
 
 
 class ContestantFailed(RuntimeError):
-    """A contestant ended or did not answer in time; the message ends with the last it said."""
+    """A contestant ended or did not answer in time; the message ends with its last output."""
 
 
 class Contestant:
-    """The parent's end: owns the contestant's processes and ends them."""
+    """The parent's end, which owns the contestant's processes and ends them."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Contestant:
         threads: int,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts `ranks` processes `python script folder` with `threads` threads each, and with RANK,
-        WORLD_SIZE and the like where they are several."""
+        """Start `ranks` processes `python script folder` with `threads` threads each, and with RANK, WORLD_SIZE and so
+        on if there are several."""
         self.name = name
         self._logs = [folder / f"{name.replace(' ', '-')}.{rank}.log" for rank in range(ranks)]
         self._processes = []
@@ -81,7 +81,7 @@ class Contestant:
                 "OMP_NUM_THREADS": str(threads),
                 "MKL_NUM_THREADS": str(threads),
                 **KEPT_MEMORY,
-                **WAITING_THREADS,  # as the launcher has it: else other work costs each side several times
+                **WAITING_THREADS,  # as in the launcher; otherwise other work slows each side several times
                 "MRL_PARENT_PID": str(os.getpid()),
                 "MRL_CACHE": str(folder),
             }
@@ -111,7 +111,7 @@ class Contestant:
         return facts
 
     def turn(self, steps: int, timeout_s: float) -> list[dict]:
-        """Train `steps` steps; one object per step. Raises ContestantFailed."""
+        """Train `steps` steps. Returns an object per step. Raises ContestantFailed."""
         stdin = self._processes[0].stdin
         assert stdin is not None
         try:
@@ -131,7 +131,7 @@ class Contestant:
                     raise self._failed("lost a process")
                 if time.monotonic() > deadline:
                     raise self._failed(f"did not answer within {timeout_s:g} s")
-        line = stdout.readline()  # whole: it is written at once
+        line = stdout.readline()  # complete, since it is written at once
         if not line:
             raise self._failed("ended")
         return json.loads(line)

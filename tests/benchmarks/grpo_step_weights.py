@@ -1,4 +1,4 @@
-"""The same weights on both sides: a megatron-core policy as a Hugging Face Qwen2ForCausalLM."""
+"""The same weights for both sides: a megatron-core policy as a Hugging Face Qwen2ForCausalLM."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,11 @@ from megatron_rl.model.policy import Policy
 
 
 def lengthen(policy: Policy, end_token: int, end_bias: float) -> None:
-    """Give the answers of a policy with random weights and tied embeddings a long-tailed length.
+    """Give answers of a policy with random weights and tied embeddings long-tailed lengths.
 
-    Channel 0 of every embedding is made large, so that it is large in the last hidden state too, whatever the tokens
-    were: about half the square root of the hidden size. The end token's output weight there is made smaller, so its
-    logit is some `end_bias` / 2 below that of the others, everywhere alike, and the lengths are geometric. The end
-    token is never an input, so nothing else changes.
+    Channel 0 of every embedding is made large, so that it is large in the last hidden state for all tokens: about half
+    the square root of the hidden size. The end token's output weight there is made smaller, which lowers its logit by
+    some `end_bias` / 2 everywhere, so lengths are geometric. The end token is never an input, so nothing else changes.
     """
     weight = policy.embedding.word_embeddings.weight
     with torch.no_grad():
@@ -22,9 +21,9 @@ def lengthen(policy: Policy, end_token: int, end_bias: float) -> None:
 
 
 def as_qwen2(policy: Policy, model: ModelConfig, tokens: int) -> dict[str, Tensor]:
-    """State of the equal Qwen2ForCausalLM with tied embeddings and `tokens` rows of them.
+    """State dict of the equivalent Qwen2ForCausalLM, with tied embeddings of `tokens` rows.
 
-    megatron-core interleaves query, key and value by query group and stacks gate and up.
+    megatron-core interleaves query, key and value by query group, and stacks gate and up.
     """
     state = policy.state_dict()
     head_size = model.hidden_size // model.num_attention_heads

@@ -1,10 +1,10 @@
-"""Whether a run is as fast as the replicas that are there: rollouts per second while harvested ones come and go.
+"""Rollouts per second while harvested replicas come and go: is a run as fast as its replicas?
 
     python tests/benchmarks/harvest.py [--steps 4] [--token-ms 8]
 
-One steady replica, and up to three that are started and killed in mid-generation, as jobs of a harvest partition are.
-All is real but the arithmetic, as in split.py: a token takes the seconds that it is said to. Generation runs two steps
-ahead, so that the longest answers of a batch leave no replica idle, and training is cheap, so that it bounds nothing.
+One steady replica, and up to three that are started, and killed during generation, as jobs of a harvest partition are.
+Everything except the arithmetic is real, as in split.py: a token takes a given time. Generation runs two steps ahead,
+so that the longest answers of a batch leave no replica idle, and training is too fast to be the bottleneck.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from launcher.simulate.scenario import Scenario, Split
 from megatron_rl.contract.paths import RunDir
 
 THERE = (1, 2, 4, 3, 1)
-"""Replicas, phase by phase."""
+"""Number of replicas in each phase."""
 LEAD = 3
-"""Steps of each phase before what is counted: until those that have come have weights, and answers to give."""
+"""Steps of each phase before the measured ones, until new replicas have weights and requests."""
 
 
 class Replicas:
-    """Processes, of which the first is never killed."""
+    """Replica processes, of which the first is never killed."""
 
     def __init__(self, root: Path, token_s: float) -> None:
         self._root, self._token_s = root, token_s
@@ -65,8 +65,8 @@ async def measure(run: Run, replicas: Replicas, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="that are counted of each phase")
-    parser.add_argument("--token-ms", type=float, default=8.0, help="that one row takes for a token")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of each phase")
+    parser.add_argument("--token-ms", type=float, default=8.0, help="milliseconds of a token in one row")
     options = parser.parse_args()
     token_s = options.token_ms / 1e3
     share = costs(token_s)

@@ -1,8 +1,8 @@
-"""Conversion of published weights beside a plain copy of the same files: GB/s, and the memory that it takes.
+"""Conversion of published weights beside a plain copy of the same files: GB/s and peak memory.
 
     python tests/benchmarks/hf_convert.py [--gigabytes 2] [--shard-size 500MB] [--folder /scratch]
 
-Each conversion is a process of its own, as `mrl convert` starts it; its start (about 3 s) is told apart.
+Each conversion is a separate process, as `mrl convert` starts it; its start (about 3 s) is reported separately.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BYTES_OF_LAYER = 2 * (2048 * (2048 * 2 + 512 * 2) + 3 * 2048 * 8192)
 
 
 def publish(folder: Path, gigabytes: float, shard_bytes: int) -> int:
-    """Random weights in bf16, in files of a layer or more; their bytes."""
+    """Write random bf16 weights in files of a layer or more. Returns their bytes."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +67,7 @@ def publish(folder: Path, gigabytes: float, shard_bytes: int) -> int:
 
 
 def copy(source: Path, target: Path) -> float:
-    """Seconds for a plain copy, on the disk when it ends, as the conversion's result is."""
+    """Seconds of a plain copy that ends on the disk, as a conversion does."""
     started = time.monotonic()
     shutil.copytree(source, target)
     for file in target.iterdir():
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--shard-megabytes", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary directory")
+    parser.add_argument("--folder", type=Path, help="folder on the measured disk (default: a temporary one)")
     options = parser.parse_args()
     shard = options.shard_megabytes * 10**6
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

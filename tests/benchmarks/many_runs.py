@@ -1,10 +1,9 @@
-"""What `mrl ls` and `mrl status` cost over many runs: seconds of a core, so that other work on the machine does not
-count, and seconds that pass where every operation on a file of a run takes half a millisecond longer, as on a network
-file system.
+"""Cost of `mrl ls` and `mrl status` over many runs: CPU seconds, which do not depend on other work, and elapsed seconds
+if each operation on a file of a run takes half a millisecond longer, as on a network file system.
 
     python tests/benchmarks/many_runs.py [--runs 100 1000 10000] [--repeats 3] [--folder DIR]
 
-Every other run is one of Slurm's, whose commands are files that print what they would say; one in a hundred is running.
+Half of the runs are Slurm's, whose commands are scripts with canned output; one in a hundred is running.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ STEPS = 200
 
 
 def make(folder: Path, count: int) -> dict[str, str]:
-    """Runs, their index and Slurm's commands; the environment in which mrl finds them."""
+    """Create runs, their index and Slurm's commands. Returns the environment in which mrl finds them."""
     resolved = dump_resolved(load_recipe("demo", [f"training.steps={STEPS}"]).config)
     (folder / "state" / "mrl").mkdir(parents=True)
     index = folder / "state" / "mrl" / "runs.jsonl"
@@ -83,7 +82,7 @@ def make(folder: Path, count: int) -> dict[str, str]:
 
 
 def _make_run(run: RunDir, resolved: str, metrics: Path, job_id: str | None, runs_now: bool) -> None:
-    """One in its second attempt, or finished by that."""
+    """A run in its second attempt, or finished after it."""
     for number in (1, 2):
         run.attempt(number).folder.mkdir(parents=True)
     run.resolved.write_text(resolved)
@@ -101,7 +100,7 @@ def _make_run(run: RunDir, resolved: str, metrics: Path, job_id: str | None, run
 
 
 def run(command: Sequence[str], environ: Mapping[str, str], before: str = "") -> tuple[float, float]:
-    """Seconds of a core, of all processes, and seconds that pass. before: Python that is run in front of mrl."""
+    """CPU seconds of all processes, and elapsed seconds. before: Python code that runs before mrl."""
     began, used = time.perf_counter(), os.times()
     subprocess.run([sys.executable, "-c", before + MRL, *command], env=environ, stdout=subprocess.DEVNULL, check=True)
     after = os.times()
@@ -113,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, nargs="+", default=[100, 1000, 10_000])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to make them; default: in the temporary folder")
+    parser.add_argument("--folder", type=Path, help="where to create them (default: a temporary folder)")
     options = parser.parse_args()
     rows: dict[str, list[float]] = {}
     for count in options.runs:
@@ -122,7 +121,7 @@ def main() -> None:
             environ = make(folder, count)
             for command in COMMANDS:
                 name = " ".join(["mrl", *command])
-                run(command, environ)  # the first one fills caches
+                run(command, environ)  # fills caches
                 near = [run(command, environ)[0] for _ in range(options.repeats)]
                 far = [run(command, environ, FAR_AWAY)[1] for _ in range(options.repeats)]
                 rows.setdefault(f"{name}, of a core", []).append(median(near))

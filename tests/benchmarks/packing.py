@@ -1,10 +1,10 @@
-"""How full micro-batches are, how even the work of data-parallel ranks, and how long it takes to see to both.
+"""Fill of micro-batches, balance of data-parallel ranks, and the time to plan both.
 
     python tests/benchmarks/packing.py [--repeats 5]
 
-Batches are those of the recipe qwen2.5-32b-dapo: 64 prompts with 16 answers, in micro-batches of 11,999 tokens, lengths
-log-normal. Beside it the lower bound, and next-fit: one micro-batch after the other is filled, in order, as was done
-before. Seconds are of a core's own time, the least of the repeats.
+Batches are those of the recipe qwen2.5-32b-dapo: 64 prompts with 16 answers of log-normal lengths, in micro-batches of
+11,999 tokens. Beside it are the lower bound and next-fit, which fills micro-batches one after the other in order.
+Seconds are CPU time, the least of the repeats.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOM = BinLimit(CONFIG.training.tokens_per_microbatch, rows_per_token(CONFIG.mod
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens: medians, and how far answers of different prompts and of the same one spread around them."""
+    """Tokens: medians, and spreads between prompts and between answers to a prompt."""
 
     prompt: int
     answer: int
@@ -52,7 +52,7 @@ CASES = {
 
 
 def batch_of(case: Lengths, seed: int) -> list[TrajectoryGroup]:
-    """Answers of random tokens; a third of the groups has no gradient, as where all answers are right or wrong."""
+    """Answers of random tokens; a third of the groups has no gradient, as if all answers were right or wrong."""
     draw = np.random.default_rng(seed)
 
     def tokens(length: float) -> list[int]:
@@ -73,7 +73,7 @@ def batch_of(case: Lengths, seed: int) -> list[TrajectoryGroup]:
 
 
 def next_fit(trees: Sequence[Tree]) -> int:
-    """Micro-batches, where sequences of a tree share its prefix and nothing else."""
+    """Number of micro-batches if the sequences of a tree share its prefix only."""
     made, used = 1, 0
     for tree in trees:
         others = 0
@@ -88,8 +88,8 @@ def next_fit(trees: Sequence[Tree]) -> int:
 
 
 def lower_bound(trees: Sequence[Tree]) -> int:
-    """Micro-batches if sequences could be cut, or that hold what goes with nothing of its kind: rests of more than half
-    of one, and prompts of more than half, paid again in each."""
+    """Lower bound of micro-batches: if sequences could be split, or by those that cannot go together: rests of more
+    than half a micro-batch, and prompts of more than half, which each micro-batch pays again."""
     cut = -(-sum(tree.cost(ROOM.rows_per_token) for tree in trees) // ROOM.cost)
     rests = sum(2 * rest > ROOM.tokens for tree in trees for rest in tree.rests)
     prompts = 0
@@ -101,7 +101,7 @@ def lower_bound(trees: Sequence[Tree]) -> int:
 
 
 def timed(work: Callable[[], object], repeats: int) -> float:
-    """Milliseconds."""
+    """CPU milliseconds."""
     taken = []
     for _ in range(repeats):
         began = time.process_time()

@@ -1,13 +1,12 @@
-"""What the demo learns on a real Slurm where its ranks generate themselves, and where another node does, also ahead.
+"""Learning of the demo on a real Slurm: co-located, with a generating node, and with generation ahead of training.
 
     python tests/benchmarks/placement.py [--steps 900] [--seeds 0 1 2] [--cases co-located lag0 lag1 lag2]
                                          [--correction truncate] [--recipe optimizer.learning_rate=5e-4 ...]
 
-Three nodes train in every case, and one more generates in those with a lag: a rank a node. Brings up the cluster of
-tests/slurm, which shares this machine's cores, so the seconds say little. With lags of 1 and 2 older weights are
-corrected for (grpo.importance), by the mode that --correction names. The digest is of the record without what may
-differ between runs: that of lag 0 is to be the co-located one's. What a run with a lag learns depends on timing, so
-one run decides nothing between two corrections.
+Three nodes train in every case, and a fourth generates in all cases except co-located, with one rank per node. The
+cluster of tests/slurm shares this machine's cores, so the seconds mean little. With lags of 1 and 2, --correction
+corrects for older weights (grpo.importance). The digest is of the record without what may differ between runs: that of
+lag 0 must equal the co-located one. Runs with a lag depend on timing, so one run cannot decide between two corrections.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ CASES = {
 }
 LIMIT_S = 1200.0
 LAST = 100
-"""Steps at the end over which a reward is the mean."""
+"""Steps at the end over which the reward is averaged."""
 
 
 def learn(login: Login, case: str, seed: int, steps: int, recipe: Sequence[str]) -> str:
@@ -67,8 +66,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cases", choices=CASES, nargs="+", default=[*CASES])
-    parser.add_argument("--correction", choices=CORRECTIONS, default="truncate", help="in cases with a lag")
-    parser.add_argument("--recipe", nargs="+", default=[], metavar="KEY=VALUE", help="keys of every case")
+    parser.add_argument("--correction", choices=CORRECTIONS, default="truncate", help="correction in cases with a lag")
+    parser.add_argument("--recipe", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of every case")
     options = parser.parse_args()
     cluster = Cluster()
     with tempfile.TemporaryDirectory() as folder:

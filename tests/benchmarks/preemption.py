@@ -1,10 +1,10 @@
-"""What a preemption costs: how soon a request is saved, how much work is repeated, how soon training goes on.
+"""Cost of a preemption: seconds until the checkpoint, repeated work, and seconds until training continues.
 
     python tests/benchmarks/preemption.py [--repeats 5] [--folder DIR]
 
-The demo on two ranks, saved every 100 steps as shipped. In turns it is asked to leave (SIGTERM to the ranks, as a
-preemption does) and killed (SIGKILL, what a run without a drain gets), each time some steps after its last checkpoint,
-and started again. All figures are read from the record of the run itself.
+The demo on two ranks, saved every 100 steps as shipped. In turns it is asked to leave (SIGTERM to the ranks, as in a
+preemption) and killed (SIGKILL, as without a drain), some steps after its last checkpoint, and restarted. All figures
+come from the run's own record.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ LIMIT_S = 300.0
 @dataclass(frozen=True, slots=True)
 class Preemption:
     saved_s: float | None
-    """From the signal to the published checkpoint; None where there was none."""
+    """Seconds from the signal to the published checkpoint; None without one."""
     left_s: float
-    """From the signal until the ranks were gone."""
+    """Seconds from the signal until all ranks were gone."""
     lost_s: float
     """Seconds of training that the next start repeated."""
     back_s: float
-    """From the next start of the ranks to the end of the first step that is new."""
+    """Seconds from the next start of the ranks to the end of the first new step."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="preemptions of each kind")
-    parser.add_argument("--folder", type=Path, help="on the file system to be measured; default: a temporary one")
+    parser.add_argument("--repeats", type=int, default=5, help="preemptions of each kind (default: 5)")
+    parser.add_argument("--folder", type=Path, help="folder on the measured file system (default: a temporary one)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = measure(RunDir(Path(folder) / "run"), options.repeats)
@@ -132,12 +132,12 @@ def await_step(run: RunDir, ranks: list[subprocess.Popen[bytes]], step: int) -> 
 
 
 def ended(attempt: Attempt, step: int) -> float:
-    """When a step of this attempt was done."""
+    """Time at which a step of this attempt was done."""
     return next(line.at for line in records(TimelineLine, attempt.timeline) if line.step == step)
 
 
 def under_way(attempt: Attempt, asked: float) -> float:
-    """Seconds of the step that was cut short."""
+    """Seconds of the interrupted step."""
     return asked - max(line.at for line in records(TimelineLine, attempt.timeline) if line.at <= asked)
 
 

@@ -1,9 +1,9 @@
-"""What it takes to give the engine new weights where it cuts the model otherwise than the trainer.
+"""Refit of an engine whose layout differs from the trainer's: bytes, seconds and GB/s.
 
     python tests/benchmarks/refit.py [--repeats 5] [--layers 12]
 
-Four ranks over gloo on this machine, a Qwen2.5-shaped model in fp32. Beside it the simplest that torch could do: rank 0
-broadcasts as many bytes as are sent in the refit, shared out over the three others, as one buffer.
+Four ranks over gloo on this machine, a Qwen2.5-shaped model in fp32. For comparison, rank 0 broadcasts the same number
+of bytes to the three others as one buffer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMIT = timedelta(seconds=120)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Tensor and pipeline parallel sizes of the trainer, tensor parallel size of the engine."""
+    """Tensor and pipeline parallel sizes of the trainer, and tensor parallel size of the engine."""
 
     tp: int
     pp: int
@@ -75,7 +75,7 @@ def recipe(case: Case, layers: int) -> RunConfig:
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:
-    """Of the slowest rank, the median of the repeats; the first one does not count."""
+    """Seconds of the slowest rank, median of the repeats after the first."""
     taken = []
     for _ in range(repeats + 1):
         dist.barrier()

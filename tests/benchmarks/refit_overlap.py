@@ -1,10 +1,10 @@
-"""What a step of a partitioned run waits for its weights to be sent: beside the next step, and before it.
+"""Time that a step of a partitioned run waits for its weights to be sent: beside the next step, and before it.
 
     python tests/benchmarks/refit_overlap.py [--steps 10] [--repeats 2] [--layers 8] [--max-lag 1] [--gbit 1.6]
 
-Whole runs on this machine, one rank that trains and one replica of one rank, of a Qwen2.5-shaped model in fp32; in
-turns with runs whose rank waits for each version to be published before it goes on. Sending takes at least as long as
-over a network of that many gigabits per second: on two cores, both of which compute, only waiting can be overlapped.
+Complete runs on this machine, with one training rank and one replica of one rank, of a Qwen2.5-shaped model in fp32, in
+turns with runs that wait for each version to be published before they continue. Sending takes at least as long as on a
+network of `--gbit` gigabits per second, because on two busy cores only waiting can overlap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from core_helpers import tiny_model, tiny_run
 from loop_helpers import Attempt, lines_of, prepare
 
 SKIPPED = 3
-"""Steps of a run that are not counted: memory is touched for the first time."""
+"""Steps at the start of a run that are not counted, since memory is touched for the first time."""
 COLUMNS = ("time/step_s", "time/refit_s", "time/publish_s", "time/train_s", "time/generate_s")
 
 
@@ -39,7 +39,7 @@ def recipe(layers: int, steps: int, max_lag: int) -> dict[str, Any]:
         evaluation={"every": 0},
         save={"every": 0},
         sampling={"max_new_tokens": 8},
-        # With an entropy bonus all answers are trained on: those of random weights are all wrong.
+        # An entropy bonus has all answers trained: those of random weights are all wrong.
         grpo={"prompts_per_step": 4, "group_size": 8, "importance": {"cap": 2.0}, "entropy_coefficient": 1e-3},
         **{"async": {"max_lag": max_lag}},
     )
@@ -73,7 +73,7 @@ def and_wait_for_each_version(gbit: float, rank: int) -> None:
 
 
 def measure(folder: Path, asked: dict[str, Any], sabotage: Callable[[int], None]) -> dict[str, float]:
-    """Medians over the steps."""
+    """Medians over steps."""
     attempt = Attempt(prepare(folder, asked), folder, ranks=1, sabotage=sabotage)
     try:
         attempt.start_replica(0)
@@ -87,11 +87,11 @@ def measure(folder: Path, asked: dict[str, Any], sabotage: Callable[[int], None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="that are counted of each run")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each run")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--max-lag", type=int, default=1)
-    parser.add_argument("--gbit", type=float, default=1.6, help="per second, of the network")
+    parser.add_argument("--gbit", type=float, default=1.6, help="gigabits per second of the network")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     asked = recipe(options.layers, options.steps, options.max_lag)

@@ -1,10 +1,10 @@
-"""What it takes to give replicas new weights that have worlds of their own.
+"""Refit of replicas that have worlds of their own: bytes, seconds and GB/s.
 
     python tests/benchmarks/refit_worlds.py [--repeats 5] [--layers 12] [--changed 0.01]
 
-One or two training ranks and replicas of one rank each, over gloo on this machine, a Qwen2.5-shaped model in fp32; in
-turns with a broadcast of the model from one rank to as many as there are replicas, as one buffer, which packs, checks
-and swaps nothing. With --changed that share of the values is another one each time, and only these are sent.
+One or two training ranks and replicas of one rank each, over gloo on this machine, with a Qwen2.5-shaped model in fp32;
+in turns with a broadcast of the model from one rank to the same number of receivers as one buffer, which packs, checks
+and swaps nothing. With --changed, that share of the values changes each time, and only these are sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_rl.refit.transfer import Receiver, Sender
 from megatron_rl.refit.transfer_group import TransferGroup
 
 CASES = {"TP1 -> 1 replica": (1, 1), "TP1 -> 2 replicas": (1, 2), "TP2 -> 2 replicas": (2, 2)}
-"""Training ranks and replicas."""
+"""Number of training ranks and of replicas."""
 
 
 def measure(
@@ -81,7 +81,7 @@ def measure(
 
     elements = torch.tensor([sum(weight.numel() for weight in policy.parameters())])
     of_last = dist.BroadcastOptions()
-    of_last.rootRank = size - 1  # a replica, which has all of the model
+    of_last.rootRank = size - 1  # a replica, which has the whole model
     everybody.broadcast([elements], of_last).wait()
     buffer = torch.empty(int(elements))
     peer = (
@@ -127,7 +127,7 @@ def measure(
 def epoch_of(
     folder: Path, rank: int, training: int, replicas: int
 ) -> tuple[Epoch, int, str, timedelta, Listener | None]:
-    """What a rank joins it by."""
+    """Epoch and listener with which a rank joins."""
     file, listener = folder / "epoch.json", None
     if rank == 0:
         listener = Listener()

@@ -1,9 +1,9 @@
-"""What the death of an inference replica costs a run: seconds until the step under way is done, and until it is back.
+"""Cost of the death of an inference replica: seconds until the current step is done, and until the replica is back.
 
     python tests/benchmarks/replica_death.py [--deaths 3] [--max-lag 0]
 
-The demo on this machine, one rank that trains and two replicas, one of which is killed (SIGKILL) at a random moment of
-a step, again and again, through the real mrl-submit.
+The demo on this machine, started by mrl-submit, with one training rank and two replicas. Again and again one of them is
+killed (SIGKILL) at a random moment of a step.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ def lines(root: Path) -> list[dict[str, float]]:
 
 
 def wait_for(what: Callable[[], bool]) -> float:
-    """Seconds that it took."""
+    """Seconds until a condition holds."""
     began = time.monotonic()
     while not what():
-        assert time.monotonic() - began < LIMIT_S, "waited in vain"
+        assert time.monotonic() - began < LIMIT_S, "the condition did not come true"
         time.sleep(0.002)
     return time.monotonic() - began
 
 
 def replicas(root: Path) -> list[int]:
-    """Their processes."""
+    """Processes of the replicas."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
-            continue  # gone meanwhile
+            continue  # it has ended
         if {MODULE.encode(), str(root).encode()} <= {*words}:
             found.append(int(folder.name))
     return found

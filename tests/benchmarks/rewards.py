@@ -1,11 +1,10 @@
-"""What it costs to score an answer in a confined child process, beside doing it in this one.
+"""Cost of scoring an answer in a confined child process, beside scoring it in this one.
 
     python tests/benchmarks/rewards.py [--answers 400] [--programs 40] [--workers 2]
 
-A worker compares two numbers, which is nothing, by a function of ours: what is left is the way there and back. The same
-through math-verify, on answers of mathematics. Programs are a process each, beside `exec` of the same text. In turns,
-block by block; microseconds or milliseconds on the clock, of one after the other and of many at once. The least of the
-blocks counts.
+A worker compares two numbers with a trivial function, which leaves the cost of the round trip, and mathematical answers
+with math-verify. A program runs in its own process, beside `exec` of the same text. Turns are interleaved block by
+block; elapsed time of answers one after the other and of many at once; the least of the blocks counts.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ async def compare(answers: int, programs: int, workers: int) -> None:
 async def _both(
     name: str, count: int, here: Callable[[int], Awaitable[Any]], there: Callable[[int], Awaitable[Any]]
 ) -> None:
-    """Seconds of one answer, by how they are asked for."""
-    await asyncio.gather(*map(there, range(8)))  # workers have started
+    """Seconds per answer, by way of scoring."""
+    await asyncio.gather(*map(there, range(8)))  # starts the workers
     seconds: dict[str, list[float]] = {"here": [], "there": [], "together": []}
     for _ in range(BLOCKS):
         for kind, ask in (("here", here), ("there", there)):

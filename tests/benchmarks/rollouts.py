@@ -1,9 +1,9 @@
-"""Cost of a rollout apart from the model: from prompts to a batch, with an engine that answers at once.
+"""Cost of a rollout without the model: from prompts to a batch, with an engine that answers at once.
 
     python tests/benchmarks/rollouts.py [--answers 100000] [--problems 1000000]
 
-Driver, bank, agents and environment (arithmetic) are those of a run; its problems are copied --problems times. Memory
-is the process's, after a tenth of the answers and at the end.
+Driver, bank, agents and environment (arithmetic) are a run's; its problems are repeated up to --problems. Memory is the
+resident size of the process after a tenth of the answers and at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKENS = 64
 
 
 class NullEngine:
-    """Implements `RankEngine`: every answer is the same, and there at once."""
+    """Implements `RankEngine` with an immediate, constant answer."""
 
     policy_version = 0
     busy_s = 0.0
@@ -59,10 +59,10 @@ class NullEngine:
         raise AssertionError("it is one rank")
 
     def let_go(self) -> None:
-        """Nobody follows."""
+        """No-op: there are no other ranks."""
 
     def end_phase(self) -> None:
-        """It has no cache."""
+        """No-op: there is no cache."""
 
 
 class ManyProblems(ArithmeticEnvironment):
@@ -90,7 +90,7 @@ def driver(max_lag: int, environment: ManyProblems, folder: Path, answers: int) 
 
 
 def memory_mib() -> float:
-    """Of this process, resident."""
+    """Resident bytes of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 2**20
 

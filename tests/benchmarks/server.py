@@ -1,15 +1,15 @@
-"""What HTTP costs: the same requests to the engine of this process, and through `python -m megatron_rl.server`.
+"""Cost of HTTP: the same requests to the engine of this process, and through `python -m megatron_rl.server`.
 
     python tests/benchmarks/server.py [--requests 500] [--repeats 3]
 
-one at a time   how much later an answer comes
-all at once     requests a second, whole and streamed
+    one at a time   latency of an answer
+    all at once     requests per second, whole and streamed
 
-A model of 0.03 million random weights, so that HTTP is most of what is seen; prompts of 16 tokens, answers of 16. All
-take turns within one run, each with one thread for its arithmetic; what is shown are medians over the turns.
-`processor` is what the engine's or the server's process used, `client` what this one did to ask: a few lines over
-asyncio's streams, and for comparison httpx, which OpenAI's client is made of. No time is asserted. The last line is the
-server's time over the engine's, all at once.
+The model has 0.03 million random weights, so that HTTP dominates; prompts and answers have 16 tokens. All sides take
+turns within one run, each with one thread for arithmetic, and the output has medians over turns. `processor` is the CPU
+time of the engine's or the server's process, `client` that of this process for its requests: a few lines over asyncio's
+streams, and for comparison httpx, on which OpenAI's client is built. No time is asserted. The last line is the server's
+time over the engine's, all at once.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ Ask = Callable[[int], Awaitable[object]]
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds a request."""
+    """Seconds per request."""
 
     elapsed: float
     processor: float
-    """Of the process that answers."""
+    """CPU seconds of the process that answers."""
     client: float
-    """Of the one that asks, where that is another."""
+    """CPU seconds of the client, if it is another process."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Server:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns for each side (default: 3)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "tiny"
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 async def compare(engine: Engine, server: Server, requests: int, repeats: int) -> dict[str, Turn]:
-    """The median over the turns of each way to ask."""
+    """Medians over turns, by way of asking."""
 
     async def directly(number: int) -> None:
         await engine.generate(GenerationRequest(PROMPT, 1, SAMPLING, number))
@@ -126,7 +126,7 @@ async def compare(engine: Engine, server: Server, requests: int, repeats: int) -
             "server, all at once, by httpx": (by_httpx, requests, True, theirs),
             "server, all at once, streamed": (streamed, requests, True, theirs),
         }
-        for ask, _, _, _ in ways.values():  # what is slow once only
+        for ask, _, _, _ in ways.values():  # warm-up
             await ask(0)
         turns: dict[str, list[Turn]] = {name: [] for name in ways}
         for _ in range(repeats):
@@ -144,7 +144,7 @@ async def compare(engine: Engine, server: Server, requests: int, repeats: int) -
 
 
 async def post(address: str, body: object) -> bytes:
-    """The content of an answer, as it came, on a connection of its own."""
+    """Content of an answer, over a new connection."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(body).encode()
@@ -160,14 +160,14 @@ async def post(address: str, body: object) -> bytes:
 
 
 def processor_s(process: psutil.Process) -> float:
-    """Seconds of processor time of all its threads."""
+    """CPU seconds of all threads of this process."""
     times = process.cpu_times()
     return times.user + times.system
 
 
 @contextmanager
 def serving(weights: Path, folder: Path) -> Iterator[Server]:
-    """A server of these weights in a process of its own."""
+    """A server of these weights in another process."""
     token_file = folder / "token"
     token_file.write_text(TOKEN)
     options = ["--token-file", str(token_file), "--threads", "1"]

@@ -1,14 +1,14 @@
-"""Whether the simulation behind `mrl plan` is right: steps predicted and measured, with paced phases.
+"""Accuracy of the simulation behind `mrl plan`: predicted and measured steps, with paced phases.
 
     python tests/benchmarks/split.py [--steps 8] [--token-ms 12]
 
-Everything is real but the arithmetic: each inference replica is a process with the service of a run's replicas, the
-engine's own scheduler and pages; a trainer asks through the pool that a run's drivers have, admits by the bound on
-staleness, waits for each batch in order, and has versions published between two tokens, by a run's own refit beside the
-next step. But a token takes a replica the seconds that its rows and caches are said to need, and training and sending
-as long as they are said to. Lengths are drawn alike on both sides, and the prediction is told what publishing a version
-took. "sent first" trains only when the weights have come, as GPUs do. Co-located ranks are replicas that each have a
-pool and a share of the batch of their own, and weights that are there at once.
+Everything except the arithmetic is real. Each inference replica is a process with a run's replica service and the
+engine's own scheduler and pages. A trainer sends requests through a run's pool, admits prompts within the bound on
+staleness, waits for each batch in order, and publishes versions between two tokens with a run's refit, beside the next
+step. But a token takes the seconds that the scenario gives for its rows and caches, and so do training and sending.
+Both sides draw the same lengths, and the prediction knows the measured time of publishing a version. "sent first"
+trains only when the weights have arrived, as GPUs do. Co-located ranks are replicas that each have their own pool and
+share of the batch, with weights available at once.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from megatron_rl.rollout.window import begun_below
 
 WORK = Work(prompts=12, group_size=4, prompt_tokens=20, lengths=Lognormal.with_mean(100, 300))
 ROWS = 12
-"""Of a replica: fewer than a batch brings, so that answers wait for each other."""
+"""Rows of a replica: fewer than the answers of a batch, so that some wait."""
 SEED = 1
 LIMIT_S = 300.0
 DIGEST, TOKEN = "of no configuration", "a token of this benchmark, and of nothing else"
 
 
 def costs(token_s: float) -> Costs:
-    """A step of 12 rows takes half as long again as one of 1, and full caches as much."""
+    """Seconds of a decode step: 12 rows take half as long again as one, and full caches the same."""
     return Costs(
         decode=DecodeSpeed(((1, token_s), (ROWS, 1.5 * token_s)), token_s / (ROWS * 200)),
         rows=ROWS,
@@ -87,13 +87,13 @@ class Row:
 
 @dataclass(slots=True)
 class PacedRunner:
-    """Takes the time of a plan instead of computing it. Late wake-ups are made up for."""
+    """Sleeps for the time of a plan instead of computing it, and makes up for late wake-ups."""
 
     costs: Costs
     rows: dict[int, Row] = field(default_factory=dict)
     busy_s: float = 0.0
     due: float = 0.0
-    """When the last plan was to be done (time.monotonic)."""
+    """Time at which the last plan is done (time.monotonic)."""
 
     def execute(self, plan: StepPlan) -> list[int]:
         for source, target in plan.moves:
@@ -116,7 +116,7 @@ class PacedRunner:
         return [row for row in plan.rows if self.rows[row].sampled >= self.rows[row].limit]
 
     def answers(self, known: dict[int, int]) -> list[RowAnswer]:
-        """Tokens that nobody reads, of rows of which so many are known."""
+        """Placeholder tokens of rows."""
         new = {row: max(0, self.rows[row].sampled - count) for row, count in known.items()}
         return [RowAnswer(row, [1] * count, [0.0] * count) for row, count in new.items()]
 
@@ -169,21 +169,21 @@ class PacedEngine:
         return self._scheduler.partial_answers(self._sampled())
 
     def publish(self, version: int) -> None:
-        """Sample by these weights from the next token on."""
+        """Sample with these weights from the next token on."""
         self._scheduler.publish(version, self._sampled())
 
     def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
         raise AssertionError("it is one rank")
 
     def let_go(self) -> None:
-        """Nobody follows."""
+        """No-op: there are no other ranks."""
 
     def _sampled(self) -> list[RowAnswer]:
         return self.runner.answers(self._scheduler.wanted(self._scheduler.rows))
 
 
 class PacedWeights:
-    """Implements `Weights`: they are there at once; who sends takes the time. Says, then, how long was computed."""
+    """Implements `Weights`, available at once, because the sender sleeps. Reports the computing time."""
 
     def __init__(self, engine: PacedEngine, busy: Path) -> None:
         self._engine, self._busy = engine, busy
@@ -210,7 +210,7 @@ def busy_file(attempt: Attempt, number: int) -> Path:
 
 
 def serve(attempt: Attempt, number: int, start: int, costs: Costs) -> None:
-    """A replica, until its parent ends it."""
+    """Serve as a replica until the parent ends this process."""
     engine, replica = PacedEngine(costs), attempt.replica(number)
     replica.folder.mkdir(parents=True, exist_ok=True)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -231,16 +231,17 @@ def serve(attempt: Attempt, number: int, start: int, costs: Costs) -> None:
 @dataclass(slots=True)
 class Measured:
     ended_at: list[float] = field(default_factory=list)
-    """Of each step, seconds after the first prompt was asked."""
+    """Seconds after the first request, for each step."""
     busy_s: list[float] = field(default_factory=list)
-    """Of the replicas, when they had the weights before those of each step, and at the end; mean over them."""
+    """Busy seconds of the replicas, mean over them, when they had the weights before those of each step, and at the
+    end."""
     published_s: list[float] = field(default_factory=list)
-    """That each version took to be published."""
+    """Seconds to publish each version."""
     staleness_max: int = 0
 
 
 class PacedTransfer:
-    """Implements what `OverlappedRefit` asks of a `TransferRefit`."""
+    """Implements the part of `TransferRefit` that `OverlappedRefit` uses."""
 
     moved_bytes = 0
 
@@ -253,23 +254,23 @@ class PacedTransfer:
             if path == "swap":
                 time.sleep(self._seconds)
             for said in [self._pool.call(start, path, {"version": version, **body}, LIMIT_S) for start in starts]:
-                with suppress(ReplicaGone):  # the others have it
+                with suppress(ReplicaGone):  # the others already have it
                     said.result(LIMIT_S)
         self._published_s.append(time.monotonic() - began)
         return True
 
     def abort(self) -> None:
-        """It ends soon."""
+        """No-op: a transfer ends soon."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """No-op: there is no epoch."""
 
 
 class Run:
-    """The trainer's side: admits, trains in order, publishes."""
+    """The trainer's side: admits prompts, trains in order, publishes."""
 
     def __init__(self, scenario: Scenario, attempts: Sequence[Attempt]) -> None:
-        """attempts: of each the replicas have a pool of their own."""
+        """attempts: one for each pool of replicas."""
         self._scenario, self._attempts = scenario, attempts
         self.measured = Measured()
         self._pools = [ReplicaPool(Dispatch(one, DIGEST, TOKEN, 0, goes_on=True, limit_s=LIMIT_S)) for one in attempts]
@@ -295,10 +296,10 @@ class Run:
             pool.policy_version = 0
 
     async def see(self, count: int) -> None:
-        """Wait until so many replicas are there."""
+        """Wait for `count` replicas."""
         give_up = time.monotonic() + LIMIT_S
         while sum(len(pool.starts()) for pool in self._pools) != count:
-            assert time.monotonic() < give_up, f"there were never {count} replicas"
+            assert time.monotonic() < give_up, f"{count} replicas did not come up"
             await asyncio.sleep(0.1)
 
     async def step(self, step: int) -> None:
@@ -359,7 +360,7 @@ class Run:
 
 
 def measure(scenario: Scenario, steps: int, token_s: float, folder: Path) -> Measured:
-    """A run over as many replicas as the scenario has, each a process of its own."""
+    """Run the scenario with its number of replicas, each a process."""
     pools = scenario.split.replicas if scenario.split.colocated else 1
     attempts = [RunDir(folder / str(number)).attempt(1) for number in range(pools)]
     for attempt in attempts:
@@ -383,9 +384,9 @@ def start_replica(number: int, root: Path, token_s: float, start: int = 0) -> su
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="that are counted of each run")
-    parser.add_argument("--token-ms", type=float, default=12.0, help="that one row takes for a token")
-    parser.add_argument("--replica", nargs=3, help=argparse.SUPPRESS)  # its number and start, and the run directory
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each run")
+    parser.add_argument("--token-ms", type=float, default=12.0, help="milliseconds of a token in one row")
+    parser.add_argument("--replica", nargs=3, help=argparse.SUPPRESS)  # number, start and run directory
     options = parser.parse_args()
     token_s = options.token_ms / 1e3
     if options.replica is not None:
@@ -397,7 +398,7 @@ def main() -> None:
     apart = Split(2, 2, 2)
     for split, lag, beside in ((Split(4, 0, 4), 0, True), *((apart, lag, True) for lag in range(3)), (apart, 1, False)):
         share = replace(costs(token_s), trains_beside_refit=beside)
-        if split.colocated:  # twice as many train
+        if split.colocated:  # twice the number trains
             share = replace(share, train_token_s=share.train_token_s / 2)
         scenario = Scenario(WORK, share, split, lag)
         lead = 2 * lag
@@ -405,7 +406,7 @@ def main() -> None:
             found = measure(scenario, lead + options.steps, token_s, Path(folder))
         predicted = replace(scenario, costs=replace(share, refit_s=fmean(found.published_s)))
         done = simulate(predicted, lead + options.steps, SEED).steps
-        first = [predicted.costs.refit_s, 0.0]  # the prediction has replicas that are sent weights at the start
+        first = [predicted.costs.refit_s, 0.0]  # the prediction starts by sending weights
         if lead:
             first = [done[lead - 1].ended_at, found.ended_at[lead - 1]]
         seconds = [done[-1].ended_at - first[0], found.ended_at[-1] - first[1]]

@@ -1,8 +1,8 @@
-"""How long a user waits for mrl: a dry run beside the bare import of the libraries it stands on, in turns.
+"""Time of a dry run, beside the bare import of the libraries that mrl uses, in turns.
 
-    python tests/benchmarks/startup.py [--repeats 11] [--nemo-run PYTHON]
+python tests/benchmarks/startup.py [--repeats 11] [--nemo-run PYTHON]
 
-`--nemo-run`: the python of a virtual environment of its own with nemo_run, whose import alone is timed beside.
+--nemo-run   python of a virtual environment with nemo_run, whose import is timed too
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LIMIT_RATIO = 2.0
 
 
 def seconds(command: list[str], folder: str) -> float:
-    """Wall time of a command whose modules are compiled, as those of the libraries are since they were installed."""
+    """Wall time of a command whose modules are compiled, as an installed library's are."""
     environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"}
     quiet = subprocess.DEVNULL
     began = time.perf_counter()
-    # Without a timeout: to keep one, Python looks only every 50 ms whether the process has ended.
+    # Without a timeout, because Python would then poll for the end of the process every 50 ms.
     subprocess.run(command, cwd=folder, env=environ, stdout=quiet, stderr=quiet, check=True)
     return time.perf_counter() - began
 
@@ -51,7 +51,7 @@ def main() -> None:
         for turn in range(options.repeats + 1):
             for name, command in commands.items():
                 taken = seconds(command, folder)
-                if turn:  # the first one fills caches
+                if turn:  # fills caches
                     times[name].append(taken)
     base = times["import submitit, pydantic, yaml, jinja2"]
     print(f"{'':<54} {'fastest':>8} {'median':>8}  ratio of medians (at most {LIMIT_S} s and {LIMIT_RATIO})")

@@ -1,4 +1,4 @@
-"""Tests here have the platform of the GPU, and nothing of the CPU's is patched in their process."""
+"""Tests here use the GPU's platform, and nothing of the CPU's is patched in their process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded decode steps on a GPU: the tokens of steps told operation by operation, and the model's log-probs."""
+"""Decode steps recorded as CUDA graphs give the tokens of unrecorded steps, and the model's log-probs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = tiny_model(
     hidden_size=256, ffn_hidden_size=512, dtype="bf16", max_position_embeddings=1024, tied_embeddings=False
 )
 BF16 = 5e-2
-"""Of a log-prob."""
+"""Tolerance of a log-prob."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def engine_of(policy: Policy, *, recorded: bool) -> Engine:
 
 
 def answers(engine: Engine, requests: list[GenerationRequest], every: int = 0) -> list[list[Completion]]:
-    """every: steps between two requests."""
+    """every: number of steps between two requests."""
     for request in requests:
         engine.submit(request)
         for _ in range(every):
@@ -57,9 +57,9 @@ def answers(engine: Engine, requests: list[GenerationRequest], every: int = 0) -
     [{"temperature": 0.0}, {}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01}],
     ids=["greedy", "sampled", "cut"],
 )
-def test_they_draw_what_steps_that_are_not_recorded_draw(policy: Policy, sampling: dict[str, Any]) -> None:
-    """Eight rows from beginning to end, which are computed by the same kernels either way. Three phases, each of which
-    records anew; before the last one there are new weights in the places of the old ones."""
+def test_recorded_steps_sample_the_same_tokens(policy: Policy, sampling: dict[str, Any]) -> None:
+    """Eight rows from beginning to end, computed by the same kernels either way. Each of three phases records again;
+    before the last one new weights replace the old ones in place."""
     kind = Sampling(**{"max_new_tokens": 70, "min_new_tokens": 70} | sampling)
     engines = [engine_of(policy, recorded=recorded) for recorded in (True, False)]
     for phase in range(3):
@@ -77,8 +77,8 @@ def test_they_draw_what_steps_that_are_not_recorded_draw(policy: Policy, samplin
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-4, atol=1e-4)
 
 
-def test_their_log_probs_are_the_models_where_rows_come_and_go(policy: Policy) -> None:
-    """And rows that nobody has write to nobody's page: of each answer all tokens are attended to again."""
+def test_log_probs_are_the_models_while_rows_come_and_go(policy: Policy) -> None:
+    """Rows without a request write to no page in use: all tokens of each answer are attended to again."""
     requests = [
         GenerationRequest([key % VOCAB] * (1 + 37 * key), 1 + key % 3, Sampling(max_new_tokens=20 + 8 * key), key)
         for key in range(12)
@@ -98,8 +98,8 @@ def test_their_log_probs_are_the_models_where_rows_come_and_go(policy: Policy) -
             torch.testing.assert_close(torch.tensor(one.logprobs), expected.cpu(), rtol=BF16, atol=BF16)
 
 
-def test_weights_that_move_are_found(policy: Policy) -> None:
-    """Where the old ones were there is something else then."""
+def test_moved_weights_are_used(policy: Policy) -> None:
+    """The memory of the old weights is overwritten."""
     engine = engine_of(policy, recorded=True)
     kind = Sampling(max_new_tokens=40, min_new_tokens=40, temperature=0.0)
     requests = [GenerationRequest([1, 2, 3], 8, kind, key=0) for _ in range(2)]

@@ -1,7 +1,7 @@
-"""The kernels of a GPU beside a formula in float64, and Transformer Engine's linears beside megatron-core's. Skipped
-where there is no GPU; run by hand with
+"""Kernels of a GPU agree with a formula in float64, and Transformer Engine's linears with megatron-core's. Skipped
+without a GPU; run by hand with
 
-pytest tests/gpu
+    pytest tests/gpu
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Te
 
 
 def compare(layout: Layout, packed: PackedSequences, dtype: torch.dtype, tolerance: float) -> None:
-    """Results and gradients, relative to the largest."""
+    """Errors of results and gradients, relative to the largest value."""
     generator = torch.Generator(GPU).manual_seed(0)
     qkv = [
         torch.randn(len(packed.subtree_ends), heads, HEAD_SIZE, generator=generator, device=GPU, dtype=dtype)
@@ -70,7 +70,7 @@ def compare(layout: Layout, packed: PackedSequences, dtype: torch.dtype, toleran
 
 @pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
 @pytest.mark.parametrize("find", ["_transformer_engine", "_flash_attn", "_torch"])
-def test_a_flash_kernel_attends_as_the_formula_does(find: str, packed: PackedSequences) -> None:
+def test_a_flash_kernel_agrees_with_the_formula(find: str, packed: PackedSequences) -> None:
     try:
         kernel = getattr(varlen_attention, find)()
     except (ImportError, OSError) as error:
@@ -82,15 +82,13 @@ def test_a_flash_kernel_attends_as_the_formula_does(find: str, packed: PackedSeq
 
 @pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
-def test_flex_attention_attends_as_the_formula_does(
-    dtype: torch.dtype, tolerance: float, packed: PackedSequences
-) -> None:
+def test_flex_attention_agrees_with_the_formula(dtype: torch.dtype, tolerance: float, packed: PackedSequences) -> None:
     torch.set_float32_matmul_precision("highest")  # as the platform does
     compare(tree_layout(packed, GPU), packed, dtype, tolerance)
 
 
-def test_flex_attention_holds_no_scores() -> None:
-    """Of 16,384 tokens and eight heads in fp32 they would be 8 GiB."""
+def test_flex_attention_stores_no_scores() -> None:
+    """Scores of 16,384 tokens and eight heads in fp32 would take 8 GiB."""
     packed = whole_sequences([16384])
     layout = tree_layout(packed, GPU)
     qkv = [torch.randn(16384, heads, HEAD_SIZE, device=GPU, requires_grad=True) for heads in (HEADS, 2, 2)]
@@ -135,7 +133,7 @@ print("the same")
 """
 
 
-def test_layers_of_transformer_engine_compute_what_the_local_ones_do() -> None:
+def test_layers_of_transformer_engine_agree_with_local_ones() -> None:
     pytest.importorskip("transformer_engine.pytorch")
     environment: dict[str, Any] = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""On a GPU megatron-core's engine, with flash-attn's own kernels, answers greedily as this project's does."""
+"""megatron-core's engine with flash-attn's kernels gives the native engine's greedy tokens on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def answers(engine: RankEngine) -> list[Completion]:
 
 
 def test_greedy_tokens_and_their_logprobs_are_those_of_the_native_engine(platform: Any, groups: Any) -> None:
-    # Heads of 64, which flash-attn knows, and weights so sharp that no two tokens are nearly as likely in bf16.
+    # Heads of 64, which flash-attn supports, and weights that leave no near ties between tokens in bf16.
     model = tiny_model(dtype="bf16", head_dim=64, max_position_embeddings=1024)
     policy = tiny_policy(platform, model, scale=0.3).requires_grad_(False).eval()
     config = InferenceConfig(max_batch=8)
@@ -42,7 +42,7 @@ def test_greedy_tokens_and_their_logprobs_are_those_of_the_native_engine(platfor
     except ConfigurationError as missing:
         pytest.skip(str(missing))
     native = answers(Engine(policy, model, config, {END}))
-    for _ in range(2):  # a second phase has a cache of its own
+    for _ in range(2):  # a second phase has a new cache
         for theirs, ours in zip(answers(megatron), native, strict=True):
             assert theirs.tokens == ours.tokens
             torch.testing.assert_close(torch.tensor(theirs.logprobs), torch.tensor(ours.logprobs), rtol=0, atol=5e-2)

@@ -1,4 +1,4 @@
-"""Adam's state goes to the host's memory and back bit for bit, and a GPU has its room meanwhile."""
+"""Adam's state moves to host memory and back bit for bit, and its GPU memory is free meanwhile."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WIDE = {"hidden_size": 1024, "ffn_hidden_size": 4096}
 
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_updates_with_off_load_are_those_without(platform: Any, groups: Any, dtype: str, *, distributed: bool) -> None:
-    """Gradients are drawn, not computed: those of a GPU differ from one time to the next."""
+def test_updates_are_the_same_with_off_load(platform: Any, groups: Any, dtype: str, *, distributed: bool) -> None:
+    """Gradients are random, not computed: on a GPU those differ from run to run."""
     usual, offloaded = (an_optimizer(platform, dtype, each, distributed=distributed) for each in ("none", "optimizer"))
     offloaded.offload()
     for number in range(UPDATES):
@@ -32,7 +32,7 @@ def test_updates_with_off_load_are_those_without(platform: Any, groups: Any, dty
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="a CPU does not count what it holds")
-def test_its_memory_is_free_meanwhile_and_comes_from_pinned_memory(platform: Any, groups: Any) -> None:
+def test_gpu_memory_is_free_meanwhile_and_host_memory_is_pinned(platform: Any, groups: Any) -> None:
     optimizer = an_optimizer(platform, "bf16", "optimizer", model=WIDE)
     gradients = sum(buffer.grad_data.nbytes for buffer in optimizer.ddp.buffers)
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""What a GPU computes is what a CPU computes from the same weights: transformers' model is the witness, on the CPU."""
+"""GPU and CPU compute the same from the same weights; transformers' model on the CPU is the reference."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = NEEDS_GPU
 
 SEQUENCES = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [3] * 30]
 BF16 = 5e-2
-"""Of a logit: 8 bits over four layers' worth of sums. In fp32, 1e-4 is the order of summation."""
+"""Tolerance of a logit: in bf16, 8 bits over sums of four layers; in fp32, 1e-4 for the order of summation."""
 
 
 @pytest.mark.parametrize(("dtype", "off"), [("fp32", 1e-4), ("bf16", BF16)])
 @pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "qkv_bias": False}], ids=["qwen2.5", "qwen3"])
-def test_logits_are_the_witnesss(platform: Any, groups: Any, dtype: str, off: float, fields: dict[str, Any]) -> None:
+def test_logits_are_the_references(platform: Any, groups: Any, dtype: str, off: float, fields: dict[str, Any]) -> None:
     model = tiny_model(dtype=dtype, **fields)
     policy = tiny_policy(platform, model, scale=0.1)
     twin = witness(policy, model).eval()
@@ -42,9 +42,7 @@ def test_logits_are_the_witnesss(platform: Any, groups: Any, dtype: str, off: fl
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_gradients_are_the_witnesss_where_answers_share_their_prompt(
-    platform: Any, groups: Any, recompute: Any
-) -> None:
+def test_gradients_are_the_references_if_answers_share_their_prompt(platform: Any, groups: Any, recompute: Any) -> None:
     model = tiny_model()
     policy = tiny_policy(platform, model, recompute=recompute)
     twin = witness(policy, model)
@@ -64,14 +62,14 @@ def test_gradients_are_the_witnesss_where_answers_share_their_prompt(
     for name, gradient in ours.items():
         expected = theirs[name]
         assert expected is not None
-        if name == "model.embed_tokens.weight":  # padding, which the witness scores too
+        if name == "model.embed_tokens.weight":  # padding, which the reference scores too
             gradient, expected = gradient[:VOCAB], expected[:VOCAB]
         torch.testing.assert_close(
             gradient, expected, rtol=1e-3, atol=1e-4, msg=lambda said, name=name: f"{name}: {said}"
         )
 
 
-def test_what_is_decoded_greedily_is_what_the_witness_finds_likeliest(platform: Any, groups: Any) -> None:
+def test_greedy_tokens_are_the_references_likeliest(platform: Any, groups: Any) -> None:
     model = tiny_model()
     policy = tiny_policy(platform, model).requires_grad_(False).eval()
     twin = witness(policy, model).eval()
@@ -92,8 +90,8 @@ def test_what_is_decoded_greedily_is_what_the_witness_finds_likeliest(platform: 
         torch.testing.assert_close(found, logprobs.amax(-1), rtol=1e-3, atol=1e-3)
 
 
-def test_a_checkpoint_of_a_cpu_goes_on_alike_on_either(tmp_path: Path) -> None:
-    """The same answers to the same prompts, by the same random numbers, and as large a gradient."""
+def test_a_checkpoint_of_a_cpu_resumes_alike_on_both(tmp_path: Path) -> None:
+    """The same answers to the same prompts with the same random numbers, and an equal gradient."""
     taught = {"init": "supervised", "supervised": {"steps": 40, "batch_size": 16, "learning_rate": 3e-3}}
     recipe = tiny_run(model=taught, grpo={"prompts_per_step": 8}, save={"every": 1}).model_dump()
     steps = recipe["training"]["steps"]

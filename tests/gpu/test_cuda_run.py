@@ -1,4 +1,4 @@
-"""The same run on a GPU: one rank, no patches, bf16 and fp32. Skipped where there is none; run by hand with
+"""A run on a GPU: one rank, no patches, bf16 and fp32. Skipped without a GPU; run by hand with
 
 pytest tests/gpu
 """
@@ -76,7 +76,7 @@ def test_a_run_on_the_gpu_trains_and_its_engine_agrees_with_the_trainer(tmp_path
     assert all(line["skipped_updates"] == 0 for line in lines)
 
 
-def test_a_resumed_run_on_the_gpu_goes_on_with_the_same_prompts_and_rewards(tmp_path: Path) -> None:
+def test_a_resumed_run_on_the_gpu_has_the_same_prompts_and_rewards(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for root, steps in ((whole, 40), (cut, 20)):
         root.mkdir()

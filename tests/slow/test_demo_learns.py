@@ -1,4 +1,4 @@
-"""The demo learns, for every seed; where there is nothing to learn from, it does not.
+"""The demo learns with every seed, and learns nothing without information in its rewards.
 
 Each run trains the shipped recipe on two ranks, about a minute and a half on two cores.
 """
@@ -30,7 +30,7 @@ def test_the_demo_learns(tmp_path: Path, seed: int) -> None:
     assert after > before
 
 
-def test_without_a_learning_rate_nothing_is_learnt(tmp_path: Path) -> None:
+def test_without_a_learning_rate_it_learns_nothing(tmp_path: Path) -> None:
     run_dir = train("demo", tmp_path, "optimizer.learning_rate=0.0", "optimizer.min_learning_rate=0.0")
     first, last = rewards(run_dir)
     assert abs(last - first) < 0.1
@@ -38,8 +38,8 @@ def test_without_a_learning_rate_nothing_is_learnt(tmp_path: Path) -> None:
     assert before == after
 
 
-def test_from_shuffled_rewards_nothing_is_learnt(tmp_path: Path) -> None:
-    """The rewards are as many as the answers earned; only which answer gets them is chance."""
+def test_from_shuffled_rewards_it_learns_nothing(tmp_path: Path) -> None:
+    """Rewards are shuffled among the answers."""
     shuffled = install_shuffled(tmp_path, ArithmeticEnvironment)
     first, last = rewards(train("demo", tmp_path, environment=shuffled))
     assert last - first < 0.1

@@ -1,4 +1,4 @@
-"""The benchmark for GPUs, tried out where there is none."""
+"""The benchmark for GPUs runs on a CPU."""
 
 from __future__ import annotations
 

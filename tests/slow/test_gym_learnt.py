@@ -1,4 +1,4 @@
-"""A tiny model learns its way across gymnasium's frozen lake, and where rewards say nothing it does not."""
+"""A tiny model learns to cross gymnasium's frozen lake, and does not with random rewards."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ RECIPE = (
     "evaluation.every=0",
     "save.every=0",
 )
-"""A walk of six steps at least. The base model says any of the four directions, and comes to the other side once in a
-hundred walks."""
+"""Frozen lake: at least six steps. The base model names any of the four directions and crosses in one of a hundred
+walks."""
 
 
-def test_a_tiny_model_learns_its_way_across_the_lake(tmp_path: Path) -> None:
+def test_a_tiny_model_learns_to_cross_the_lake(tmp_path: Path) -> None:
     run_dir = train("demo", tmp_path, *RECIPE)
     first, last = mean_rewards(run_dir, first=3, last=10)
     assert first < 0.05 and last > 0.6
     assert greedy_accuracy(run_dir, "held_out") == (0.0, 1.0)
 
 
-def test_with_rewards_that_say_nothing_it_does_not(tmp_path: Path) -> None:
+def test_with_random_rewards_it_does_not(tmp_path: Path) -> None:
     run_dir = train("demo", tmp_path, *RECIPE, environment=install_shuffled(tmp_path, GymEnvironment))
     first, last = mean_rewards(run_dir, first=3, last=10)
     assert last < first + 0.2

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as transformers has it: the same logits, and greedily the same text.
+"""SmolLM2-135M-Instruct agrees with transformers: the same logits, and the same greedy text.
 
 About half a minute on two cores, most of it transformers' generation.
 """
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 NEW_TOKENS = 24
 TIE = 1e-4
-"""Two logits closer than this may be the other way round: sums of another order round otherwise."""
+"""Difference below which two logits may be swapped, because another order of summation rounds differently."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_the_prompt_is_the_models_chat_template(prompts: list[str], tokenizer: T
     assert prompts[0].endswith("= ? Reply with the number only.<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.decode([tokenizer.eos_id]) == ""
     assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_id]
-    assert len(tokenizer.encode("12")) == 2, "a token for each digit"
+    assert len(tokenizer.encode("12")) == 2, "each digit is a token"
 
 
 def test_logits_are_those_of_transformers(ours: Policy, theirs: Any, prompts: list[str], tokenizer: Tokenizer) -> None:
@@ -105,16 +105,16 @@ def test_greedy_text_is_that_of_transformers(
         answer, gaps = reference(theirs, tokens)
         certain = next((place for place, gap in enumerate(gaps) if gap < TIE), len(gaps))
         assert completion.tokens[:certain] == answer[:certain]
-        # What comes after the same text is the same, also behind a tie.
+        # Compared token by token after the same text, so a tie does not affect later tokens.
         likeliest = full_forward(ours, tokens + answer)[len(tokens) - 1 : -1].argmax(-1).tolist()
         for place, gap in enumerate(gaps):
             assert likeliest[place] == answer[place] or gap < TIE
         compared += certain
-    assert compared > NEW_TOKENS, "most places are no ties"
+    assert compared > NEW_TOKENS, "most positions are no ties"
 
 
 def reference(theirs: Any, tokens: list[int]) -> tuple[list[int], list[float]]:
-    """What transformers answers greedily, and at each place by how much the likeliest token leads."""
+    """transformers' greedy answer, and by how much the likeliest token leads at each position."""
     made = theirs.generate(
         torch.tensor([tokens]),
         attention_mask=torch.ones(1, len(tokens), dtype=torch.long),

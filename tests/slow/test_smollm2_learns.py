@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct learns sums, for every seed; from rewards that are dealt out anew it does not.
+"""SmolLM2-135M-Instruct learns sums with every seed, and learns nothing from shuffled rewards.
 
 Each run trains the shipped recipe, minutes on two cores.
 """
@@ -17,7 +17,7 @@ LIMIT_S = 1500
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 300)]
 LEARNT = 0.84
-"""Mean reward of a run that has learned: more than the 0.77 of the problems that have no negative result."""
+"""Mean reward of a run that has learned: above 0.77, the share of problems without a negative result."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,7 +36,7 @@ def test_smollm2_learns(tmp_path: Path, seed: int) -> None:
 
 
 def test_from_shuffled_rewards_it_learns_nothing(tmp_path: Path) -> None:
-    """The rewards are as many as the answers earned; only which answer gets them is chance."""
+    """Rewards are shuffled among the answers."""
     shuffled = install_shuffled(tmp_path, ReasoningGymEnvironment)
     run_dir = train(RECIPE, tmp_path, "save.every=0", environment=shuffled, limit_s=LIMIT_S)
     first, last = mean_rewards(run_dir, first=3, last=20)

@@ -1,4 +1,4 @@
-"""A tiny model learns to call the calculator, and where rewards say nothing it does not."""
+"""A tiny model learns to call the calculator, and does not with random rewards."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ RECIPE = (
     f"logging.samples_every={STEPS - 1}",
     "save.every=0",
 )
-"""Sums of three digits, of which the base model gets few by itself. It was taught both: to answer and to call."""
+"""Sums of three digits, of which the base model gets few right by itself. It was pretrained to answer and to call."""
 
 
 def calls(run_dir: RunDir, step: int) -> float:
-    """Share of conversations that begin with a call."""
+    """Share of conversations that start with a call."""
     lines = run_dir.samples(step).read_text(encoding="utf-8").splitlines()
     said = [line.rpartition("  ")[2] for line in lines if line.startswith("  reward")]
     return sum(each.startswith("'[") for each in said) / len(said)
@@ -43,7 +43,7 @@ def test_a_tiny_model_learns_to_call_the_calculator(tmp_path: Path) -> None:
     assert calls(run_dir, STEPS - 1) > 0.9
 
 
-def test_with_rewards_that_say_nothing_it_does_not(tmp_path: Path) -> None:
+def test_with_random_rewards_it_does_not(tmp_path: Path) -> None:
     run_dir = train("demo", tmp_path, *RECIPE, environment=install_shuffled(tmp_path, Calculator))
     first, last = mean_rewards(run_dir, first=3, last=10)
     assert last < first + 0.2

@@ -1,4 +1,4 @@
-"""mrl as users have it: a wheel in an empty virtual environment, used far from any checkout."""
+"""mrl as users install it: a wheel in an empty virtual environment, used outside any checkout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The bin directory of an environment that has the wheel and what it depends on."""
+    """Folder bin of an environment with the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], check=True, timeout=600)
@@ -39,18 +39,18 @@ def run(installed: Path, where: Path, *command: str) -> subprocess.CompletedProc
     )
 
 
-def test_no_heavy_library_comes_along(installed, tmp_path):
+def test_no_heavy_library_is_installed(installed, tmp_path):
     names = "torch megatron transformers datasets numpy huggingface_hub"
     program = f"import importlib.util as u; print([name for name in {names.split()!r} if u.find_spec(name)])"
     assert run(installed, tmp_path, "python", "-c", program).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("recipe", ["qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned"])
-def test_a_dry_run_prints_a_whole_script(installed, tmp_path, recipe):
+def test_a_dry_run_prints_a_complete_script(installed, tmp_path, recipe):
     dry = run(installed, tmp_path, "mrl-submit", recipe, "--dry-run", "--script", "--cluster", "h100")
     assert dry.returncode == 0, dry.stderr
     assert dry.stdout.startswith("#!/bin/bash\n#SBATCH ")
-    assert str(installed.parent / "lib") in dry.stdout, "the snapshot is taken from the installed package"
+    assert str(installed.parent / "lib") in dry.stdout, "the snapshot is of the installed package"
     subprocess.run(["bash", "-n"], input=dry.stdout, text=True, check=True)
     assert list(tmp_path.iterdir()) == []
 
