@@ -1,1 +1,1 @@
-"""Checkpoints: written behind the training, published by rename, verified, loaded into any layout."""
+"""Checkpoints: written beside the training, published by rename, verified, loaded into any layout."""

@@ -1,4 +1,4 @@
-"""Pure: how long to wait between two saves, from what one costs and how often the run fails.
+"""Pure: the interval between two saves, from the cost of one and the run's failures.
 
 Young (1974), "A first order approximation to the optimum checkpoint interval", and Daly (2006), "A higher order
 estimate of the optimum checkpoint interval for restart dumps", equation 37.
@@ -14,27 +14,27 @@ from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
 from megatron_rl.contract.codes import FINISHED
 
 PRIOR_S = 24 * 3600.0
-"""Where nothing is known: one failure a day. It weighs as much as one failure seen (a Gamma prior of shape 1)."""
+"""Prior: one failure per day, with the weight of one observed failure (a Gamma prior of shape 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one save takes."""
+    """Seconds that one save takes."""
 
     blocked_s: float
-    """How long it keeps the training loop."""
+    """Seconds that it stops the training loop."""
     total_s: float
-    """From its start to the published checkpoint; the write behind the loop included."""
+    """Seconds from its start to the published checkpoint, including the write beside the loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureHistory:
-    """What became of the attempts of a run."""
+    """Failures and running time of a run's attempts."""
 
     failures: int
-    """Those that ended before the run was finished: crashes, dead nodes, preemptions, time limits, stops."""
+    """Attempts that ended before the run was finished: crashes, dead nodes, preemptions, time limits, stops."""
     running_s: float
-    """Of all attempts together."""
+    """Seconds of all attempts together."""
 
     @property
     def mean_time_between_failures_s(self) -> float:
@@ -42,10 +42,11 @@ class FailureHistory:
 
 
 def failure_history(ledger: Iterable[AttemptStart | AttemptEnd], now: float) -> FailureHistory:
-    """
+    """Count the failures in the ledger.
+
     Args:
         ledger: lines of attempts.jsonl.
-        now: unix seconds; an attempt that has not ended runs until then.
+        now: unix time; an attempt that has not ended runs until then.
     """
     began: dict[int, float] = {}
     failures, running_s = 0, 0.0
@@ -59,15 +60,15 @@ def failure_history(ledger: Iterable[AttemptStart | AttemptEnd], now: float) -> 
 
 
 def best_interval_s(cost: Cost, mean_time_between_failures_s: float) -> float:
-    """Seconds from the start of one save to that of the next, so that saving and repeated work take least time.
+    """Return the seconds between the starts of two saves that minimise the time of saving and repeated work.
 
-    What is written behind the loop costs the loop nothing, so only the blocked seconds count as cost; but a save
-    cannot begin before the one under way is done.
+    Writing beside the loop costs it nothing, so only the blocked seconds count as cost. But a save cannot start before
+    the previous one is done.
     """
     blocked, between = cost.blocked_s, mean_time_between_failures_s
     if blocked < 2 * between:
         ratio = blocked / (2 * between)
-        # Daly's interval runs from the end of a save: it has `- blocked` where this one has not.
+        # Daly's interval starts at the end of a save and so has a term `- blocked`. This one starts at its start.
         best = math.sqrt(2 * blocked * between) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
     else:
         best = between + blocked

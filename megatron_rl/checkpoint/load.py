@@ -23,25 +23,25 @@ from megatron_rl.contract.records import Unreadable, read_lines
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
-"""For a ledger or metrics that cannot be read: a stale mount."""
-LOOK_AGAIN_S = 1.0
-"""Between two looks at a checkpoint that seems damaged."""
+"""Seconds to retry a ledger or metrics that cannot be read, for example on a stale mount."""
+CHECK_AGAIN_S = 1.0
+"""Seconds between two checks of a checkpoint that seems damaged."""
 SAVED_METRIC = "time/save_s"
-"""In the line of the step after a checkpoint was published."""
+"""Metric in the line of the step after a checkpoint was published."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedCheckpoint:
-    """A checkpoint whose every byte was found to be what was written. Made by `verify` only."""
+    """A checkpoint whose every byte was verified. Only `verify` creates it."""
 
     folder: Path
     manifest: Manifest
 
 
 def published_steps(run_dir: RunDir, control: dist.ProcessGroup) -> list[int]:
-    """Steps that have a published checkpoint, newest first, as rank 0 sees them. Collective over all ranks.
+    """Steps of published checkpoints, newest first, as rank 0 sees them. Collective over all ranks.
 
-    Raises CheckpointError where there is none though the record of the run knows of one.
+    Raises CheckpointError if there are none although the record of the run mentions one.
     """
     found: list[list[int] | str | None] = [None]
     if dist.get_rank() == 0:
@@ -52,15 +52,15 @@ def published_steps(run_dir: RunDir, control: dist.ProcessGroup) -> list[int]:
     if not isinstance(found[0], list):
         record = ", ".join(path.name for path in (run_dir.attempts_ledger, run_dir.metrics, run_dir.evaluations))
         raise CheckpointError(
-            f"{run_dir.checkpoints} holds no checkpoint, and {found[0]}: this run does not begin again by itself. "
-            "Bring the folder back (is its file system mounted?), or start another run; to begin this one anew, and "
-            f"lose its record, delete {record}"
+            f"{run_dir.checkpoints} holds no checkpoint, but {found[0]}: this run does not start over by itself. "
+            "Restore the folder (is its file system mounted?), or start another run. To start this one over and lose "
+            f"its record, delete {record}"
         )
     return found[0]
 
 
 def evidence_of_a_checkpoint(run_dir: RunDir) -> str | None:
-    """What the ledger or the metrics say of a checkpoint that was published; None where they know of none."""
+    """Evidence of a published checkpoint in the ledger or the metrics; None without any."""
     ledger = read_lines(LEDGER, run_dir.attempts_ledger, PATIENCE_S)
     metrics = read_lines(MetricsLine, run_dir.metrics, PATIENCE_S)
     for lines in (ledger, metrics):
@@ -70,29 +70,29 @@ def evidence_of_a_checkpoint(run_dir: RunDir) -> str | None:
     assert not isinstance(metrics, Unreadable)
     saved = max((line.checkpoint for line in ledger.records if isinstance(line, AttemptEnd)), default=0)
     if saved:
-        return f"{run_dir.attempts_ledger.name} knows of one of step {saved}"
+        return f"{run_dir.attempts_ledger.name} mentions one of step {saved}"
     published = [line.step for line in metrics.records if SAVED_METRIC in line.values]
-    return f"{run_dir.metrics.name} knows of one published before step {published[-1]}" if published else None
+    return f"{run_dir.metrics.name} mentions one published before step {published[-1]}" if published else None
 
 
 def restore_newest(
     run_dir: RunDir, steps: Sequence[int], restore: Callable[[VerifiedCheckpoint], None], control: dist.ProcessGroup
 ) -> VerifiedCheckpoint | None:
-    """Restore the run from the newest good one of its checkpoints. Collective over all ranks.
+    """Restore the run from its newest good checkpoint. Collective over all ranks.
 
-    One that is damaged, on whichever rank this shows, is passed over by all, and rank 0 says so. It stays on the disk
-    until a new checkpoint is published: what could not be read here may be readable on another node.
+    All ranks skip a checkpoint that is damaged on any of them, and rank 0 logs it. It stays on disk until a new
+    checkpoint is published: another node may be able to read it.
 
     Args:
         steps: of the checkpoints, newest first; the same on every rank.
-        restore: loads it, with `read`; not called for one that is damaged.
+        restore: loads a checkpoint with `read`; not called for damaged ones.
 
     Returns:
-        The one that was restored; None where the run has none yet.
+        The restored checkpoint; None if the run has none.
 
     Raises:
-        CheckpointError: there are some and none of them is good: to begin again from nothing is not for us to
-            decide. Or one is good and does not fit this model, as all others will not.
+        CheckpointError: all checkpoints are damaged: the user must decide whether to start over. Or the newest good one
+            does not fit this model, so that no other will.
     """
     passed_over = []
     for step in steps:
@@ -107,8 +107,8 @@ def restore_newest(
             return checkpoint
     if passed_over:
         raise CheckpointError(
-            f"no checkpoint in {run_dir.checkpoints} is good: {'; '.join(passed_over)}. Bring one back from a backup, "
-            "or start another run: this one does not begin again by itself"
+            f"no checkpoint in {run_dir.checkpoints} is good: {'; '.join(passed_over)}. Restore one from a backup, "
+            "or start another run: this one does not start over by itself"
         )
     return None
 
@@ -116,17 +116,17 @@ def restore_newest(
 def verify(folder: Path, control: dist.ProcessGroup) -> VerifiedCheckpoint:
     """Read and hash all files of a checkpoint, each rank its share of them. Collective over all ranks.
 
-    So every byte is read twice, here and by `read`. Hashing while loading would save that only if each rank read whole
-    files: in another layout it reads pieces of many. And a damaged one would be half loaded before it is found.
+    So every byte is read twice, here and by `read`. Hashing while loading would avoid that only if each rank read whole
+    files, but in another layout it reads parts of many. And a damaged checkpoint would be half loaded when it is found.
 
     Raises:
-        Damaged: a file is missing, cut short, unreadable or not what was written; the same on every rank.
+        Damaged: a file is missing, cut short, unreadable or has other content; the same on every rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     manifest = _agree_on_manifest(folder, control)
     share = sorted(manifest.files)[rank::world_size]
     problems: list[str | None] = [None] * world_size
-    mine = _look_twice(lambda: find_corruption(folder, {name: manifest.files[name] for name in share}))
+    mine = _defect_found_twice(lambda: find_corruption(folder, {name: manifest.files[name] for name in share}))
     dist.all_gather_object(problems, mine, group=control)
     if found := sorted(set(filter(None, problems))):
         raise Damaged("; ".join(found))
@@ -139,24 +139,24 @@ def read(
     data: dist.ProcessGroup,
     expert_data: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State and meta of the checkpoint. Collective over all ranks.
+    """Read state and meta of the checkpoint. Collective over all ranks.
 
     Args:
-        sharded_state: megatron-core's sharded state dict of the model (and optimizer) as it is now; says which part of
-            which tensor this rank wants, and whether it reads it or is sent it. Tensors in it are overwritten.
-        data: the data-parallel ranks, which hold the same part of the model.
-        expert_data: those with the same experts, where not all of them are.
+        sharded_state: megatron-core's sharded state dict of the current model (and optimizer). It says which part of
+            which tensor this rank needs, and whether it reads or receives it. Its tensors are overwritten.
+        data: data-parallel ranks with the same part of the model.
+        expert_data: data-parallel ranks with the same experts, if not all have the same.
 
     Returns:
         (state dict for `load_state_dict`, the meta given to `save`).
 
     Raises:
-        CheckpointError: it is of another model.
-        Damaged: it has become unreadable since it was verified; the tensors may be half overwritten.
+        CheckpointError: it belongs to another model.
+        Damaged: it has become unreadable since its verification; tensors may be partly overwritten.
     """
     try:
         state = dist_checkpointing.load(sharded_state, str(checkpoint.folder), LoadOnce(data, expert_data or data))
-    # torch wraps what goes wrong on any rank into CheckpointException, which is no Exception.
+    # torch raises CheckpointException, which is no Exception, for a failure on any rank.
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         if all(isinstance(cause, OSError) for cause in causes):
@@ -167,30 +167,28 @@ def read(
     return state, checkpoint.manifest.meta
 
 
-def _look_twice(look: Callable[[], str | None]) -> str | None:
-    """What is wrong, if it still is at the second look: a checkpoint that is passed over is given up by the next one,
-    and the first look at a network file system may fail, or show what was there before."""
-    if look() is None:
+def _defect_found_twice(check: Callable[[], str | None]) -> str | None:
+    """Return a defect that two checks found: skipping a checkpoint for good needs certainty, and the first access to a
+    network file system may fail or show old content."""
+    if check() is None:
         return None
-    time.sleep(LOOK_AGAIN_S)
-    return look()
-
-
-def _try_manifest(folder: Path, found: list[Manifest | str | None]) -> str | None:
-    """Put the manifest, or what is wrong with it, into `found`; what is wrong."""
-    try:
-        found[:] = [read_manifest(folder)]
-    except Damaged as error:
-        found[:] = [str(error)]
-        return str(error)
-    return None
+    time.sleep(CHECK_AGAIN_S)
+    return check()
 
 
 def _agree_on_manifest(folder: Path, control: dist.ProcessGroup) -> Manifest:
-    """The manifest as rank 0 reads it."""
+    """Return the manifest as rank 0 reads it."""
     found: list[Manifest | str | None] = [None]
+
+    def check() -> str | None:
+        try:
+            found[0] = read_manifest(folder)
+        except Damaged as error:
+            found[0] = str(error)
+        return found[0] if isinstance(found[0], str) else None
+
     if dist.get_rank() == 0:
-        _look_twice(lambda: _try_manifest(folder, found))
+        _defect_found_twice(check)
     dist.broadcast_object_list(found, src=0, group=control)
     if not isinstance(found[0], Manifest):
         raise Damaged(str(found[0]))

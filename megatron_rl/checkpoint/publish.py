@@ -1,11 +1,11 @@
-"""What makes a checkpoint one: the manifest, the rename that publishes, the search for the newest good one.
+"""Published checkpoints: the manifest, the rename that publishes, the search for the newest good one.
 
-    checkpoints/step-000040/          published: renamed into place after manifest.json, its last file, was on disk
+    checkpoints/step-000040/          published: renamed into place once manifest.json, its last file, is on disk
     checkpoints/step-000040.ID.tmp/   being written; debris after a crash
     checkpoints/.step-000040.old.tmp/ replaced by a newer save of the same step; deleted once that one is in place
-    checkpoints/latest                name of the newest one, for people and scripts; nothing here relies on it
+    checkpoints/latest                name of the newest one, for people and scripts; not read here
 
-No torch: a launcher can ask what a run has saved without importing it.
+No torch: a launcher can look up saved steps without importing it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 
-# What is deleted here is named like nothing that a user would keep: step-000040.old is theirs.
+# Names of deleted folders must differ from any a user would choose: step-000040.old belongs to the user.
 OLD = ".old.tmp"
 _OLD = re.compile(r"\.step-\d{6,}\.old\.tmp")
 _DEBRIS = re.compile(r"step-\d{6,}(\..+)?\.tmp")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved or used; the message says which, why and what to do."""
+    """A checkpoint cannot be saved or used. The message says which, why and what to do."""
 
 
 class Damaged(CheckpointError):
-    """A checkpoint is not what was written or cannot be read; another one may be good."""
+    """A checkpoint has other content than was written, or cannot be read. Another one may be good."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint, as it was written."""
+    """Size and hash of one file of a checkpoint, as written."""
 
     bytes: int
     sha256: str
@@ -58,23 +58,23 @@ class FileRecord:
 class Manifest:
     step: int
     save_id: str
-    """Unique per save; tells a save from another of the same step."""
+    """Unique per save; distinguishes saves of the same step."""
     world_size: int
-    """Ranks that wrote it. It loads into any other number."""
+    """Number of ranks that wrote it. Any other number can load it."""
     parent: int | None
-    """Step of the checkpoint before it in its line of training; None: the run had none."""
+    """Step of the previous checkpoint in the same line of training; None if there was none."""
     blocked_s: float
-    """How long the save kept the training loop, on rank 0."""
+    """Seconds that the save stopped the training loop on rank 0."""
     total_s: float
-    """From the start of the save to this manifest."""
+    """Seconds from the start of the save to this manifest."""
     meta: dict[str, Any]
-    """What the caller of `save` wanted remembered."""
+    """Object passed to `save` by the caller."""
     files: dict[str, FileRecord]
-    """Every file but the manifest itself, by name."""
+    """Every file except the manifest, by name."""
 
     @property
     def digest(self) -> str:
-        """Hash of the content alone: another save of the same state has another one only where a file differs."""
+        """Hash of the contents. Another save of the same state has the same digest unless a file differs."""
         return _digest({name: record.sha256 for name, record in self.files.items()})
 
     @property
@@ -87,13 +87,13 @@ class Latest:
     """Result of `find_latest`."""
 
     step: int | None
-    """Newest good checkpoint; None where there is none."""
+    """Newest good checkpoint; None without any."""
     passed_over: tuple[str, ...]
-    """One line for the log per newer checkpoint that is not usable."""
+    """Log line for each newer checkpoint that is not usable."""
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises Damaged where `folder` is no published checkpoint or its manifest is not as we wrote it."""
+    """Read the manifest. Raises Damaged if `folder` is not a published checkpoint or its manifest was changed."""
     path = folder / MANIFEST
     try:
         raw = json.loads(read_bytes(path))
@@ -120,7 +120,7 @@ def _digest(raw: dict[str, Any]) -> str:
 
 
 def find_defect(folder: Path) -> str | None:
-    """Why the checkpoint in `folder` cannot be used, judged by the names and sizes of its files; None if it can."""
+    """Return why the checkpoint in `folder` cannot be used, judged by names and sizes of its files; None if it can."""
     try:
         files = read_manifest(folder).files
     except Damaged as error:
@@ -129,8 +129,7 @@ def find_defect(folder: Path) -> str | None:
 
 
 def find_corruption(folder: Path, files: dict[str, FileRecord]) -> str | None:
-    """The first of `files` whose content is not what was written, judged by its SHA-256, or that cannot be read; None
-    if all are good."""
+    """Return the first defect of `files`, judged by reading them and comparing SHA-256; None if all are good."""
     sizes = (_find_wrong_size(folder / name, record) for name, record in files.items())
     return _first(sizes) or _first(_find_wrong_content(folder / name, record) for name, record in files.items())
 
@@ -170,7 +169,7 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def find_latest(run_dir: RunDir) -> Latest:
-    """The newest checkpoint of the run whose files are all there at full size."""
+    """Find the newest checkpoint of the run whose files all exist at full size."""
     passed_over: list[str] = []
     for step in run_dir.checkpoint_steps():
         defect = find_defect(run_dir.checkpoint(step))
@@ -181,7 +180,7 @@ def find_latest(run_dir: RunDir) -> Latest:
 
 
 def newest_step(run_dir: RunDir) -> int:
-    """The step of the newest good checkpoint of a run, for whoever only reads it.
+    """Return the step of the newest good checkpoint of a run. Only reads.
 
     Raises:
         CheckpointError: the run has none.
@@ -197,19 +196,19 @@ def newest_step(run_dir: RunDir) -> int:
 
 
 def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: SaveConfig) -> None:
-    """Turn the complete `folder` into the checkpoint of `manifest.step`, move `latest`, drop what is superseded.
+    """Publish the complete `folder` as the checkpoint of `manifest.step`, move `latest`, delete superseded ones.
 
-    Raises OSError with the previous checkpoint and `latest` as they were. The rename is the moment of truth: a
-    crash before it leaves debris, a crash after it a checkpoint; and a file system that fails after it does not make
-    the save a failed one, it only leaves older ones where they are.
+    Raises OSError with the previous checkpoint and `latest` unchanged. The rename decides: a crash before it leaves
+    debris, a crash after it a checkpoint. A file system that fails after the rename does not make the save fail; it
+    only keeps superseded checkpoints.
     """
     target = run_dir.checkpoint(manifest.step)
     replaced = _replaced_by(target)
-    # All that needs space on the disk happens before the rename, so that a full one cannot leave a half-moved state:
-    # the new `latest` waits inside the folder.
+    # Everything that needs disk space comes before the rename, so that a full disk cannot leave a half-moved state: the
+    # new `latest` waits inside the folder.
     write_atomic(folder / run_dir.latest_checkpoint.name, target.name + "\n")
     write_manifest(folder, manifest)
-    _sync_folder(folder)
+    sync_names(folder)
     replaces = target.exists()
     if replaces:
         target.rename(replaced)
@@ -217,21 +216,23 @@ def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: SaveConfi
         folder.rename(target)
     except OSError:
         if replaces:
-            with suppress(OSError):  # else the next start does it
+            with suppress(OSError):  # otherwise the next start does it
                 replaced.rename(target)
         raise
     try:
         (target / run_dir.latest_checkpoint.name).replace(run_dir.latest_checkpoint)
-        _sync_folder(run_dir.checkpoints)
+        sync_names(run_dir.checkpoints)
         shutil.rmtree(replaced, ignore_errors=True)
         _prune(run_dir, manifest, config)
     except OSError as error:
-        logger.warning("the checkpoint of step %d is published, but what it supersedes stays: %s", manifest.step, error)
+        logger.warning(
+            "the checkpoint of step %d is published, but superseded ones could not be deleted: %s", manifest.step, error
+        )
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint so that no moment shows a half-deleted one as published. What cannot be deleted now is
-    debris, deleted by the next start."""
+    """Delete a checkpoint without ever showing a half-deleted one as published. What cannot be deleted becomes debris
+    for the next start."""
     debris = folder if folder.suffix == ".tmp" else folder.with_name(folder.name + ".tmp")
     with suppress(OSError):
         folder.rename(debris)
@@ -239,12 +240,12 @@ def discard(folder: Path) -> None:
 
 
 def clean_up(run_dir: RunDir) -> None:
-    """Delete what a crash left behind. Only the owner of the run directory may, before any rank saves. What cannot be
-    deleted, because somebody still writes there, is left to the next start."""
+    """Delete what a crash left behind. Only the owner of the run directory may call it, before any rank saves. Debris
+    that cannot be deleted, because some process still writes there, is left to the next start."""
     run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
     left = sorted(run_dir.checkpoints.iterdir())
     for replaced in (path for path in left if _OLD.fullmatch(path.name)):
-        # Crashed between the two renames of `publish`: the old one is still the checkpoint of its step.
+        # A crash between the two renames of `publish`: the old checkpoint is still that of its step.
         target = replaced.with_name(replaced.name.removeprefix(".").removesuffix(OLD))
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -255,18 +256,17 @@ def clean_up(run_dir: RunDir) -> None:
 
 
 def _replaced_by(target: Path) -> Path:
-    """Path of a checkpoint until the one that replaces it is in its place."""
+    """Path of a replaced checkpoint until the new one is in its place."""
     return target.with_name(f".{target.name}{OLD}")
 
 
 def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:
-    """Delete what `newest`, which has just been published, supersedes: of its line of training all before the newest
-    `keep` good ones, but for those that stay for good or wait for their export; and whatever is newer than its parent,
-    exports too. Those were passed over when the run resumed: this one has replaced their line, and they must not be
-    found by the next start.
+    """Delete what the just published `newest` supersedes: in its line of training, all but the newest `keep` good
+    checkpoints, those that stay for good, and those that wait for their export; and all that are newer than its parent,
+    with their exports. The latter were skipped when the run resumed, and the next start must not find them.
 
-    A look at a file may be wrong for a moment on a network file system. So no look decides that one is deleted, only
-    that it does not count among those kept; and the one just published is not looked at.
+    On a network file system a check may fail for a moment. So no check makes a checkpoint deleted; a failed one only
+    does not count among the kept. The newest is not checked.
     """
     before = newest.step if newest.parent is None else newest.parent
     for step in run_dir.export_steps():
@@ -287,15 +287,15 @@ def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:
 
 
 def waiting_for_export(run_dir: RunDir, steps: Iterable[int], config: SaveConfig) -> list[int]:
-    """Those of the published steps, newest first, that are still to be exported: the newest and the oldest, which comes
-    first, and may be under way. Those in between are given up, where exports take longer than it is from one to the
-    next: else each would lose its checkpoint before it is done, and none would ever be."""
+    """Published steps, newest first, that wait for their export: only the newest and the oldest, which is next and may
+    be running. Those in between are skipped if exports take longer than the time between two of them. Otherwise each
+    would lose its checkpoint before it is done."""
     waiting = [step for step in steps if config.exported(step) and not run_dir.export(step).exists()]
     return waiting[:1] + waiting[1:][-1:]
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable, as fsync of a file makes its content."""
+def sync_names(folder: Path) -> None:
+    """Make the names in `folder` durable, as fsync of a file does for its content."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

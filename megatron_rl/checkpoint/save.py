@@ -1,4 +1,4 @@
-"""Saving behind the training loop, and going on from what was saved.
+"""Saving beside the training loop, and restoring.
 
     checkpointer = Checkpointer(run_dir, config.save, control) # every rank
     checkpointer.restore(load)                                 # from the newest good one, if there is any
@@ -6,7 +6,7 @@
     for outcome in checkpointer.poll(): ...                    # Published or SaveFailed, once per save
     checkpointer.wait(final=True)                              # before the ranks leave
 
-How the ranks put a checkpoint together is in writer.py, what makes it one in publish.py.
+writer.py assembles a checkpoint from all ranks, publish.py publishes it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megatron_rl.checkpoint.interval import Cost
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, published_steps, restore_newest
 from megatron_rl.checkpoint.publish import CheckpointError, clean_up, find_latest
 from megatron_rl.checkpoint.shards import HostCopies
-from megatron_rl.checkpoint.writer import CheckpointWriter, Published, SaveFailed, SaveOutcome, SaveUnderWay
+from megatron_rl.checkpoint.writer import CheckpointWriter, Published, SaveFailed, SaveInProgress, SaveOutcome
 from megatron_rl.contract.paths import RunDir
 
 
 class Checkpointer:
-    """Saves one run. Every rank makes one, after init_process_group; making it is collective and clears away what
-    a crash left in the checkpoints folder."""
+    """Saves one run. Every rank creates one after init_process_group. Creation is collective and deletes debris of
+    crashes from the checkpoints folder."""
 
     def __init__(self, run_dir: RunDir, config: SaveConfig, control: dist.ProcessGroup) -> None:
-        """control: all ranks, over gloo. Raises CheckpointError where checkpoints are gone that the record knows of."""
+        """control: all ranks, over gloo. Raises CheckpointError if checkpoints that the record mentions are missing."""
         self.run_dir = run_dir
         self.config = config
         self.control = control
@@ -50,24 +50,25 @@ class Checkpointer:
         self._copies = HostCopies()
         self._writer = CheckpointWriter(run_dir, config, rank, dist.get_world_size())
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._under_way: tuple[SaveUnderWay, Future[SaveOutcome]] | None = None
+        self._under_way: tuple[SaveInProgress, Future[SaveOutcome]] | None = None
         self._last: SaveOutcome | None = None
         self._unread: list[SaveOutcome] = []
         self._blocked_s: float | None = None
         self._total_s: float | None = None
         self.published: int | None = None
-        """Step of the newest checkpoint that this start of the ranks has published."""
+        """Step of the newest checkpoint published since this start of the ranks."""
         self.newest = 0
-        """Step of the newest one in this line of training, also if it is the one restored from; 0: none. Ranks may
-        learn it at different times."""
+        """Step of the newest checkpoint in this line of training, published or restored; 0: none. Ranks may learn it at
+        different times."""
 
     @property
     def resumes(self) -> bool:
-        """Whether the run has a checkpoint, so that `restore` goes on from one or raises; before the first `save`."""
+        """Whether the run has a checkpoint, so that `restore` resumes from one or raises; valid before the first
+        save."""
         return bool(self._found)
 
     def restore(self, restore: Callable[[VerifiedCheckpoint], None]) -> VerifiedCheckpoint | None:
-        """Go on from the newest good checkpoint, None where the run has none yet: see `restore_newest`. Collective,
+        """Resume from the newest good checkpoint, None if the run has none: see `restore_newest`. Collective; call it
         before the first `save`."""
         checkpoint = restore_newest(self.run_dir, self._found, restore, self.control)
         if checkpoint is None:
@@ -82,12 +83,12 @@ class Checkpointer:
     ) -> None:
         """Save the state after `step`. Every rank calls it between the same two steps.
 
-        Waits for an earlier save, copies this rank's shards to the host and returns; the write goes on behind.
+        Waits for an earlier save, copies this rank's shards to the host and returns; the write continues in a thread.
 
-        sharded_state: megatron-core's sharded state dict; what is not sharded in it must be equal on all ranks.
-        meta: small JSON object, given back by `load`; rank 0's is written.
-        needed: returns when all else that who goes on from the checkpoint needs of this rank is on disk, or raises
-            OSError, and then the save fails. Called behind, too.
+        sharded_state: megatron-core's sharded state dict; its unsharded parts must be equal on all ranks.
+        meta: small JSON object that `read` returns; rank 0's is written.
+        needed: called in the thread. Returns once all other data that a resumed run needs from this rank is on disk, or
+            raises OSError, and the save fails.
         """
         started = time.monotonic()
         self._saves += 1
@@ -98,48 +99,47 @@ class Checkpointer:
         folder = self.run_dir.checkpoint_under_way(step, save_id)
         snapshot = self._copies.take(sharded_state)
         meta = json.loads(json.dumps(meta))
-        save = SaveUnderWay(step, save_id, folder, snapshot, meta, started, self.config.timeout_s, needed)
+        save = SaveInProgress(step, save_id, folder, snapshot, meta, started, self.config.timeout_s, needed)
         self._blocked_s = save.blocked_s = time.monotonic() - started
         self._under_way = save, self._thread.submit(self._writer.run, save)
 
     def poll(self) -> list[SaveOutcome]:
-        """Outcomes since the last call, oldest first, published or failed alike on every rank; never waits. To
-        be printed by rank 0 and counted: a SaveFailed does not stop the run."""
+        """Return the outcomes since the last call, oldest first, the same on every rank, without waiting. Rank 0 logs
+        and counts them: a SaveFailed does not stop the run."""
         self._finish_what_is_done()
         unread, self._unread = self._unread, []
         return unread
 
     @property
     def under_way(self) -> int | None:
-        """Step that is being written; None where nothing is, or where it hangs and `wait` has said so."""
+        """Step that is being written; None without any, or if it hangs and `wait` has reported so."""
         self._finish_what_is_done()
         return self._under_way[0].step if self._under_way and not self._under_way[0].hang_noted else None
 
     @property
     def cost(self) -> Cost | None:
-        """What a save takes: blocked seconds of the newest one, begun or published, and total seconds of the newest
-        published one (0: none was), this attempt's or that of the checkpoint it was restored from. None before the
-        first. Ranks may learn it at different times."""
+        """Cost of a save: blocked seconds of the newest one, and total seconds of the newest published one (0: none
+        yet), of this attempt or the checkpoint it resumed from. None before the first save. Ranks may learn it at
+        different times."""
         return None if self._blocked_s is None else Cost(self._blocked_s, self._total_s or 0.0)
 
     def estimate_s(self) -> float | None:
-        """Seconds that the next save may take until it is published: those of the last one that was. None before the
-        first. Ranks may learn it at different times."""
+        """Seconds that the next save may take until it is published, by the last published one. None before the first.
+        Ranks may learn it at different times."""
         self._finish_what_is_done()
         return self._total_s
 
     def abandon(self, reason: str) -> None:
-        """Give up what is under way, unless it is already being published. On rank 0, or on all: the others find out
-        by themselves. `wait` tells when they have; the checkpoint before it is untouched."""
+        """Give up the current save unless it is already being published. Call it on rank 0, or on all ranks; the others
+        notice by themselves. `wait` reports the end. The previous checkpoint stays."""
         if self._under_way:
             self._under_way[0].given_up = reason
 
     def wait(self, *, until: float | None = None, final: bool = False) -> bool:
-        """Wait until nothing is under way; at most until the deadline of that save plus a grace, or `until`
-        (time.monotonic()).
+        """Wait for the current save, at most until its deadline plus a grace period, or `until` (time.monotonic()).
 
-        Returns False where this rank's write is still under way after that. With `final`, raises CheckpointError unless
-        the last save was published: call it so before the ranks leave.
+        Returns False if this rank still writes after that. With `final`, raises CheckpointError unless the last save
+        was published: call it so before the ranks leave.
         """
         if self._under_way:
             save, future = self._under_way
@@ -148,7 +148,7 @@ class Checkpointer:
                 self._finish_what_is_done()
             elif time.monotonic() >= save.hopeless_at and not save.hang_noted:
                 save.hang_noted = True
-                self._note(SaveFailed(save.step, f"a write to {save.folder} hangs since {save.timeout_s:g} s"))
+                self._note(SaveFailed(save.step, f"a write to {save.folder} has been hanging for {save.timeout_s:g} s"))
         if final and isinstance(self._last, SaveFailed):
             newest = find_latest(self.run_dir).step
             kept = "there is no earlier one" if newest is None else f"the newest is that of step {newest}"
@@ -160,7 +160,7 @@ class Checkpointer:
 
     def _finish_what_is_done(self) -> None:
         if self._under_way and self._under_way[1].done():
-            outcome = self._under_way[1].result()  # raises what is a fault of the program, not of the file system
+            outcome = self._under_way[1].result()  # raises errors of the program, but not of the file system
             self._under_way = None
             self._note(outcome)
 

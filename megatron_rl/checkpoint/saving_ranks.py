@@ -1,4 +1,4 @@
-"""Which data-parallel rank saves what all of them hold, and loads it for the others."""
+"""Assignment of tensors that several data-parallel ranks hold to the rank that saves and loads them."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from megatron.core.transformer.module import MegatronModule
 
 
 def sharded_weights(model: MegatronModule, data: dist.ProcessGroup, expert_data: dist.ProcessGroup) -> dict[str, Any]:
-    """A model in megatron-core's sharded form, its saving and loading shared out over the ranks with the same part of
-    it, and over those with the same experts."""
+    """Return a model in megatron-core's sharded form, with saving and loading balanced over the ranks with the same
+    part of it, and over those with the same experts."""
     weights: dict[str, Any] = model.sharded_state_dict()
     assign_saving_ranks(weights, data.size(), expert_data.size())
     return weights
 
 
 def assign_saving_ranks(model_state: dict[str, Any], copies: int, expert_copies: int | None = None) -> None:
-    """Have each data-parallel rank save, and read back, about as many bytes of the model's tensors as the others,
-    instead of the first rank all of them: whole tensors, the largest first, each to the rank with the least so far.
+    """Make each data-parallel rank save and load about the same number of bytes, instead of the first rank all: whole
+    tensors, the largest first, each go to the rank with the least so far.
 
-    Every rank finds the same by itself, as all hold the same tensors: megatron-core's own way
-    (FullyParallelSaveStrategyWrapper, 0.16.1) gathers them from all ranks first. A state of Adam that is made from
-    this afterwards goes with its weight where it is not distributed.
+    Every rank computes the same assignment, as all hold the same tensors. megatron-core's own
+    (FullyParallelSaveStrategyWrapper, 0.16.1) gathers them from all ranks first. Adam's state that is derived from this
+    afterwards follows its weight unless it is distributed.
 
     Args:
-        model_state: megatron-core's sharded state dict of a model, as it comes: the last number of a `replica_id` is
-            the data-parallel rank, 0 saves. Changed in place.
+        model_state: megatron-core's sharded state dict of a model: the last number of a `replica_id` is the
+            data-parallel rank, and 0 saves. Changed in place.
         copies: the data-parallel size.
-        expert_copies: how many ranks hold the same experts, where not all data-parallel ranks do.
+        expert_copies: number of ranks with the same experts, if not all data-parallel ranks have the same.
     """
     parts = [item for item in nested_values(model_state) if isinstance(item, ShardedTensor | ShardedTensorFactory)]
     experts = [part for part in parts if expert_copies is not None and not getattr(part.data, "allreduce", True)]
-    apart = {id(part) for part in experts}
-    _share_out([part for part in parts if id(part) not in apart], copies)
-    _share_out(experts, expert_copies or copies)
+    expert_ids = {id(part) for part in experts}
+    _balance([part for part in parts if id(part) not in expert_ids], copies)
+    _balance(experts, expert_copies or copies)
 
 
-def _share_out(parts: Sequence[Any], copies: int) -> None:
+def _balance(parts: Sequence[Any], copies: int) -> None:
     saved = [0] * copies
     for part in sorted(parts, key=lambda part: -part.data.nbytes):
         rank = saved.index(min(saved))
@@ -54,15 +54,15 @@ def _share_out(parts: Sequence[Any], copies: int) -> None:
 
 
 class LoadOnce(TorchDistLoadShardedStrategy):
-    """Has a tensor that several data-parallel ranks hold read by the one that would save it (`assign_saving_ranks`),
-    which sends it to the others: a model is read once from the file system, not once by every rank.
+    """Load strategy in which one data-parallel rank reads a shared tensor, the one that would save it
+    (`assign_saving_ranks`), and sends it to the others, so that a model is read once from the file system.
 
-    megatron-core's own (FullyParallelLoadStrategyWrapper, 0.16.1) sends through CUDA tensors alone.
+    megatron-core's own (FullyParallelLoadStrategyWrapper, 0.16.1) can send only CUDA tensors.
     """
 
     def __init__(self, data: dist.ProcessGroup, expert_data: dist.ProcessGroup) -> None:
         """
-        data: this rank and the others with the same part of the model, over the backend of the device it is on.
+        data: ranks with the same part of the model, over the backend of its device.
         expert_data: those of them with the same experts.
         """
         super().__init__()
@@ -70,42 +70,43 @@ class LoadOnce(TorchDistLoadShardedStrategy):
         self._expert_data = expert_data
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *others: Any) -> dict[str, Any]:
-        """The state dict, with each tensor filled in place. Collective over all ranks.
+        """Fill each tensor of the state dict in place. Collective over all ranks.
 
-        others: arguments of megatron-core's own strategy, none in 0.16.1; 0.19.0 has the kind of asynchronous save.
+        others: further arguments of megatron-core's own strategy: none in 0.16.1, the kind of asynchronous save in
+        0.19.0.
         """
         items = list(nested_values(sharded_state_dict))
         tensors = [item for item in items if isinstance(item, ShardedTensor)]
         received = {id(tensor) for tensor in tensors if _copy(tensor) > 0}
-        # Objects are read by every rank that wants them: what is no rank's own in them is a few bytes.
+        # Every rank reads the objects it needs: they have a few bytes.
         loaded = super().load(
             {str(id(item)): item for item in items if id(item) not in received}, checkpoint_dir, *others
         )
         experts = [tensor for tensor in tensors if _is_expert(tensor)]
         _send_copies([tensor for tensor in tensors if not _is_expert(tensor)], self._data)
-        if experts:  # else none of the ranks that share this one's has any
+        if experts:  # otherwise no rank of the group has any
             _send_copies(experts, self._expert_data)
         return dict_list_map_outplace(lambda item: loaded.get(str(id(item)), item.data), sharded_state_dict)
 
 
 def _send_copies(tensors: Sequence[ShardedTensor], group: dist.ProcessGroup) -> None:
-    """Fill those that others have read. Collective over `group`, all of whose ranks hold the same, but for what is one
-    rank's alone: Adam's state where it is distributed."""
+    """Fill tensors that other ranks have read. Collective over `group`, whose ranks all hold the same, except for
+    distributed Adam state, which only one rank holds."""
     names: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(names, [_name(tensor) for tensor in tensors if _copy(tensor) > 0], group=group)
     sent = set(chain.from_iterable(names))
     for tensor in sorted((tensor for tensor in tensors if _name(tensor) in sent), key=_name):
-        # Detached: a weight needs a gradient, and autograd would warn that it cannot follow it through a broadcast.
+        # Detach: autograd would warn that it cannot track a weight through a broadcast.
         dist.broadcast(tensor.data.detach(), group=group, group_src=(group.rank() - _copy(tensor)) % group.size())
 
 
 def _is_expert(tensor: ShardedTensor) -> bool:
-    """By megatron-core's name for it; of Adam's state too, which has the name of the weight in its own."""
+    """Whether megatron-core's name is that of an expert. Adam's state contains the name of its weight."""
     return ".experts." in tensor.key
 
 
 def _copy(tensor: ShardedTensor) -> int:
-    """How many data-parallel ranks this one comes after the rank that saves the tensor, in their circle."""
+    """Distance in the ring of data-parallel ranks from the rank that saves the tensor."""
     return tensor.replica_id if isinstance(tensor.replica_id, int) else tensor.replica_id[-1]
 
 

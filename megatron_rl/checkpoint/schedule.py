@@ -1,4 +1,4 @@
-"""The schedule of checkpoints: after which steps a run is saved."""
+"""Schedule of checkpoints: the steps after which a run is saved."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class SaveSchedule:
-    """Every rank makes one, once the run is restored, and asks it after each step.
+    """Schedule of a restored run. Every rank creates one and queries it after each step.
 
-    With `save.every: auto` rank 0 decides, since ranks measure different times, and the others learn it in a
-    broadcast. That takes place only at steps of its choosing, the first one after the start and then halfway to the
-    next save each time: a few small ones between two saves, and none in most steps.
+    With `save.every: auto` rank 0 decides, since ranks measure different times, and broadcasts the decision. That
+    happens only at steps of its choosing: the first one after the start, and then halfway to the next save each time.
+    So there are a few small broadcasts between two saves, and none in most steps.
     """
 
     def __init__(
@@ -33,19 +33,19 @@ class SaveSchedule:
     ) -> None:
         """
         Args:
-            step: the one the run is at; 0 at the beginning.
+            step: current step of the run; 0 at the start.
             last: final step of the run.
         """
         self._checkpointer = checkpointer
         self._last = last
         self._clock = clock
-        self._next_look = step + 1
-        self._looked = step, clock()
+        self._next_check = step + 1
+        self._checked = step, clock()
         self._saved_at = clock()
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step`; the same on all ranks. Each asks once a step, and saves where it is due.
-        Collective in some steps where `save.every` is auto."""
+        """Whether to save after `step`; the same on all ranks. Every rank must call it once per step, and save if it is
+        due. Collective in some steps if `save.every` is auto."""
         config = self._checkpointer.config
         due = step == self._last or config.stays(step) or config.exported(step) or self._regular(step)
         if due:
@@ -56,25 +56,25 @@ class SaveSchedule:
         every = self._checkpointer.config.every
         if every != "auto":
             return every > 0 and step % every == 0
-        if step < self._next_look:
+        if step < self._next_check:
             return False
         decision = [self._decide(step) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(decision, src=0, group=self._checkpointer.control)
         assert decision[0] is not None
-        due, self._next_look = decision[0]
+        due, self._next_check = decision[0]
         return due
 
     def _decide(self, step: int) -> tuple[bool, int]:
-        """Whether to save now, and at which step to look again."""
+        """Whether to save now, and the step of the next decision."""
         now = self._clock()
-        looked_step, looked_at = self._looked
-        self._looked = step, now
-        pace_s = (now - looked_at) / max(1, step - looked_step)
+        checked_step, checked_at = self._checked
+        self._checked = step, now
+        pace_s = (now - checked_at) / max(1, step - checked_step)
         cost = self._checkpointer.cost
-        if cost is None:  # nothing can be said before the first save, and there is nothing yet to go back to
+        if cost is None:  # the cost is unknown before the first save, and there is no checkpoint to resume from
             return True, step + 1
         ledger = read_lines(LEDGER, self._checkpointer.run_dir.attempts_ledger)
-        # One that cannot be read costs a better interval, no more.
+        # A ledger that cannot be read only makes the interval less accurate.
         failing = failure_history([] if isinstance(ledger, Unreadable) else ledger.records, time.time())
         interval_s = best_interval_s(cost, failing.mean_time_between_failures_s)
         left_s = interval_s - (now - self._saved_at)

@@ -1,11 +1,11 @@
-"""megatron-core's `torch_dist` format, written by this process alone: no collective, no helper process.
+"""megatron-core's `torch_dist` format, written by each process alone: no collective, no helper process.
 
-megatron-core's own save plans with collectives and hands its files to forked processes whose results come back
-through a multiprocessing Manager. The first save of a process pays for that (megatron-core 0.16.1, 3 MB, 3.1 s in
-all): 2.0 s until the spawned Manager has imported the main module and torch again, 0.9 s until it has imported what
-it needs to unpickle the first result; every later save still forks and joins a process per file, 0.15 s. Here each
-rank writes one file with plain writes and says what is where (`Part`); whoever has all parts can write `.metadata`.
-The result loads with `dist_checkpointing.load` into any layout.
+megatron-core's own save plans with collectives and has forked processes write the files and return their results
+through a multiprocessing Manager. The first save of a process pays for that (megatron-core 0.16.1, 3 MB, 3.1 s in all):
+2.0 s until the spawned Manager has imported the main module and torch again, 0.9 s until it has imported what it needs
+to unpickle the first result. Every later save still forks and joins a process per file, 0.15 s. Here each rank writes
+one file and returns what is where (`Part`); a process with all parts can write `.metadata`. The result loads with
+`dist_checkpointing.load` into any layout.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from megatron_rl.contract.files import write_atomic
 
 _DCP_METADATA = ".metadata"
 _CHUNK_BYTES = 16 << 20
-"""What is written between two looks whether the save is still wanted."""
+"""Bytes written between two checks whether the save was given up."""
 
 
 class Abandoned(Exception):
-    """The save is not to be completed; the message says why."""
+    """The save will not be completed. The message says why."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank saves, on the host and out of reach of the next training step."""
+    """State that this rank saves, in host memory that the next training step does not change."""
 
     shards: dict[str, list[ShardedBase]]
-    """By key: the tensors and objects whose main replica lives on this rank."""
+    """Key -> tensors and objects whose main replica is on this rank."""
     common: dict[str, Any]
-    """All that is not sharded, equal on every rank; rank 0 writes it."""
+    """Unsharded state, equal on every rank; rank 0 writes it."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote and where, as rank 0 needs it for the metadata and the manifest."""
+    """Description of one rank's file, which rank 0 needs for the metadata and the manifest."""
 
     plan: SavePlan
     results: list[WriteResult]
@@ -66,16 +66,16 @@ class Part:
 
 
 class HostCopies:
-    """Copies tensors into host memory that is kept from one snapshot to the next, pinned where they come from a
-    device. So a snapshot is only valid until the next one is taken."""
+    """Copies tensors into host memory that is reused by the next snapshot, pinned for tensors of a device. A snapshot
+    is valid only until the next one."""
 
     def __init__(self) -> None:
         self._buffers: dict[object, Tensor] = {}
 
     def take(self, sharded_state: dict[str, Any]) -> Snapshot:
-        """Snapshot of a megatron-core sharded state dict. Factories in it are expanded in place, as by
-        `dist_checkpointing.save`. Blocks for the copy, and needs no other rank: overlapping or missing shards are
-        found when the parts are put together."""
+        """Take a snapshot of a megatron-core sharded state dict. Expands its factories in place, as
+        `dist_checkpointing.save` does. Blocks for the copy, but needs no other rank: overlapping or missing shards are
+        found when the parts are assembled."""
         sharded, common = save_preprocess(sharded_state, validate_access_integrity=False)
         shards: dict[str, list[ShardedBase]] = defaultdict(list)
         on_device = False
@@ -116,8 +116,8 @@ def _copy_nested(value: Any) -> Any:
 def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], None]) -> Part:
     """Write and fsync this rank's file, and rank 0's common ones.
 
-    `check` runs before each tensor and within large ones; it ends the write by raising Abandoned. Raises OSError, as
-    of a full disk."""
+    `check` runs before each tensor and within large ones; it ends the write by raising Abandoned. Raises OSError, for
+    example on a full disk."""
     planner = MCoreSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(mcore_to_pyt_state_dict(dict(snapshot.shards)), is_coordinator=rank == 0)
     plan = planner.finish_plan(planner.create_decentralized_global_plan(planner.create_local_plan()))
@@ -149,7 +149,7 @@ def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], 
 def write_metadata(folder: Path, parts: Iterable[Part]) -> FileRecord:
     """Write torch's index of all parts, in the order of their ranks.
 
-    Raises ValueError where the shards of all ranks overlap or leave a hole: the sharded state dict was wrong.
+    Raises ValueError if the shards of all ranks overlap or have a gap: the sharded state dict was wrong.
     """
     parts = list(parts)
     items = [item for part in parts for item in part.plan.items]
@@ -163,7 +163,7 @@ def write_metadata(folder: Path, parts: Iterable[Part]) -> FileRecord:
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(metadata, [part.results for part in parts])
     with (folder / _DCP_METADATA).open("rb") as file:
-        os.fsync(file.fileno())  # torch's own comes before the last bytes have left its buffer (2.13)
+        os.fsync(file.fileno())  # torch's own fsync comes before its buffer is flushed (2.13)
     return hash_file(folder / _DCP_METADATA)
 
 
@@ -206,13 +206,13 @@ class RecordedFile:
         return view.nbytes
 
     def flush(self) -> None:
-        """torch.save flushes after each object; the buffer is worth more to us."""
+        """Do nothing: torch.save flushes after each object, but buffering is faster."""
 
     def save(self, value: Any) -> None:
         try:
             torch.save(value, cast(BinaryIO, self))
         except RuntimeError:
-            # torch's zip writer turns a failed write into an error of its own, without errno.
+            # torch's zip writer turns a failed write into a RuntimeError without errno.
             if self._failure is None:
                 raise
             raise self._failure from None

@@ -1,16 +1,15 @@
-"""Writing one checkpoint, from the host's memory to its published folder: what runs behind the training loop.
+"""Writing one checkpoint from host memory to its published folder, in a thread beside the training loop.
 
-No collective runs here, so it cannot get between those of the loop. Each rank writes the shards of its rank into a
-folder `step-N.ID.tmp` and tells rank 0 so by a file in it:
+The thread runs no collective, so it cannot disturb those of the loop. Each rank writes its shards into a folder
+`step-N.ID.tmp` and notifies rank 0 by a file in it:
 
     rank 0                                      rank k
     writes its shards                           writes its shards
     waits for part.k of every k                 renames part.k into place (or failed.k)
     metadata, manifest, rename to step-N        waits until the folder is gone: step-N has its ID = published
 
-A save that fails or is given up, on whichever rank, is withdrawn by rank 0: the folder is renamed away, so that ranks
-still writing notice, and emptied. The checkpoints before it and `latest` are never touched by a save that is not
-complete.
+If a save fails or is given up on any rank, rank 0 withdraws it: it renames the folder away, so that ranks still writing
+notice, and empties it. An incomplete save never touches the previous checkpoints or `latest`.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ from megatron_rl.checkpoint.publish import Damaged, Manifest, discard, publish, 
 from megatron_rl.checkpoint.shards import Abandoned, Part, Snapshot, write_metadata, write_part
 from megatron_rl.contract.paths import RunDir
 
-# Rank 0 ends a save at its deadline; the others give its verdict this long to arrive, and the training loop gives
-# its own thread as long again.
 GRACE_S = 10.0
-_SHORTEST_LOOK_S = 0.005
-_LONGEST_LOOK_S = 0.5
+"""Seconds after a save's deadline, when rank 0 ends it, that the other ranks wait for the verdict. The training loop
+waits as long again for its own thread."""
+_SHORTEST_POLL_S = 0.005
+_LONGEST_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Published:
-    """The figures are rank 0's, on every rank."""
+    """A published save. The values are rank 0's on every rank."""
 
     step: int
     bytes: int
-    """Of all ranks, manifest aside."""
+    """Bytes of all ranks without the manifest."""
     blocked_s: float
-    """How long `save` kept the training loop."""
+    """Seconds that `save` stopped the training loop."""
     total_s: float
-    """From the call of `save` until all but the manifest was on the disk."""
+    """Seconds from the call of `save` until all but the manifest was on disk."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ SaveOutcome = Published | SaveFailed
 
 
 @dataclass
-class SaveUnderWay:
-    """One save on this rank. The training loop makes it and may give it up; the writer's thread carries it out."""
+class SaveInProgress:
+    """One save on this rank. The training loop creates it and may give it up; the writer's thread executes it."""
 
     step: int
     id: str
@@ -74,11 +73,11 @@ class SaveUnderWay:
     started: float
     timeout_s: float
     needed: Callable[[], None] | None
-    """See `Checkpointer.save`."""
+    """Argument of `Checkpointer.save`."""
     blocked_s: float = 0.0
     hang_noted: bool = False
     given_up: str | None = None
-    """Why it is no longer wanted."""
+    """Reason why it was given up."""
 
     @property
     def withdrawn(self) -> Path:
@@ -86,12 +85,12 @@ class SaveUnderWay:
 
     @property
     def hopeless_at(self) -> float:
-        """When (time.monotonic()) the training loop no longer waits for the thread."""
+        """Time (time.monotonic()) from which the training loop no longer waits for the thread."""
         return self.started + self.timeout_s + 2 * GRACE_S
 
     def check(self, waiting_for: str, grace_s: float = 0.0) -> None:
-        """Raises Abandoned where the save was given up, past its deadline, or where the training loop has ended
-        without waiting."""
+        """Raise Abandoned if the save was given up or is past its deadline, or if the training loop has ended without
+        waiting."""
         if self.given_up is not None:
             raise Abandoned(f"given up: {self.given_up}")
         self.check_time(waiting_for, grace_s)
@@ -104,7 +103,7 @@ class SaveUnderWay:
 
 
 class CheckpointWriter:
-    """This rank's part of every save of a run; one at a time."""
+    """This rank's part of every save of a run, one at a time."""
 
     def __init__(self, run_dir: RunDir, config: SaveConfig, rank: int, world_size: int) -> None:
         self._run_dir = run_dir
@@ -113,9 +112,9 @@ class CheckpointWriter:
         self._world_size = world_size
         self._withdrawn: list[Path] = []
         self.parent: int | None = None
-        """Step of the checkpoint that the next one follows in this line of training; used on rank 0."""
+        """Step of the previous checkpoint in this line of training; used on rank 0."""
 
-    def run(self, save: SaveUnderWay) -> SaveOutcome:
+    def run(self, save: SaveInProgress) -> SaveOutcome:
         try:
             save.folder.mkdir(parents=True, exist_ok=True)
             if save.needed is not None:
@@ -131,7 +130,7 @@ class CheckpointWriter:
                 self._give_up(save, reason)
             return SaveFailed(save.step, reason)
 
-    def _lead(self, save: SaveUnderWay) -> SaveOutcome:
+    def _lead(self, save: SaveInProgress) -> SaveOutcome:
         part = write_part(save.folder, save.snapshot, 0, lambda: save.check("rank 0 is writing"))
         parts = [part, *self._collect(save)]
         files = {name: record for part in parts for name, record in part.files.items()}
@@ -150,10 +149,10 @@ class CheckpointWriter:
         self._withdrawn.clear()
         return _published(manifest)
 
-    def _collect(self, save: SaveUnderWay) -> list[Part]:
-        """The parts of the other ranks, once all are written."""
+    def _collect(self, save: SaveInProgress) -> list[Part]:
+        """Wait for the parts of the other ranks."""
         expected = {_part_file(save.folder, rank).name: rank for rank in range(1, self._world_size)}
-        for _ in _looks():
+        for _ in _polls():
             present = _names(save.folder)
             for rank in range(1, self._world_size):
                 failure = _failure_file(save.folder, rank)
@@ -163,11 +162,11 @@ class CheckpointWriter:
             if not missing:
                 break
             save.check(f"waiting for the shards of rank {', '.join(map(str, missing))}")
-        # Written by the other ranks of this run: who else can write here can change the checkpoints themselves.
+        # Written by ranks of this run. Any process that can write here can also change the checkpoints themselves.
         return [pickle.loads(_part_file(save.folder, rank).read_bytes()) for rank in range(1, self._world_size)]
 
-    def _withdraw(self, save: SaveUnderWay) -> None:
-        """Give the space back, then tell the other ranks, by a rename that needs none."""
+    def _withdraw(self, save: SaveInProgress) -> None:
+        """Free the space, and notify the other ranks by a rename, which needs none."""
         if self._world_size == 1:
             discard(save.folder)
             return
@@ -175,42 +174,42 @@ class CheckpointWriter:
             _delete(save.folder.glob("__0_*"))
             save.folder.rename(save.withdrawn)
             _delete(save.withdrawn.glob("*"))
-        # The empty folder stays as the sign; it goes with the next publication or start.
+        # The empty folder remains as the notification until the next publication or start.
         self._withdrawn += [save.withdrawn, save.folder]
 
-    def _follow(self, save: SaveUnderWay) -> SaveOutcome:
+    def _follow(self, save: SaveInProgress) -> SaveOutcome:
         part = write_part(save.folder, save.snapshot, self._rank, lambda: self._check_wanted(save))
         _put(_part_file(save.folder, self._rank), pickle.dumps(part))
-        for _ in _looks():
+        for _ in _polls():
             if save.folder.name not in _names(self._run_dir.checkpoints):
                 self._check_withdrawn(save)
-                # A network file system may show the old folder gone before it shows the new one.
+                # A network file system may hide the old folder before it shows the new one.
                 with suppress(Damaged):
                     manifest = read_manifest(self._run_dir.checkpoint(save.step))
                     if manifest.save_id == save.id:
                         return _published(manifest)
-            # Not whether this rank has given it up: from here on rank 0 decides, and may have published.
+            # Do not check whether this rank gave up: from here on rank 0 decides, and may have published.
             save.check_time("waiting for rank 0 to publish", GRACE_S)
-        raise AssertionError("the looks never end")
+        raise AssertionError("polling never ends")
 
-    def _check_wanted(self, save: SaveUnderWay) -> None:
+    def _check_wanted(self, save: SaveInProgress) -> None:
         save.check(f"rank {self._rank} is writing", GRACE_S)
         self._check_withdrawn(save)
 
-    def _check_withdrawn(self, save: SaveUnderWay) -> None:
+    def _check_withdrawn(self, save: SaveInProgress) -> None:
         if save.withdrawn.exists():
-            raise Abandoned("withdrawn by rank 0, whose log says why")
+            raise Abandoned("rank 0 withdrew the save; see its log for the reason")
 
-    def _give_up(self, save: SaveUnderWay, reason: str) -> None:
-        """Give the space back, tell rank 0, and wait until it has withdrawn the save: a rank that went on to the next
-        one could meet a disk still full of this one. The note itself may need space that others have yet to free."""
+    def _give_up(self, save: SaveInProgress, reason: str) -> None:
+        """Free the space, notify rank 0, and wait until it has withdrawn the save: otherwise the next save could find
+        the disk still full. The note itself may need space that others have yet to free."""
         note = _failure_file(save.folder, self._rank)
         with suppress(OSError, Abandoned):
             _delete(save.folder.glob(f"__{self._rank}_*"))
-            for _ in _looks():
+            for _ in _polls():
                 present = _names(self._run_dir.checkpoints)
                 if save.withdrawn.name in present:
-                    # Where the folder is there too, this rank made it again after rank 0 had renamed it away.
+                    # If the folder exists too, this rank created it again after rank 0 had renamed it away.
                     shutil.rmtree(save.folder, ignore_errors=True)
                     return
                 if save.folder.name not in present:
@@ -234,7 +233,7 @@ def _failure_file(folder: Path, rank: int) -> Path:
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Write what the other ranks see whole or not at all; it is not kept, so it need not be durable."""
+    """Write a file that other ranks see whole or not at all. It is temporary, so it need not be durable."""
     unnamed = path.with_name(f"{path.name}.tmp")
     unnamed.write_bytes(content)
     unnamed.rename(path)
@@ -246,8 +245,8 @@ def _delete(files: Iterable[Path]) -> None:
 
 
 def _names(folder: Path) -> set[str]:
-    """What a listing shows: unlike a look-up by name, it is not answered from a network file system's memory of
-    names that did not exist."""
+    """Names in a listing. Unlike a look-up by name, a listing is not answered from a network file system's cache of
+    missing names."""
     return {path.name for path in folder.iterdir()}
 
 
@@ -257,10 +256,10 @@ def _reason(error: OSError | Abandoned, folder: Path) -> str:
     return str(error)
 
 
-def _looks() -> Iterator[None]:
-    """Endless ticks, further and further apart, for looking at a folder that others change."""
-    pause = _SHORTEST_LOOK_S
+def _polls() -> Iterator[None]:
+    """Endless ticks at growing intervals, for polling a folder that other ranks change."""
+    pause = _SHORTEST_POLL_S
     while True:
         yield
         time.sleep(pause)
-        pause = min(pause * 1.5, _LONGEST_LOOK_S)
+        pause = min(pause * 1.5, _LONGEST_POLL_S)

@@ -1,9 +1,9 @@
-"""Control tokens that somebody wrote into a message: they stay text.
+"""Control tokens written into a message stay text.
 
-    mark(message)       what a chat template is given: <|eot_id|> has a MARK behind its first character
-    encode(rendered)    the template's own control tokens are tokens, the marked ones plain text
+    mark(message)       input of a chat template: <|eot_id|> has a MARK behind its first character
+    encode(rendered)    the template's own control tokens are tokens, marked ones are plain text
 
-MARK is a noncharacter of Unicode, which no text is meant to hold. It is removed from messages, and never encoded.
+MARK is a noncharacter of Unicode, so no text should contain it. It is removed from messages and never encoded.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ControlTokens:
         self._names = re.compile("|".join(map(re.escape, longest_first))) if names else None
 
     def mark(self, value: Any) -> Any:
-        """The value, a message or a part of one, with the control tokens in its texts marked."""
+        """Return a message, or a part of one, with the control tokens in its texts marked."""
         if isinstance(value, str):
             text = value.replace(MARK, "")
-            while self._names and self._names.search(text):  # again, as one may begin within another
+            while self._names and self._names.search(text):  # repeat: one name may start within another
                 text = self._names.sub(_marked, text)
             return text
         if isinstance(value, dict):
@@ -43,21 +43,21 @@ class ControlTokens:
         return value
 
     def encode(self, rendered: str) -> list[int]:
-        """Tokens of a text with marks."""
-        # The tokens of a text depend on its control tokens beyond their places: some take the spaces around them. So
-        # all of it is encoded at once, by a tokenizer that knows its control tokens by marked names only.
+        """Return the tokens of a text with marks."""
+        # Control tokens may affect the text around them: some consume the spaces beside them. So the text is encoded as
+        # a whole, by a tokenizer that knows its control tokens only by marked names.
         assert self._names is not None
         swapped, end = "", 0
         for name in self._names.finditer(rendered):
             swapped += rendered[end : name.start()].replace(MARK, "") + _marked(name)
             end = name.end()
         swapped += rendered[end:].replace(MARK, "")
-        twin, ids = self._twin
-        return [ids.get(token, token) for token in twin.encode(swapped, add_special_tokens=False).ids]
+        tokenizer, ids = self._marked_tokenizer
+        return [ids.get(token, token) for token in tokenizer.encode(swapped, add_special_tokens=False).ids]
 
     @cached_property
-    def _twin(self) -> tuple[Backend, dict[int, int]]:
-        """The tokenizer with marked names, and its ids of added tokens -> the ids they have in the real one."""
+    def _marked_tokenizer(self) -> tuple[Backend, dict[int, int]]:
+        """A tokenizer with marked names, and its ids of added tokens -> their ids in the real one."""
         from tokenizers import Tokenizer
 
         assert self._names is not None
@@ -68,9 +68,9 @@ class ControlTokens:
             if added["special"]:
                 added["content"] = self._names.sub(_marked, added["content"])
             ids[added["content"]] = added["id"]
-        twin = Tokenizer.from_str(json.dumps(described))
-        numbers = ((twin.token_to_id(name), token) for name, token in ids.items())
-        return twin, {number: token for number, token in numbers if number is not None}
+        tokenizer = Tokenizer.from_str(json.dumps(described))
+        numbers = ((tokenizer.token_to_id(name), token) for name, token in ids.items())
+        return tokenizer, {number: token for number, token in numbers if number is not None}
 
 
 def _marked(name: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a model's tokens need of arithmetic and memory, by formula."""
+"""Formulas for the arithmetic and memory that a model needs for its tokens."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from megatron_rl.model.config import ModelConfig
 
 
 def training_flops(model: ModelConfig, vocabulary: int, *, tokens: int, pairs: int, predictions: int) -> float:
-    """Floating-point operations of a forward and a backward pass, two per multiply-add: products with weights and
-    attention, nothing else, and nothing twice that is recomputed to save memory (model FLOPs, arXiv 2204.02311,
-    appendix B). The backward pass takes twice the forward one:
+    """Floating-point operations of a forward and a backward pass, two per multiply-add. Counts products with weights
+    and attention only, and recomputation not at all (model FLOPs, arXiv 2204.02311, appendix B). The backward pass
+    takes twice the forward pass:
 
         3 (2 layers tokens (qkv + out + ffn) + 4 layers heads head_size pairs + 2 hidden vocabulary predictions)
 
         qkv = hidden (heads + 2 query groups) head_size    out = heads head_size hidden    ffn = 3 hidden ffn_hidden,
-        or, of a token in a layer of experts, 3 hidden expert_ffn_hidden experts_per_token + hidden experts
+        or, per token in a layer of experts, 3 hidden expert_ffn_hidden experts_per_token + hidden experts
 
     Args:
         vocabulary: rows of the output layer.
-        tokens: packed tokens; what several answers share counts once.
-        pairs: of a packed token and one that it attends to, itself among them.
+        tokens: packed tokens; tokens shared by several answers count once.
+        pairs: pairs of a packed token and one that it attends to, including itself.
         predictions: tokens whose logits are needed.
     """
     heads, groups, hidden = model.num_attention_heads, model.num_query_groups, model.hidden_size
@@ -31,10 +31,10 @@ def training_flops(model: ModelConfig, vocabulary: int, *, tokens: int, pairs: i
 
 
 def rows_per_token(model: ModelConfig) -> int:
-    """How many rows that attention gathers need as much memory as one packed token. A row keeps for the backward pass
-    query, key, value and result, and a sum in fp32 for each head; a token at least what `recompute: selective` leaves
-    of a layer: inputs of the norms; a row, and the result as it is packed; the first output of the feed-forward
-    network, of experts their input and output, and of what is between them the product too.
+    """Number of rows gathered for attention that need as much memory as one packed token. A row keeps query, key, value
+    and result for the backward pass, and an fp32 sum per head. A token keeps at least the rest of a layer under
+    `recompute: selective`: inputs of the norms; a row, and the packed result; the first output of the feed-forward
+    network, or for experts their input, output and the product in between.
 
         row = (2 heads + 2 query groups) head_size + 2 heads
         token = 2 hidden + row + heads head_size + 2 ffn_hidden

@@ -1,8 +1,8 @@
-"""A policy's weights as they are at one time, for generation: where one rank has all of them, on a CPU.
+"""A policy's weights at one time, laid out for generation by a single rank on a CPU.
 
-Of small products Python's way to each operator is a large part, and so is the start of each that threads share. Here
-are as few operators as there are: a norm's weight is part of the product behind it, what is done to a product is done
-by the product, and heads come out of theirs in the order in which they are needed.
+For small products the Python overhead of each operator matters, and so does starting its threads. So there are as few
+operators as possible: a norm's weight is part of the following product, element-wise operations are fused into
+products, and heads leave their product in the order in which they are needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_rl.platform.frozen_linear import FrozenLinear, freeze
 
 
 def freezes(policy: GPTModel, platform: Platform) -> bool:
-    """Whether there is a `FrozenPolicy` of it: nothing of it is another rank's, and each row is computed by itself."""
+    """Whether a policy supports `FrozenPolicy`: this rank has all of it, and each row is computed by itself."""
     return (
         platform.computes_on_host
         and policy.config.num_moe_experts is None
@@ -34,14 +34,14 @@ def freezes(policy: GPTModel, platform: Platform) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FrozenLayer:
-    """A layer's weights as they are multiplied by, those of its norms among them."""
+    """A layer's weights as they are multiplied, including those of its norms."""
 
     number: int
-    """Counted from 1."""
+    """Number of the layer, from 1."""
     heads: FrozenLinear
     """All queries, then all keys, then all values."""
     head_norms: tuple[Norm, Norm] | None
-    """Of queries and of keys."""
+    """Norms of queries and of keys."""
     proj: FrozenLinear
     gate: FrozenLinear
     value: FrozenLinear
@@ -53,7 +53,7 @@ class FrozenLayer:
 
 
 class FrozenPolicy:
-    """A copy of the weights. What it computes differs from the training forward by rounding."""
+    """A copy of the weights. Its results differ from the training forward by rounding."""
 
     @torch.inference_mode()
     def __init__(self, policy: GPTModel, output: Tensor, rotations: tuple[Tensor, Tensor]) -> None:
@@ -69,15 +69,15 @@ class FrozenPolicy:
         self._rotations = rotations
         self._embedding: Tensor = policy.embedding.word_embeddings.weight.detach()
         self._layers = [self._layer(layer) for layer in policy.decoder.layers]
-        self._output = freeze(_behind(policy.decoder.final_layernorm, output))
+        self._output = freeze(_with_norm(policy.decoder.final_layernorm, output))
         linears = [each for layer in self._layers for each in layer.linears] + [self._output]
         self._multiple = max(linear.rows_multiple for linear in linears)
 
     def _layer(self, layer: TransformerLayer) -> FrozenLayer:
         attention, mlp = layer.self_attention, layer.mlp
-        heads = _behind(layer.input_layernorm, self._sorted(attention.linear_qkv.weight))
+        heads = _with_norm(layer.input_layernorm, self._sorted(attention.linear_qkv.weight))
         bias = attention.linear_qkv.bias
-        gate, value = _behind(layer.pre_mlp_layernorm, mlp.linear_fc1.weight).chunk(2)
+        gate, value = _with_norm(layer.pre_mlp_layernorm, mlp.linear_fc1.weight).chunk(2)
         norms = attention.q_layernorm, attention.k_layernorm
         return FrozenLayer(
             layer.layer_number,
@@ -90,13 +90,13 @@ class FrozenPolicy:
         )
 
     def _sorted(self, heads: Tensor) -> Tensor:
-        """Of each group its queries', its key's, its value's -> all queries', all keys', all values'."""
+        """Reorder (queries, key, value) of each group -> all queries, all keys, all values."""
         of_groups = heads.unflatten(0, (self._kv_heads, -1, self._head_size))
         parts = of_groups.split((of_groups.shape[1] - 2, 1, 1), dim=1)
         return torch.cat([part.flatten(0, 2) for part in parts])
 
     def logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
-        """See `Policy.forward`."""
+        """Compute what `Policy.forward` does."""
         count = tokens.shape[0]
         filling = -count % self._multiple
         rotation = Rotation(*(each.index_select(0, positions) for each in self._rotations))
@@ -127,17 +127,17 @@ class FrozenPolicy:
         return both.narrow(1, 0, self._heads), both.narrow(1, self._heads, self._kv_heads)
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        """RMSNorm without its weight and its sqrt(hidden), which are in the product behind it: see `_behind`.
+        """RMSNorm without its weight and its sqrt(hidden), which `_with_norm` moves into the following product.
 
-        Of operators whose results are exactly rounded: those of other functions of a row's length, such as hypot, would
-        depend on whether it fills a vector with those of other rows. In fp32 whatever the model's type, as in training.
+        Uses only operators with exactly rounded results. With others, such as hypot, the length of a row would depend
+        on whether it shares a vector with other rows. In fp32 for any dtype of the model, as in training.
         """
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
         return (hidden * length.square_().add_(self._least).rsqrt_()).to(hidden.dtype)
 
 
-def _behind(norm: Norm, weight: Tensor) -> Tensor:
-    """The weight of a product behind a norm, with the norm's own."""
+def _with_norm(norm: Norm, weight: Tensor) -> Tensor:
+    """Weight of the product that follows a norm, multiplied by the norm's weight."""
     return weight * (norm.weight * norm.weight.shape[0] ** 0.5)
 
 

@@ -1,6 +1,6 @@
-"""What the config.json of a Hugging Face model says: its architecture and shape, in the words of ModelConfig.
+"""config.json of a Hugging Face model: its architecture, and its shape as keys of ModelConfig.
 
-Imports no torch: the launcher reads it too.
+No torch: the launcher reads it too.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ CONFIG_FILE = "config.json"
 
 
 class UnusableWeights(ConfigurationError):
-    """A directory of Hugging Face weights cannot be used; the message says which, why and what to do."""
+    """A directory of Hugging Face weights cannot be used. The message says which, why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A kind of model, by what its layers have that not all have."""
+    """A kind of model, by optional features of its layers."""
 
     name: str
-    """Its class in transformers: `architectures` of config.json."""
+    """Class in transformers, as in `architectures` of config.json."""
     model_type: str
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -64,11 +64,11 @@ KEYS = {
     "experts_per_token": "num_experts_per_tok",
     "expert_ffn_hidden_size": "moe_intermediate_size",
 }
-"""Key of ModelConfig -> key of config.json that says the same."""
+"""Key of ModelConfig -> key of config.json with the same meaning."""
 
 
 class HuggingFaceConfig(BaseModel):
-    """The keys of config.json that matter here; a default is what transformers takes where the key is missing."""
+    """Keys of config.json that matter here. Defaults are those of transformers for missing keys."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -86,7 +86,7 @@ class HuggingFaceConfig(BaseModel):
     rope_theta: PositiveFloat = 1e4
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    """Since transformers 5: both of the above."""
+    """Replaces the two keys above since transformers 5."""
     partial_rotary_factor: float = 1.0
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
@@ -97,10 +97,10 @@ class HuggingFaceConfig(BaseModel):
     quantization_config: dict[str, Any] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
-    """Before transformers 5: dtype."""
+    """Name of dtype before transformers 5."""
     num_experts: PositiveInt | None = None
     num_local_experts: PositiveInt | None = None
-    """Since transformers 5: num_experts."""
+    """Name of num_experts since transformers 5."""
     num_experts_per_tok: PositiveInt | None = None
     moe_intermediate_size: PositiveInt | None = None
     norm_topk_prob: bool = False
@@ -109,7 +109,7 @@ class HuggingFaceConfig(BaseModel):
 
     @property
     def architecture(self) -> Architecture | None:
-        """None: it is not one of ours."""
+        """The supported architecture; None if it is not supported."""
         names = self.architectures or []
         for one in ARCHITECTURES:
             if one.name in names or (not names and one.model_type == self.model_type):
@@ -118,21 +118,21 @@ class HuggingFaceConfig(BaseModel):
 
     @property
     def rotation(self) -> dict[str, Any]:
-        """Parameters of the rotary positions, wherever they stand."""
+        """Parameters of the rotary positions, from either key."""
         found = self.rope_parameters or self.rope_scaling or {}
         kind = found.get("rope_type", found.get("type", "default"))
         return {"rope_theta": self.rope_theta, **found, "rope_type": kind}
 
     @property
     def precision(self) -> Literal["fp32", "bf16"]:
-        """`ModelConfig.dtype` that the weights were published for: 16 bits are bf16 here, and what is not said."""
+        """`ModelConfig.dtype` of the published weights: any 16-bit dtype counts as bf16, and so does a missing one."""
         return "fp32" if (self.dtype or self.torch_dtype) == "float32" else "bf16"
 
 
 def read_hf_config(folder: Path) -> HuggingFaceConfig:
-    """config.json of a directory of weights that can be used here.
+    """Read config.json of a supported directory of weights.
 
-    Raises UnusableWeights where there is none, it cannot be read, or the model has what is not supported.
+    Raises UnusableWeights if it is missing or unreadable, or if the model is not supported.
     """
     path = folder / CONFIG_FILE
     try:
@@ -159,7 +159,7 @@ def read_hf_config(folder: Path) -> HuggingFaceConfig:
 
 
 def _check_architecture(raw: dict[str, Any], path: Path) -> None:
-    """First of all: other architectures have other keys, and what is wrong with those is nobody's business."""
+    """Check the architecture before all else: other architectures have other keys, whose errors do not matter."""
     names, kind = raw.get("architectures"), raw.get("model_type")
     known = [one.name for one in ARCHITECTURES]
     if names is None and kind in [one.model_type for one in ARCHITECTURES]:
@@ -170,7 +170,7 @@ def _check_architecture(raw: dict[str, Any], path: Path) -> None:
 
 
 def unsupported(config: HuggingFaceConfig) -> str | None:
-    """What the model needs and the policy does not have; None: nothing."""
+    """Return a feature of the model that the policy lacks; None if it is supported."""
     architecture, rotation = config.architecture, config.rotation
     assert architecture is not None  # _check_architecture
     if config.quantization_config:
@@ -178,27 +178,27 @@ def unsupported(config: HuggingFaceConfig) -> str | None:
     if config.hidden_act != "silu":
         return f"hidden_act {config.hidden_act} is not supported: silu is"
     if config.mlp_bias or (config.attention_bias and not architecture.qkv_bias):
-        return "biases (attention_bias, mlp_bias) are not supported but those of Qwen2"
+        return "biases (attention_bias, mlp_bias) are supported for Qwen2 only"
     if rotation["rope_type"] not in ("default", "llama3"):
         return f"rotary positions of type {rotation['rope_type']} are not supported: default and llama3 are"
     if not isinstance(rotation["rope_theta"], int | float):
         return f"rope_theta {json.dumps(rotation['rope_theta'])} is no number"
     if rotation.get("partial_rotary_factor", config.partial_rotary_factor) != 1.0:
-        return "partial_rotary_factor is not supported: whole heads are turned"
+        return "partial_rotary_factor is not supported: whole heads are rotated"
     if rotation["rope_type"] == "llama3":
         missing = [key for key in RopeScaling.model_fields if key not in rotation]
         if missing:
             return f"rope_scaling has no {', '.join(missing)}"
     if architecture.experts:
         if None in (_experts(config), config.num_experts_per_tok, config.moe_intermediate_size):
-            return "num_experts, num_experts_per_tok and moe_intermediate_size are not all there"
+            return "num_experts, num_experts_per_tok and moe_intermediate_size must all be set"
         if config.decoder_sparse_step != 1 or config.mlp_only_layers:
             return "layers without experts (decoder_sparse_step, mlp_only_layers) are not supported beside those with"
         several = config.num_experts_per_tok != 1
         if several and not config.norm_topk_prob:
             return "norm_topk_prob false is not supported: the weights of a token's experts add up to 1 here"
         if config.norm_topk_prob and not several:
-            return "norm_topk_prob true is not supported with one expert a token: its weight is its probability here"
+            return "norm_topk_prob true is not supported with one expert per token: its weight is its probability here"
     return None
 
 
@@ -207,9 +207,9 @@ def _experts(config: HuggingFaceConfig) -> int | None:
 
 
 def shape(config: HuggingFaceConfig) -> dict[str, Any]:
-    """The keys of ModelConfig that config.json decides.
+    """Return the keys of ModelConfig that follow from config.json.
 
-    A sliding window limits the positions: within it, it changes nothing.
+    A sliding window limits the positions, since it makes no difference within its length.
     """
     architecture, rotation = config.architecture, config.rotation
     assert architecture is not None  # read_hf_config
@@ -240,16 +240,16 @@ def shape(config: HuggingFaceConfig) -> dict[str, Any]:
 
 
 def contradictions(model: ModelConfig, config: HuggingFaceConfig, path: Path) -> list[str]:
-    """Where a recipe's model is not the one of `path`, a config.json: a sentence each, that names both."""
+    """Return a sentence for each difference between a recipe's model and the config.json at `path`, naming both."""
     return differences(model, ModelConfig(**shape(config), init="from-scratch"), path, KEYS)
 
 
 def differences(model: ModelConfig, other: ModelConfig, path: Path, names: Mapping[str, str]) -> list[str]:
-    """Where the shape of a recipe's model is not that of another one, a sentence each.
+    """Return a sentence for each difference between the shapes of a recipe's model and another one.
 
     Args:
-        path: of the file that says the other one's.
-        names: of the keys of ModelConfig in that file.
+        path: file that describes the other model.
+        names: key of ModelConfig -> key in that file.
     """
     found = []
     for key, their_key in names.items():
@@ -265,13 +265,13 @@ def _shown(value: Any) -> str:
 
 
 def to_hf_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """A config.json for a model that was published by nobody.
+    """Return a config.json for a model that was never published.
 
     Args:
-        model: with `vocab_size`.
-        dtype: of the weights, as torch calls it: `float32`.
+        model: a config with `vocab_size`.
+        dtype: torch's name for the dtype of the weights, such as `float32`.
 
-    Raises ConfigurationError where transformers has no such model.
+    Raises ConfigurationError if transformers has no such model.
     """
     for architecture in ARCHITECTURES:
         features = (architecture.qkv_bias, architecture.qk_norm, architecture.experts)
@@ -293,6 +293,6 @@ def to_hf_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     config["rope_scaling"] = {"rope_type": "llama3", **model.rope_scaling.model_dump()} if model.rope_scaling else None
     if architecture.experts:
-        normed = model.experts_per_token != 1  # of one alone the weight would be 1
+        normed = model.experts_per_token != 1  # normalising a single weight would make it 1
         config |= {"norm_topk_prob": normed, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return {key: value for key, value in config.items() if value is not None}

@@ -1,11 +1,11 @@
-"""Which tensors of Hugging Face each tensor of megatron-core is made of, and where they lie in it. Pure.
+"""Pure: the Hugging Face tensors in each tensor of megatron-core, and their positions in it.
 
     linear_qkv [(heads + 2 groups) head, hidden]    for each query group: its queries, its key, its value
-    linear_fc1 [2 ffn, hidden]                      gate, then up; so on every tensor-parallel rank
-    word_embeddings, output_layer [padded, hidden]  the vocabulary, then rows that no token stands behind
-    all others                                      as they are
+    linear_fc1 [2 ffn, hidden]                      gate, then up; the same on every tensor-parallel rank
+    word_embeddings, output_layer [padded, hidden]  the vocabulary, then rows without a token
+    all others                                      unchanged
 
-Of the supported architectures (model/hf_config.py) all tensors have the same names.
+The supported architectures (model/hf_config.py) all use the same names.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a tensor of megatron-core is made of."""
+    """Composition of a tensor of megatron-core."""
 
     sources: tuple[Source, ...]
-    """One after another along the first axis."""
+    """Tensors, one after another along the first axis."""
     split: int | None = None
-    """The axis of each source that tensor-parallel ranks share out; None: each has all."""
+    """Axis of each source that tensor-parallel ranks split; None if each has all."""
     blocks: int | None = None
-    """The sources come in so many blocks instead, with equal parts of each of them in every one, and ranks share out
-    the rows of all blocks."""
+    """Number of blocks, each with equal parts of all sources, that replace the simple order. Ranks split the rows of
+    all blocks."""
     padded: bool = False
     """Whether rows of zeros may follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one tensor of megatron-core holds of one source, or some of it."""
+    """The part of one source within one tensor of megatron-core."""
 
     source: Source
     index: tuple[slice, ...]
-    """Where in the source."""
+    """Index into the source."""
     view: Tensor
-    """The same in the tensor: [blocks, rows, ...]."""
+    """View of the same part in the tensor: [blocks, rows, ...]."""
 
 
 def weights(model: ModelConfig) -> dict[str, Weight]:
-    """By megatron-core's names, with layers and experts counted over the whole model."""
+    """Return all weights by megatron-core's names, with layers and experts numbered over the whole model."""
     hidden, heads, groups, head = model.hidden_size, model.num_attention_heads, model.num_query_groups, model.head_size
-    assert model.vocab_size is not None  # config.json has it
+    assert model.vocab_size is not None  # always in config.json
     table = (model.vocab_size, hidden)
     tied = model.tied_embeddings
     found = {
         EMBEDDING: Weight((Source(HF_EMBEDDING, table),), split=0, padded=True),
         "decoder.final_layernorm.weight": Weight((Source("model.norm.weight", (hidden,)),)),
-        # Where it is tied, megatron-core has it on the last of several pipeline stages alone.
+        # If it is tied, only the last of several pipeline stages of megatron-core has it.
         OUTPUT: Weight((Source(HF_EMBEDDING if tied else HF_OUTPUT, table),), split=0, padded=True),
     }
     for number in range(model.num_layers):
@@ -107,12 +107,12 @@ def _feed_forward(ours: str, theirs: str, hidden: int, ffn: int) -> dict[str, We
 
 
 def sources(found: dict[str, Weight]) -> dict[str, Source]:
-    """All tensors that the files of a model hold, by name."""
+    """Return all tensors in the files of a model, by name."""
     return {source.name: source for weight in found.values() for source in weight.sources}
 
 
 def pieces(weight: Weight, tensor: Tensor, rank: int = 0, size: int = 1) -> Iterator[Piece]:
-    """Where the sources of `weight` lie in the tensor that tensor-parallel rank `rank` of `size` has of it."""
+    """Locate the sources of `weight` in the tensor that tensor-parallel rank `rank` of `size` has of it."""
     if weight.split is None:
         rank, size = 0, 1
     if weight.padded:
@@ -133,7 +133,7 @@ def pieces(weight: Weight, tensor: Tensor, rank: int = 0, size: int = 1) -> Iter
 
 
 def _part_of_a_block(weight: Weight, blocks: int, tensor: Tensor, rank: int) -> Iterator[Piece]:
-    """With more ranks than key/value heads, each has some rows of one block."""
+    """Locate them if there are more ranks than key/value heads: each rank has some rows of one block."""
     rows = [source.shape[0] // blocks for source in weight.sources]
     block, first = divmod(rank * len(tensor), sum(rows))
     begin = 0

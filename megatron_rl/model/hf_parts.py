@@ -1,4 +1,4 @@
-"""What one rank holds of a model, as parts of the tensors of Hugging Face."""
+"""One rank's weights as parts of Hugging Face's tensors."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Held:
     """A weight of which this rank has all or a part."""
 
     name: str
-    """megatron-core's, with layers and experts counted over the whole model."""
+    """megatron-core's name, with layers and experts numbered over the whole model."""
     weight: Weight
     tensor: Tensor
-    """What this rank has of it: the very memory of its parameter."""
+    """This rank's part: the memory of its parameter."""
     ranks: dist.ProcessGroup
-    """Those that have it between them."""
+    """Ranks that together have the weight."""
     copies: dist.ProcessGroup
-    """Those that have the same part as this one."""
+    """Ranks with the same part."""
 
     def pieces(self) -> Iterator[Piece]:
-        """Where the tensors of Hugging Face lie in what this rank has. Some may be empty: all but padding."""
+        """Locate Hugging Face's tensors in this rank's part. Pieces may be empty if it is all padding."""
         return pieces(self.weight, self.tensor, self.ranks.rank(), self.ranks.size())
 
 
 def held_weights(policy: Policy, model: ModelConfig) -> list[Held]:
-    """All weights of this rank's part of a policy, in its order, which all ranks of a tensor-parallel group share."""
+    """Return all weights of this rank's part of a policy, in the order that its tensor-parallel ranks share."""
     whole = model if model.vocab_size is not None else model.model_copy(update={"vocab_size": policy.vocabulary})
     found, groups, names = weights(whole), policy.pg_collection, _GlobalNames(policy)
     held = []
@@ -47,7 +47,7 @@ def held_weights(policy: Policy, model: ModelConfig) -> list[Held]:
 
 
 class _GlobalNames:
-    """Names of a rank's parameters, with layers and experts counted over the whole model."""
+    """Names of a rank's parameters, with layers and experts numbered over the whole model."""
 
     def __init__(self, policy: Policy) -> None:
         self._first_layer = policy.decoder.layers[0].layer_number - 1 if policy.decoder.layers else 0

@@ -1,4 +1,4 @@
-"""Where on this machine something of the Hugging Face hub is. Nothing is downloaded."""
+"""Files of the Hugging Face hub on this machine. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron_rl.model.config import exported_folder, is_hub_name, package_of
 
 
 def local_folder(path: str, key: str, holds: str) -> Path:
-    """The directory that a recipe's path names: itself, or, in the cache of the Hugging Face libraries, the newest copy
-    or what was exported from a package.
+    """Return the directory that a recipe's path names: itself, or its newest copy in the cache of the Hugging Face
+    libraries, or the export of a package.
 
     Args:
-        key: of the recipe, for the message.
-        holds: a file that such a directory holds, for the message.
+        key: recipe key, for the message.
+        holds: file in such a directory, for the message.
 
-    Raises ValueError where there is neither, or huggingface_hub is not installed.
+    Raises ValueError if it does not exist, or if huggingface_hub is not installed.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -31,12 +31,12 @@ def local_folder(path: str, key: str, holds: str) -> Path:
     if package:
         folder = exported_folder(package, Path(constants.HF_HOME))
         if not folder.is_dir():
-            raise ValueError(f"{key} {path}: {folder} is not there; `mrl prefetch RECIPE` exports it from the package")
+            raise ValueError(f"{key} {path}: {folder} is missing; `mrl prefetch RECIPE` exports it from the package")
         return folder
     try:
         return Path(snapshot_download(path, local_files_only=True))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{key} {path}: no such directory, and nothing of that name in the Hugging Face cache; "
-            "`mrl prefetch RECIPE` fetches it where there is internet"
+            "`mrl prefetch RECIPE` fetches it on a machine with internet"
         ) from error

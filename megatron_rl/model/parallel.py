@@ -1,4 +1,4 @@
-"""Parts of a model on several ranks, and the whole of it on one."""
+"""A model split over ranks, and the whole of it on one rank."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 
 def groups_of_one() -> ProcessGroupCollection:
-    """What a model is built with that this rank has all of, whatever the others do. Collective over all ranks."""
+    """Return groups for a model that is whole on this rank. Collective over all ranks."""
     alone, _ = dist.new_subgroups(group_size=1)
     return ProcessGroupCollection(**{each.name: alone for each in fields(ProcessGroupCollection) if each.name != "hcp"})
 
 
 def send_no_tokens(mlp: MoELayer, groups: ProcessGroupCollection) -> None:
-    """Have experts that tensor-parallel ranks share out, none of which has an expert to itself, work on the tokens that
-    each rank has, all of them, and sum what the ranks make of their parts.
+    """Make tensor-parallel ranks with different experts, none of which is split, compute their experts on all tokens
+    and sum the results.
 
-    megatron-core would gather the tokens of all these ranks, which are the same, and every expert would get each of
-    them from every rank. Not for training: the sum has no gradient.
+    Each of these ranks has the same tokens. megatron-core would gather them, so that every expert would get each token
+    from every rank. Not for training: the sum has no gradient.
 
-    groups: that the layer was built with.
+    groups: groups that the layer was built with.
     """
     mlp.token_dispatcher = MoEAlltoAllTokenDispatcher(
         mlp.num_local_experts,
@@ -38,16 +38,16 @@ def send_no_tokens(mlp: MoELayer, groups: ProcessGroupCollection) -> None:
         pg_collection=ProcessGroupCollection(ep=groups.ep, expt_tp=groups.ep, tp_ep=groups.ep),
     )
 
-    def total(_mlp: MoELayer, _inputs: Any, made: tuple[torch.Tensor, Any]) -> None:
-        dist.all_reduce(made[0], group=groups.tp)
+    def total(_mlp: MoELayer, _inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
+        dist.all_reduce(output[0], group=groups.tp)
 
     mlp.register_forward_hook(total)
 
 
 @torch.no_grad()
 def copy_part(whole: Any, part: Any) -> None:
-    """Give a rank's part of a model the weights that the whole model has in these places: of its tensor-parallel rows
-    or columns, layers and experts. whole, part: of megatron-core, of the same shape."""
+    """Copy weights of a whole model into a rank's part of it: its tensor-parallel rows or columns, layers and experts.
+    whole, part: megatron-core models of the same shape."""
     boxes: dict[str, list[ShardedTensor]] = defaultdict(list)
     for box in _boxes(whole):
         boxes[box.key].append(box)
@@ -56,7 +56,7 @@ def copy_part(whole: Any, part: Any) -> None:
 
 
 def _boxes(model: Any) -> Iterator[ShardedTensor]:
-    """Where in the tensors of the whole model each of these weights lies; a gate and what it opens one by one."""
+    """Boxes of a model's weights within the tensors of the whole model; gate and up projection separately."""
     for item in nested_values(model.sharded_state_dict()):
         if isinstance(item, ShardedTensorFactory):
             yield from item.build()
@@ -65,8 +65,8 @@ def _boxes(model: Any) -> Iterator[ShardedTensor]:
 
 
 def _within(source: ShardedTensor, box: ShardedTensor) -> torch.Tensor | None:
-    """What `source` has in the place of `box`, None where it is elsewhere."""
-    stacked = box.prepend_axis_num  # layers, experts: one of each
+    """The part of `source` at the position of `box`; None if it does not contain the box."""
+    stacked = box.prepend_axis_num  # layers or experts: a box has one of each
     if source.global_offset[:stacked] != box.global_offset[:stacked]:
         return None
     first = [b - s for b, s in zip(box.global_offset[stacked:], source.global_offset[stacked:], strict=True)]

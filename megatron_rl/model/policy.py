@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 FP8_ROWS = 16
-"""Sizes of a product in FP8 are multiples of this, its number of tokens too."""
+"""Divisor of the sizes of FP8 products, including the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class OutputPart:
 class Policy(GPTModel):
     """GPTModel whose forward takes packed tokens with explicit positions and a layout.
 
-    It keeps GPTModel's modules, names and sharded state; only the way data flows in differs: megatron-core's
-    own forward counts positions from 0 along the sequence dimension, which packed tokens do not.
+    It keeps GPTModel's modules, names and sharded state. Only the data flow differs: megatron-core's own forward counts
+    positions from 0 along the sequence dimension, which packed tokens do not.
     """
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
-        """Logits of the packed tokens in `select` (all where None), of a policy that is no pipeline.
+        """Return logits of the packed tokens in `select` (all if None), for a policy without a pipeline.
 
         tokens, positions [tokens], select [selected] -> [selected, len(output().tokens)] in the model's dtype: of this
         rank's part of the vocabulary.
@@ -66,8 +66,7 @@ class Policy(GPTModel):
         return self.output().logits(pad(predictors, (0, 0, 0, -len(predictors) % multiple)))[:count]
 
     def frozen(self) -> FrozenPolicy | None:
-        """Computes what `forward` does with the weights as they are now, for generation; None where there is no faster
-        way than `forward`."""
+        """Copy the current weights into a faster `forward` for generation; None if there is no faster way."""
         if not freezes(self, self._platform):
             return None
         rotations = self._cosines, self._sines
@@ -76,11 +75,11 @@ class Policy(GPTModel):
     def hidden(
         self, tokens: Tensor, positions: Tensor, layout: Layout, received: Tensor | None = None, multiple: int = 1
     ) -> Tensor:
-        """What this stage of the pipeline makes of packed tokens, for the next one or for `predictors`.
+        """Run packed tokens through this stage of the pipeline, for the next stage or for `predictors`.
 
         tokens, positions [tokens] -> `hidden_shape`: [tokens, 1, hidden], or this rank's part of them.
 
-        received: the same of the stage before; None on the first. multiple: of the rows that are computed.
+        received: output of the previous stage; None on the first. multiple: divisor of the number of computed rows.
         """
         embedded = None
         if received is not None:
@@ -88,30 +87,30 @@ class Policy(GPTModel):
         else:
             if padding := self._padding(len(tokens), multiple):
                 tokens = pad(tokens, (0, padding))
-            # With the strides of a new tensor: megatron-core's is a transposed one, which torch multiplies by a copy of
-            # the weight for each token where the weight needs no gradient.
+            # Make the strides those of a new tensor. megatron-core's embedding is transposed, and torch multiplies such
+            # a tensor by a copy of the weight per token if the weight needs no gradient.
             embedded = self.embedding(tokens[None], positions[None])[:, 0].unsqueeze(1)
-        made: Tensor = self.decoder(
+        output: Tensor = self.decoder(
             embedded, attention_mask=None, rotary_pos_emb=self._rotation(positions), packed_seq_params=layout
         )
         self.decoder.set_input_tensor(None)
-        return made
+        return output
 
     def hidden_shape(self, tokens: int) -> tuple[int, int, int]:
-        """Of `hidden` of so many packed tokens: under sequence parallelism each tensor-parallel rank has a part."""
+        """Shape of `hidden` for this many packed tokens: a part per tensor-parallel rank under sequence parallelism."""
         rows = tokens + self._padding(tokens)
         return rows // self._tensor.size() if self.config.sequence_parallel else rows, 1, self.config.hidden_size
 
     def predictors(self, hidden: Tensor, select: Tensor) -> Tensor:
-        """[selected, hidden] of `hidden` of the last stage, whole on every tensor-parallel rank: what `output` makes
-        logits of. Its gradient is summed over those ranks, each of which has that of its part of the vocabulary."""
+        """Select [selected, hidden] from `hidden` of the last stage, on every tensor-parallel rank. `output` turns them
+        into logits. Their gradient is summed over those ranks, each with its part of the vocabulary."""
         if self.config.sequence_parallel:
             return self._platform.gather(self._whole(hidden), select).squeeze(1)
-        selected = self._platform.gather(hidden, select)  # answers that begin alike select the same token
+        selected = self._platform.gather(hidden, select)  # answers with a common prefix select the same token
         return self._whole(selected).squeeze(1)
 
     def output(self) -> OutputPart:
-        """This rank's part of the output layer, on the last stage."""
+        """Return this rank's part of the output layer; on the last stage."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         first = self._tensor.rank() * len(weight)
@@ -119,7 +118,7 @@ class Policy(GPTModel):
         return OutputPart(weight, range(min(first, self._tokens), min(first + len(weight), self._tokens)), group)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """[rows, vocab] on every tensor-parallel rank, of the parts that they have, [rows, len(output().tokens)]."""
+        """Gather [rows, vocab] on every tensor-parallel rank from their parts, [rows, len(output().tokens)]."""
         ranks = self._tensor.size()
         if ranks == 1:
             return logits
@@ -140,14 +139,14 @@ class Policy(GPTModel):
         return hidden
 
     def _padding(self, tokens: int, multiple: int = 1) -> int:
-        """Tokens to add so that all tensor-parallel ranks have as many, where they share them out, and products in FP8
-        what their kernels need."""
+        """Number of tokens to add so that the tensor-parallel ranks of sequence parallelism have equal parts, and FP8
+        products supported sizes."""
         parts = self._tensor.size() if self.config.sequence_parallel else 1
         return -tokens % (parts * (FP8_ROWS if self.config.fp8 else multiple))
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens, without those that only pad the embedding."""
+        """Number of tokens without padding of the embedding."""
         return self._tokens
 
     @property
@@ -160,29 +159,26 @@ class Policy(GPTModel):
 
     @property
     def tokens_between_syncs(self) -> int:
-        """See `Platform.tokens_between_syncs`."""
         return self._platform.tokens_between_syncs
 
     def layout(self, packed: PackedSequences, part: Tensor | None = None) -> Layout:
-        """The attention layout of whole sequences on the policy's device: see `Platform.attention_layout`."""
+        """Return the attention layout of whole sequences on the policy's device: see `Platform.attention_layout`."""
         return self._platform.attention_layout(packed, self.config.params_dtype, part)
 
     def paged_attention(self, rows: PagedRows) -> PagedAttention:
-        """Attention to what lies in pages: see `Platform.paged_attention`."""
+        """Return the attention to a paged cache: see `Platform.paged_attention`."""
         return self._platform.paged_attention(rows, self.config.params_dtype)
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """See `Platform.cache_dtype`."""
         return self._platform.cache_dtype(self.config.params_dtype)
 
     def gathers_pages(self, page_tokens: int) -> bool:
-        """See `Platform.gathers_pages`."""
         return self._platform.gathers_pages(self.config.params_dtype, page_tokens)
 
     def prepare(self, tokens: int, platform: Platform) -> None:
-        """Note the platform and the size of the vocabulary without padding, and tabulate the rotations, [max positions,
-        1, head size], computed in fp32 and kept in the model's dtype."""
+        """Set the platform and the vocabulary size without padding, and tabulate the rotations, [max positions, 1, head
+        size], computed in fp32 and stored in the model's dtype."""
         self._tokens, self._platform, device = tokens, platform, platform.device
         self._tensor = self.pg_collection.tp
         frequencies = self.rotary_pos_emb.inv_freq.float().to(device)
@@ -195,7 +191,7 @@ class Policy(GPTModel):
 def transformer_config(
     model: ModelConfig, platform: Platform, groups: ProcessGroupCollection, *, sequence_parallel: bool = False
 ) -> TransformerConfig:
-    """The model's shape, and how these groups cut it."""
+    """Return megatron-core's configuration of the model's shape, split over these groups."""
     dtype = DTYPES[model.dtype]
     experts: dict[str, Any] = {}
     if model.num_experts is not None:
@@ -206,7 +202,7 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
             "moe_token_dispatcher_type": "alltoall",
-            "moe_router_pre_softmax": model.experts_per_token == 1,  # of one alone it would be 1
+            "moe_router_pre_softmax": model.experts_per_token == 1,  # a softmax over one expert alone is 1
         }
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -240,9 +236,9 @@ def transformer_config(
 
 
 def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Rotary frequencies for more positions than they were trained for, the fast ones as they are (Llama 3.1,
-    arXiv 2407.21783). [head size / 2] -> the same."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)  # over the positions known before
+    """Scale rotary frequencies to more positions than in pretraining, except the fast ones (Llama 3.1, arXiv
+    2407.21783). [head size / 2] -> the same."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)  # over the original positions
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
@@ -295,7 +291,7 @@ def build_policy(
         pg_collection=groups,
     )
     policy = platform.build(make, DTYPES[model.dtype])
-    if model.rope_scaling is not None:  # megatron-core's own has a factor and no more
+    if model.rope_scaling is not None:  # megatron-core supports only a factor
         policy.rotary_pos_emb.inv_freq = stretched(policy.rotary_pos_emb.inv_freq, model.rope_scaling)
     policy.prepare(vocab_size, platform)
     return policy

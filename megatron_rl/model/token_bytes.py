@@ -1,6 +1,6 @@
-"""The bytes that a token adds in the middle of a text, which its own decoding does not always tell.
+"""Bytes that a token adds in the middle of a text. Decoding the token alone does not always give them.
 
-SentencePiece drops the space in front of a token that stands alone; half a character decodes to U+FFFD.
+SentencePiece drops the space in front of a token that is decoded alone; half a character decodes to U+FFFD.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's letters, one for each byte: printable ones stand for themselves, the others for the rest in turn."""
+    """GPT-2's letters, one per byte: printable ones represent themselves, others follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class TokenBytes:
@@ -30,7 +30,7 @@ class TokenBytes:
         self._tokenizer = tokenizer
 
     def __call__(self, token: int) -> bytes:
-        """Bytes of a token; those of its name where it is a special one, none where the number has no token."""
+        """Bytes of a token; of its name if it is special; none if the id is unused."""
         if token in self._added:
             return self._added[token].encode()
         name: str | None = self._tokenizer.convert_ids_to_tokens(token)
@@ -53,7 +53,7 @@ class TokenBytes:
 
     @cached_property
     def _some(self) -> list[int]:
-        """Tokens of a text, behind which a token is in the middle of one."""
+        """Tokens of a short text, which put the token behind them in the middle of a text."""
         tokens: list[int] = self._tokenizer.encode("a", add_special_tokens=False)
         return tokens
 
@@ -63,7 +63,7 @@ class TokenBytes:
 
     @cached_property
     def _decoders(self) -> set[str]:
-        """Kinds of the steps in which tokens become text."""
+        """Kinds of the tokenizer's decoding steps."""
         decoder = self._tokenizer.backend_tokenizer.decoder if self._tokenizer.is_fast else None
         if decoder is None:
             return set()

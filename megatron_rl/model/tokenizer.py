@@ -22,61 +22,61 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-BEGINNING = "\ufdd1"
-"""First character of a text that is a prompt by itself. A noncharacter of Unicode, which no text is meant to hold."""
+PROMPT_MARK = "\ufdd1"
+"""First character of a text that is a prompt by itself. A noncharacter of Unicode, so no text should contain it."""
 
 
 class Tokenizer(Protocol):
-    """What agents and the model need of a tokenizer."""
+    """Interface of a tokenizer for agents and the model."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, special ones included, before the model pads its embedding."""
+        """Number of token ids, including special ones, before the model pads its embedding."""
         ...
 
     @property
     def eos_id(self) -> int:
-        """The token that ends an answer in what a model is taught."""
+        """Token that ends an answer in training examples."""
         ...
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """All tokens that end an answer, `eos_id` among them: many chat models end a turn by one of their own."""
+        """All tokens that end an answer, including `eos_id`: many chat models end a turn by another one."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text` as it stands: no special token is added, so a prompt template writes its own. Control tokens
-        that `conversation` has marked are text, and a text that `as_prompt` has marked begins like any text."""
+        """Encode `text` without adding special tokens, since a prompt template writes its own. Control tokens marked by
+        `conversation` are text, and a text marked by `as_prompt` gets the tokenizer's prefix."""
         ...
 
     def as_prompt(self, text: str) -> str:
-        """The prompt that `text` is by itself, without a chat template: `encode` treats it as `encode_prompt` does."""
+        """Mark a text as a prompt without a chat template: `encode` then treats it as `encode_prompt` does."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Tokens of a prompt that no chat template wrote: those of `text` behind the ones, such as BOS, with which the
-        tokenizer begins any text. A text that already begins with them gets no second ones."""
+        """Encode a prompt without a chat template, behind the tokenizer's prefix, such as BOS. A text that already
+        starts with the prefix does not get a second one."""
         ...
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of `tokens`; special tokens leave no trace, or with `special` their names."""
+        """Decode tokens. Special tokens are dropped, or with `special` replaced by their names."""
         ...
 
     def show(self, token: int) -> str:
-        """One token as it reads in the middle of a text, also a special one."""
+        """Text of one token, possibly special, in the middle of a text."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of that, which may be a part of a character."""
+        """Bytes of that text, possibly a part of a character."""
         ...
 
     def is_special(self, token: int) -> bool:
-        """Whether the token leaves no trace in a text."""
+        """Whether decoding drops the token."""
         ...
 
     @property
     def chat_template(self) -> str | None:
-        """What makes a prompt of a conversation (Jinja2); None: the model knows no conversations."""
+        """Jinja2 template that turns a conversation into a prompt; None if the model has none."""
         ...
 
     def conversation(
@@ -85,13 +85,13 @@ class Tokenizer(Protocol):
         tools: Sequence[Message] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """The prompt for what an assistant says next in a conversation; None without a chat template. Control tokens
-        that a message spells out are marked, and `encode` takes them for text.
+        """Return the prompt for the next assistant message of a conversation; None without a chat template. Control
+        tokens spelled out in a message are marked, so that `encode` treats them as text.
 
-        messages, tools: as OpenAI's API has them, but the arguments of a tool call as an object.
-        variables: further ones of the template, such as `enable_thinking`.
+        messages, tools: as in OpenAI's API, except that the arguments of a tool call are an object.
+        variables: further template variables, such as `enable_thinking`.
 
-        Raises ValueError where the template refuses them.
+        Raises ValueError if the template refuses them.
         """
         ...
 
@@ -108,7 +108,7 @@ class CharacterTokenizer:
         self.vocab_size = len(alphabet) + 2
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError at the first character that is not in the alphabet."""
+        """Encode a text. Raises ValueError at the first character outside the alphabet."""
         try:
             return [self._ids[character] for character in text]
         except KeyError as unknown:
@@ -151,11 +151,11 @@ class HuggingFaceTokenizer:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int] = (), today: str | None = None
     ) -> None:
-        """Wrap a tokenizer that has been read.
+        """Wrap a loaded tokenizer.
 
         Args:
-            end_ids: tokens that end an answer beside the tokenizer's own.
-            today: YYYY-MM-DD that a chat template takes for today; None: the clock's.
+            end_ids: tokens that end an answer, other than the tokenizer's own.
+            today: YYYY-MM-DD, the current day for chat templates; None reads the clock.
         """
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
@@ -164,15 +164,15 @@ class HuggingFaceTokenizer:
         self.eos_id: int = tokenizer.eos_token_id
         self.end_ids = frozenset({self.eos_id, *end_ids})
         self._control_tokens = ControlTokens(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
-        self._beginning = _beginning(tokenizer)
+        self._prefix = _prefix(tokenizer)
         self._today = None if today is None else datetime.fromisoformat(today)
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(token for token, name in added.items() if name.special)
         self.token_bytes = TokenBytes(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        if text.startswith(BEGINNING):
-            return self.encode_prompt(text.removeprefix(BEGINNING))
+        if text.startswith(PROMPT_MARK):
+            return self.encode_prompt(text.removeprefix(PROMPT_MARK))
         if MARK in text and self._control_tokens:
             return self._control_tokens.encode(text)
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -180,10 +180,10 @@ class HuggingFaceTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         tokens = self.encode(text)
-        return tokens if tokens[: len(self._beginning)] == self._beginning else self._beginning + tokens
+        return tokens if tokens[: len(self._prefix)] == self._prefix else self._prefix + tokens
 
     def as_prompt(self, text: str) -> str:
-        return BEGINNING + text if self._beginning else text
+        return PROMPT_MARK + text if self._prefix else text
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
@@ -213,7 +213,7 @@ class HuggingFaceTokenizer:
         if self.chat_template is None:
             return None
         render = self._tokenizer.apply_chat_template
-        # Its own parameters are no variables: chat_template, for one, is a program.
+        # The parameters of `render` are no variables: chat_template, for one, is a program.
         if taken := sorted(signature(render).parameters.keys() & (variables or {}).keys()):
             raise ValueError(f"{taken[0]} is no variable of a chat template")
         given: list[Any] = [messages, tools, dict(variables or {})]
@@ -231,24 +231,24 @@ class HuggingFaceTokenizer:
                 add_generation_prompt=True,
                 **given[2],
             )
-        except Exception as error:  # a template is a program of the model's: it may raise anything
+        except Exception as error:  # a template is a program that comes with the model: it may raise anything
             raise ValueError(f"the model's chat template refuses them: {error}") from error
         return text
 
 
-def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens with which a tokenizer begins any text."""
+def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that the tokenizer puts before any text."""
     whole: list[int] = tokenizer.encode("a")
     text: list[int] = tokenizer.encode("a", add_special_tokens=False)
-    places = range(len(whole) - len(text) + 1)
-    return next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
+    starts = range(len(whole) - len(text) + 1)
+    return next((whole[:start] for start in starts if whole[start : start + len(text)] == text), [])
 
 
 @cache
 def _clock_stopped(now: datetime) -> str:
-    """A beginning of a chat template in which `strftime_now`, which `transformers` has ask the clock, says `now`.
+    """Beginning of a chat template that makes `strftime_now` return `now`; `transformers` would read the clock.
 
-    `transformers` lets no function into a template, so this is a macro that replaces each directive by its text.
+    `transformers` passes no functions to a template, so this is a macro that replaces each directive by its text.
     """
     texts = {f"%{flag}{letter}": now.strftime(f"%{flag}{letter}") for flag in ("", "-") for letter in _DIRECTIVES}
     return (
@@ -259,13 +259,13 @@ def _clock_stopped(now: datetime) -> str:
 
 
 _DIRECTIVES = "aAbBcdDeFgGhHIjmMpRSTuUVwWxXyY"
-"""Letters of strftime's format that say something of a day or a time of it, all but the zone."""
+"""Directives of strftime about the day or the time, without the time zone."""
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer a recipe names. Nothing is downloaded.
+    """Build the tokenizer of a recipe. Downloads nothing.
 
-    Raises ValueError where `tokenizer.path` holds no usable tokenizer or `transformers` is not installed.
+    Raises ValueError if `tokenizer.path` holds no usable tokenizer, or `transformers` is not installed.
     """
     if config.type == "characters":
         return CharacterTokenizer(config.alphabet)
@@ -286,9 +286,9 @@ def _load_hugging_face(path: str, today: str | None) -> HuggingFaceTokenizer:
 
 
 def _check_blanks(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Refuse a tokenizer whose answers would lose the blanks between words, as every reward would be of another text.
+    """Refuse a tokenizer that loses the blanks between words, as every reward would then score another text.
 
-    transformers 5.0 to 5.10 decode a byte-level tokenizer so that is labelled LlamaTokenizerFast (seen).
+    transformers 5.0 to 5.10 decode a byte-level tokenizer that way if it is labelled LlamaTokenizerFast (seen).
     """
     text = "How are you"
     decoded = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
@@ -297,13 +297,13 @@ def _check_blanks(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
         raise ValueError(
             f"tokenizer.path {path}: transformers {transformers.__version__} decodes the tokens of {text!r} to "
-            f"{decoded!r}: it reads this tokenizer by another class than the one that it was made for. Install another "
-            "release, such as transformers 5.23, or correct tokenizer_class in tokenizer_config.json"
+            f"{decoded!r}: it loads another class than the tokenizer was made for. Install another release, such as "
+            "transformers 5.23, or correct tokenizer_class in tokenizer_config.json"
         )
 
 
 def _end_ids(folder: Path, vocab_size: int) -> list[int]:
-    """The end tokens of `generation_config.json`; none where there is no such file, or it names none."""
+    """End tokens in `generation_config.json`; none if the file is missing or names none."""
     file = folder / "generation_config.json"
     if not file.exists():
         return []
@@ -319,14 +319,14 @@ def _end_ids(folder: Path, vocab_size: int) -> list[int]:
 
 
 def load_pretrained_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a directory of Hugging Face's.
+    """Load the tokenizer in a Hugging Face directory.
 
     Raises:
         ImportError: `transformers` is not installed.
-        OSError, ValueError: there is none that can be used, or a pipe or a device among its files, which would be
-            waited for.
+        OSError, ValueError: the directory has no usable tokenizer, or a pipe or device among its files, which would
+            block.
     """
-    # Imported here because it takes seconds, and a character tokenizer must not need it installed.
+    # Imported here because it takes seconds, and character tokenizers do not need it.
     from transformers import AutoTokenizer
 
     for path in [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]:
@@ -334,6 +334,6 @@ def load_pretrained_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             check_regular(path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of many kinds, by what is wrong with its files
+    except Exception as error:  # many kinds, depending on what is wrong with the files
         raise ValueError(error) from error
     return tokenizer

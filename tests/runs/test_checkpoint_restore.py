@@ -117,7 +117,7 @@ def test_none_good_is_an_error_that_names_each_never_a_new_beginning(run_dir: Ru
     (run_dir.checkpoint(60) / "manifest.json").unlink()
     with pytest.raises(CheckpointError) as refused:
         checkpointer(run_dir.root).restore(Model().restore)
-    for reason in ("step 20: the content of", "step 40: ", "step 60: ", "does not begin again by itself"):
+    for reason in ("step 20: the content of", "step 40: ", "step 60: ", "does not start over by itself"):
         assert reason in str(refused.value)
 
 
@@ -130,7 +130,7 @@ def test_checkpoints_that_are_gone_are_no_new_beginning(tmp_path: Path, known_by
         append(run.attempts_ledger, AttemptEnd(1, 1e9, CRASHED, checkpoint=40))
     else:
         append(run.metrics, MetricsLine(41, {"loss": 0.1, "time/save_s": 2.0}))
-    with pytest.raises(CheckpointError, match=r"checkpoints holds no checkpoint, and .* knows of one") as refused:
+    with pytest.raises(CheckpointError, match=r"checkpoints holds no checkpoint, but .* mentions one") as refused:
         checkpointer(tmp_path)
     assert "40" in str(refused.value) or "41" in str(refused.value)
     assert "to begin this one anew, and lose its record, delete attempts.jsonl" in str(refused.value)

@@ -95,7 +95,7 @@ def test_the_same_command_again_puts_back_what_was_taken_away_and_goes_by_it(tar
         patch.setattr(staging, "_finish", lambda target, old: None)
         convert(target, "new", replace=True)
     assert content(target) is None
-    with pytest.raises(ConfigurationError, match="dst exists: give another place"):
+    with pytest.raises(ConfigurationError, match="dst exists: give another path"):
         convert(target, "newest")
     assert content(target) == "old"
     convert(target, "newest", replace=True)

@@ -1,1 +1,1 @@
-"""Weights in the format of Hugging Face: read by the ranks, converted to checkpoints and back."""
+"""Weights in Hugging Face's format: read by the ranks, converted to checkpoints and back."""

@@ -1,9 +1,9 @@
-"""The conversion as a process of its own, for `mrl convert` and for runs that export:
+"""Conversion in a separate process, for `mrl convert` and for exports of a run:
 
     python -m megatron_rl.checkpoint.hf hf-to-megatron SRC DST
     python -m megatron_rl.checkpoint.hf megatron-to-hf SRC DST
 
-Says on stdout what was done, as one JSON object, and on stderr what is wrong, in one line.
+Prints the result on stdout as one JSON object, and errors on stderr in one line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rl.rank.world import die_with_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of this module; the exit code."""
+    """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.checkpoint.hf", description="Convert weights.")
     parser.add_argument("direction", choices=["hf-to-megatron", "megatron-to-hf"])
     parser.add_argument("source")
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)  # so that what is half written is deleted
+        signal.signal(number, _interrupt)  # so that half-written files are deleted
     try:
         done = _convert(options)
     except KeyboardInterrupt:
@@ -67,7 +67,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def _convert(options: argparse.Namespace) -> dict[str, Any]:
-    """Imports take seconds; by then there are handlers."""
+    """Convert, with imports that take seconds and so come after the signal handlers."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
     from megatron_rl.checkpoint.hf.to_megatron import to_megatron

@@ -1,8 +1,8 @@
-"""`save.export_hf_every`: checkpoints of a run, converted beside the training by a process of rank 0's.
+"""`save.export_hf_every`: checkpoints of a run, converted beside the training by a process of rank 0.
 
-Which ones are to be exported and are not yet is what the disk says: a run that is interrupted takes it up again, and a
-checkpoint that waits is not deleted to make room. What goes wrong costs the run nothing but the export, which is tried
-again after a while: a disk may have room by then.
+The disk shows which exports are missing, so a resumed run continues them, and a checkpoint that waits for its
+export is not deleted to make room. A failure costs only the export, which is retried after a while: the disk may have
+room by then.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ logger = logging.getLogger(__name__)
 
 CONVERTER = module_command("megatron_rl.checkpoint.hf")
 SHARD_BYTES = 5 * 10**9
-MOST_TRIES = 4  # of one export in an attempt
-AGAIN_S = 60.0  # after the first try; doubles with each
-KILLED_S = 5.0  # that a killed export may take to be gone
+MOST_TRIES = 4
+"""Tries of one export per attempt of the run."""
+RETRY_S = 60.0
+"""Seconds before the second try; doubled for each further one."""
+KILL_S = 5.0
+"""Seconds to wait for a killed export."""
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-"""The GPUs and most of the cores belong to the training."""
+"""Leaves the GPUs and most cores to the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,11 @@ class ExportFailed:
     step: int
     reason: str
     again_s: float | None
-    """Seconds after which it is tried again; None: not by this attempt."""
+    """Seconds until the next try; None if this attempt does not retry."""
 
     def __str__(self) -> str:
         again = self.again_s
-        then = "this attempt does not try it again" if again is None else f"it is tried again after {again:.0f} s"
+        then = "this attempt does not retry it" if again is None else f"it is retried after {again:.0f} s"
         return (
             f"the checkpoint of step {self.step} was not exported: {self.reason}. The checkpoint is untouched; {then}"
         )
@@ -60,10 +63,10 @@ ExportOutcome = Exported | ExportFailed
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _RunningExport:
     step: int
     process: subprocess.Popen[bytes]
-    said: BinaryIO
+    output: BinaryIO
     started: float
 
 
@@ -71,41 +74,41 @@ class _UnderWay:
 class _Tried:
     times: int
     again_at: float
-    """Monotonic time."""
+    """Value of time.monotonic() for the next try."""
 
 
 class Exporter:
-    """Exports of one run, one at a time; on rank 0, and nothing elsewhere."""
+    """Exports of one run, one at a time. Works on rank 0 only."""
 
     def __init__(self, run_dir: RunDir, config: SaveConfig, *, leads: bool) -> None:
-        """leads: whether this is rank 0. Clears away what an export that was killed has left."""
+        """leads: whether this is rank 0. Deletes debris of killed exports."""
         self._run_dir = run_dir
         self._config = config
         self._leads = leads and config.export_hf_every > 0
-        self._under_way: _UnderWay | None = None
-        self._tried: dict[int, _Tried] = {}  # steps whose exports have failed
+        self._under_way: _RunningExport | None = None
+        self._tried: dict[int, _Tried] = {}  # by step, after a failure
         self._unread: list[ExportOutcome] = []
         if self._leads:
             self._clear(".*.tmp")
 
     @property
     def busy(self) -> bool:
-        """Whether an export is under way, or waits for its turn; never waits."""
+        """Whether an export is running or waits for its turn. Returns at once."""
         self._advance()
         return self._under_way is not None
 
     def poll(self) -> list[ExportOutcome]:
-        """Outcomes since the last call, oldest first. Starts what there is to do; never waits."""
+        """Return the outcomes since the last call, oldest first, and start the next export. Returns at once."""
         self._advance()
         unread, self._unread = self._unread, []
         return unread
 
     def retry(self) -> None:
-        """Let what has failed, and would be tried again later, be due now."""
+        """Make failed exports that wait for a retry due now."""
         self._tried = {step: replace(tried, again_at=time.monotonic()) for step, tried in self._tried.items()}
 
     def close(self) -> None:
-        """Give up what is under way: the next start of the run takes it up again."""
+        """Give up the running export. The next start of the run repeats it."""
         if self._under_way is not None:
             logger.warning("the export of step %d is given up: this attempt ends", self._under_way.step)
             self._end(self._under_way)
@@ -121,7 +124,7 @@ class Exporter:
         if self._under_way is None:
             try:
                 steps = waiting_for_export(self._run_dir, self._run_dir.checkpoint_steps(), self._config)
-            except OSError:  # the next look may see more
+            except OSError:  # the next call may succeed
                 return
             if waiting := [step for step in steps if self._is_due(step)]:
                 self._start(waiting[-1])
@@ -132,32 +135,32 @@ class Exporter:
 
     def _failed(self, step: int, reason: str) -> ExportFailed:
         times = self._tried[step].times + 1 if step in self._tried else 1
-        pause = AGAIN_S * 2 ** (times - 1)
+        pause = RETRY_S * 2 ** (times - 1)
         self._tried[step] = _Tried(times, time.monotonic() + pause)
         return ExportFailed(step, reason, pause if times < MOST_TRIES else None)
 
     def _start(self, step: int) -> None:
-        said: BinaryIO | None = None
+        output: BinaryIO | None = None
         arguments = ["megatron-to-hf", str(self._run_dir.checkpoint(step)), str(self._run_dir.export(step))]
         try:
-            said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+            output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
             process = subprocess.Popen(
-                [*CONVERTER, *arguments, "--shard-bytes", str(SHARD_BYTES), "--trust"],  # it was written just now
+                [*CONVERTER, *arguments, "--shard-bytes", str(SHARD_BYTES), "--trust"],  # just written: not verified
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 env={**os.environ, **ENVIRONMENT, PARENT_VARIABLE: str(os.getpid())},
-                start_new_session=True,  # what is sent to the ranks' group asks them to leave
+                start_new_session=True,  # signals to the ranks' process group ask ranks to leave
             )
         except OSError as error:
-            if said is not None:
-                said.close()
+            if output is not None:
+                output.close()
             self._unread.append(self._failed(step, f"no process can be started: {error}"))
             return
-        self._under_way = _UnderWay(step, process, said, time.monotonic())
+        self._under_way = _RunningExport(step, process, output, time.monotonic())
 
-    def _outcome(self, export: _UnderWay) -> ExportOutcome | None:
-        """What became of it; None while it is under way."""
+    def _outcome(self, export: _RunningExport) -> ExportOutcome | None:
+        """Outcome of an export; None while it is running."""
         seconds = time.monotonic() - export.started
         code = export.process.poll()
         if code is None:
@@ -165,22 +168,22 @@ class Exporter:
                 return None
             self._end(export)
             return self._failed(export.step, f"not done within save.timeout_s = {self._config.timeout_s} s")
-        export.said.seek(0)
-        lines = export.said.read().decode("utf-8", "replace").strip().splitlines()
-        export.said.close()
+        export.output.seek(0)
+        lines = export.output.read().decode("utf-8", "replace").strip().splitlines()
+        export.output.close()
         if code == 0:
             done = next(line for line in reversed(lines) if line.startswith("{"))
             return Exported(export.step, json.loads(done)["seconds"])
         return self._failed(export.step, lines[-1] if lines else f"the process ended with exit code {code}")
 
-    def _end(self, export: _UnderWay) -> None:
+    def _end(self, export: _RunningExport) -> None:
         export.process.kill()
-        with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel is none of the run's business
-            export.process.wait(KILLED_S)
-        export.said.close()
+        with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
+            export.process.wait(KILL_S)
+        export.output.close()
         self._clear(f".{self._run_dir.export(export.step).name}.*.tmp")
 
     def _clear(self, pattern: str) -> None:
-        with suppress(OSError):  # what cannot be looked at now is cleared away by the next start
+        with suppress(OSError):  # the next start deletes what cannot be listed now
             for debris in self._run_dir.exports.glob(pattern):
                 shutil.rmtree(debris, ignore_errors=True)

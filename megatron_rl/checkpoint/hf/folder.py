@@ -1,4 +1,4 @@
-"""A directory of a Hugging Face model: its safetensors, read piece by piece, and what is wrong with it."""
+"""A directory of Hugging Face weights: reads its safetensors in pieces, and checks them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron_rl.model.hf_mapping import HF_OUTPUT, Source
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 POLICY_VERSION = "policy_version"
-"""In the index of weights that a run writes for a server: how many optimizer steps are behind them."""
+"""Key in the index of weights that a run writes for a server: number of optimizer steps."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Those of weights, as safetensors call them."""
+"""Supported dtypes by their name in safetensors."""
 WHOLE_OR_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-"""Files of weights as transformers names them; others, such as Mistral's consolidated.safetensors, it does not read."""
+"""Names of weight files for transformers, which ignores others such as Mistral's consolidated.safetensors."""
 MOST_MAPPED = 2**28
-"""Bytes: what was read of a mapped file is memory of this process until the file is closed."""
+"""Bytes read from a mapped file before it is reopened: they stay in this process's memory until it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Stored:
 
 
 class WeightsFolder:
-    """Knows what every file holds; has one of them open at a time. Each rank makes its own."""
+    """Tensors of all files of a directory. Keeps one file open at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads config.json, the index and the head of every file.
+        """Read config.json, the index and the header of every file.
 
-        Raises UnusableWeights where one is missing, damaged, or says other than another.
+        Raises UnusableWeights if a file is missing or damaged, or if two contradict each other.
         """
         self.folder = folder
         self.config: HuggingFaceConfig = read_hf_config(folder)
@@ -75,9 +75,9 @@ class WeightsFolder:
             self.tensors[name] = Stored(file, tuple(found.get_shape()), DTYPES[found.get_dtype()])
 
     def check(self, wanted: Iterable[Source], *, tied: bool) -> None:
-        """Whether the files hold just these tensors, in these shapes, which config.json decides.
+        """Check that the files hold exactly these tensors, in the shapes that config.json implies.
 
-        tied: whether an output layer of its own, which then says nothing new, may be there.
+        tied: whether an output layer, which then repeats the embedding, is allowed.
 
         Raises UnusableWeights.
         """
@@ -85,14 +85,14 @@ class WeightsFolder:
         for name, shape in shapes.items():
             found = self.tensors.get(name)
             if found is None:
-                raise UnusableWeights(f"{self.folder} holds no tensor {name}, which its {CONFIG_FILE} asks for")
+                raise UnusableWeights(f"{self.folder} holds no tensor {name}, which its {CONFIG_FILE} implies")
             if found.shape != shape:
                 raise UnusableWeights(
                     f"{self.folder / found.file}: {name} is {list(found.shape)}, "
                     f"and by {CONFIG_FILE} it would be {list(shape)}"
                 )
         known = {*shapes, *([HF_OUTPUT] if tied else [])}
-        # Llama 2 and its like have their rotary frequencies in the files, which follow from config.json.
+        # Files of Llama 2 and similar models include rotary frequencies, which follow from config.json.
         extra = [name for name in self.tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
         if extra:
             raise UnusableWeights(
@@ -101,9 +101,9 @@ class WeightsFolder:
             )
 
     def read(self, name: str, index: tuple[slice, ...] = (slice(None),)) -> Tensor:
-        """A piece of a tensor, on the CPU, in the type it is stored in; may share the memory of the mapped file.
+        """Read a piece of a tensor to the CPU, in its stored dtype. It may share the memory of the mapped file.
 
-        Raises UnusableWeights where the file can no longer be read.
+        Raises UnusableWeights if the file can no longer be read.
         """
         if self._mapped > MOST_MAPPED:
             self._open = None
@@ -113,8 +113,8 @@ class WeightsFolder:
 
     @property
     def digest(self) -> str:
-        """Of config.json and the names, sizes and heads of all files; not of the weights, which take minutes to read.
-        In the hub's cache a file is a link to one that is named by its content, which then counts."""
+        """Hash of config.json and the names, sizes and headers of all files, but not of the weights, which take minutes
+        to read. A file in the hub's cache is a link to a file named by its content, and that name counts."""
         content = hashlib.sha256(read_bytes(self.folder / CONFIG_FILE))
         for file in sorted({stored.file for stored in self.tensors.values()}):
             path = (self.folder / file).resolve()
@@ -127,7 +127,7 @@ class WeightsFolder:
 
     @property
     def policy_version(self) -> int:
-        """Number of optimizer steps behind weights that a run has written for a server; 0 of all others."""
+        """Number of optimizer steps of weights that a run wrote for a server; 0 for all others."""
         try:
             metadata = json.loads(read_bytes(self.folder / INDEX)).get("metadata")
         except FileNotFoundError:
@@ -139,7 +139,7 @@ class WeightsFolder:
         from safetensors import SafetensorError, safe_open  # an extra of mrl
 
         if self._open is None or self._open[0] != file:
-            self._open = None  # the memory it is mapped to is free before the next one is
+            self._open = None  # unmap the previous file before mapping the next
             self._mapped = 0
             path = self.folder / file
             try:
@@ -155,13 +155,13 @@ class WeightsFolder:
 
 
 def _refuse_second_set(folder: Path, files: Sequence[str]) -> None:
-    """Refuse a directory with weights beside those that would be read, as a save over older ones leaves it.
+    """Refuse a directory with a second set of weights, as left by a save over older ones.
 
-    transformers would take `model.safetensors`, others what the index lists. Pickled copies (*.bin) are no second set:
+    transformers would read `model.safetensors`, other tools what the index lists. Pickled copies (*.bin) do not count:
     many published models have the same weights in both formats.
 
     Raises:
-        UnusableWeights: which of the two sets is meant is not known.
+        UnusableWeights: it is unknown which of the two sets is meant.
     """
     try:
         others = sorted(name for name in names_in(folder) if WHOLE_OR_SHARD.fullmatch(name) and name not in files)
@@ -177,7 +177,7 @@ def _refuse_second_set(folder: Path, files: Sequence[str]) -> None:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """Tensor -> file, of the index; empty where there is one file without an index."""
+    """Tensor -> file by the index; empty for a single file without an index."""
     path = folder / INDEX
     try:
         files = json.loads(read_bytes(path))["weight_map"]

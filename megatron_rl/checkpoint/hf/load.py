@@ -1,4 +1,4 @@
-"""`model.init: huggingface`: each rank reads what it holds of the weights, straight from the published files."""
+"""`model.init: huggingface`: each rank reads its part of the weights directly from the published files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_rl.model.policy import Policy
 
 
 def load_pretrained(policy: Policy, model: ModelConfig, folder: Path) -> str:
-    """Give `policy` the weights in `folder`, in its own type. Needs no other rank, but reads nothing that an earlier
-    data-parallel rank reads too: that one shares them out afterwards (`models.share_weights`), so files are read once.
+    """Load the weights in `folder` into `policy`, in its own dtype. Not collective. Skips what an earlier data-parallel
+    rank reads too: that rank sends it afterwards (`models.share_weights`), so that files are read once.
 
-    Returns the digest of what was read (see `WeightsFolder.digest`).
+    Returns the digest of the files (see `WeightsFolder.digest`).
 
-    Raises UnusableWeights where they are not whole, or not of this model.
+    Raises UnusableWeights if they are incomplete, or belong to another model.
     """
     files = WeightsFolder(folder)
     if wrong := contradictions(model, files.config, folder / CONFIG_FILE):
@@ -37,9 +37,9 @@ def load_pretrained(policy: Policy, model: ModelConfig, folder: Path) -> str:
 
 
 def has_equal_output(files: WeightsFolder, index: tuple[slice, ...] = (slice(None),)) -> bool:
-    """Whether an output layer is stored that the embeddings are tied to.
+    """Whether an output layer is stored that equals the tied embedding.
 
-    index: where in it to look. Raises UnusableWeights where it is another one.
+    index: part of it to compare. Raises UnusableWeights if it differs.
     """
     if HF_OUTPUT not in files.tensors:
         return False
@@ -52,9 +52,9 @@ def has_equal_output(files: WeightsFolder, index: tuple[slice, ...] = (slice(Non
 
 
 def fill(tensor: Tensor, weight: Weight, files: WeightsFolder, rank: int = 0, size: int = 1) -> None:
-    """Put what tensor-parallel rank `rank` of `size` has of a weight into `tensor`."""
+    """Fill `tensor` with the part of a weight that tensor-parallel rank `rank` of `size` holds."""
     if weight.padded:
         tensor.zero_()
     for piece in pieces(weight, tensor, rank, size):
-        if piece.view.numel():  # a rank may have nothing but padding
+        if piece.view.numel():  # a rank may hold only padding
             piece.view.copy_(files.read(piece.source.name, piece.index).reshape(piece.view.shape))

@@ -1,6 +1,6 @@
-"""Megatron-LM's own format: a pickled file for each tensor-parallel rank, release/mp_rank_XX/model_optim_rng.pt.
+"""Megatron-LM's own format: a pickled file per tensor-parallel rank, release/mp_rank_XX/model_optim_rng.pt.
 
-With the names of its default layers, Transformer Engine's, in which a norm belongs to the linear layer after it.
+Uses the names of its default layers, Transformer Engine's, in which a norm belongs to the linear layer after it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import EMBEDDING, OUTPUT, Weight, pieces
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Says `release`: of no iteration of a training run."""
+"""File with the text `release`, which means that the weights belong to no iteration."""
 VERSION = 3.0
-"""Of the order of queries, keys and values."""
+"""Version of the order of queries, keys and values."""
 
 
 def their_name(name: str, *, experts: bool) -> str:
@@ -35,7 +35,7 @@ def their_name(name: str, *, experts: bool) -> str:
 
 
 def write(folder: Path, model: ModelConfig, wanted: dict[str, Weight], files: WeightsFolder, tp: int) -> None:
-    """Write the shards of `tp` ranks, one after another: one is in memory at a time."""
+    """Write the shards of `tp` ranks one after another, with one in memory at a time."""
     assert model.vocab_size is not None
     dtypes = {name: files.tensors[weight.sources[0].name].dtype for name, weight in wanted.items()}
     for rank in range(tp):
@@ -55,13 +55,13 @@ def write(folder: Path, model: ModelConfig, wanted: dict[str, Weight], files: We
             "iteration": 0,
             "model": state,
         }
-        with RecordedFile(path, lambda: None) as file:  # torch's own writer forgets why a write fails
+        with RecordedFile(path, lambda: None) as file:  # torch's own writer loses the errno of a failed write
             file.save(content)
     (folder / TRACKER).write_text("release", encoding="utf-8")
 
 
 def _shape(weight: Weight, padded_rows: int, tp: int) -> tuple[int, ...]:
-    """Of what one rank holds."""
+    """Shape of one rank's part."""
     rows = padded_rows if weight.padded else sum(source.shape[0] for source in weight.sources)
     whole = [rows, *weight.sources[0].shape[1:]]
     if weight.split is not None:
@@ -74,7 +74,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _arguments(model: ModelConfig, tp: int, dtype: torch.dtype) -> argparse.Namespace:
-    """What Megatron-LM takes from a checkpoint with --use-checkpoint-args, or compares."""
+    """Values that Megatron-LM takes from a checkpoint with --use-checkpoint-args, or compares."""
     assert model.vocab_size is not None
     scaling = model.rope_scaling
     return argparse.Namespace(
@@ -119,16 +119,16 @@ def _arguments(model: ModelConfig, tp: int, dtype: torch.dtype) -> argparse.Name
 
 
 class MegatronLMReader:
-    """Reads weights out of the shards that `write` has written; of Megatron-LM's own those without pipeline stages."""
+    """Reads shards written by `write`, or by Megatron-LM without pipeline stages."""
 
     def __init__(self, folder: Path, model: ModelConfig, wanted: dict[str, Weight]) -> None:
-        """Raises CheckpointError where a shard is missing or damaged, or of another model."""
+        """Raises CheckpointError if a shard is missing or damaged, or belongs to another model."""
         self._folder = folder
         self.names = [name for name in wanted if name != OUTPUT or not model.tied_embeddings]
         self._their = {name: their_name(name, experts=model.num_experts is not None) for name in self.names}
         self._ranks = len([path for path in (folder / "release").glob("mp_rank_*") if re.search(r"_\d+$", path.name)])
         self._shards = self._mapped()
-        self._read = 0  # bytes of them
+        self._read = 0  # bytes read since they were mapped
         if not self._shards:
             raise CheckpointError(f"{folder / 'release'} holds no shard (mp_rank_00)")
         for rank, shard in enumerate(self._shards):
@@ -142,20 +142,20 @@ class MegatronLMReader:
         padded_rows = max(found[0] * self._ranks, weight.sources[0].shape[0])
         if found != (asked := _shape(weight, padded_rows, self._ranks)):
             raise CheckpointError(
-                f"{file} does not fit this model: {name} is {list(found)}, and in one of {self._ranks} shards it would "
-                f"be {list(asked)}. Is a shard missing?"
+                f"{file} does not fit this model: {name} is {list(found)}, but should be {list(asked)} in one of "
+                f"{self._ranks} shards. Is a shard missing?"
             )
 
     def _mapped(self) -> list[dict[str, Tensor]]:
-        """All shards, of which nothing is in memory yet."""
+        """Memory-map all shards."""
         return [_load(_file(self._folder, rank)) for rank in range(self._ranks)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the weight as it is stored."""
+        """Dtype of the weight as stored."""
         return self._shards[0][self._their[name]].dtype
 
     def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        """What the weight holds of Hugging Face's tensors, by their names."""
+        """Read a weight as Hugging Face's tensors, by their names."""
         if self._read > MOST_MAPPED:
             self._shards, self._read = [], 0
             self._shards = self._mapped()

@@ -1,4 +1,4 @@
-"""What a checkpoint is of: the model's shape, and the Hugging Face files that belong to it."""
+"""Origin of a checkpoint: the model's shape, and its Hugging Face files."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from megatron_rl.model.tokenizer import build_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What is known of a checkpoint beside its weights."""
+    """Facts about a checkpoint other than its weights."""
 
     model: ModelConfig
-    """With `vocab_size`: the rows of the embedding that are no padding."""
+    """Shape of the model; `vocab_size` counts the rows of the embedding without padding."""
     published: Path | None
-    """Directory whose config.json is that of the model, with its generation config and chat template; None: none is."""
+    """Directory with the model's config.json, generation config and chat template; None without one."""
     tokenizer: Path | None
-    """Directory of the tokenizer; None: it has no Hugging Face form."""
+    """Directory of the tokenizer; None if it has no Hugging Face form."""
     output_layer_stored: bool = False
-    """Whether an output layer is published although the embeddings are tied."""
+    """Whether the published files contain an output layer although the embeddings are tied."""
 
 
 def origin_of(checkpoint: Path) -> Origin:
-    """Where a checkpoint comes from: a conversion or a run.
+    """Find the origin of a checkpoint: a conversion or a run.
 
-    Raises ConfigurationError where neither can be told, or what belongs to it is not on this machine.
+    Raises ConfigurationError if it has neither, or if its files are missing on this machine.
     """
     carried = checkpoint / CARRIED
     if carried.is_dir():
@@ -54,13 +54,13 @@ def origin_of(checkpoint: Path) -> Origin:
 
 
 def contradictions(model: ModelConfig, checkpoint: Path) -> list[str]:
-    """Where a recipe's model is not the one that a checkpoint is of, a sentence each; none where it cannot be told what
-    that is, as of a copy without its run.
+    """Return a sentence for each difference between a recipe's model and that of a checkpoint; none if the latter is
+    unknown, for example for a copy without its run.
 
-    Tensors alone do not tell: the base of rotary positions is in none, and biases or norms that a recipe leaves out
-    would not be missed.
+    The tensors alone are not enough: none contains the base of rotary positions, and biases or norms missing from the
+    recipe would go unnoticed.
 
-    Raises ConfigurationError where what would tell cannot be read.
+    Raises ConfigurationError if a file with that information cannot be read.
     """
     carried = checkpoint / CARRIED
     if carried.is_dir():
@@ -72,7 +72,7 @@ def contradictions(model: ModelConfig, checkpoint: Path) -> list[str]:
 
 
 def _run_of(checkpoint: Path) -> RunDir | None:
-    """The run that a checkpoint is in; None where it is in none."""
+    """The run that a checkpoint belongs to; None without one."""
     run = RunDir(checkpoint.absolute().parent.parent)
     return run if checkpoint.absolute().parent == run.checkpoints and run.resolved.is_file() else None
 
@@ -106,12 +106,12 @@ def _of_run(run: RunDir) -> Origin:
 
 
 def _published(model: ModelConfig) -> Path | None:
-    """Where the weights were published that a model goes back to, over any number of runs."""
+    """Directory of the published weights that a model descends from, over any number of runs."""
     try:
         if model.init == "huggingface" and model.huggingface:
             return local_folder(model.huggingface, "model.huggingface", CONFIG_FILE)
         if model.init == "checkpoint" and model.checkpoint:
             return origin_of(Path(model.checkpoint)).published
-    except (ValueError, OSError):  # no longer there: the shape is known all the same
+    except (ValueError, OSError):  # it no longer exists, but the shape is known
         return None
     return None

@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all, and what goes along with weights."""
+"""Directories that appear complete or not at all, and the files copied with weights."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_rl.checkpoint.hf.folder import INDEX
+from megatron_rl.checkpoint.publish import sync_names
 from megatron_rl.errors import ConfigurationError
 
 CARRIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*")
-"""Configuration, tokenizer, generation config and chat templates; no weights, no code."""
+"""Configuration, tokenizer, generation config and chat templates; neither weights nor code."""
 WRITER = ".writer"
-"""File in a directory that is being written: holds the name of the host that writes it, and is locked meanwhile."""
+"""File in a directory that is being written: contains the writer's host name, and is locked meanwhile."""
 
 
 @contextmanager
 def staged(target: Path, needed_bytes: int, *, replace: bool) -> Iterator[Path]:
-    """A new directory beside `target` that takes its place once all is written, and is deleted where that fails.
+    """Yield a new directory that replaces `target` after a successful `with` block, and is deleted after an error.
 
-    .NAME.ID.tmp        being written; after a kill debris, which the next one for that place on the same host deletes
-    .NAME.ID.old.tmp    what `target` was, between two renames; after a kill between them the next one puts it back
+    .NAME.ID.tmp        being written; debris after a kill, which the next writer of `target` on this host deletes
+    .NAME.ID.old.tmp    the old `target` between two renames; the next writer restores it after a kill in between
 
     Raises:
-        ConfigurationError: `target` exists and is not to be replaced, cannot be made, or does not fit on its disk.
+        ConfigurationError: `target` exists and must not be replaced, cannot be created, or does not fit on its disk.
     """
     if target.name in ("", ".."):
-        raise ConfigurationError(f"{target} names no directory that could be made: give one with a name of its own")
+        raise ConfigurationError(f"{target} is no name of a new directory: give one with a name of its own")
     clean_up(target)
     if os.path.lexists(target) and not replace:
-        raise ConfigurationError(f"{target} exists: give another place, or --force to replace it")
+        raise ConfigurationError(f"{target} exists: give another path, or --force to replace it")
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         folder.mkdir(parents=True)
@@ -55,33 +56,33 @@ def staged(target: Path, needed_bytes: int, *, replace: bool) -> Iterator[Path]:
 
 
 def _put_in_place(folder: Path, target: Path) -> None:
-    """Rename `folder`, which is locked until after that: nobody takes what was there before for left behind."""
+    """Rename `folder`. It stays locked until afterwards, so that nobody treats the old directory as debris."""
     old = _replaced_by(folder)
     try:
         if os.path.lexists(target):
             target.rename(old)
         folder.rename(target)
     except BaseException:
-        with suppress(OSError):  # there may have been none
+        with suppress(OSError):  # there may be none
             old.rename(target)
         raise
 
 
 def _finish(target: Path, old: Path) -> None:
-    """Delete what the new `target` has no more use for. What cannot be deleted now the next one deletes."""
+    """Delete what the new `target` no longer needs. The next writer deletes what cannot be deleted now."""
     with suppress(OSError):
         (target / WRITER).unlink(missing_ok=True)
-        _sync_names(target.parent)
+        sync_names(target.parent)
         _delete(old)
 
 
 def _replaced_by(folder: Path) -> Path:
-    """Where what a new directory replaces is, until that one is in its place."""
+    """Path of the directory that a new one replaces, until the new one is in its place."""
     return folder.with_suffix(".old.tmp")
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory or a file, as far as that goes."""
+    """Delete a directory or a file as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -90,10 +91,10 @@ def _delete(path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Have everybody see that a directory is being written."""
+    """Mark a directory as being written."""
     writer = os.open(folder / WRITER, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        with suppress(OSError):  # a file system without locks: nobody will take it for abandoned
+        with suppress(OSError):  # without locks nobody treats it as abandoned
             fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(writer, _host())
         yield
@@ -102,10 +103,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def clean_up(target: Path) -> None:
-    """Finish or undo what those were at that were to become `target` and whose writers were killed: put back what they
-    had taken away and not replaced, delete the rest."""
+    """Finish or undo killed writes of `target`: restore what they had moved away and not replaced, delete the rest."""
     mine = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(old\.)?tmp")
-    with suppress(OSError):  # whoever cannot look there will not write there either
+    with suppress(OSError):  # a folder that cannot be listed cannot be written either
         left = sorted(path for path in target.parent.iterdir() if mine.fullmatch(path.name))
         for old in (path for path in left if path.name.endswith(".old.tmp")):
             folder = old.with_name(old.name.removesuffix(".old.tmp") + ".tmp")
@@ -113,7 +113,7 @@ def clean_up(target: Path) -> None:
                 continue
             if not os.path.lexists(target):
                 old.rename(target)
-            elif folder not in left:  # it has taken its place
+            elif folder not in left:  # the new directory is in place
                 _finish(target, old)
         for folder in (path for path in left if not path.name.endswith(".old.tmp")):
             if _is_abandoned(folder) and not os.path.lexists(_replaced_by(folder)):
@@ -121,15 +121,15 @@ def clean_up(target: Path) -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether the process that wrote a directory has certainly ended. Only its own host can tell: locks of some file
-    systems do not reach farther."""
+    """Whether the process that wrote a directory has certainly ended. Only its own host can know: locks of some file
+    systems do not reach other hosts."""
     try:
         writer = os.open(folder / WRITER, os.O_RDWR)
     except OSError:
         return False
     try:
         if os.read(writer, len(_host()) + 1) != _host():
-            return False  # nor has its writer locked it yet where it is empty: our lock would keep it from that
+            return False  # if the file is empty, its writer has not locked it yet, and a lock here would prevent that
         fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except OSError:
@@ -143,7 +143,7 @@ def _host() -> bytes:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy what goes along with the weights in `source`, byte for byte."""
+    """Copy the files that accompany the weights in `source`, byte for byte."""
     for pattern in CARRIED:
         for file in source.glob(pattern):
             if file.is_file() and file.name != INDEX:
@@ -153,14 +153,6 @@ def carry(source: Path, target: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make all files in `folder` durable, and their names."""
+    """Make all files in `folder` and their names durable."""
     for path in [folder, *folder.rglob("*")]:
-        _sync_names(path)
-
-
-def _sync_names(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_names(path)

@@ -1,4 +1,4 @@
-"""Megatron -> Hugging Face: safetensors that transformers loads, written a file at a time."""
+"""Megatron -> Hugging Face: safetensors for transformers, written one file at a time."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from megatron_rl.platform.api import Platform
 
 
 class Reader(Protocol):
-    """Reads the weights of a checkpoint."""
+    """Reader of a checkpoint's weights."""
 
     @property
     def names(self) -> list[str]:
-        """Of megatron-core's weights, in their order."""
+        """Names of megatron-core's weights, in order."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a weight as it is stored."""
+        """Dtype of a weight as stored."""
 
     def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        """The tensors of Hugging Face that it is made of."""
+        """Read a weight as Hugging Face's tensors."""
 
 
 def to_hugging_face(
@@ -49,16 +49,16 @@ def to_hugging_face(
     replace: bool = False,
     verify: bool = True,
 ) -> Converted:
-    """Convert the weights of a checkpoint, in the types it has them in. Holds one file of `shard_bytes` in memory, or
-    the largest weight where that is more.
+    """Convert the weights of a checkpoint in their stored dtypes. Holds one file of `shard_bytes` in memory, or the
+    largest weight if that is more.
 
     Args:
-        verify: compare every byte of the checkpoint with what was written; else names and sizes alone.
+        verify: compare every byte of the checkpoint with its checksums instead of only names and sizes.
 
     Raises:
-        ConfigurationError: of the checkpoint it is not known what model it is of, or `target` cannot be made.
-        CheckpointError: it is damaged, or does not fit what is known of it.
-        OSError: as of a full disk; nothing is left of `target`.
+        ConfigurationError: the model of the checkpoint is unknown, or `target` cannot be created.
+        CheckpointError: the checkpoint is damaged, or does not fit its model.
+        OSError: the disk is full, for example; `target` is unchanged.
     """
     started = time.monotonic()
     if not checkpoint.is_dir():
@@ -74,16 +74,16 @@ def to_hugging_face(
         sizes[HF_OUTPUT] = sizes[EMBEDDING]
     files = list(batches(sizes, shard_bytes))
     with staged(target, sum(sizes.values()), replace=replace) as folder:
-        places: dict[str, str] = {}
+        file_of: dict[str, str] = {}
         for number, names in enumerate(files, 1):
             file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors: dict[str, Tensor] = {}
             for name in names:
                 tensors |= _tensors(name, wanted, reader)
             _save(folder / file, tensors)
-            places |= dict.fromkeys(tensors, file)
+            file_of |= dict.fromkeys(tensors, file)
         if len(files) > 1:
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(places.items()))}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         _describe(folder, origin, reader.dtype(EMBEDDING))
     return Converted(sum(sizes.values()), time.monotonic() - started)
@@ -101,13 +101,13 @@ def _reader(
 
 
 def _tensors(name: str, wanted: dict[str, Weight], reader: Reader) -> dict[str, Tensor]:
-    if name == HF_OUTPUT:  # tied, and published twice
+    if name == HF_OUTPUT:  # tied, but published twice
         return {HF_OUTPUT: reader.read(EMBEDDING, wanted[EMBEDDING])[HF_EMBEDDING]}
     return {theirs: tensor.contiguous() for theirs, tensor in reader.read(name, wanted[name]).items()}
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raises OSError."""
+    """Write a safetensors file. Raises OSError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file  # an extra of mrl
 
@@ -118,19 +118,19 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _describe(folder: Path, origin: Origin, dtype: torch.dtype) -> None:
-    """Put beside the weights what transformers wants to know of them. config.json comes last, and says their type."""
+    """Write the files that transformers needs beside the weights. config.json names the dtype and comes last."""
     for source in dict.fromkeys([origin.published, origin.tokenizer]):
         if source is not None:
             carry(source, folder)
     (folder / NOTES).unlink(missing_ok=True)
     name = str(dtype).removeprefix("torch.")
-    if origin.published is None:  # a config.json beside the tokenizer says nothing of the weights
+    if origin.published is None:  # a config.json beside the tokenizer does not describe the weights
         config = to_hf_config(origin.model, name)
     else:
         shutil.copyfile(origin.published / CONFIG_FILE, folder / CONFIG_FILE)
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         key = "dtype" if "dtype" in config else "torch_dtype"
         if config.get(key, name) == name:
-            return  # as it was published, to the byte
+            return  # identical to the published file
         config[key] = name
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

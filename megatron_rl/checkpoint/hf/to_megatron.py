@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron: a checkpoint that any layout reads, or Megatron-LM's own tensor-parallel shards."""
+"""Hugging Face -> Megatron: a checkpoint for any layout, or Megatron-LM's own tensor-parallel shards."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from megatron_rl.model.tokenizer import load_pretrained_tokenizer
 from megatron_rl.platform.api import Platform
 
 NOTES = "conversion.json"
-"""File in that folder: what only the weights said."""
+"""File among the carried ones with facts that only the weights show."""
 VOCAB_MULTIPLE = 128
-"""What the embedding is padded to a multiple of, as in the shipped recipes and in Megatron-LM (there for each rank)."""
+"""Divisor of the padded embedding's rows, as in the shipped recipes and in Megatron-LM (there per rank)."""
 
 Format = Literal["torch_dist", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What a conversion read and wrote."""
+    """Result of a conversion."""
 
     bytes: int
-    """Of the weights."""
+    """Bytes of the weights."""
     seconds: float
 
 
@@ -55,12 +55,12 @@ def to_megatron(
     shard_bytes: int,
     replace: bool = False,
 ) -> Converted:
-    """Convert a directory of Hugging Face weights. Holds `shard_bytes` of them in memory at once, or the largest weight
-    where that is more; with `kind` torch one tensor-parallel shard.
+    """Convert a directory of Hugging Face weights. Holds `shard_bytes` in memory, or the largest weight if that is
+    more; with `kind` torch one tensor-parallel shard.
 
     Raises:
-        ConfigurationError: `source` cannot be used, does not divide by `tp`, or `target` cannot be made.
-        OSError: as of a full disk; nothing is left of `target`.
+        ConfigurationError: `source` cannot be used or does not divide by `tp`, or `target` cannot be created.
+        OSError: the disk is full, for example; `target` is unchanged.
     """
     files = WeightsFolder(source)
     multiple = VOCAB_MULTIPLE * tp if kind == "torch" else math.lcm(VOCAB_MULTIPLE, tp)
@@ -108,23 +108,23 @@ def _write_torch_dist(
 
 
 def whole(name: str, weight: Weight, size: Iterable[int], files: WeightsFolder) -> Tensor:
-    """A weight of megatron-core's, in the type it is published in."""
+    """Read one of megatron-core's weights in its published dtype."""
     tensor = torch.empty(tuple(size), dtype=dtype_of(name, weight, files))
     fill(tensor, weight, files)
     return tensor
 
 
 def dtype_of(name: str, weight: Weight, files: WeightsFolder) -> torch.dtype:
-    """Raises UnusableWeights where its parts are of several types."""
+    """Dtype of a weight's parts. Raises UnusableWeights if they differ."""
     types = {files.tensors[source.name].dtype for source in weight.sources}
     if len(types) > 1:
         parts = ", ".join(source.name for source in weight.sources)
-        raise UnusableWeights(f"{files.folder}: {parts} are of several types, and {name} holds them together")
+        raise UnusableWeights(f"{files.folder}: {parts} have different types, but {name} combines them in one tensor")
     return types.pop()
 
 
 def batches(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
-    """Names in their order, in as few batches of at most `limit` bytes as that allows; a larger one is by itself."""
+    """Split names, in order, into the fewest batches of at most `limit` bytes. A larger weight has its own batch."""
     batch: list[str] = []
     held = 0
     for name, size in sizes.items():
@@ -138,7 +138,7 @@ def batches(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Raises UnusableWeights where there is none, or one with more tokens than the embedding has rows."""
+    """Raise UnusableWeights if there is no tokenizer, or if it has more tokens than the embedding has rows."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise UnusableWeights(f"{folder} is incomplete: it holds no tokenizer (tokenizer.json)")
     try:
@@ -147,6 +147,6 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
         raise UnusableWeights(f"{folder} holds no tokenizer that can be used: {error}") from error
     if tokens > vocab_size:
         raise UnusableWeights(
-            f"{folder}: the tokenizer has {tokens} tokens, and the embedding {vocab_size} rows (vocab_size of "
+            f"{folder}: the tokenizer has {tokens} tokens, but the embedding {vocab_size} rows (vocab_size of "
             f"{CONFIG_FILE}): one of them belongs to another model"
         )

@@ -1,4 +1,4 @@
-"""The weights of a layout-free checkpoint, written and read tensor by tensor, without a model in memory."""
+"""Weights of a checkpoint in torch_dist format, written and read tensor by tensor without a model in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_rl.platform.api import Platform
 
 
 def skeleton(model: ModelConfig, platform: Platform) -> Policy:
-    """The whole policy with no memory behind its weights. Needs megatron-core's groups, of one rank."""
+    """Build the whole policy on the meta device. Needs megatron-core's groups for one rank."""
     without_memory = copy.copy(platform)
     without_memory.device = torch.device("meta")
     assert model.vocab_size is not None
@@ -36,17 +36,17 @@ def skeleton(model: ModelConfig, platform: Platform) -> Policy:
 
 
 def _split(policy: Policy) -> tuple[dict[str, Any], list[ShardedObject]]:
-    """Weights by name, and what megatron-core saves beside them: an empty object for each linear."""
+    """Weights by name, and the empty object that megatron-core saves for each linear."""
     items = policy.sharded_state_dict()
     objects = [item for item in items.values() if isinstance(item, ShardedObject)]
     return {name: item for name, item in items.items() if not isinstance(item, ShardedObject)}, objects
 
 
 def _shards(item: Any, data: Tensor | None = None) -> list[ShardedTensor]:
-    """What a checkpoint holds of one weight: some are stored in two pieces. A layer of the tensor that holds those of
-    all layers is [1, ...] here: as megatron-core leaves it, torch would want to know which ranks have the others."""
+    """Shards of one weight in a checkpoint: some weights are stored in two. A layer of a tensor that stacks all layers
+    becomes [1, ...]: in megatron-core's own form torch would need the ranks with the other layers."""
     if data is not None:
-        typed = {"dtype": data.dtype} if isinstance(item, ShardedTensor) else {}  # a factory has none
+        typed = {"dtype": data.dtype} if isinstance(item, ShardedTensor) else {}  # a factory has no dtype
         item = dataclasses.replace(item, data=data, **typed)
     (found,) = save_preprocess({"": item}, validate_access_integrity=False)[0].values()
     shards = []
@@ -57,7 +57,7 @@ def _shards(item: Any, data: Tensor | None = None) -> list[ShardedTensor]:
 
 
 class TorchDistWriter:
-    """Writes the weights of a policy into a folder, some at a time: each call as if another rank did."""
+    """Writes the weights of a policy into a folder in several calls, each in the role of another rank."""
 
     def __init__(self, folder: Path, policy: Policy) -> None:
         self._folder = folder
@@ -67,13 +67,13 @@ class TorchDistWriter:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the weights to be written, by megatron-core's names, padding included."""
+        """Shapes of the weights to write, by megatron-core's names, with padding."""
         return {name: tuple(item.data.shape) for name, item in self._items.items()}
 
     def write(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
-        """Write weights, each made when its turn comes; all of these are in memory at once.
+        """Write weights. `make` creates each when it is needed; all of one call are in memory at once.
 
-        Raises CheckpointError where what a checkpoint holds as one tensor (of all layers) is of several types.
+        Raises CheckpointError if layers that share a tensor of the checkpoint have different dtypes.
         """
         held: dict[str, list[Any]] = {} if self._parts else {one.unique_key: [one] for one in self._objects}
         for name in names:
@@ -86,16 +86,16 @@ class TorchDistWriter:
         self._parts.append(write_part(self._folder, Snapshot(held, {}), len(self._parts), lambda: None))
 
     def finish(self) -> dict[str, FileRecord]:
-        """Write the index. Returns the record of every file."""
+        """Write the index. Returns a record of every file."""
         files = {name: record for part in self._parts for name, record in part.files.items()}
         return files | {".metadata": write_metadata(self._folder, self._parts)}
 
 
 class TorchDistReader:
-    """Reads the weights of a policy out of a checkpoint, one at a time."""
+    """Reads the weights of a policy from a checkpoint, one at a time."""
 
     def __init__(self, folder: Path, policy: Policy) -> None:
-        """Raises CheckpointError where the checkpoint is of another model."""
+        """Raises CheckpointError if the checkpoint belongs to another model."""
         self._folder = folder
         self._reader = FileSystemReader(folder)
         metadata = self._reader.read_metadata()
@@ -112,13 +112,13 @@ class TorchDistReader:
         return list(self._shards)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the weight as it is stored."""
+        """Dtype of the weight as stored."""
         return self._stored[self._shards[name][0].key].properties.dtype
 
     def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        """What the weight holds of Hugging Face's tensors, by their names.
+        """Read a weight as Hugging Face's tensors, by their names.
 
-        Raises CheckpointError where the checkpoint does not hold all of it.
+        Raises CheckpointError if the checkpoint lacks a part of it.
         """
         rows = sum(source.shape[0] for source in weight.sources)  # without padding
         tensor = torch.empty((rows, *weight.sources[0].shape[1:]), dtype=self.dtype(name))
@@ -132,13 +132,13 @@ class TorchDistReader:
             targets[shard.key, chunk.offsets] = target
             items += create_read_items_for_chunk_list(shard.key, self._stored[shard.key], [chunk])
         if sum(math.prod(item.lengths) for item in items) != tensor.numel():
-            raise CheckpointError(f"{self._folder} does not fit this model: of {name} it holds another part")
+            raise CheckpointError(f"{self._folder} does not fit this model: it lacks a part of {name}")
         self._reader.read_data(LoadPlan(items), _Into(targets)).wait()
         return {piece.source.name: piece.view.reshape(piece.source.shape) for piece in pieces(weight, tensor)}
 
 
 class _Into(DefaultLoadPlanner):
-    """Has torch's reader put what it reads into given tensors."""
+    """Load planner that reads into given tensors."""
 
     def __init__(self, targets: dict[tuple[str, torch.Size], Tensor]) -> None:
         super().__init__()
@@ -149,4 +149,4 @@ class _Into(DefaultLoadPlanner):
         return self._targets[index.fqn, index.offset]
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
-        """It is in its place."""
+        """Do nothing: the data was read in place."""

@@ -1,4 +1,4 @@
-"""A published model and its conversion, which several files read from."""
+"""A published model and its conversion, shared by several files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from hf_helpers import PUBLISHED, publish  # transformers, which others here do without
+    from hf_helpers import PUBLISHED, publish  # imports transformers, which other tests here do not need
 
     folder = tmp_path_factory.mktemp("published") / "hf"
     publish(folder, PUBLISHED["Qwen2"])

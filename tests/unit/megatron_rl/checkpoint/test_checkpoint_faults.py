@@ -1,5 +1,5 @@
-"""Whatever operation fails while checkpoints are cleared up, published and looked for: no good one is lost, `latest`
-leads to a good one, and the next start finds the newest. No torch: folders and manifests only."""
+"""Faults of each operation while checkpoints are cleaned up, published and searched: no good checkpoint is lost,
+`latest` names a good one, and the next start finds the newest. No torch: folders and manifests only."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PERMANENT, BEFORE, FRESH, LATER = 20, 30, 40, 50
 
 
 class Checkpoints:
-    """Those of one run: a permanent one, a newer one whose replacement was cut short, and debris. Then a start clears
-    up, and publishes the next one."""
+    """Checkpoints of a run: a permanent one, a newer one whose replacement was interrupted, and debris. A start then
+    cleans up and publishes the next one."""
 
     def __init__(self, root: Path, files: FaultyFiles) -> None:
-        """An older state has the permanent one only."""
+        """An older state has only the permanent one."""
         self.run = RunDir(root)
         clean_up(self.run)
         self.save(PERMANENT)
@@ -36,7 +36,7 @@ class Checkpoints:
         self.run.checkpoint_under_way(FRESH, "dead").mkdir()
 
     def save(self, step: int, content: bytes = b"shard") -> None:
-        """Raises OSError."""
+        """Write a checkpoint. Raises OSError."""
         folder = self.run.checkpoint_under_way(step, f"a-{step}")
         folder.mkdir()
         with (folder / "__0_0.distcp").open("wb") as file:
@@ -49,7 +49,7 @@ class Checkpoints:
         return {step for step in self.run.checkpoint_steps() if find_defect(self.run.checkpoint(step)) is None}
 
     def start(self) -> bool:
-        """A start that saves one; whether that is published."""
+        """Start a run that saves once. Return whether the save was published."""
         try:
             clean_up(self.run)
             self.save(FRESH)
@@ -60,7 +60,7 @@ class Checkpoints:
 
 @contextmanager
 def checkpoints(root: Path) -> Iterator[tuple[Checkpoints, FaultyFiles]]:
-    """Those of a run, on a file system that may fail."""
+    """Checkpoints of a run on a file system that may fail."""
     root.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         Clock(patch)
@@ -71,7 +71,7 @@ def checkpoints(root: Path) -> Iterator[tuple[Checkpoints, FaultyFiles]]:
 
 
 def tried(root: Path, fault: Fault | None) -> tuple[list[Operation], list[str]]:
-    """The operations of a start, and what is wrong after it."""
+    """Run the operations of a start. Return what is wrong afterwards."""
     with checkpoints(root) as (made, files):
         files.starts()
         files.fail(fault)
@@ -119,7 +119,7 @@ def test_no_fault_loses_a_checkpoint(tmp_path: Path, record_property, seconds: f
 
 
 def looked(root: Path, fault: Fault | None) -> tuple[list[Operation], int | None]:
-    """The newest checkpoint that is found."""
+    """Find the newest checkpoint."""
     with checkpoints(root) as (made, files):
         with files.aside():
             clean_up(made.run)
@@ -133,7 +133,7 @@ def looked(root: Path, fault: Fault | None) -> tuple[list[Operation], int | None
         return files.operations, found.step
 
 
-def test_what_looks_for_the_newest_finds_a_good_one_or_says_why_not(tmp_path: Path, record_property) -> None:
+def test_a_search_for_the_newest_finds_a_good_one_or_reports_why_not(tmp_path: Path, record_property) -> None:
     operations, step = looked(tmp_path / "whole", None)
     assert step == BEFORE
     tally = Tally()

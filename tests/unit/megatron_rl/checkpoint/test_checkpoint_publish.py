@@ -1,4 +1,4 @@
-"""Which checkpoint a start finds, and what publishing leaves on the disk. No torch: folders and manifests only."""
+"""The checkpoint a start finds, and the files after publication. No torch: folders and manifests only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(
     parent: int | None = None,
     **config: int,
 ) -> Path:
-    """Publishes the checkpoint of `step`, in the same line as the newest there is unless `parent` is given."""
+    """Publish the checkpoint of `step`, after the newest one unless `parent` is given."""
     folder = run_dir.checkpoint_under_way(step, save_id)
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(content)
@@ -58,13 +58,13 @@ def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
     assert find_latest(RunDir(tmp_path)).step is None
 
 
-def test_the_newest_is_found_by_number_not_by_name(run_dir: RunDir) -> None:
+def test_the_newest_is_found_by_number_and_not_by_name(run_dir: RunDir) -> None:
     for step in (999_998, 1_000_002):
         make(run_dir, step)
     assert find_latest(run_dir).step == 1_000_002
 
 
-def test_latest_names_the_published_one_and_nothing_else_is_left(run_dir: RunDir) -> None:
+def test_latest_names_the_published_checkpoint_and_nothing_else_is_left(run_dir: RunDir) -> None:
     make(run_dir, 20)
     make(run_dir, 40)
     assert run_dir.latest_checkpoint.read_text() == "step-000040\n"
@@ -77,20 +77,20 @@ def test_the_newest_n_are_kept(run_dir: RunDir) -> None:
     assert names(run_dir) == ["latest", "step-000060", "step-000080"]
 
 
-def test_those_of_every_mth_step_stay_for_good(run_dir: RunDir) -> None:
+def test_checkpoints_of_every_mth_step_stay_for_good(run_dir: RunDir) -> None:
     for step in range(10, 101, 10):
         make(run_dir, step, keep=2, keep_every=40)
     assert run_dir.checkpoint_steps() == [100, 90, 80, 40]
 
 
-def test_one_that_would_stay_for_good_goes_with_its_line(run_dir: RunDir) -> None:
+def test_a_permanent_checkpoint_is_deleted_with_its_line(run_dir: RunDir) -> None:
     for step in (20, 40, 60):
         make(run_dir, step, keep_every=20)
     make(run_dir, 50, parent=20, keep=2, keep_every=20)
     assert run_dir.checkpoint_steps() == [50, 20]
 
 
-def test_those_that_wait_for_their_export_stay_until_it_is_there(run_dir: RunDir) -> None:
+def test_checkpoints_that_wait_for_their_export_stay_until_it_exists(run_dir: RunDir) -> None:
     for step in range(10, 101, 10):
         make(run_dir, step, keep=1, export_hf_every=20)
     assert run_dir.checkpoint_steps() == [100, 20], "the newest, and the oldest, whose export may be under way"
@@ -99,7 +99,7 @@ def test_those_that_wait_for_their_export_stay_until_it_is_there(run_dir: RunDir
     assert run_dir.checkpoint_steps() == [110, 100]
 
 
-def test_exports_of_a_line_that_was_left_go_with_it(run_dir: RunDir) -> None:
+def test_exports_of_an_abandoned_line_are_deleted_with_it(run_dir: RunDir) -> None:
     for step in (20, 40, 60):
         make(run_dir, step)
         run_dir.export(step).mkdir(parents=True)
@@ -107,7 +107,7 @@ def test_exports_of_a_line_that_was_left_go_with_it(run_dir: RunDir) -> None:
     assert run_dir.export_steps() == [20]
 
 
-def test_a_damaged_one_does_not_count_among_those_kept_and_goes_once_it_is_superseded(run_dir: RunDir) -> None:
+def test_a_damaged_checkpoint_does_not_count_as_kept_and_is_deleted_when_superseded(run_dir: RunDir) -> None:
     make(run_dir, 20)
     (make(run_dir, 40) / "__0_0.distcp").unlink()
     make(run_dir, 60, parent=40, keep=2)
@@ -117,8 +117,8 @@ def test_a_damaged_one_does_not_count_among_those_kept_and_goes_once_it_is_super
 
 
 @pytest.fixture
-def bad_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, OSError | None], None]:
-    """Has every look at a checkpoint's files fail, or see a size that is no longer true."""
+def failing_check(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, OSError | None], None]:
+    """Make every check of a checkpoint's files fail, or see an old size."""
 
     def arrange(step: int, error: OSError | None) -> None:
         original = Path.stat
@@ -135,37 +135,37 @@ def bad_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, OSError | None],
     return arrange
 
 
-LOOKS = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle"), None]
+CHECKS = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle"), None]
 
 
-@pytest.mark.parametrize("error", LOOKS)
-def test_no_look_has_the_one_just_published_deleted(run_dir: RunDir, bad_look, error: OSError | None) -> None:
+@pytest.mark.parametrize("error", CHECKS)
+def test_no_failed_check_deletes_the_newest_checkpoint(run_dir: RunDir, failing_check, error: OSError | None) -> None:
     make(run_dir, 20)
-    bad_look(40, error)
+    failing_check(40, error)
     make(run_dir, 40, keep=1)
     assert run_dir.checkpoint_steps() == [40]
     assert run_dir.latest_checkpoint.read_text() == "step-000040\n"
 
 
-@pytest.mark.parametrize("error", LOOKS)
-def test_no_look_has_one_deleted_that_stays_for_good(run_dir: RunDir, bad_look, error: OSError | None) -> None:
+@pytest.mark.parametrize("error", CHECKS)
+def test_no_failed_check_deletes_a_permanent_checkpoint(run_dir: RunDir, failing_check, error: OSError | None) -> None:
     for step in (20, 30):
         make(run_dir, step, keep=1, keep_every=20)
-    bad_look(20, error)
+    failing_check(20, error)
     make(run_dir, 40, parent=30, keep=1, keep_every=20)
     assert run_dir.checkpoint_steps() == [40, 20]
 
 
-@pytest.mark.parametrize("error", LOOKS)
-def test_one_that_looks_bad_stays_beside_the_good_ones_that_are_kept(run_dir: RunDir, bad_look, error) -> None:
+@pytest.mark.parametrize("error", CHECKS)
+def test_a_checkpoint_that_looks_bad_stays_beside_the_good_ones(run_dir: RunDir, failing_check, error) -> None:
     for step in (10, 20, 30):
         make(run_dir, step, keep=3)
-    bad_look(30, error)
+    failing_check(30, error)
     make(run_dir, 40, parent=30, keep=2)
     assert run_dir.checkpoint_steps() == [40, 30, 20]
 
 
-def test_a_file_system_that_fails_after_the_rename_leaves_a_checkpoint_and_the_older_ones(
+def test_a_failure_after_the_rename_leaves_the_new_and_the_older_checkpoints(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(run_dir, 20)
@@ -179,11 +179,13 @@ def test_a_file_system_that_fails_after_the_rename_leaves_a_checkpoint_and_the_o
     monkeypatch.setattr(Path, "replace", replace)
     make(run_dir, 40, keep=1)
     assert run_dir.checkpoint_steps() == [40, 20]
-    assert "step 40 is published, but what it supersedes stays" in caplog.text
+    assert "step 40 is published, but superseded ones could not be deleted" in caplog.text
 
 
-def test_its_name_is_durable_before_what_it_supersedes_goes(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a power cut could leave neither."""
+def test_a_checkpoint_is_durable_before_older_ones_are_deleted(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a power cut could leave neither."""
     make(run_dir, 20)
     durable: list[tuple[list[int], str]] = []
     original = os.fsync
@@ -199,8 +201,8 @@ def test_its_name_is_durable_before_what_it_supersedes_goes(run_dir: RunDir, mon
     assert run_dir.checkpoint_steps() == [40]
 
 
-def test_all_its_names_are_durable_before_it_is_one(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a power cut could leave a folder with the name of a checkpoint and without its manifest."""
+def test_all_files_are_durable_before_publication(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a power cut could leave a checkpoint without its manifest."""
     changes: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -220,9 +222,7 @@ def test_all_its_names_are_durable_before_it_is_one(run_dir: RunDir, monkeypatch
     assert changes == ["3 names", "step-000020"], "the shard, the manifest and where `latest` waits"
 
 
-def test_one_that_cannot_take_the_place_of_another_leaves_it_there(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_replacement_leaves_the_old_checkpoint(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     make(run_dir, 40, content=b"one")
     original = Path.rename
 
@@ -237,15 +237,15 @@ def test_one_that_cannot_take_the_place_of_another_leaves_it_there(
     assert (run_dir.checkpoint(40) / "__0_0.distcp").read_bytes() == b"one"
 
 
-def test_later_ones_of_a_line_that_was_left_are_dropped(run_dir: RunDir) -> None:
-    """The run fell back to step 20 and went on: the next start must not find step 40 of the other line."""
+def test_later_checkpoints_of_an_abandoned_line_are_deleted(run_dir: RunDir) -> None:
+    """The run fell back to step 20 and continued: the next start must not find step 40 of the other line."""
     make(run_dir, 20)
     make(run_dir, 40)
     make(run_dir, 30, parent=20, keep=2)
     assert names(run_dir) == ["latest", "step-000020", "step-000030"]
 
 
-def test_a_second_save_of_a_step_takes_the_place_of_the_first(run_dir: RunDir) -> None:
+def test_a_second_save_of_a_step_replaces_the_first(run_dir: RunDir) -> None:
     make(run_dir, 40, content=b"one")
     make(run_dir, 40, content=b"another", save_id="a-2")
     assert (run_dir.checkpoint(40) / "__0_0.distcp").read_bytes() == b"another"
@@ -263,7 +263,7 @@ def test_a_second_save_of_a_step_takes_the_place_of_the_first(run_dir: RunDir) -
         (lambda folder: (folder / "manifest.json").write_text('{"files": {"a": {"size": 1}}}'), "is damaged"),
     ],
 )
-def test_a_torn_one_is_passed_over_and_the_reason_said(run_dir: RunDir, damage, said: str) -> None:
+def test_a_torn_checkpoint_is_skipped_with_a_reason(run_dir: RunDir, damage, said: str) -> None:
     make(run_dir, 20)
     damage(make(run_dir, 40))
     latest = find_latest(run_dir)
@@ -288,14 +288,14 @@ def test_the_manifest_reads_back_as_it_was_written(run_dir: RunDir) -> None:
     assert find_defect(folder) is None
 
 
-def test_a_manifest_of_another_version_is_refused_not_misread(run_dir: RunDir) -> None:
+def test_a_manifest_of_another_version_is_refused(run_dir: RunDir) -> None:
     path = make(run_dir, 40) / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"layout": "new"}))
     with pytest.raises(CheckpointError, match="damaged"):
         read_manifest(path.parent)
 
 
-def test_a_start_deletes_what_a_crash_left(run_dir: RunDir) -> None:
+def test_a_start_deletes_the_debris_of_a_crash(run_dir: RunDir) -> None:
     make(run_dir, 20)
     debris = run_dir.checkpoint_under_way(40, "a-2")
     debris.mkdir()
@@ -305,17 +305,15 @@ def test_a_start_deletes_what_a_crash_left(run_dir: RunDir) -> None:
 
 
 @pytest.mark.parametrize("name", ["step-000020.old", "step-000020.bak", "mine.tmp", ".step-000020.mine"])
-def test_what_the_user_keeps_beside_the_checkpoints_stays(run_dir: RunDir, name: str) -> None:
+def test_files_of_the_user_beside_the_checkpoints_stay(run_dir: RunDir, name: str) -> None:
     make(run_dir, 20)
     (run_dir.checkpoints / name).mkdir()
     clean_up(run_dir)
     assert names(run_dir) == sorted(["latest", "step-000020", name])
 
 
-def test_debris_that_cannot_be_deleted_keeps_no_run_from_going_on(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node that Slurm has given up may live, and still write into its save."""
+def test_debris_that_cannot_be_deleted_does_not_stop_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that Slurm has given up may still run and write into its save."""
     run_dir.checkpoint_under_way(40, "dead").mkdir()
     run_dir.checkpoint(20).mkdir()
     (run_dir.checkpoints / ".step-000020.old.tmp").mkdir()

@@ -1,4 +1,4 @@
-"""Hugging Face weights to checkpoints and back: every tensor, name, type and bit; and nothing half done."""
+"""Hugging Face weights to checkpoints and back: every tensor, name, dtype and bit is kept, and nothing is half done."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 
 def logits_of(folder: Path, sentence: Sequence[int] = SENTENCE) -> torch.Tensor:
-    """What transformers computes from a directory."""
+    """Logits that transformers computes from a directory."""
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
@@ -74,22 +74,22 @@ def test_a_round_trip_changes_no_bit(
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "megatron", "back"}
 
 
-def test_a_run_starts_from_what_was_converted(published: Path, converted: Path, platform: Any, groups: Any) -> None:
-    model = model_of(published, init="from-scratch", vocab_multiple=32)  # 64 rows, where the checkpoint has 128
+def test_a_run_starts_from_a_conversion(published: Path, converted: Path, platform: Any, groups: Any) -> None:
+    model = model_of(published, init="from-scratch", vocab_multiple=32)  # 64 rows; the checkpoint has 128
     policy = build_policy(model, VOCAB, platform)
     state, _ = read(verify(converted, groups.control), {"model": policy.sharded_state_dict()}, groups.data)
     policy.load_state_dict(state["model"])
     torch.testing.assert_close(full_forward(policy, SENTENCE), logits_of(published), rtol=1e-4, atol=1e-4)
 
 
-def test_a_recipe_may_not_contradict_what_was_converted(published: Path, converted: Path) -> None:
+def test_a_recipe_must_not_contradict_the_conversion(published: Path, converted: Path) -> None:
     model = model_of(published)
     assert contradictions(model, converted) == []
     (wrong,) = contradictions(model.model_copy(update={"layernorm_epsilon": 1e-6}), converted)
     assert wrong.startswith("model.layernorm_epsilon 1e-06 contradicts 1e-05 (rms_norm_eps) of ")
 
 
-def test_transformers_computes_the_same_from_what_comes_back(
+def test_transformers_computes_the_same_after_a_round_trip(
     tmp_path: Path, published: Path, converted: Path, platform: Any, groups: Any
 ) -> None:
     to_hugging_face(converted, tmp_path / "back", platform, shard_bytes=10**9)
@@ -123,7 +123,7 @@ def test_shards_for_megatron_lm_hold_the_groups_of_their_rank(
 
 
 def with_output_layer(folder: Path, change: float) -> Path:
-    """Tied weights that are published twice, as some are."""
+    """Tied weights that are published twice, as in some models."""
     publish(folder, PUBLISHED["Qwen2, tied"], shard="1GB")
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
@@ -131,7 +131,7 @@ def with_output_layer(folder: Path, change: float) -> Path:
     return folder
 
 
-def test_tied_weights_that_are_published_twice_come_back_so(tmp_path: Path, platform: Any, groups: Any) -> None:
+def test_tied_weights_published_twice_stay_so(tmp_path: Path, platform: Any, groups: Any) -> None:
     source = with_output_layer(tmp_path / "hf", 0.0)
     to_megatron(source, tmp_path / "m", platform, shard_bytes=SHARD)
     to_hugging_face(tmp_path / "m", tmp_path / "back", platform, shard_bytes=SHARD)
@@ -173,8 +173,8 @@ def test_a_checkpoint_of_a_run_from_scratch_loads_in_transformers(
     torch.testing.assert_close(theirs, full_forward(policy, sentence), rtol=1e-4, atol=1e-4)
 
 
-def test_the_type_in_config_json_is_that_of_the_weights(tmp_path: Path, platform: Any, groups: Any) -> None:
-    """A run in fp32 that began with weights in bf16."""
+def test_config_json_names_the_dtype_of_the_weights(tmp_path: Path, platform: Any, groups: Any) -> None:
+    """The run is in fp32 and started from bf16 weights."""
     publish(tmp_path / "hf", PUBLISHED["Qwen2"], torch.bfloat16)
     model = model_of(tmp_path / "hf")
     policy = build_policy(model, VOCAB, platform)
@@ -210,14 +210,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "is incomplete: it holds no tokenizer"),
     "a tokenizer of a larger model": (
         lambda folder: tokenizer(VOCAB + 1).save_pretrained(folder),
-        rf"the tokenizer has \d+ tokens, and the embedding {VOCAB} rows",
+        rf"the tokenizer has \d+ tokens, but the embedding {VOCAB} rows",
     ),
     "a tokenizer that is none": (lambda folder: (folder / "tokenizer.json").write_text("{"), "holds no tokenizer that"),
 }
 
 
 @pytest.mark.parametrize(("harm", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_would_not_work_later_is_refused(
+def test_weights_that_would_not_work_later_are_refused(
     tmp_path: Path, published: Path, platform: Any, groups: Any, harm: Callable[[Path], Any], said: str
 ) -> None:
     folder = copied(published, tmp_path / "hf")
@@ -234,13 +234,13 @@ def test_tensor_parallelism_that_does_not_divide_is_refused(
         to_megatron(published, tmp_path / "m", platform, tp=3, shard_bytes=SHARD)
 
 
-def test_what_is_there_is_replaced_only_on_demand(
+def test_an_existing_target_is_replaced_only_on_demand(
     tmp_path: Path, published: Path, converted: Path, platform: Any, groups: Any
 ) -> None:
     target = tmp_path / "back"
     target.mkdir()
     (target / "mine").touch()
-    with pytest.raises(ConfigurationError, match="exists: give another place, or --force"):
+    with pytest.raises(ConfigurationError, match="exists: give another path, or --force"):
         to_hugging_face(converted, target, platform, shard_bytes=SHARD)
     assert [path.name for path in target.iterdir()] == ["mine"]
     to_hugging_face(converted, target, platform, shard_bytes=SHARD, replace=True)
@@ -260,11 +260,11 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, converted: Path, platfo
     ("lost", "said"),
     [
         (["mp_rank_00"], r"mp_rank_00.model_optim_rng.pt is missing"),
-        (["mp_rank_01"], r"mp_rank_00.* is \[.*in one of 1 shards it would be .* Is a shard missing\?"),
+        (["mp_rank_01"], r"mp_rank_00.* is \[.*but should be .* in one of 1 shards. Is a shard missing\?"),
         (["mp_rank_00", "mp_rank_01"], "release holds no shard"),
     ],
 )
-def test_a_shard_for_megatron_lm_that_was_lost_is_missed(
+def test_a_lost_shard_for_megatron_lm_is_reported(
     tmp_path: Path, published: Path, platform: Any, groups: Any, lost: list[str], said: str
 ) -> None:
     to_megatron(published, tmp_path / "m", platform, tp=2, kind="torch", shard_bytes=SHARD)
@@ -275,7 +275,7 @@ def test_a_shard_for_megatron_lm_that_was_lost_is_missed(
 
 
 @pytest.mark.parametrize("content", [b"", b"no shard at all", {"args": getattr, "model": {}}, ["model"]], ids=str)
-def test_a_shard_for_megatron_lm_that_is_none_is_named(
+def test_a_file_that_is_no_shard_for_megatron_lm_is_named(
     tmp_path: Path, published: Path, platform: Any, groups: Any, content: Any
 ) -> None:
     to_megatron(published, tmp_path / "m", platform, kind="torch", shard_bytes=SHARD)
@@ -288,7 +288,7 @@ def test_a_shard_for_megatron_lm_that_is_none_is_named(
         to_hugging_face(tmp_path / "m", tmp_path / "back", platform, shard_bytes=SHARD)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
     with pytest.raises(ConfigurationError, match="is neither a checkpoint of a run"):
         to_hugging_face(tmp_path, tmp_path / "back", platform, shard_bytes=SHARD)
     with pytest.raises(ConfigurationError, match="no such directory"):
@@ -297,7 +297,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, platform: Any, groups:
 
 @pytest.fixture
 def small_files() -> Any:
-    """No file may become larger than the files beside the weights: as a disk that is full in the middle of them."""
+    """Limit the size of files to that of the files beside the weights, as if the disk filled up while writing
+    weights."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     yield
@@ -305,7 +306,7 @@ def small_files() -> Any:
 
 
 @pytest.mark.parametrize("kind", ["torch_dist", "torch"])
-def test_a_write_that_fails_leaves_nothing(
+def test_a_failed_conversion_leaves_nothing(
     tmp_path: Path, published: Path, platform: Any, groups: Any, small_files: Any, kind: Any
 ) -> None:
     with pytest.raises(OSError):
@@ -313,7 +314,7 @@ def test_a_write_that_fails_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_export_that_fails_leaves_nothing(
+def test_a_failed_export_leaves_nothing(
     tmp_path: Path, converted: Path, platform: Any, groups: Any, small_files: Any
 ) -> None:
     with pytest.raises(OSError):
@@ -321,7 +322,7 @@ def test_an_export_that_fails_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_is_too_small_is_seen_before(converted: Path, platform: Any, groups: Any, monkeypatch: Any) -> None:
+def test_too_small_a_disk_is_noticed_in_advance(converted: Path, platform: Any, groups: Any, monkeypatch: Any) -> None:
     target = converted.parent / "back"
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(ConfigurationError, match=r"needs 0.0 GB, and .* has 0.0 GB left"):
@@ -338,7 +339,7 @@ def test_a_damaged_file_of_a_checkpoint_is_named(
     damaged = tmp_path / "m" / file
     damaged.unlink()
     if content is None:
-        os.mkfifo(damaged)  # whoever opens it waits for a writer
+        os.mkfifo(damaged)  # opening it would block
     else:
         damaged.write_bytes(content)
     with pytest.raises((ConfigurationError, CheckpointError), match=damaged.name):

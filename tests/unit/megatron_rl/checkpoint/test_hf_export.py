@@ -1,4 +1,4 @@
-"""Exports beside the training: which are due, and that one which hangs or fails costs no more than itself."""
+"""Exports beside the training: the ones that are due, and exports that hang or fail affect nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def exporter(run: RunDir, converter: str, monkeypatch: Any, **options: Any) -> Exporter:
-    """With another program in place of the converter, which has tests of its own."""
+    """Exporter with a program in place of the converter, which has tests of its own."""
     monkeypatch.setattr(export, "CONVERTER", [sys.executable, "-c", converter])
     options = {"leads": True, "export_hf_every": 20, "timeout_s": 60} | options
     leads = options.pop("leads")
@@ -37,7 +37,7 @@ def exporter(run: RunDir, converter: str, monkeypatch: Any, **options: Any) -> E
 
 
 def outcomes(exporter: Exporter) -> list[ExportOutcome]:
-    """All, once nothing is left to do."""
+    """All outcomes, until nothing is left to do."""
     found = exporter.poll()
     deadline = time.monotonic() + 60
     while exporter.busy:
@@ -46,26 +46,26 @@ def outcomes(exporter: Exporter) -> list[ExportOutcome]:
     return found + exporter.poll()
 
 
-def test_what_is_due_and_not_there_is_exported_oldest_first(run: RunDir, monkeypatch: Any) -> None:
+def test_missing_exports_are_made_oldest_first(run: RunDir, monkeypatch: Any) -> None:
     assert outcomes(exporter(run, WRITES, monkeypatch)) == [Exported(20, 1.5), Exported(40, 1.5)]
     assert run.export_steps() == [40, 20]
     assert outcomes(exporter(run, HANGS, monkeypatch)) == [], "they are there"
 
 
-def test_only_rank_0_exports_and_only_where_it_is_asked_for(run: RunDir, monkeypatch: Any) -> None:
+def test_only_rank_0_exports_and_only_if_the_recipe_says_so(run: RunDir, monkeypatch: Any) -> None:
     assert outcomes(exporter(run, WRITES, monkeypatch, leads=False)) == []
     assert outcomes(exporter(run, WRITES, monkeypatch, export_hf_every=0)) == []
 
 
-def test_one_that_fails_is_said_and_the_next_one_tried_meanwhile(run: RunDir, monkeypatch: Any) -> None:
+def test_a_failed_export_is_reported_and_the_next_one_starts_meanwhile(run: RunDir, monkeypatch: Any) -> None:
     found = outcomes(exporter(run, REFUSES, monkeypatch))
     assert found == [ExportFailed(20, "no room", 60.0), ExportFailed(40, "no room", 60.0)]
     assert str(found[0]) == (
-        "the checkpoint of step 20 was not exported: no room. The checkpoint is untouched; it is tried again after 60 s"
+        "the checkpoint of step 20 was not exported: no room. The checkpoint is untouched; it is retried after 60 s"
     )
 
 
-def test_one_that_fails_is_tried_again_after_longer_and_longer_pauses(run: RunDir, monkeypatch: Any) -> None:
+def test_a_failed_export_is_retried_after_growing_pauses(run: RunDir, monkeypatch: Any) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(export, "time", clock)
     one = exporter(run, REFUSES, monkeypatch, export_hf_every=40, timeout_s=10**6)
@@ -75,7 +75,7 @@ def test_one_that_fails_is_tried_again_after_longer_and_longer_pauses(run: RunDi
     assert tries == {0: [60.0], 59: [], 60: [120.0], 179: [], 180: [240.0], 419: [], 420: [None], 10_000: []}
 
 
-def test_a_run_that_ends_tries_at_once_and_a_try_that_succeeds_is_the_last(run: RunDir, monkeypatch: Any) -> None:
+def test_a_run_that_ends_retries_at_once_and_stops_after_a_success(run: RunDir, monkeypatch: Any) -> None:
     one = exporter(run, REFUSES, monkeypatch, export_hf_every=40)
     outcomes(one)
     monkeypatch.setattr(export, "CONVERTER", [sys.executable, "-c", WRITES])
@@ -86,7 +86,7 @@ def test_a_run_that_ends_tries_at_once_and_a_try_that_succeeds_is_the_last(run: 
     assert outcomes(one) == []
 
 
-def test_one_that_hangs_is_given_up_in_time(run: RunDir, monkeypatch: Any) -> None:
+def test_a_hanging_export_is_given_up_in_time(run: RunDir, monkeypatch: Any) -> None:
     (failed,) = outcomes(exporter(run, HANGS, monkeypatch, export_hf_every=40, timeout_s=1))
     assert isinstance(failed, ExportFailed) and "not done within save.timeout_s = 1 s" in failed.reason
 
@@ -101,7 +101,7 @@ def test_an_attempt_that_ends_leaves_no_process_and_no_debris(run: RunDir, monke
     assert not one.busy and not list(run.exports.iterdir())
 
 
-def test_a_full_disk_costs_no_more_than_the_export(run: RunDir, monkeypatch: Any) -> None:
+def test_a_full_disk_affects_only_the_export(run: RunDir, monkeypatch: Any) -> None:
     def full() -> Any:
         raise OSError(28, "No space left on device")
 
@@ -111,7 +111,7 @@ def test_a_full_disk_costs_no_more_than_the_export(run: RunDir, monkeypatch: Any
     assert isinstance(failed, ExportFailed) and "No space left on device" in failed.reason
 
 
-def test_debris_that_cannot_be_looked_at_stays(run: RunDir, monkeypatch: Any) -> None:
+def test_debris_that_cannot_be_listed_stays(run: RunDir, monkeypatch: Any) -> None:
     def stale(self: Path, pattern: str) -> Any:
         raise OSError(116, "Stale file handle")
 

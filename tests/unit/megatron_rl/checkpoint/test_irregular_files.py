@@ -1,4 +1,4 @@
-"""What stands in the place of a file and is none, as a pipe that whoever opens it would wait at, is refused by name."""
+"""Anything else in the place of a file, such as a pipe that would block its reader, is refused by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IRREGULAR: dict[str, Callable[[Path], Any]] = {
     "device": lambda path: path.symlink_to("/dev/zero"),
     "directory": Path.mkdir,
 }
-"""What is put in the place of a file; the first byte of a pipe never comes, the last one of that device neither."""
+"""Replacements of a file: a pipe whose first byte never comes, and a device that never ends."""
 
 
 @pytest.fixture(params=IRREGULAR)
@@ -40,7 +40,7 @@ def replace(request: pytest.FixtureRequest) -> Callable[[Path], Path]:
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "model.safetensors.index.json", "config.json", "tokenizer.json"])
-def test_what_is_no_file_is_no_weights(
+def test_irregular_files_are_refused_as_weights(
     tmp_path: Path, published: Path, platform: Any, groups: Any, name: str, replace: Callable[[Path], Path]
 ) -> None:
     source = shutil.copytree(published, tmp_path / "hf")
@@ -52,10 +52,10 @@ def test_what_is_no_file_is_no_weights(
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/a.jinja"])
-def test_no_pipe_is_waited_for_among_what_belongs_to_a_tokenizer(
+def test_irregular_files_are_refused_in_a_tokenizer(
     tmp_path: Path, published: Path, platform: Any, groups: Any, name: str
 ) -> None:
-    """transformers would open it."""
+    """transformers itself would open the pipe."""
     source = shutil.copytree(published, tmp_path / "hf")
     (source / name).parent.mkdir(exist_ok=True)
     (source / name).unlink(missing_ok=True)
@@ -67,7 +67,7 @@ def test_no_pipe_is_waited_for_among_what_belongs_to_a_tokenizer(
 
 
 def test_links_to_files_are_files(tmp_path: Path, published: Path, platform: Any, groups: Any) -> None:
-    """As the hub's cache is made of."""
+    """The hub's cache consists of such links."""
     linked = tmp_path / "hf"
     linked.mkdir()
     for file in published.iterdir():
@@ -76,7 +76,7 @@ def test_links_to_files_are_files(tmp_path: Path, published: Path, platform: Any
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt", "huggingface/config.json", "manifest.json"])
-def test_what_is_no_file_is_no_checkpoint(
+def test_irregular_files_are_refused_in_a_checkpoint(
     tmp_path: Path, converted: Path, platform: Any, groups: Any, name: str, replace: Callable[[Path], Path]
 ) -> None:
     checkpoint = shutil.copytree(converted, tmp_path / "m")
@@ -85,7 +85,7 @@ def test_what_is_no_file_is_no_checkpoint(
         to_hugging_face(checkpoint, tmp_path / "hf", platform, shard_bytes=SHARD)
 
 
-def test_a_pipe_is_no_shard_of_megatron_lm(
+def test_a_pipe_is_refused_as_a_shard_of_megatron_lm(
     tmp_path: Path, published: Path, platform: Any, groups: Any, replace: Callable[[Path], Path]
 ) -> None:
     to_megatron(published, tmp_path / "m", platform, kind="torch", shard_bytes=SHARD)

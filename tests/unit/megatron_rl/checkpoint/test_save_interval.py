@@ -1,4 +1,4 @@
-"""How long to wait between two saves: Daly's optimum, from the cost of a save and the failures seen so far."""
+"""The interval between two saves: Daly's optimum, from the cost of a save and the failures so far."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DAY = 86400.0
 
 
 def lost_share(interval: float, blocked: float, between: float) -> float:
-    """Share of the time that is lost, exactly, where failures are a Poisson process (Daly 2006, equation 20, with no
-    time to restart): each stretch of `interval` seconds is repeated until it passes without a failure."""
+    """Exact share of time lost if failures are a Poisson process (Daly 2006, equation 20, without restart time): each
+    stretch of `interval` seconds is repeated until it passes without a failure."""
     useful = interval - blocked
     return between * math.expm1(interval / between) / useful - 1
 
@@ -28,15 +28,15 @@ def test_no_other_interval_loses_noticeably_less(blocked: float, between: float)
     assert lost_share(best, blocked, between) <= least * 1.002
 
 
-def test_where_saving_is_cheap_it_is_youngs_square_root() -> None:
+def test_cheap_saves_have_youngs_square_root() -> None:
     assert best_interval_s(Cost(0.5, 0.0), DAY) == pytest.approx(math.sqrt(2 * 0.5 * DAY), rel=1e-3)
 
 
-def test_a_save_that_takes_longer_than_the_time_between_failures_is_made_once_in_that_time() -> None:
+def test_a_save_longer_than_the_time_between_failures_is_made_once_in_that_time() -> None:
     assert best_interval_s(Cost(300.0, 300.0), 100.0) == 400.0
 
 
-def test_a_save_does_not_begin_before_the_one_before_it_is_written() -> None:
+def test_a_save_does_not_start_before_the_previous_one_is_written() -> None:
     assert best_interval_s(Cost(0.01, 900.0), DAY) == 900.0
 
 
@@ -44,11 +44,11 @@ def test_a_save_does_not_begin_before_the_one_before_it_is_written() -> None:
 def test_dearer_saves_and_rarer_failures_never_shorten_it(blocked: float, factor: float, between: float) -> None:
     best = best_interval_s(Cost(blocked, 0.0), between)
     assert best_interval_s(Cost(blocked, 0.0), between * factor) >= best * (1 - 1e-9)
-    if blocked * factor < between:  # what lies beyond is Daly's other branch, where nothing helps
+    if blocked * factor < between:  # beyond is Daly's other branch
         assert best_interval_s(Cost(blocked * factor, 0.0), between) >= best * (1 - 1e-9)
 
 
-def test_before_anything_is_known_one_failure_a_day_is_expected() -> None:
+def test_one_failure_a_day_is_expected_without_data() -> None:
     assert failure_history([], 0.0).mean_time_between_failures_s == DAY
 
 
@@ -56,7 +56,7 @@ def test_every_end_but_the_finish_is_a_failure_and_only_running_time_counts() ->
     ledger = [
         AttemptStart(1, 100.0),
         AttemptEnd(1, 400.0, "drained"),
-        AttemptStart(2, 5000.0),  # it waited in the queue before
+        AttemptStart(2, 5000.0),  # waited in the queue before
         AttemptEnd(2, 5100.0, "crashed"),
         AttemptStart(3, 6000.0),
         AttemptEnd(3, 6050.0, "finished"),
@@ -64,13 +64,13 @@ def test_every_end_but_the_finish_is_a_failure_and_only_running_time_counts() ->
     assert failure_history(ledger, 9999.0) == FailureHistory(failures=2, running_s=450.0)
 
 
-def test_the_attempt_that_asks_is_running_until_now() -> None:
+def test_a_running_attempt_counts_until_now() -> None:
     assert failure_history(
         [AttemptStart(1, 100.0), AttemptEnd(1, 200.0, "lost"), AttemptStart(2, 300.0)], 350.0
     ) == FailureHistory(1, 150.0)
 
 
-def test_what_was_seen_outweighs_what_was_expected() -> None:
-    """Thirty failures in thirty hours: the prior day hardly counts."""
+def test_observations_outweigh_the_prior() -> None:
+    """The prior day hardly counts beside thirty failures in thirty hours."""
     assert FailureHistory(30, 30 * 3600.0).mean_time_between_failures_s == pytest.approx(3600.0, rel=0.75)
     assert FailureHistory(300, 300 * 3600.0).mean_time_between_failures_s == pytest.approx(3600.0, rel=0.08)

@@ -1,4 +1,4 @@
-"""After which steps a run is saved: fixed, for good, at the end, and `save.every: auto`."""
+"""Steps after which a run is saved: fixed, permanent, last, and `save.every: auto`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def saved_steps(
     then: Cost | None = None,
     **save: Any,
 ) -> list[int]:
-    """Steps that a run saves whose steps take `pace` seconds, or `pace(step)`.
+    """Steps that a run saves if its steps take `pace` seconds, or `pace(step)`.
 
     Args:
         cost: of a save, as known at the beginning.
@@ -59,16 +59,16 @@ def test_zero_saves_only_the_last(tmp_path: Path) -> None:
     assert saved_steps(tmp_path, 10, every=0) == [10]
 
 
-def test_checkpoints_that_stay_for_good_are_made_in_any_case(tmp_path: Path) -> None:
+def test_permanent_checkpoints_are_always_made(tmp_path: Path) -> None:
     assert saved_steps(tmp_path, 12, every=4, keep_every=5) == [4, 5, 8, 10, 12]
     assert saved_steps(tmp_path, 12, every=0, keep_every=5) == [5, 10, 12]
 
 
-def test_checkpoints_that_are_exported_are_made_in_any_case(tmp_path: Path) -> None:
+def test_exported_checkpoints_are_always_made(tmp_path: Path) -> None:
     assert saved_steps(tmp_path, 12, every=0, export_hf_every=5) == [5, 10, 12]
 
 
-def test_auto_saves_the_first_step_to_learn_what_it_costs_and_then_at_the_optimum(tmp_path: Path) -> None:
+def test_auto_saves_the_first_step_to_measure_the_cost_and_then_at_the_optimum(tmp_path: Path) -> None:
     """Young's sqrt(2 * 3 s * 1 day) is 720 s, 72 steps of 10 s."""
     found = saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0))
     assert found[0] == 1
@@ -76,11 +76,11 @@ def test_auto_saves_the_first_step_to_learn_what_it_costs_and_then_at_the_optimu
     assert len(found) > 12
 
 
-def test_auto_knows_the_cost_from_the_checkpoint_that_was_restored(tmp_path: Path) -> None:
+def test_auto_knows_the_cost_from_the_restored_checkpoint(tmp_path: Path) -> None:
     assert saved_steps(tmp_path, 600, first=500, every="auto", cost=Cost(3.0, 30.0)) == [572, 600]
 
 
-def test_auto_saves_more_often_where_the_run_fails_more_often(tmp_path: Path) -> None:
+def test_auto_saves_more_often_if_the_run_fails_more_often(tmp_path: Path) -> None:
     calm = saved_steps(tmp_path, 300, every="auto", then=Cost(3.0, 30.0))
     for attempt in range(1, 50):
         append(RunDir(tmp_path).attempts_ledger, AttemptStart(attempt, 1000.0 * attempt))
@@ -89,7 +89,7 @@ def test_auto_saves_more_often_where_the_run_fails_more_often(tmp_path: Path) ->
 
 
 def test_auto_follows_steps_that_grow_longer(tmp_path: Path) -> None:
-    """From 10 s to 40 s: never more than one step beyond the optimum of 720 s."""
+    """Steps grow from 10 s to 40 s: never more than one step beyond the optimum of 720 s."""
 
     def pace(step: int) -> float:
         return 10.0 + 30.0 * step / 1000
@@ -104,9 +104,7 @@ def test_auto_with_steps_longer_than_the_optimum_saves_every_step(tmp_path: Path
     assert saved_steps(tmp_path, 5, every="auto", then=Cost(0.1, 1.0), pace=1000.0) == [1, 2, 3, 4, 5]
 
 
-def test_auto_asks_the_other_ranks_a_few_times_between_two_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_broadcasts_a_few_times_between_two_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broadcasts = []
     monkeypatch.setattr(dist, "broadcast_object_list", lambda *args, **more: broadcasts.append(args))
     found = saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0))
@@ -114,17 +112,17 @@ def test_auto_asks_the_other_ranks_a_few_times_between_two_saves(
 
 
 def test_ranks_that_measure_different_times_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its own clock says, each asks at the steps at which rank 0 tells."""
+    """Whatever its own clock says, each rank joins the broadcasts at the steps that rank 0 chose."""
 
     def saved(rank: int) -> list[int]:
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
         cost = Cost(3.0 + 10 * rank, 30.0)
         return saved_steps(tmp_path, 400, every="auto", then=cost, pace=lambda step: 10.0 + 7.0 * rank * (step % 3))
 
-    told: list[Any] = []
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda decision, **_: told.append(decision[0]))
+    broadcast: list[Any] = []
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda decision, **_: broadcast.append(decision[0]))
     first = saved(rank=0)
-    decisions = iter(told)
+    decisions = iter(broadcast)
     monkeypatch.setattr(
         dist, "broadcast_object_list", lambda decision, **_: operator.setitem(decision, 0, next(decisions))
     )

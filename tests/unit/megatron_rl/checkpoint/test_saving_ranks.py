@@ -1,4 +1,4 @@
-"""Data-parallel ranks save each a like share of what all of them hold, and every tensor exactly once."""
+"""Data-parallel ranks each save a similar share of what all of them hold, and every tensor exactly once."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ def state_of(rank: int, sizes: list[int], tensor_rank: int = 0) -> dict[str, Any
 
 
 def saved_by(rank: int, copies: int, sizes: list[int], tensor_rank: int = 0) -> dict[str, int]:
-    """Bytes by name of what a rank saves."""
+    """Name -> bytes of the tensors that a rank saves."""
     state = state_of(rank, sizes, tensor_rank)
     assign_saving_ranks(state, copies, expert_copies=1)
     return {name: tensor.data.nbytes for name, tensor in state.items() if is_main_replica(tensor.replica_id)}
 
 
 @given(sizes=st.lists(st.integers(1, 10**9), max_size=40), copies=st.integers(1, 9))
-def test_every_tensor_is_saved_once_and_no_rank_has_more_than_a_tensor_too_much(sizes: list[int], copies: int) -> None:
+def test_every_tensor_is_saved_once_and_shares_differ_by_at_most_a_tensor(sizes: list[int], copies: int) -> None:
     shares = [saved_by(rank, copies, sizes) for rank in range(copies)]
     assert sorted(name for share in shares for name in share) == sorted(state_of(0, sizes))
     loads = [sum(share.values()) for share in shares]
     assert max(loads) - min(loads) <= 4 * max(sizes, default=0)
 
 
-def test_the_ranks_of_one_tensor_parallel_group_that_hold_the_same_save_it_once() -> None:
+def test_tensor_parallel_ranks_with_the_same_tensor_save_it_once() -> None:
     assert saved_by(0, 2, [8, 8], tensor_rank=0) == {"w0": 32}
     assert saved_by(1, 2, [8, 8], tensor_rank=0) == {"w1": 32}
     assert saved_by(0, 2, [8, 8], tensor_rank=1) == saved_by(1, 2, [8, 8], tensor_rank=1) == {}
 
 
-def test_experts_are_shared_out_over_the_ranks_that_hold_the_same() -> None:
+def test_experts_are_balanced_over_the_ranks_that_hold_the_same() -> None:
     """Four data-parallel ranks, of which the first and the third have the same experts."""
     key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
     saved = []
     for rank in range(4):
         weights = [torch.empty(8, device="meta") for _ in range(2)]
         for weight in weights:
-            weight.allreduce = False  # type: ignore[attr-defined]  # megatron-core's mark
+            weight.allreduce = False  # type: ignore[attr-defined]  # set by megatron-core
         state = {
             str(number): ShardedTensor.from_rank_offsets(key, weight, (0, rank % 2, 2), replica_id=(0, 0, rank // 2))
             for number, weight in enumerate(weights)

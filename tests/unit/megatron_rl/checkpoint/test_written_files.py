@@ -1,5 +1,4 @@
-"""What is written for a checkpoint or a converted model is on the disk, and not only on its way there, before anybody
-can take it for one."""
+"""Files of a checkpoint or a converted model are durable on disk before they get their final name."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from megatron_rl.checkpoint.publish import hash_file
 from megatron_rl.checkpoint.shards import Abandoned, RecordedFile
 
 Synced = list[tuple[int, int]]
-"""Inode and size of what was made durable, in that order."""
+"""Inode and size of each fsynced file, in order."""
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
     return seen
 
 
-def test_a_shard_is_durable_as_a_whole_once_it_is_closed(tmp_path: Path, synced: Synced) -> None:
+def test_a_shard_is_durable_once_it_is_closed(tmp_path: Path, synced: Synced) -> None:
     with RecordedFile(tmp_path / "shard", lambda: None) as file:
         file.write(b"x" * 1000)
         file.save({"step": 3})
@@ -41,14 +40,14 @@ def test_a_shard_is_durable_as_a_whole_once_it_is_closed(tmp_path: Path, synced:
     assert file.record == hash_file(tmp_path / "shard")
 
 
-def test_one_that_is_given_up_is_not_waited_for(tmp_path: Path, synced: Synced) -> None:
+def test_an_abandoned_shard_is_not_fsynced(tmp_path: Path, synced: Synced) -> None:
     with pytest.raises(Abandoned), RecordedFile(tmp_path / "shard", lambda: None) as file:
         file.write(b"x" * 1000)
         raise Abandoned
     assert synced == []
 
 
-def test_a_new_directory_is_durable_with_all_that_is_in_it_before_it_takes_its_place(
+def test_a_new_directory_is_durable_with_its_files_before_it_is_renamed(
     tmp_path: Path, synced: Synced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "model"
