@@ -1,7 +1,7 @@
 """megatron-core's transformer layer for packed tokens.
 
-Modules, names and sharded state are megatron-core's; only `forward` differs. Its own leads every token past caches,
-cross-attention, offloading and communication that are not in use here, which took a sixth of the demo's step.
+Modules, names and sharded state are megatron-core's; only `forward` differs. Its own passes every token through caches,
+cross-attention, offloading and communication that are unused here and took a sixth of the demo's step.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class PackedLayer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """[tokens, 1, hidden] -> the same, and no context for cross-attention.
 
-        The names are those under which megatron-core's TransformerBlock hands things on to its layers.
+        The parameter names are those by which megatron-core's TransformerBlock calls its layers.
         """
         attention = partial(self.self_attention, rotation=rotary_pos_emb, layout=packed_seq_params)
         hidden_states = hidden_states + self.through(self.input_layernorm, hidden_states, attention)
@@ -127,11 +127,11 @@ class PackedLayer(TransformerLayer):
         return self.through(swiglu, gate_and_value, lambda activated: self.mlp.linear_fc2(activated)[0])
 
     def _experts(self, normed: Tensor) -> Tensor:
-        """What the experts make of [tokens, 1, hidden].
+        """Run the experts on [tokens, 1, hidden].
 
-        megatron-core's dispatcher (0.16.1 and 0.19.2) remembers the probabilities of its last pass, and with them all
-        that autograd keeps of it. Nothing goes back through a pass that computes a layer again, and it is broken off
-        where nothing more is needed of it: of every layer one would stay.
+        megatron-core's dispatcher (0.16.1 and 0.19.2) keeps the probabilities of its last pass, and with them what
+        autograd stored for it. A pass that recomputes a layer has no backward, and ends as soon as its tensors are
+        restored: without the reset, one such pass would stay in memory per layer.
         """
         try:
             out: Tensor = self.mlp(normed)[0]
@@ -154,9 +154,9 @@ def swiglu(gate_and_value: Tensor) -> Tensor:
 
 class PackedAttention(SelfAttention):
     def forward(self, hidden: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
-        """[tokens, 1, hidden] -> the same. Of a part of the tokens where they are split between tensor-parallel ranks:
-        the linears gather and scatter them, and with them the tokens that make the parts equal, which are behind those
-        of the layout and attend to nothing."""
+        """Attend, [tokens, 1, hidden] -> the same. Under sequence parallelism these are a part of the tokens: the
+        linears gather and scatter them, including the padding that makes the parts equal. The padding follows the
+        tokens of the layout and attends to nothing."""
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden))
         padding = len(query) - len(rotation.cosines)
         if padding:
@@ -170,9 +170,9 @@ class PackedAttention(SelfAttention):
 
 
 class SelectiveLayer(PackedLayer):
-    """Keeps nothing of norms and activations for the backward pass but their inputs: what they do is done again, for
-    themselves and for the product behind them. They take most of the memory and the least time; attention keeps little
-    beside its input."""
+    """Keeps only the inputs of norms and activations for the backward pass, which repeats them for their own gradient
+    and for that of the next product. They take most of the memory and the least time; attention keeps little but its
+    input."""
 
     def through(
         self, function: Callable[[Tensor], Tensor], tensor: Tensor, consumer: Callable[[Tensor], Tensor]

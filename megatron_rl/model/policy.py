@@ -254,15 +254,16 @@ def build_policy(
     groups: ProcessGroupCollection | None = None,
     initialize: bool = True,
 ) -> Policy:
-    """This rank's part of the policy with random weights (drawn from torch's generator) on the platform's device.
+    """Build this rank's part of the policy on the platform's device, with random weights from torch's generator.
 
     Args:
         vocab_size: the tokenizer's; see `ModelConfig.padded_vocab_size` for the embedding's.
-        groups: ranks that share the model out; default: megatron-core's own, which are those of training.
-        initialize: False where its weights come from elsewhere: until then they are what was in memory.
+        groups: ranks that share the model; default: megatron-core's own, those of the training.
+        initialize: False if weights will be loaded; until then they are arbitrary.
 
     Raises:
-        ConfigurationError: the tokenizer has more tokens than `model.vocab_size`, or the model cannot be shared out so.
+        ConfigurationError: the tokenizer has more tokens than `model.vocab_size`, or the groups do not divide the
+        model.
     """
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise ConfigurationError(
@@ -271,9 +272,9 @@ def build_policy(
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     tp, pp, ep = groups.tp.size(), groups.pp.size(), groups.ep.size()
     if undivided := next(model.undivided(tp, pp, ep), None):
-        raise ConfigurationError(f"the model cannot be shared out: {undivided}")
+        raise ConfigurationError(f"the model cannot be divided: {undivided}")
     if sequence_parallel and tp == 1:
-        raise ConfigurationError("sequence_parallel splits activations between tensor-parallel ranks, and tp is 1")
+        raise ConfigurationError("sequence_parallel splits activations between tensor-parallel ranks, but tp is 1")
     config = transformer_config(model, platform, groups, sequence_parallel=sequence_parallel)
     config.perform_initialization = initialize
     make = partial(

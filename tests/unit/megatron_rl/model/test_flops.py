@@ -1,4 +1,4 @@
-"""The formula of the model's arithmetic is what torch counts."""
+"""The formulas for a model's arithmetic agree with what torch counts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 2
 
 
 @pytest.mark.parametrize("shape", [{}, {"head_dim": 6}, EXPERTS])
-def test_the_products_with_weights_are_those_that_torch_counts(
-    platform: Any, groups: Any, shape: dict[str, Any]
-) -> None:
+def test_products_with_weights_are_those_that_torch_counts(platform: Any, groups: Any, shape: dict[str, Any]) -> None:
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model)
-    tokens = select = torch.arange(16)  # as many as products are not filled up with others
+    tokens = select = torch.arange(16)  # a number that needs no padding of products
     with FlopCounterMode(display=False) as counter:
         policy(tokens, torch.arange(16), policy.layout(whole_sequences([16])), select).sum().backward()
     by_kind = counter.get_flop_counts()["Global"]
@@ -33,7 +31,7 @@ def test_the_products_with_weights_are_those_that_torch_counts(
     assert training_flops(model, policy.vocab_size, tokens=16, pairs=0, predictions=16) == counted
 
 
-def test_each_pair_costs_two_products_of_a_head_in_every_layer_three_times_over() -> None:
+def test_each_pair_costs_three_times_two_products_of_a_head_in_every_layer() -> None:
     model = tiny_model(num_layers=5, num_attention_heads=4, num_query_groups=2, head_dim=6)
     pairs = training_flops(model, 16, tokens=0, pairs=7, predictions=0)
     assert pairs == 3 * 5 * 7 * 4 * (2 * 6 + 2 * 6)
@@ -42,8 +40,8 @@ def test_each_pair_costs_two_products_of_a_head_in_every_layer_three_times_over(
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("name", [name for name in shipped_recipes() if name != "demo"])
 def test_a_gathered_row_keeps_no_more_than_it_counts_for(name: str, recompute: str) -> None:
-    """Of the models of all recipes for GPUs: so a bin keeps no more than the plan has for as many packed tokens."""
-    config = load_recipe(name, ["training.transformer_impl=local"]).config  # which keeps the least
+    """A bin of any GPU recipe then keeps no more than the plan allows for its packed tokens."""
+    config = load_recipe(name, ["training.transformer_impl=local"]).config  # keeps the least
     model = config.model
     sizes = Sizes(**dict.fromkeys(Sizes.__dataclass_fields__, 1) | {"sequence_parallel": False})
     heads = 2 * model.num_attention_heads + 2 * model.num_query_groups  # query and result, key and value

@@ -47,16 +47,16 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_logits_are_those_of_the_published_model(
+def test_logits_equal_those_of_the_published_model(
     platform: Any, groups: Any, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In training and, but for experts, by the copy of the weights that generates, small weights or large."""
+    """Covers training and, except for experts, the frozen copy for generation with small and large weights."""
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model)
     with torch.no_grad():
         expected = witness(policy, model)(torch.tensor([SENTENCE])).logits[0, :, :VOCAB]
     logits = full_forward(policy, SENTENCE)
-    assert expected.std() > 0.5  # else anything would be close to anything
+    assert expected.std() > 0.5  # otherwise any two would be close
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     for least_packed in (1, 2**30):
         monkeypatch.setattr(frozen_linear, "LEAST_PACKED", least_packed)
@@ -93,7 +93,7 @@ def test_logits_are_those_of_the_published_model(
 def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
     platform: Any, groups: Any, shape: dict[str, Any], recompute: Recompute
 ) -> None:
-    """Prompts shared by answers of mixed lengths in one packed forward, against one sequence at a time."""
+    """Compares answers of mixed lengths that share prompts in one packed forward with one sequence at a time."""
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model, recompute=recompute)
     twin = witness(policy, model)
@@ -121,7 +121,7 @@ def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
     torch.testing.assert_close(gradients, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_the_rows_that_pad_the_embedding_have_no_logits(platform: Any, groups: Any) -> None:
+def test_padding_rows_of_the_embedding_have_no_logits(platform: Any, groups: Any) -> None:
     policy = tiny_policy(platform)
     assert policy.embedding.word_embeddings.weight.shape[0] == PADDED_VOCAB > VOCAB
     assert full_forward(policy, SENTENCE).shape == (len(SENTENCE), VOCAB)
@@ -139,7 +139,7 @@ def test_only_the_selected_tokens_have_logits(platform: Any, groups: Any) -> Non
 
 
 def test_a_forward_copies_no_weight_for_each_token(platform: Any, groups: Any) -> None:
-    """As torch does, without a word, for a batched product, where a weight needs no gradient: all products are of two
+    """torch silently copies the weight for a batched product if it needs no gradient, so all products must be of two
     matrices."""
     policy = tiny_policy(platform, tiny_model(qkv_bias=False)).requires_grad_(False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -166,13 +166,13 @@ def test_bf16_is_near_fp32(platform: Any, groups: Any) -> None:
         torch.testing.assert_close(generating.float(), expected, rtol=0.05, atol=0.05)
 
 
-def test_without_qkv_bias_there_is_none(platform: Any, groups: Any) -> None:
+def test_qkv_bias_is_optional(platform: Any, groups: Any) -> None:
     names = dict(tiny_policy(platform, tiny_model(qkv_bias=False)).named_parameters())
     assert not [name for name in names if name.endswith("bias")]
 
 
 def test_the_embedding_has_the_rows_of_the_published_weights(platform: Any, groups: Any) -> None:
-    """The tokenizer's tokens alone have logits all the same."""
+    """Only the tokenizer's tokens have logits."""
     policy = tiny_policy(platform, tiny_model(vocab_size=40))
     assert policy.embedding.word_embeddings.weight.shape[0] == 48  # 40, padded to a multiple of 16
     assert full_forward(policy, SENTENCE).shape == (len(SENTENCE), VOCAB)
@@ -183,8 +183,8 @@ def test_an_embedding_smaller_than_the_tokenizer_is_refused(platform: Any, group
         tiny_policy(platform, tiny_model(vocab_size=7))
 
 
-def test_positions_are_stretched_for_slow_rotations_only(platform: Any, groups: Any) -> None:
-    """Without it the test against Llama could pass by ignoring the factor."""
+def test_only_slow_rotations_are_scaled(platform: Any, groups: Any) -> None:
+    """Otherwise the test against Llama could pass by ignoring the factor."""
     plain, stretched = (
         tiny_policy(platform, tiny_model(**LLAMA | {"rope_scaling": factor})).rotary_pos_emb.inv_freq
         for factor in (None, {"factor": 8.0})
@@ -196,7 +196,7 @@ def test_positions_are_stretched_for_slow_rotations_only(platform: Any, groups: 
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputation_keeps_less_for_the_backward_pass_and_gives_the_same_bits(
+def test_recomputation_keeps_less_for_the_backward_pass_with_the_same_bits(
     platform: Any, groups: Any, recompute: Recompute
 ) -> None:
     def kept_and_gradient(recompute: Recompute) -> tuple[int, torch.Tensor]:
@@ -220,10 +220,10 @@ def test_recomputation_keeps_less_for_the_backward_pass_and_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_nothing_that_a_layer_of_experts_computes_outlives_the_backward_pass(
+def test_no_tensor_of_an_expert_layer_outlives_the_backward_pass(
     platform: Any, groups: Any, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of layers computed again most stayed until the next pass, as what megatron-core's dispatcher keeps led to it."""
+    """Tensors of recomputed layers once stayed until the next pass, referenced by megatron-core's dispatcher."""
     normed: list[StorageWeakRef] = []
     norm = Norm.forward
 
@@ -258,17 +258,17 @@ def test_the_same_seed_gives_the_same_weights(platform: Any, groups: Any) -> Non
         ((4, 1, 1, 2), {}, "tp 4 is more than model.num_query_groups 2: ranks share a key/value head only as in train"),
     ],
 )
-def test_what_cannot_be_shared_out_evenly_is_named(sizes: tuple[int, ...], shape: dict[str, Any], said: str) -> None:
+def test_sizes_that_do_not_divide_are_named(sizes: tuple[int, ...], shape: dict[str, Any], said: str) -> None:
     problem, *_ = tiny_model(**shape).undivided(*sizes)
     assert problem.startswith(said)
 
 
-# Two key/value heads on four ranks: each on two.
+# Two key/value heads on four ranks: each is on two ranks.
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (4, 1, 1), (4, 1, 1, 4), (2, 1, 1, 1)])
-def test_what_can_is_not(sizes: tuple[int, ...]) -> None:
+def test_sizes_that_divide_are_accepted(sizes: tuple[int, ...]) -> None:
     assert not [*tiny_model().undivided(*sizes)]
 
 
-def test_splitting_activations_between_ranks_needs_several(platform: Any, groups: Any) -> None:
+def test_sequence_parallelism_needs_several_ranks(platform: Any, groups: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"sequence_parallel .* tp is 1"):
         build_policy(tiny_model(), VOCAB, platform, sequence_parallel=True)

@@ -1,4 +1,4 @@
-"""`package:NAME` in a recipe: the one GGUF file of an installed package, and where its export is looked for."""
+"""`package:NAME` in a recipe: the one GGUF file of an installed package, and the folder of its export."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_rl.model.tokenizer import build_tokenizer
 
 
 def install(folder: Path, package: str, *files: str) -> None:
-    """A package of these files, as pip leaves it."""
+    """An installed package with these files."""
     metadata = folder / f"{package}-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
     (metadata / "RECORD").write_text("".join(f"{file},,\n" for file in files))
 
 
-def test_its_one_gguf_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_gguf_file_of_a_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     install(tmp_path, "weighty", "weighty/__init__.py", "weighty/model.Q4.gguf")
     assert gguf_of("weighty") == tmp_path / "weighty" / "model.Q4.gguf"
@@ -32,11 +32,11 @@ def test_a_package_without_one_or_with_several_is_refused(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     install(tmp_path, "two", *files)
-    with pytest.raises(NotPackaged, match=rf"two has {len(files)} files that end in \.gguf; it must be one"):
+    with pytest.raises(NotPackaged, match=rf"two has {len(files)} files that end in \.gguf, but must have one"):
         gguf_of("two")
 
 
-def test_a_package_that_is_not_there_is_one_line_that_says_what_to_install(
+def test_a_missing_package_is_one_line_with_the_command_that_installs_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["no-such-weights", str(tmp_path / "folder")]) == 2
@@ -57,14 +57,14 @@ def test_a_package_that_is_not_there_is_one_line_that_says_what_to_install(
         ("./package:odd", None, False),
     ],
 )
-def test_a_path_says_where_it_leads(path: str, package: str | None, hub: bool) -> None:
+def test_kinds_of_paths_are_distinguished(path: str, package: str | None, hub: bool) -> None:
     assert (package_of(path), is_hub_name(path)) == (package, hub)
 
 
-def test_ranks_look_where_it_was_exported_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_find_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
-    with pytest.raises(ValueError, match=r"tokenizer.path package:weighty: .* is not there; `mrl prefetch RECIPE`"):
+    with pytest.raises(ValueError, match=r"tokenizer.path package:weighty: .* is missing; `mrl prefetch RECIPE`"):
         build_tokenizer(TokenizerConfig(path="package:weighty"))
     folder = exported_folder("weighty", tmp_path)
     folder.mkdir(parents=True)

@@ -34,20 +34,20 @@ def test_decoding_undoes_encoding(text: str) -> None:
 
 
 @given(st.text(alphabet=ALPHABET), st.integers(0, 3), st.integers(0, 3))
-def test_special_tokens_leave_no_trace_in_the_text(text: str, ends: int, pads: int) -> None:
+def test_special_tokens_are_dropped_from_the_text(text: str, ends: int, pads: int) -> None:
     tokenizer = characters()
     tokens = tokenizer.encode(text) + [tokenizer.eos_id] * ends + [PADDING] * pads
     assert tokenizer.decode(tokens) == text
 
 
-def test_unknown_character_is_named_with_the_text_and_the_alphabet() -> None:
+def test_an_unknown_character_is_named_with_the_text_and_the_alphabet() -> None:
     with pytest.raises(ValueError, match=r"no token for the character 'x' of '3x4=': add it to tokenizer.alphabet"):
         characters().encode("3x4=")
 
 
 @pytest.fixture(scope="module")
 def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A word-level tokenizer whose post-processor would add a beginning token."""
+    """A word-level tokenizer whose post-processor adds a beginning token."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[BOS]": 0, "[EOS]": 1, "[UNK]": 2, "one": 3, "and": 4, "two": 5}
@@ -61,21 +61,21 @@ def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_hugging_face_text_is_encoded_as_it_stands(hugging_face_folder: Path) -> None:
+def test_hugging_face_text_is_encoded_without_special_tokens(hugging_face_folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(path=str(hugging_face_folder)))
     assert tokenizer.encode("one and two") == [3, 4, 5]
     assert tokenizer.encode("[BOS] one") == [0, 3]
     assert tokenizer.decode([0, 3, 4, 5, 1]) == "one and two"
 
 
-def test_a_prompt_begins_as_the_tokenizer_begins_any_text(hugging_face_folder: Path) -> None:
+def test_a_prompt_gets_the_tokenizers_prefix(hugging_face_folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(path=str(hugging_face_folder)))
     assert tokenizer.encode_prompt("one and two") == [0, 3, 4, 5]
     assert tokenizer.encode_prompt("[BOS] one") == [0, 3], "a text that was begun already is not begun twice"
     assert characters().encode_prompt("1+2") == characters().encode("1+2")
 
 
-def test_a_problem_without_a_chat_template_begins_as_the_tokenizer_begins_any_text(hugging_face_folder: Path) -> None:
+def test_a_problem_without_a_chat_template_gets_the_tokenizers_prefix(hugging_face_folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(path=str(hugging_face_folder)))
     for text in ("one and two", "[BOS] one and two"):
         assert tokenizer.encode(render_prompt(tokenizer, text, PromptConfig(chat="never"))) == [0, 3, 4, 5]
@@ -84,7 +84,7 @@ def test_a_problem_without_a_chat_template_begins_as_the_tokenizer_begins_any_te
 
 @pytest.fixture(scope="module")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer with a chat template. <|header|> takes the spaces behind it."""
+    """A byte-level tokenizer with a chat template. <|header|> consumes the spaces behind it."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -115,7 +115,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )  # fmt: skip
 def test_control_tokens_in_a_message_are_text(chat_folder: Path, said: str) -> None:
-    """The template's own are the same tokens as ever, and take the spaces that they always take."""
+    """The template's own control tokens are unchanged, and consume the same spaces."""
     tokenizer = build_tokenizer(TokenizerConfig(path=str(chat_folder)))
     header, end, think = (tokenizer.encode(name)[0] for name in ("<|header|>", "<|end|>", "<think>"))
     rendered = tokenizer.conversation([{"role": "user", "content": said}], [{"name": said}], {"mood": said})
@@ -127,7 +127,7 @@ def test_control_tokens_in_a_message_are_text(chat_folder: Path, said: str) -> N
     assert tokens.count(think) == 3 * said.count("<think>"), "what is no control token is encoded as everywhere"
 
 
-def test_a_token_of_bytes_shows_them_and_half_a_character_too(chat_folder: Path) -> None:
+def test_a_token_of_bytes_shows_them_even_for_half_a_character(chat_folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(path=str(chat_folder)))
     text = " <a>\n🙂é"
     tokens = [*tokenizer.encode(text), tokenizer.eos_id]
@@ -139,7 +139,7 @@ def test_a_token_of_bytes_shows_them_and_half_a_character_too(chat_folder: Path)
 
 
 def test_a_sentence_piece_shows_the_space_before_it(tmp_path: Path) -> None:
-    """Decoded alone it has none."""
+    """The token decoded alone has no space."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -160,7 +160,7 @@ def test_a_sentence_piece_shows_the_space_before_it(tmp_path: Path) -> None:
     assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == " a aé"
 
 
-def test_variables_of_a_template_are_its_own_and_no_parameter_of_the_library(chat_folder: Path) -> None:
+def test_template_variables_may_not_be_parameters_of_the_library(chat_folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(path=str(chat_folder)))
     asked = [{"role": "user", "content": "hi"}]
     calm = tokenizer.conversation(asked, variables={"mood": "calm"})
@@ -177,18 +177,18 @@ def test_hugging_face_ids_count_added_tokens(hugging_face_folder: Path) -> None:
     assert tokenizer.eos_id == 1
 
 
-def test_missing_folder_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_missing_folder_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer.path .*nowhere: no such directory"):
         build_tokenizer(TokenizerConfig(path=str(tmp_path / "nowhere")))
 
 
-def test_folder_without_a_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"tokenizer.path .*: not a Hugging Face tokenizer"):
         build_tokenizer(TokenizerConfig(path=str(tmp_path)))
 
 
-def test_a_chat_template_asks_as_a_user_and_its_absence_is_said(hugging_face_folder: Path, tmp_path: Path) -> None:
+def test_a_chat_template_renders_a_user_message_and_may_be_absent(hugging_face_folder: Path, tmp_path: Path) -> None:
     question = [{"role": "user", "content": "one and two"}]
     assert characters().conversation(question) is None
     assert build_tokenizer(TokenizerConfig(path=str(hugging_face_folder))).conversation(question) is None
@@ -236,10 +236,10 @@ def test_a_date_is_a_day_of_the_calendar(day: object) -> None:
         TokenizerConfig.model_validate({"path": "owner/words", "date": day})
 
 
-def test_a_name_of_the_hub_is_looked_for_in_its_cache(
+def test_a_hub_name_is_found_in_the_cache(
     hugging_face_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `mrl prefetch` leaves it; nothing is fetched."""
+    """The cache is as `mrl prefetch` leaves it; nothing is downloaded."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"tokenizer.path owner/words: no such directory, and nothing of that name"):
         build_tokenizer(TokenizerConfig(path="owner/words"))
@@ -261,7 +261,7 @@ def test_the_generation_config_names_further_end_tokens(
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": 7}', '{"eos_token_id": ["1"]}'])
-def test_a_generation_config_that_cannot_be_is_one_clear_error(
+def test_an_invalid_generation_config_is_one_clear_error(
     hugging_face_folder: Path, tmp_path: Path, content: str
 ) -> None:
     shutil.copytree(hugging_face_folder, tmp_path, dirs_exist_ok=True)
