@@ -70,6 +70,8 @@ class RemoteRefit(Protocol):
 class AgentLoop(ABC):
     """The asyncio loop of a driver's agents, whose tasks may outlive a step."""
 
+    continues: bool
+    """Whether the agents run while the rank does something else."""
     spare_s: float
     """Seconds for which agents continue when this driver's share of a batch is done and another's is not."""
 
@@ -108,8 +110,9 @@ class AgentLoop(ABC):
     def close(self) -> None: ...
 
     async def wait(self, tasks: Sequence[asyncio.Task[Any]], *, once: bool = False) -> None:
-        """Wait until these tasks are done, one fails, this rank is asked to leave, or the loop is starved; with `once`,
-        for POLL_S at most. A heartbeat is sent whenever the tasks progress."""
+        """Wait until these tasks are done, one fails, this rank is asked to leave, or the loop is starved; for
+        POLL_S at most with `once`, or if the agents continue meanwhile: other ranks may leave. A heartbeat is
+        sent whenever the tasks progress."""
         seen = None
         while pending := [task for task in tasks if not task.done()]:
             done, _ = await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
@@ -117,7 +120,7 @@ class AgentLoop(ABC):
                 seen = progress
                 self._safe_points.activity.beat()
             failed = any(task.exception() for task in done)
-            if once or failed or self.starved or self._safe_points.drain.asked:
+            if once or failed or self.continues or self.starved or self._safe_points.drain.asked:
                 return
 
     def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result | None:
@@ -128,8 +131,12 @@ class AgentLoop(ABC):
         self.catch_up()
         tasks = [self.do(lambda loop: loop.create_task(work()))] if self.role.drives else []
         try:
-            while self._any_unfinished(tasks):
-                self.feed()
+            while True:
+                unfinished, starved = self._looked(tasks)
+                if not unfinished:
+                    break
+                if starved:
+                    self.feed()
         except BaseException:
             self.advance(partial(_cancel, tasks))
             raise
@@ -137,14 +144,16 @@ class AgentLoop(ABC):
             self.pause()
         return tasks[0].result() if tasks else None
 
-    def _any_unfinished(self, tasks: Sequence[asyncio.Task[Any]]) -> bool:
-        """Whether tasks of any rank wait for weights. Collective. Raises what a task of this rank has raised."""
+    def _looked(self, tasks: Sequence[asyncio.Task[Any]]) -> tuple[bool, bool]:
+        """Let the tasks run; whether any rank's are unfinished, and any rank is starved. Collective. Raises what a task
+        of this rank has raised."""
         self.advance(partial(self.wait, tasks))
         for task in tasks:
             if task.done():
                 task.result()
-        unfinished = torch.tensor([any(not task.done() for task in tasks)], dtype=torch.int32)
-        return any(each.item() for each in self._safe_points.gather(unfinished))
+        own = torch.tensor([any(not task.done() for task in tasks), self.starved], dtype=torch.int32)
+        unfinished, starved = torch.stack(self._safe_points.gather(own)).any(0).tolist()
+        return unfinished, starved
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
@@ -157,6 +166,7 @@ class EngineInTurn(AgentLoop):
     """The loop of a rank that trains and generates in turn. While it trains, unfinished answers hold no cache; they
     resume from their tokens in the next phase."""
 
+    continues = False
     spare_s = 0.05
     starved = False  # the weights are those of this rank
 
@@ -192,6 +202,7 @@ class EngineInTurn(AgentLoop):
 class AgentThread(AgentLoop):
     """The loop of a rank that only trains: it runs in a thread of its own, and replicas or a server answer."""
 
+    continues = True
     spare_s = 0.0
 
     def __init__(

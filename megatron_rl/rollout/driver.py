@@ -150,11 +150,11 @@ class RolloutDriver:
 
     def stop(self) -> None:
         """Generate no more. Collective over the ranks that generate together."""
-        in_flight, self._in_flight = self._in_flight, None
-        self._loop.advance(_nothing if in_flight is None else partial(self._stop, in_flight))
+        self._loop.advance(self._stop)
 
-    async def _stop(self, in_flight: InFlightGroups) -> None:
-        await in_flight.stop()
+    async def _stop(self) -> None:
+        if self._in_flight is not None:
+            await self._in_flight.stop()
         await self._agent.close()
 
     def close(self) -> None:
@@ -263,10 +263,6 @@ class RolloutDriver:
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """[ranks] the tensor of each rank. No safe point: the batch is settled. Collective."""
         return gathered(own, self._groups.control)
-
-
-async def _nothing() -> None:
-    """Do nothing, on a rank that follows."""
 
 
 def _nothing_to_wait_for() -> None:

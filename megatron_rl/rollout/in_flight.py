@@ -123,8 +123,9 @@ class InFlightGroups:
         return {ordinal: group for ordinal, group in groups.items() if group is not None}
 
     def finished(self) -> list[TrajectoryGroup]:
-        """All groups that are finished and not settled."""
-        return [*self.take(ordinal for ordinal, task in self._tasks.items() if task.done()).values()]
+        """All groups that are finished and not settled. Also after `stop`."""
+        finished = [ordinal for ordinal, task in self._tasks.items() if task.done() and not task.cancelled()]
+        return [*self.take(finished).values()]
 
     def settle(self, below: int) -> int:
         """Forget all ordinals below, and cancel those that are unfinished. Returns the number of tokens these had."""
