@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from launcher.backends.probe import disk, software
 from launcher.backends.probe import node as compute_node
@@ -35,7 +33,12 @@ from launcher.recipe.load import Recipe, load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 
-STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+STYLES: dict[Level, dict[str, Any]] = {
+    "ok": {"fg": "green"},
+    "note": {"fg": "cyan"},
+    "warning": {"fg": "yellow"},
+    "error": {"fg": "red", "bold": True},
+}
 
 HELP = """Check RECIPE on a cluster: how it is preempted and with how much notice, which limits apply, and whether
 nodes, GPUs, containers, Python and disk are available. Without RECIPE: a run of one node.
@@ -77,7 +80,7 @@ def command(
         found = {"recipe": recipe, "cluster": name, "findings": [asdict(one) for one in findings], "counts": counts}
         click.echo(json.dumps(found, indent=1))
     else:
-        draw(findings, f"{config.name if config else 'any run'} on {name}", counts)
+        report(findings, f"{config.name if config else 'any run'} on {name}", counts)
     context.exit(EXIT_CRASHED if counts["error"] else EXIT_FINISHED)
 
 
@@ -133,26 +136,10 @@ def checkpoint_size(config: RunConfig | None) -> int | None:
     return checkpoint_bytes(config, rows) if config and rows else None
 
 
-def draw(findings: Sequence[Finding], title: str, counts: Counter[Level]) -> None:
-    """Print a table on a terminal; elsewhere one line per finding and one per fix, for grep."""
-    console = Console(highlight=False)
-    summary = ", ".join(f"{counts[level]} {level}" for level in STYLES if counts[level])
-    if not console.is_terminal:
-        for one in findings:
-            click.echo(f"{one.level:<8} {one.topic}: {one.text}")
-            if one.fix:
-                click.echo(f"{'':<8} fix: {one.fix}")
-        click.echo(f"{title}: {summary}")
-        return
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=max(map(len, STYLES)))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column()
+def report(findings: Sequence[Finding], title: str, counts: Counter[Level]) -> None:
+    """Print one line per finding and one per fix, which can be grepped; coloured on a terminal."""
     for one in findings:
-        text = Text(one.text)
+        click.echo(f"{click.style(f'{one.level:<8}', **STYLES[one.level])} {one.topic}: {one.text}")
         if one.fix:
-            text.append(f"\n-> {one.fix}", style="dim" if one.level == "note" else STYLES[one.level])
-        grid.add_row(Text(one.level, style=STYLES[one.level]), one.topic, text)
-    console.print(Text(title, style="bold"))
-    console.print(grid)
-    console.print(Text(summary, style="bold"))
+            click.echo(f"{'':<8} fix: {one.fix}")
+    click.echo(f"{title}: {', '.join(f'{counts[level]} {level}' for level in STYLES if counts[level])}")

@@ -58,24 +58,7 @@ SERVER = module_command("megatron_rl.server")
 )
 @click.option("--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when ready: {address, model, ...}.")
-def command(
-    path: str,
-    host: str,
-    port: int,
-    token_file: Path | None,
-    name: str | None,
-    device: str,
-    dtype: str | None,
-    tp: int,
-    threads: int | None,
-    max_length: int | None,
-    weights_from: Path | None,
-    max_waiting: int,
-    requests_per_minute: int | None,
-    grace: float,
-    trust: bool,
-    as_json: bool,
-) -> None:
+def command(path: str, token_file: Path | None, trust: bool, as_json: bool, **options: Any) -> None:
     """Serve PATH: a run (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their name in the
     cache of the hub, or package:NAME.
 
@@ -89,26 +72,12 @@ def command(
       2    PATH, token or address cannot be used
       130  stopped before it was ready, or at once
     """
-    refuse_unready(["serve"], device, tp, path)
+    refuse_unready(["serve"], options["device"], options["tp"], path)
     path = prepare_policy(path, trust)
     tokens = token_file or default_token_file()
     make_token_file(tokens)
-    options: dict[str, Any] = {
-        "--host": host,
-        "--port": port,
-        "--token-file": tokens,
-        "--name": name,
-        "--device": device,
-        "--dtype": dtype,
-        "--tp": tp,
-        "--threads": threads,
-        "--max-length": max_length,
-        "--weights-from": weights_from,
-        "--max-waiting": max_waiting,
-        "--requests-per-minute": requests_per_minute,
-        "--grace-s": grace,
-    }
-    given = [word for key, value in options.items() if value is not None for word in (key, str(value))]
+    options |= {"token_file": tokens, "grace_s": options.pop("grace")}
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
     serve([*SERVER, *given, "--", path], tokens, None if as_json else _usage)
 
 

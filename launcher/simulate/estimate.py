@@ -98,8 +98,6 @@ def estimate_costs(
         step_s=_update_s(config, sizes, vocab, held) + work.prompts * work.prompt_tokens * per_token,
         refit_s=_refit_s(sizes, size * weights(model, vocab).all),
         trains_beside_refit=config.job.device == "cpu",
-        generates_beside_refit=config.job.device == "cpu" or sizes.inference_tp == 1,
-        swap_s=size * engine.all / card.memory_bytes_per_s if sizes.partitioned else 0.0,
         save_blocked_s=saved / sizes.training_world / HOST_BYTES_PER_S,
         save_s=saved / (fs_bytes_per_s or FILE_SYSTEM_BYTES_PER_S),
     )

@@ -82,10 +82,8 @@ class Pool:
     def swap(self, version: int, now: float) -> None:
         """Continue on all replicas with these weights."""
         self._version = version
-        self._for_all(lambda replica: replica.swap(version, now))
-
-    def pause(self, seconds: float, now: float) -> None:
-        self._for_all(lambda replica: replica.pause(seconds, now))
+        for replica in filter(None, self._replicas):
+            replica.swap(version, now)
 
     def lose_node(self, node: int, now: float) -> None:
         """Lose the replicas of the `node`-th inference node for a while; the others take over their answers."""
@@ -119,12 +117,6 @@ class Pool:
         self._replicas[number] = self._new(now)
         homeless, self._homeless = self._homeless, []
         self.submit(homeless, now)
-
-    def _for_all(self, act: Callable[[Replica], None]) -> None:
-        for replica in self._replicas:
-            if replica is not None:
-                act(replica)
-                self._schedule_end(replica)
 
     def _schedule_end(self, replica: Replica) -> None:
         """Queue the end of the replica's next answer; it is ignored if the replica changes before."""

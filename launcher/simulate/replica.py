@@ -91,13 +91,6 @@ class Replica:
         """Continue all rows with these weights."""
         self._count_rows(now)
         self._version = version
-        self.pause(self._costs.swap_s, now)
-
-    def pause(self, seconds: float, now: float) -> None:
-        """Compute nothing for some seconds."""
-        self._advance(now)
-        self._clock += seconds
-        self.changes += 1
 
     def stop(self, now: float) -> list[Answer]:
         """Remove and return all answers, with the tokens that they have at `now`, in the order of their start."""

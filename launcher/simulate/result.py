@@ -33,7 +33,7 @@ class SimulatedStep:
 class SimulatedRun:
     steps: tuple[SimulatedStep, ...]
     seconds: float
-    """Seconds from the first prompt to the last step, queueing included."""
+    """Seconds until the last step, queueing included."""
     held_s: float
     """Seconds in which the run held its nodes."""
     attempts: int
@@ -59,6 +59,21 @@ class SimulatedRun:
     def tokens_per_s(self) -> float:
         """Tokens of trained answers per second, queueing included."""
         return sum(step.tokens for step in self.steps) / self.seconds
+
+    @property
+    def train_s(self) -> float:
+        """Mean seconds of a step in which the training world trained."""
+        return fmean(step.trained_s for step in self.steps)
+
+    @property
+    def refit_s(self) -> float:
+        """Mean seconds of a step in which the training world waited for weights to be sent."""
+        return fmean(step.sent_s for step in self.steps)
+
+    @property
+    def generate_s(self) -> float:
+        """Mean seconds of a step in which a replica computed."""
+        return fmean(step.generated_s for step in self.steps)
 
     @property
     def staleness(self) -> float:

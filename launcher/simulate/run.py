@@ -28,9 +28,13 @@ SAVES_IN_GRACE = 1.5
 """Saves that must fit into the notice of a preemption, as at a real drain."""
 
 
-def simulate(scenario: Scenario, steps: int, seed: int = 0) -> SimulatedRun:
-    """Simulate a run of `steps` steps; equal arguments give equal results."""
-    return _Simulation(scenario, seed).until(steps)
+def simulate(scenario: Scenario, steps: int, seed: int = 0, skip: int = 0) -> SimulatedRun:
+    """Simulate a run of `steps` steps; equal arguments give equal results.
+
+    Args:
+        skip: steps to leave out of the result, from the start of a run without failures.
+    """
+    return _Simulation(scenario, seed).until(steps, skip)
 
 
 @dataclass(slots=True)
@@ -71,11 +75,11 @@ class _Simulation:
         self._trained_s = self._queued_s = self._starting_s = 0.0
         self._attempts, self._repeated = 1, 0
 
-    def until(self, steps: int) -> SimulatedRun:
+    def until(self, steps: int, skip: int) -> SimulatedRun:
         self._begin_attempt([], self._scenario.costs.refit_s)
         while len(self._steps) < steps:
             self._queue.run_next()
-        return self._result()
+        return self._result(skip)
 
     # Generation
 
@@ -139,8 +143,6 @@ class _Simulation:
         costs = self._scenario.costs
         self._sent_at = now + costs.refit_s
         self._queue.at(self._sent_at, self._swap)
-        if not costs.generates_beside_refit:
-            self._pool.pause(costs.refit_s, now)
         blocked_s = self._begin_save(now)
         self._blocked = True
         self._queue.at(now + blocked_s, self._resume)
@@ -228,21 +230,25 @@ class _Simulation:
     def _random_s(self, mean_s: float) -> float:
         return self._chance.expovariate(1 / mean_s)
 
-    def _result(self) -> SimulatedRun:
-        split, seconds = self._scenario.split, self._steps[-1].ended_at
+    def _result(self, skip: int) -> SimulatedRun:
+        before, steps = self._steps[:skip], self._steps[skip:]
+        end = steps[-1].ended_at
+        seconds = end - (before[-1].ended_at if before else 0.0)
         held_s = seconds - self._queued_s
         running_s = held_s - self._starting_s
-        share = split.training_nodes / split.nodes
-        trained_s = sum(step.trained_s + step.sent_s for step in self._steps)
-        generated_s = sum(step.generated_s for step in self._steps)
-        idle_training = 1 - self._trained_s / running_s
-        idle_inference = 1 - self._pool.busy_s(seconds) / running_s
-        useful_s = share * trained_s + (1 - share) * generated_s
+        trained_s = self._trained_s - sum(step.trained_s + step.sent_s for step in before)
+        generated_s = self._pool.busy_s(end) - sum(step.generated_s for step in before)
+        idle_training, idle_inference = 1 - trained_s / running_s, 1 - generated_s / running_s
+        kept_trained_s = sum(step.trained_s + step.sent_s for step in steps)
+        kept_generated_s = sum(step.generated_s for step in steps)
+        split = self._scenario.split
         if split.colocated:
-            useful_s = trained_s + generated_s
+            useful_s = kept_trained_s + kept_generated_s
             idle_training = idle_inference = idle_training + idle_inference - 1
+        else:
+            useful_s = (split.training_nodes * kept_trained_s + split.inference_nodes * kept_generated_s) / split.nodes
         return SimulatedRun(
-            steps=tuple(self._steps),
+            steps=tuple(steps),
             seconds=seconds,
             held_s=held_s,
             attempts=self._attempts,

@@ -76,10 +76,6 @@ class Costs:
     trains_beside_refit: bool = False
     """Whether the next batch is trained, except for its update, while weights are sent. False on GPUs
     (`Platform.transfers_beside_collectives`)."""
-    generates_beside_refit: bool = True
-    """Whether replicas generate while weights are sent. On GPUs only replicas of one rank do."""
-    swap_s: float = 0.0
-    """Seconds a replica pauses to swap in weights that have arrived."""
     save_blocked_s: float = 0.0
     """Seconds training pauses for a save."""
     save_s: float = 0.0

@@ -40,35 +40,18 @@ class Assumptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """Speed of a run in its steady state, per step."""
-
-    step_s: float
-    tokens_per_s: float
-    train_s: float
-    """Seconds in which the training world trains."""
-    refit_s: float
-    """Seconds in which the training world waits for weights to be sent."""
-    generate_s: float
-    """Seconds in which a replica computes, mean over the replicas."""
-    idle_training: float
-    """Idle share of the training ranks; co-located, of the ranks that do both."""
-    idle_inference: float
-
-
-@dataclass(frozen=True, slots=True)
 class Candidate:
     """A split, its speed, and the memory it lacks."""
 
     split: Split
-    paces: Mapping[int, Pace]
-    """Pace by lag; co-located ranks have only lag 0."""
+    paces: Mapping[int, SimulatedRun]
+    """Steady state by lag, from `pace`; co-located ranks have only lag 0."""
     lacks_bytes: int
     """Estimated bytes by which the fullest GPU is too small; 0: the split fits."""
     scenarios: Mapping[int, Scenario]
     """Scenario of each pace, without saves and failures."""
 
-    def at(self, lag: int) -> Pace:
+    def at(self, lag: int) -> SimulatedRun:
         """Return the pace at a lag, or at lag 0 if co-located."""
         return self.paces[0 if self.split.colocated else lag]
 
@@ -138,25 +121,10 @@ def scenario_of(assumed: Assumptions, config: RunConfig, plan: Plan, max_lag: in
     return Scenario(assumed.work, corrected(costs, assumed.correction), split, max_lag)
 
 
-def pace(scenario: Scenario) -> Pace:
+def pace(scenario: Scenario) -> SimulatedRun:
     """Simulate STEPS steps after generation has gained its lead."""
     lead = 2 * scenario.max_lag
-    done = simulate(scenario, lead + STEPS).steps
-    counted = done[lead:]
-    seconds = done[-1].ended_at - (done[lead - 1].ended_at if lead else 0.0)
-    idle_training = max(0.0, 1 - sum(step.trained_s + step.sent_s for step in counted) / seconds)
-    idle_inference = max(0.0, 1 - sum(step.generated_s for step in counted) / seconds)
-    if scenario.split.colocated:
-        idle_training = idle_inference = max(0.0, idle_training + idle_inference - 1)
-    return Pace(
-        step_s=seconds / len(counted),
-        tokens_per_s=sum(step.tokens for step in counted) / seconds,
-        train_s=sum(step.trained_s for step in counted) / len(counted),
-        refit_s=sum(step.sent_s for step in counted) / len(counted),
-        generate_s=sum(step.generated_s for step in counted) / len(counted),
-        idle_training=idle_training,
-        idle_inference=idle_inference,
-    )
+    return simulate(scenario, lead + STEPS, skip=lead)
 
 
 def _candidate(assumed: Assumptions, config: RunConfig, plan: Plan, lags: Sequence[int]) -> Candidate:

@@ -15,6 +15,8 @@ from launcher.simulate.scenario import NEVER, Faults, Scenario
 from launcher.simulate.splits import Assumptions, Candidate, best
 
 Runs = Sequence[tuple[Scenario, SimulatedRun]]
+PACE = ("step_s", "tokens_per_s", "train_s", "refit_s", "generate_s", "idle_training", "idle_inference")
+"""Attributes of a steady state that --json prints."""
 FIGURES = (
     *("step_s", "tokens_per_s", "goodput", "idle_training", "idle_inference", "staleness", "staleness_max"),
     *("attempts", "repeated", "lost_replicas"),
@@ -57,7 +59,10 @@ def splits_json(candidates: Sequence[Candidate], lags: Sequence[int]) -> list[di
             "inference_nodes": one.split.inference_nodes,
             "replicas": one.split.replicas,
             "lacks_bytes": one.lacks_bytes,
-            "lags": [{"max_lag": lag, "best": one is fastest[lag], **asdict(one.at(lag))} for lag in lags],
+            "lags": [
+                {"max_lag": lag, "best": one is fastest[lag], **{name: getattr(one.at(lag), name) for name in PACE}}
+                for lag in lags
+            ],
         }
         for one in candidates
     ]

@@ -22,7 +22,6 @@ COSTS = Costs(
     training_replicas=2,
     step_s=0.5,
     refit_s=0.25,
-    swap_s=0.1,
     save_blocked_s=0.5,
     save_s=4.0,
 )
@@ -57,7 +56,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             training_replicas=training_nodes,
             refit_s=draw(st.sampled_from([0.0, 0.25, 9.0])),
             trains_beside_refit=draw(st.booleans()),
-            generates_beside_refit=draw(st.booleans()),
         ),
         split=Split(training_nodes, inference_nodes, replicas),
         max_lag=draw(st.integers(0, 3)) if inference_nodes else 0,
@@ -94,8 +92,7 @@ def test_each_prompt_is_trained_once_in_order_and_within_the_lag_in_any_scenario
 )
 def test_equal_answers_at_lag_0_take_the_time_of_the_formula(replicas, groups, tokens, colocated, prompt):
     """Every replica has the same number of groups of 2, all at once."""
-    costs = replace(COSTS, swap_s=0.0)
-    split = Split(1, 0, replicas) if colocated else Split(1, replicas, replicas)
+    costs, split = COSTS, Split(1, 0, replicas) if colocated else Split(1, replicas, replicas)
     work = Work(groups * replicas, 2, prompt, equal(tokens))
     done = simulate(Scenario(work, costs, split), 3)
     rows, answers = 2 * groups, 2 * groups * replicas
@@ -118,24 +115,13 @@ def test_equal_answers_at_lag_0_take_the_time_of_the_formula(replicas, groups, t
 )
 def test_sending_weights_delays_training_or_only_its_update(beside, refit_s, step_s):
     """Training takes 2.5 s plus an update of 0.5 s; generation is ahead and takes almost no time."""
-    costs = replace(COSTS, decode=DecodeSpeed(((1, 1e-9),), 0.0), rows=99, prefill_token_s=0.0, swap_s=0.0)
+    costs = replace(COSTS, decode=DecodeSpeed(((1, 1e-9),), 0.0), rows=99, prefill_token_s=0.0)
     costs = replace(costs, train_token_s=2.5 / 240, train_square_s=0.0, refit_s=refit_s, trains_beside_refit=beside)
     work = Work(prompts=6, group_size=4, prompt_tokens=10, lengths=equal(10))
     done = simulate(Scenario(work, costs, Split(2, 2, 2), max_lag=1), 6)
     for before, step in pairwise(done.steps):
         assert step.ended_at - before.ended_at == pytest.approx(step_s)
         assert (step.trained_s, step.sent_s) == (pytest.approx(3.0), pytest.approx(step_s - 3.0))
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_replicas_that_wait_for_weights_lengthen_the_step_when_generation_is_the_bottleneck(beside):
-    costs = replace(COSTS, decode=DecodeSpeed(((1, 0.1),), 0.0), prefill_token_s=0.0, swap_s=0.0, train_token_s=0.0)
-    costs = replace(costs, train_square_s=0.0, refit_s=2.0, generates_beside_refit=beside)
-    work = Work(prompts=2, group_size=4, prompt_tokens=10, lengths=equal(100))
-    done = simulate(Scenario(work, costs, Split(2, 1, 1), max_lag=1), 6)  # a batch fills the rows for 10 s
-    for before, step in pairwise(done.steps[1:]):
-        assert step.ended_at - before.ended_at == pytest.approx(10.0 if beside else 12.0)
-        assert step.generated_s == pytest.approx(10.0)
 
 
 @given(steps=st.floats(0.01, 1e4), rows=st.integers(1, 20), cached=st.floats(0, 1e5))
