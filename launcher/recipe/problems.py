@@ -110,10 +110,11 @@ def where_named(message: str, locate: Locate, section: KeyPath = (), prefix: Key
         key = tuple(word.split("."))
         for path in ((*section, *key), key) if len(key) > 1 else ((*section, *key),):
             where, overridden = locate((*prefix, *path))
-            is_key = where != locate((*prefix, *path[:-1]))[0]  # a word that is not a key has the place of its section
-            if is_key and where != of_section:
-                named.append((not overridden, where))
-    return min(named, key=lambda entry: entry[0])[1] if named else of_section
+            # A word that is not a key has the place of its section, as a key of `grpo: {group_size: 8}` has.
+            is_key = where != locate((*prefix, *path[:-1]))[0]
+            if where != of_section and (is_key or len(key) > 1):
+                named.append((not is_key, not overridden, where))
+    return min(named, key=lambda entry: entry[:2])[2] if named else of_section
 
 
 def expected(schema: Mapping[str, Any]) -> str:

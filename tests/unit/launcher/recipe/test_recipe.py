@@ -106,6 +106,14 @@ def test_sizes_that_do_not_fit_point_at_the_line_of_the_size(write):
     ]
 
 
+def test_sizes_on_one_line_point_at_that_line(write):
+    text = "extends: demo\nsampling: {max_new_tokens: 32}\ntraining: {sequence_length: 16}\n"
+    write()
+    Path("my.yaml").write_text(text, encoding="utf-8")
+    (problem,) = problems("my.yaml")
+    assert problem.startswith("my.yaml:2: sampling.max_new_tokens 32 leaves no room for a prompt in training.seq")
+
+
 def test_all_problems_are_listed_at_once(write):
     write("num_layers: 2", "num_layers: two")
     found = problems("my.yaml", "grpo.group_size=1", "training.steps=0")
