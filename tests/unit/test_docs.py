@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.main import COMMANDS
+from launcher.cli.show.keys import Keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,3 +59,7 @@ def test_every_page_is_reached_from_the_readme():
 @every_page
 def test_no_page_has_pip_fetch_somebody_elses_mrl(page):
     assert not re.search(r"pip install (-\S+ )*'?mrl\b", page.read_text())
+
+
+def test_the_reference_of_keys_is_current():
+    assert (ROOT / "docs" / "keys.md").read_text() == Keys().markdown(), "run `mrl help --markdown > docs/keys.md`"

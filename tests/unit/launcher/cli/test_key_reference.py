@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from launcher.cli.show.keys import Keys
-
-PAGE = Path(__file__).parents[4] / "docs" / "keys.md"
 
 
 def test_every_key_has_a_meaning():
     keys = Keys()
     assert not [path for path in keys.known if not keys.meaning(path)]
-
-
-def test_the_page_is_current():
-    assert PAGE.read_text() == Keys().markdown(), "run `mrl help --markdown > docs/keys.md`"
 
 
 def test_an_entry_has_type_unit_default_and_meaning():
