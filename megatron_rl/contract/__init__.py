@@ -7,7 +7,6 @@
     records          a record <-> a file: `read`, `write`, `append`, `read_lines`; a reader never raises
     attempt_records  the types in attempts/NNN/
     run_records      the types in the run directory, the user's index and the caches
-    exactly_once     whether every prompt of a run ended exactly once
     children         how one of our processes starts another, and ends with it
     learning         whether anything is learned in a run, or something is lost: warnings by name
 

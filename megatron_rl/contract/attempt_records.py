@@ -286,7 +286,7 @@ LEDGER = (AttemptStart, AttemptEnd)
 @record(version=None, rest="values")
 class MetricsLine(NamedTuple):
     """A line of metrics.jsonl (one per step) or of evaluations.jsonl (one per evaluation): {"step": 1, "loss": 0.2,
-    ...}. Written by rank 0; read by the views, the report and the exactly-once checker. It is one flat object without a
+    ...}. Written by rank 0; read by the views and the report. It is one flat object without a
     version, because people read it with their own tools."""
 
     step: int

@@ -74,50 +74,18 @@ class Rule(NamedTuple):
     look: str
 
 
-READ = (
-    "answers",
-    "answer_length",
-    "failed_rollouts",
-    "grad_norm",
-    "learning_rate",
-    "loss",
-    "mean_reward",
-    "nonfinite_tokens",
-    "nonzero_groups_ratio",
-    "reward_std",
-    "right_ratio",
-    "skipped_updates",
-    "truncated_ratio",
-)
-"""Metrics that the rules read, besides failed_rollouts_by_reason, dropped_ordinals and the ordinals of a step."""
-
-
 class Recent:
     """The newest steps of a record, at most WINDOW, and the mean rewards of all steps."""
 
     def __init__(self) -> None:
-        self.steps: deque[int] = deque(maxlen=WINDOW)
-        self.reasons: deque[dict[str, int]] = deque(maxlen=WINDOW)
-        """Lost answers of each step, by reason."""
-        self.dropped: deque[tuple[int, float, dict[str, int]]] = deque(maxlen=WINDOW)
-        """Each step, the number of prompts it settled, and its dropped prompts by reason."""
-        self._columns: dict[str, deque[tuple[int, float | None]]] = {name: deque(maxlen=WINDOW) for name in READ}
+        self.lines: deque[MetricsLine] = deque(maxlen=WINDOW)
         self.rewards = [(0.0, 0.0)]
         """Sums of the first 0, 1, 2, ... mean rewards, and of their squares."""
         self.varied = False
         """Whether the answers of any step have had different rewards."""
 
     def add(self, line: MetricsLine) -> None:
-        self.steps.append(line.step)
-        for name, column in self._columns.items():
-            column.append((line.step, number(line, name)))
-        reasons = line.values.get("failed_rollouts_by_reason")
-        counts = reasons.items() if isinstance(reasons, dict) else ()
-        self.reasons.append({reason: count for reason, count in counts if isinstance(count, int)})
-        dropped = line.values.get("dropped_ordinals")
-        why = Counter(map(str, dropped.values())) if isinstance(dropped, dict) else Counter()
-        settled = (number(line, "next_ordinal") or 0) - (number(line, "first_ordinal") or 0)
-        self.dropped.append((line.step, settled, {reason: n for reason, n in why.items() if reason != NO_SIGNAL}))
+        self.lines.append(line)
         reward = number(line, "mean_reward")
         if reward is not None:
             total, squares = self.rewards[-1]
@@ -125,12 +93,17 @@ class Recent:
         self.varied = self.varied or bool(number(line, "reward_std"))
 
     @property
+    def first(self) -> int:
+        """First step of the window."""
+        return self.lines[0].step
+
+    @property
     def span(self) -> str:
-        return f"the last {len(self.steps)} steps" if len(self.steps) > 1 else "the last step"
+        return f"the last {len(self.lines)} steps" if len(self.lines) > 1 else "the last step"
 
     def values(self, name: str) -> list[float]:
         """Return the values of the steps that have one."""
-        return [value for _, value in self._columns[name] if value is not None]
+        return [value for line in self.lines if (value := number(line, name)) is not None]
 
     def mean(self, name: str) -> float | None:
         """Return the mean; None if fewer than LEAST steps have a value."""
@@ -139,13 +112,12 @@ class Recent:
 
     def steps_without(self, name: str) -> list[int]:
         """Return the steps with an update whose value is missing: numbers that are not finite are not recorded."""
-        trained = {step for step, rate in self._columns["learning_rate"] if rate is not None}
-        return [step for step, value in self._columns[name] if value is None and step in trained]
+        updated = (line for line in self.lines if number(line, "learning_rate") is not None)
+        return [line.step for line in updated if number(line, name) is None]
 
     def since(self, name: str, least: float) -> int:
         """Return the first step whose absolute value is at least `least`."""
-        large = (step for step, value in self._columns[name] if value is not None and abs(value) >= least)
-        return next(large, self.steps[0])
+        return next((line.step for line in self.lines if abs(number(line, name) or 0) >= least), self.first)
 
 
 def number(line: MetricsLine, name: str) -> float | None:
@@ -159,23 +131,25 @@ def _constant_rewards(recent: Recent) -> Found:
     solved = recent.varied and recent.mean("right_ratio") == 1
     if spread is None or reward is None or spread > 0 or solved:
         return None
-    return recent.steps[0], f"Every answer of {recent.span} earned the same reward, {reward:.3g}"
+    return recent.first, f"Every answer of {recent.span} earned the same reward, {reward:.3g}"
 
 
 def _no_signal(recent: Recent) -> Found:
     signal, right = recent.mean("nonzero_groups_ratio"), recent.mean("right_ratio")
     if signal is None or right is None or signal >= SIGNAL_SHARE * (1 - right) or not recent.mean("reward_std"):
         return None
-    said = "The answers to a prompt all earned the same reward in {:.0%} of the groups of {}; {:.0%} of them are right"
-    return recent.steps[0], said.format(1 - signal, recent.span, right)
+    return recent.first, (
+        f"The answers to a prompt all earned the same reward in {1 - signal:.0%} of the groups of {recent.span}; "
+        f"{right:.0%} of them are right"
+    )
 
 
 def _truncated(recent: Recent) -> Found:
     share = recent.mean("truncated_ratio")
     if share is None or share < TRUNCATED_SHARE:
         return None
-    said = f"{share:.0%} of the answers of {recent.span} were cut at the limit of new tokens"
-    return recent.since("truncated_ratio", TRUNCATED_SHARE), said
+    seen = f"{share:.0%} of the answers of {recent.span} were cut at the limit of new tokens"
+    return recent.since("truncated_ratio", TRUNCATED_SHARE), seen
 
 
 def _lost_answers(recent: Recent) -> Found:
@@ -183,28 +157,37 @@ def _lost_answers(recent: Recent) -> Found:
     of_all = lost + sum(recent.values("answers"))
     if not lost or lost < LOST_SHARE * of_all:
         return None
-    reasons = sum(map(Counter, recent.reasons), Counter())
-    most = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
-    said = "{:.0f} of {:.0f} answers of {} were lost: {}".format(
-        lost, of_all, recent.span, most or "no reason is known"
-    )
-    return recent.since("failed_rollouts", 1), said
+    reasons: Counter[str] = Counter()
+    for line in recent.lines:
+        counts = line.values.get("failed_rollouts_by_reason")
+        if isinstance(counts, dict):
+            reasons.update({reason: count for reason, count in counts.items() if isinstance(count, int)})
+    seen = f"{lost:.0f} of {of_all:.0f} answers of {recent.span} were lost: {_most(reasons) or 'no reason is known'}"
+    return recent.since("failed_rollouts", 1), seen
 
 
 def _dropped_prompts(recent: Recent) -> Found:
-    reasons = sum((Counter(why) for _, _, why in recent.dropped), Counter())
-    lost, settled = sum(reasons.values()), sum(settled for _, settled, _ in recent.dropped)
+    first, settled, reasons = 0, 0.0, Counter[str]()
+    for line in recent.lines:
+        settled += (number(line, "next_ordinal") or 0) - (number(line, "first_ordinal") or 0)
+        dropped = line.values.get("dropped_ordinals")
+        reasons.update(map(str, dropped.values()) if isinstance(dropped, dict) else ())
+        del reasons[NO_SIGNAL]
+        first = first or (line.step if reasons else 0)
+    lost = sum(reasons.values())
     if not lost or lost < DROPPED_SHARE * settled:
         return None
-    most = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
-    said = f"{lost} of {settled:.0f} prompts of {recent.span} were dropped: {most}"
-    return next(step for step, _, why in recent.dropped if why), said
+    return first, f"{lost} of {settled:.0f} prompts of {recent.span} were dropped: {_most(reasons)}"
+
+
+def _most(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
 
 
 def _skipped_updates(recent: Recent) -> Found:
     skipped = sum(recent.values("skipped_updates"))
-    said = f"{skipped:.0f} updates of {recent.span} were skipped, because their gradient was not finite"
-    return (recent.since("skipped_updates", 1), said) if skipped else None
+    seen = f"{skipped:.0f} updates of {recent.span} were skipped, because their gradient was not finite"
+    return (recent.since("skipped_updates", 1), seen) if skipped else None
 
 
 def _nonfinite_loss(recent: Recent) -> Found:
@@ -217,15 +200,15 @@ def _nonfinite_tokens(recent: Recent) -> Found:
     sampled = sum(recent.values("answers")) * (recent.mean("answer_length") or 0)
     if not tokens or tokens < NONFINITE_SHARE * sampled:
         return None
-    said = f"{tokens:.0f} tokens of {recent.span} were excluded, because a log-prob was not finite"
-    return recent.since("nonfinite_tokens", 1), said
+    seen = f"{tokens:.0f} tokens of {recent.span} were excluded, because a log-prob was not finite"
+    return recent.since("nonfinite_tokens", 1), seen
 
 
 def _too_large(name: str, what: str, limit: float) -> Callable[[Recent], Found]:
     def find(recent: Recent) -> Found:
         largest = max(map(abs, recent.values(name)), default=0.0)
-        said = f"{what} reached {largest:.3g} in {recent.span}; training needs no more than {limit:g}"
-        return (recent.since(name, limit), said) if largest > limit else None
+        seen = f"{what} reached {largest:.3g} in {recent.span}; training needs no more than {limit:g}"
+        return (recent.since(name, limit), seen) if largest > limit else None
 
     return find
 
@@ -234,13 +217,15 @@ def _zero_gradient(recent: Recent) -> Found:
     norm, signal = recent.mean("grad_norm"), recent.mean("nonzero_groups_ratio")
     if norm is None or norm > 0 or not signal:  # the rule no-signal covers a zero gradient without signal
         return None
-    said = "The gradient of {} was zero, although rewards differed in {:.0%} of the groups"
-    return recent.steps[0], said.format(recent.span, signal)
+    return (
+        recent.first,
+        f"The gradient of {recent.span} was zero, although rewards differed in {signal:.0%} of the groups",
+    )
 
 
 def _zero_learning_rate(recent: Recent) -> Found:
     rate = recent.mean("learning_rate")
-    return (recent.steps[0], f"The learning rate of {recent.span} was 0") if rate == 0 else None
+    return (recent.first, f"The learning rate of {recent.span} was 0") if rate == 0 else None
 
 
 def _reward_not_rising(recent: Recent) -> Found:
@@ -252,8 +237,8 @@ def _reward_not_rising(recent: Recent) -> Found:
     now, error_now = _mean_and_error(recent.rewards[steps - quarter], recent.rewards[steps], quarter)
     if now - before > 2 * sqrt(error_before**2 + error_now**2):
         return None
-    said = "The mean reward has not risen: {:.3g} in the first {} steps, {:.3g} in the last {}"
-    return recent.steps[-1] - steps + 1, said.format(before, quarter, now, quarter)
+    seen = f"The mean reward has not risen: {before:.3g} in the first {quarter} steps, {now:.3g} in the last {quarter}"
+    return recent.lines[-1].step - steps + 1, seen
 
 
 def _mean_and_error(low: tuple[float, float], high: tuple[float, float], count: int) -> tuple[float, float]:

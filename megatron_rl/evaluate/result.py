@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_rl.agent.scores import (
     Judged,
-    Mean,
     average,
     majority_over,
     mean_over_problems,
@@ -60,7 +59,7 @@ def set_result(
 ) -> SetResult:
     """Return the scores of one set, whose problems come in order."""
     judged = [[_judged(answer) for answer in each.answers] for each in sampled]
-    scores: dict[str, Mean | None] = {"greedy": average([[_judged(one) for one in each.answers] for each in greedy])}
+    scores: dict[str, Score | None] = {"greedy": average([[_judged(one) for one in each.answers] for each in greedy])}
     scores |= {f"pass@{count}": pass_at(judged, count) for count in powers_up_to(k)}
     scores[f"avg@{k}"] = average(judged)
     if compares_answers:
@@ -73,7 +72,7 @@ def set_result(
         answers=sum(len(each.answers) for each in sampled),
         failures=_failures(sampled),
         greedy_failures=_failures(greedy),
-        scores={name: Score(mean.value, mean.standard_error, mean.problems) for name, mean in scores.items() if mean},
+        scores={name: score for name, score in scores.items() if score},
     )
 
 

@@ -23,6 +23,7 @@ import torch
 import yaml
 from core_helpers import tiny_run, trajectory
 from disk_helpers import Death, Disk, Killed, State, restore
+from exactly_once import fates
 from loop_helpers import reproducible
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -39,7 +40,6 @@ from megatron_rl.checkpoint import save as save_module
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import Drain as DrainRequest
 from megatron_rl.contract.codes import PREEMPTED
-from megatron_rl.contract.exactly_once import fates
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.inference.api import AnswerPrefix, Completion, GenerationRequest, PartialAnswer

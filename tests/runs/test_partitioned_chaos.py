@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from commands import Command, run
+from exactly_once import fates
 from json_files import read_json_lines
 from loop_helpers import reproducible
 
-from megatron_rl.contract.exactly_once import fates
 from megatron_rl.contract.paths import RunDir
 
 STEPS = 80

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from exactly_once import NotExactlyOnce, fates
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.exactly_once import NotExactlyOnce, fates
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from megatron_rl.agent.judge import Judge, JudgeConfig, NoVerdict, is_inside
+from megatron_rl.environments.judge import Judge, JudgeConfig, NoVerdict, is_inside
 from megatron_rl.inference.api import GenerationRequest, Unsupported
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.openai import OpenAIInference

@@ -10,8 +10,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.agent.judge import Judge, JudgeConfig, NoVerdict
-from megatron_rl.environments.judge import JudgedEnvironment
+from megatron_rl.environments.judge import Judge, JudgeConfig, JudgedEnvironment, NoVerdict
 from megatron_rl.errors import ConfigurationError
 
 CONFIG = JudgeConfig(url="http://judge/v1", model="wise", token_variable="JUDGE_TOKEN")

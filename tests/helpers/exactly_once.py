@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Union
-
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 
-Fate = Union[int, str]
+Fate = int | str
 """Step that trained on a prompt, or the reason why it was dropped."""
 
 
