@@ -273,7 +273,9 @@ def _on_this_machine(path: str) -> Path:
     except HFValidationError as error:
         raise ValueError(f"neither a name on the hub nor a path that begins with /, . or ~: {error}") from error
     except LocalEntryNotFoundError as error:
-        raise ValueError("not on this machine; `mrl prefetch RECIPE` fetches it where there is internet") from error
+        raise ValueError(
+            "not on this machine; `mrl prefetch RECIPE` fetches it on a host with internet access"
+        ) from error
 
 
 def _values(batch: Any, path: str, source: DataSet) -> list[str | None]:

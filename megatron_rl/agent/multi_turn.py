@@ -92,5 +92,5 @@ class MultiTurnAgent(RewardOnlyAgent):
         found = await score_answer(score, limits)
         if isinstance(found, Exception):
             return self._reason("get_trajectory_reward", found, problem, responses[-1])
-        said, calls = "\n".join(responses), self.tool_calls(responses)
-        return conversation.scored(said, found.reward, calls, found.components)
+        calls = self.tool_calls(responses)
+        return conversation.scored("\n".join(responses), found.reward, calls, found.components)

@@ -74,8 +74,8 @@ def next_turn(tokenizer: Tokenizer, *messages: str, role: str = "user") -> str:
     Raises ValueError if the template rejects the role.
     """
     response = "\N{OBJECT REPLACEMENT CHARACTER}"
-    said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": response}]
-    whole = tokenizer.conversation([*said, *({"role": role, "content": message} for message in messages)])
+    before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": response}]
+    whole = tokenizer.conversation([*before, *({"role": role, "content": message} for message in messages)])
     if whole is None:
         return "".join(f"\n{message}\n" for message in messages)
     rest = whole.partition(response)[2]

@@ -98,9 +98,9 @@ def as_task_error(error: BaseException) -> Exception:
         return RuntimeError(f"{type(error).__name__}, whose text raises {type(why).__name__}")
     if isinstance(error, Exception):
         return error
-    told = RuntimeError(f"{type(error).__name__}: {text}")
-    told.__cause__ = error  # which knows where it was raised
-    return told
+    wrapped = RuntimeError(f"{type(error).__name__}: {text}")
+    wrapped.__cause__ = error  # keeps the traceback
+    return wrapped
 
 
 def _cancelled(error: BaseException) -> bool:

@@ -193,7 +193,7 @@ class Conversation:
         Raises ValueError if the model has had no turn.
         """
         if self._last is None:
-            raise ValueError("a conversation without a turn of the model is no trajectory")
+            raise ValueError("a conversation without a turn of the model is not a trajectory")
         return Trajectory(
             tokens=list(self.tokens),
             loss_mask=list(self._loss_mask),

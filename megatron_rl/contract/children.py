@@ -1,4 +1,4 @@
-"""How one of our processes starts another, and ends with it."""
+"""Start of child processes: the command of a module, and death with the parent."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def module_command(module: str) -> list[str]:
-    """Return the command that runs a module of ours by this interpreter.
+    """Return the command that runs a module of this package with the running interpreter.
 
-    `python -m` alone puts the current directory first on the path. There a folder of the user's may have the name of a
-    package, such as that of an environment which was just installed from it; -P leaves the directory out.
+    `python -m` puts the current directory first on the path, where a folder of the user's may have the name of a
+    package, such as an environment that was just installed from there. -P leaves the directory out.
     """
     return [sys.executable, "-P", "-m", module]
 
 
 def death_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], None]:
-    """Return a function that has the kernel signal the process which calls it when its parent ends, however it ends.
+    """Return a function that makes the kernel signal the calling process when its parent ends for any reason.
 
-    The function raises SystemExit where the parent has ended already. All that allocates happens here, so that it may
-    be called between fork and exec. The kernel watches the thread that forked, not its whole process.
+    The function raises SystemExit if the parent has already ended. It can be called between fork and exec, because all
+    memory is allocated here. The kernel watches the thread that forked, not its whole process.
 
-    Args:
-        parent: process id.
+    parent: process id.
     """
-    import ctypes  # slow, and most users of this file start no child
+    import ctypes  # slow import that most importers of this module do not need
 
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # None: not Linux
 
@@ -36,7 +35,7 @@ def death_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[],
         if prctl is None:
             return
         prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the call above
+        if os.getppid() != parent:  # the parent ended before the call above
             raise SystemExit("the process that started this one is gone")
 
     return request

@@ -45,7 +45,7 @@ to 1."""
 TREND_STEPS = 300
 """Steps before the first and the last quarter of a run are compared: the demo with a lag has a dip in its first 200."""
 SOLVED = 0.9
-"""Share of right answers above which rewards need not rise any more."""
+"""Share of right answers above which the rewards need not rise further."""
 
 
 NO_SIGNAL = "no signal"
@@ -56,7 +56,7 @@ class LearningWarning(NamedTuple):
     """Observation of a rule."""
 
     name: str  # of the rule
-    since: int  # step at which it began
+    since: int  # first step of the warning
     seen: str  # the observation, with numbers
     look: str  # recipe keys and files to look at
 

@@ -1,7 +1,7 @@
 """Names of all files of a run. Creating these objects creates no file.
 
-Where the description of a file is the name of a record, that type in `attempt_records` or `run_records` says who writes
-and who reads it.
+If the description of a file is the name of a record, that type in `attempt_records` or `run_records` documents its
+writers and readers.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 LOOK_S = 0.2  # seconds between looks at a file that is unreadable for now
-PATIENCE_S = 5.0  # seconds over which a decision looks again: a stale mount, somebody's editor
+PATIENCE_S = 5.0  # seconds for which a decision retries reading, for example because of a stale mount
 
 
 class Absent(Enum):
@@ -79,11 +79,11 @@ def read(kind: type[T], path: AnyPath, patience: float = 0.0) -> T | Absent | Un
 
 
 class UnreadableRecord(OSError):
-    """A file of the run cannot be read, or holds something else than its record."""
+    """A file of the run cannot be read, or its content is not its record."""
 
 
 def read_or_raise(kind: type[T], path: AnyPath) -> T | None:
-    """The record that a decision needs, None where there is no such file. Raises UnreadableRecord."""
+    """Return the record that a decision needs; None if it is absent. Raises UnreadableRecord."""
     found = read(kind, path, PATIENCE_S)
     if isinstance(found, Unreadable):
         raise UnreadableRecord(str(found))

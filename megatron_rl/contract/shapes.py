@@ -199,5 +199,5 @@ def _below(name: str, key: str) -> str:
 
 def _mismatch(name: str, expected: str, value: Any) -> Mismatch:
     names = {type(None): "null", bool: "true or false", str: "text", list: "a list", dict: "a JSON object"}
-    said = names.get(type(value), "a number that does not fit")
-    return Mismatch("{}expected {}, got {}".format(name + ": " if name else "", expected, said))
+    found = names.get(type(value), "a number out of range or of the wrong type")
+    return Mismatch("{}expected {}, got {}".format(name + ": " if name else "", expected, found))

@@ -84,9 +84,9 @@ class Calculator(DrawnProblems, ToolAgent, Demonstrator):
         """Return the last number. Without a chat template the whole response must be a number."""
         if self.tokenizer.chat_template is None and not NUMBER.fullmatch(response):
             return None
-        said = last_number(response)
+        number = last_number(response)
         try:
-            return None if said is None else str(Fraction(said))
+            return None if number is None else str(Fraction(number))
         except ValueError:
             return None  # more digits than Python converts, and than any answer has
 

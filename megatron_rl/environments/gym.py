@@ -111,13 +111,13 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
         pairs = []
         for problem in self.training_problems():
             draw, conversation = random.Random(stable_key("gym", problem.golden["seed"])), problem.prompt
-            said: list[str] = []
-            seen: str | None = ""
-            while seen is not None and len(said) < self.max_turns:
-                said.append(draw.choice([*self._words]))
-                pairs.append((conversation, said[-1]))
-                seen = self.get_observation(said, problem.golden)
-                conversation += f"{said[-1]}{seen}"
+            responses: list[str] = []
+            observation: str | None = ""
+            while observation is not None and len(responses) < self.max_turns:
+                responses.append(draw.choice([*self._words]))
+                pairs.append((conversation, responses[-1]))
+                observation = self.get_observation(responses, problem.golden)
+                conversation += f"{responses[-1]}{observation}"
         return pairs
 
     def get_observation(self, responses: Sequence[str], golden: Mapping[str, Any]) -> str | None:
@@ -133,8 +133,8 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
     def _problems(self, seeds: range) -> list[Problem]:
         return [Problem(self._prompt(self._play(seed, []).observation), {"seed": seed}) for seed in seeds]
 
-    def _prompt(self, seen: str) -> str:
-        message = "".join(f"{part}\n" for part in (self.config.instruction, seen) if part)
+    def _prompt(self, observation: str) -> str:
+        message = "".join(f"{part}\n" for part in (self.config.instruction, observation) if part)
         return render_prompt(self.tokenizer, message, self.config)
 
     def _play(self, seed: int, responses: Sequence[str]) -> EpisodeState:

@@ -89,7 +89,7 @@ class JudgeConfig(Section):
     @classmethod
     def _shows_the_response(cls, prompt: str) -> str:
         if "response" not in template_fields(prompt, FIELDS):
-            raise ValueError("the prompt must contain {response}: nothing else says what to judge")
+            raise ValueError("the prompt must contain {response}: otherwise the judge does not see the answer")
         return prompt
 
     @model_validator(mode="after")
@@ -133,8 +133,8 @@ class Judge:
         content = self.config.prompt.format(question=question, response=response, answer=answer)
         client, room = self._client()
         async with room:
-            said = await self._ask(client, content)
-        verdicts = [*VERDICT.finditer(said)]
+            reply = await self._ask(client, content)
+        verdicts = [*VERDICT.finditer(reply)]
         if not verdicts:
             raise NoVerdict("the judge's reply has no VERDICT")
         best = verdicts[-1]["best"]

@@ -123,10 +123,10 @@ class ReasoningGymEnvironment(DrawnProblems):
     ) -> float | Awaitable[float]:
         if self._waits():
             return self._score(response.strip(), golden)
-        said, right = last_number(response), last_number(golden["answer"])
-        if said is None or right is None or (self.config.scoring == "last_number" and said != right):
+        answer, right = last_number(response), last_number(golden["answer"])
+        if answer is None or right is None or (self.config.scoring == "last_number" and answer != right):
             return 0.0
-        return float(1 / (1 + abs(said - right)))
+        return float(1 / (1 + abs(answer - right)))
 
     def _waits(self) -> bool:
         return self.config.scoring == "dataset"
@@ -161,8 +161,8 @@ class ReasoningGymEnvironment(DrawnProblems):
         """Return the last number in a normal form: 3, 3.0 and 03 are equal."""
         if not self.compares_answers:
             return super().final_answer(response)
-        said = last_number(response)
-        return None if said is None else str(said.normalize() + 0)
+        number = last_number(response)
+        return None if number is None else str(number.normalize() + 0)
 
 
 def last_number(text: str) -> Decimal | None:

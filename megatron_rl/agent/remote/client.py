@@ -116,13 +116,13 @@ class AgentClient:
                 raise ConfigurationError(f"the server at {self._url} is not an agent of mrl: {why}") from error
 
     def _fetch(self, get: Callable[..., Any]) -> ServedAgent:
-        said = get("/about")
-        if said["protocol"] != PROTOCOL:  # the other fields may differ too
+        body = get("/about")
+        if body["protocol"] != PROTOCOL:  # the other fields may differ too
             raise ConfigurationError(
-                f"the agent at {self._url}, of {said['environment']!r}, speaks protocol {said['protocol']}, and this "
+                f"the agent at {self._url}, of {body['environment']!r}, speaks protocol {body['protocol']}, and this "
                 f"mrl {PROTOCOL}: run the same version on both sides"
             )
-        about = decode_about(said)
+        about = decode_about(body)
         prompts = {
             name: _all(count, lambda first, name=name: get("/problems", set=name, first=first)["prompts"])  # type: ignore[misc]
             for name, count in about.sets.items()

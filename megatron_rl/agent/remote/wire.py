@@ -158,8 +158,8 @@ def _final_answers(body: Any, answers: int) -> list[str | None]:
 
 def _encode_trajectory(one: Trajectory) -> list[Any]:
     turns = [[turn.start, turn.stop] for turn in one.turns]
-    said = (turns, one.text, one.reward, one.finish_reason, one.tool_calls, dict(one.components))
-    return [one.tokens, one.loss_mask, one.logprobs, one.versions, *said]
+    per_token = [one.tokens, one.loss_mask, one.logprobs, one.versions]
+    return [*per_token, turns, one.text, one.reward, one.finish_reason, one.tool_calls, dict(one.components)]
 
 
 def _decode_trajectory(body: Any, vocab_size: int) -> Trajectory:

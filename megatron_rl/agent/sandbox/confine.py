@@ -64,7 +64,7 @@ def limit_processor(seconds: int, *, for_good: bool) -> None:
 
 
 def shut_in() -> str | None:
-    """Give up network, writing, processes and signals for good. Return what could not be given up, in words; None if
+    """Give up network, writing, processes and signals permanently. Return what could not be given up, in words; None if
     nothing."""
     why = _filter_calls()
     if why is None:
