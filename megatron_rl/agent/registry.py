@@ -9,7 +9,7 @@ The launcher validates recipes through this module, so it imports neither torch 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from difflib import get_close_matches
 from functools import lru_cache
@@ -117,7 +117,7 @@ def environment_arguments(config: EnvironmentConfig) -> Section:
     _, _, variant = config.name.partition("/")
     if variant and cls.variant_argument in config.args:
         raise ValueError(
-            f"environment {config.name!r} says {cls.variant_argument} by its name: leave it out of its arguments"
+            f"environment {config.name!r} already sets {cls.variant_argument} by its name: remove it from the arguments"
         )
     return cls.Config(**{cls.variant_argument: variant} if variant else {}, **config.args)
 
@@ -137,28 +137,29 @@ def build_environment(config: EnvironmentConfig, tokenizer: Tokenizer) -> Enviro
 def required_datasets(config: EnvironmentConfig) -> list[str]:
     """Return the names on the hub of the data sets that an environment reads. Raises ValueError as
     `environment_arguments` does."""
-    names: Callable[[], list[str]] | None = getattr(environment_arguments(config), "datasets", None)
-    return names() if names else []
+    return _result_of("datasets", config)
 
 
 def required_extras(config: EnvironmentConfig) -> list[str]:
     """Return the extras of mrl that an environment needs. Raises ValueError as `environment_arguments` does."""
-    extras: Callable[[], list[str]] | None = getattr(environment_arguments(config), "extras", None)
-    return extras() if extras else []
+    return _result_of("extras", config)
 
 
 def used_files(config: EnvironmentConfig) -> list[str]:
     """Return the files of user code that an environment runs; a run keeps a copy of each. Raises ValueError as
     `environment_arguments` does."""
-    files: Callable[[], list[str]] | None = getattr(environment_arguments(config), "files", None)
-    return files() if files else []
+    return _result_of("files", config)
 
 
 def check_files(config: EnvironmentConfig) -> None:
     """Raise ValueError if one of the `used_files` is invalid. Does not run them."""
-    check: Callable[[], None] | None = getattr(environment_arguments(config), "check_files", None)
-    if check:
-        check()
+    _result_of("check_files", config)
+
+
+def _result_of(method: str, config: EnvironmentConfig) -> list[str]:
+    """Result of an optional method of the environment's Config; empty if it has none."""
+    found: list[str] = getattr(environment_arguments(config), method, list)()
+    return found
 
 
 def with_kept_files(config: EnvironmentConfig, run: RunDir, patience: float = 0.0) -> EnvironmentConfig:

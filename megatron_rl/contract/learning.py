@@ -11,7 +11,6 @@ warning has no other effect: the run continues with the same exit code.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
 from math import sqrt
 from typing import Callable, NamedTuple, Optional
 
@@ -300,11 +299,3 @@ class Watch:
                 since = before[rule.name].since if rule.name in before else found[0]
                 self._warnings[rule.name] = LearningWarning(rule.name, since, found[1], rule.look)
         return [warning for name, warning in self._warnings.items() if name not in before]
-
-
-def warnings_of(lines: Iterable[MetricsLine]) -> list[LearningWarning]:
-    """Return the warnings that hold at the end of a record."""
-    watch = Watch()
-    for line in lines:
-        watch.add(line)
-    return watch.warnings

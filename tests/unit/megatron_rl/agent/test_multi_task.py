@@ -136,7 +136,7 @@ def test_requirements_of_all_environments_are_known_without_building_them() -> N
 
 
 def test_variant_is_an_argument_in_the_name() -> None:
-    with pytest.raises(ValueError, match="'reasoning-gym/chain_sum' says dataset by its name"):
+    with pytest.raises(ValueError, match="'reasoning-gym/chain_sum' already sets dataset by its name"):
         required_datasets(EnvironmentConfig(name="reasoning-gym/chain_sum", args={"dataset": "countdown"}))
     with pytest.raises(ValueError, match="unknown environment 'arithmetic/sums': 'arithmetic' has no variants"):
         required_datasets(EnvironmentConfig(name="arithmetic/sums"))

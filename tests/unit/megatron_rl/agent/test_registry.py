@@ -93,7 +93,7 @@ def test_variant_in_the_name_excludes_the_argument(site: Path) -> None:
     new = environment_arguments(EnvironmentConfig(name="riddles_of/new", args={"count": 3}))
     assert (new.kind, new.count) == ("new", 3)
     assert environment_arguments(EnvironmentConfig(name="riddles_of", args={"kind": "new"})).kind == "new"
-    with pytest.raises(ValueError, match="'riddles_of/new' says kind by its name: leave it out of its arguments"):
+    with pytest.raises(ValueError, match="'riddles_of/new' already sets kind by its name: remove it"):
         environment_arguments(EnvironmentConfig(name="riddles_of/new", args={"kind": "old"}))
 
 

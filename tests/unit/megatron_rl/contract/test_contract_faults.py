@@ -1,5 +1,5 @@
-"""Records under a file system that fails: what is read is the record, absent only where it is absent, or unreadable;
-what is written is there, or is said not to be; and no line that was written is ever spoilt by a later one."""
+"""Records on a failing file system: a read returns the record, unreadable, or absent only if it is absent; a write
+succeeds or raises; and no written line is ever damaged by a later one."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ class Tried(NamedTuple):
 
 
 def tried(root: Path, work: Callable[[], object], fault: Fault | None, before: Callable[[], None]) -> Tried:
-    """
-    Args:
-        before: makes what is there before; an older state is that it is not.
-    """
+    """before: creates the initial files."""
     root.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         Clock(patch)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import RULES, TREND_STEPS, WINDOW, Watch, warnings_of
+from megatron_rl.contract.learning import RULES, TREND_STEPS, WINDOW, LearningWarning, Watch
 
 GOOD: dict[str, Any] = {
     "answers": 64,
@@ -43,6 +43,14 @@ def step(number: int, **values: Any) -> MetricsLine:
 def record(good: int, odd: int, **values: Any) -> list[MetricsLine]:
     """Steps of a learning run, followed by steps with these values."""
     return [step(number, **(values if number > good else {})) for number in range(1, good + odd + 1)]
+
+
+def warnings_of(lines: list[MetricsLine]) -> list[LearningWarning]:
+    """Warnings at the end of a record."""
+    watch = Watch()
+    for line in lines:
+        watch.add(line)
+    return watch.warnings
 
 
 def curve(reward: Callable[[int], float], steps: int) -> list[MetricsLine]:
