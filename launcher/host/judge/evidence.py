@@ -1,4 +1,4 @@
-"""What an attempt left behind. Read once (launcher.host.record.evidence), then judged."""
+"""Evidence about the end of an attempt. It is read once (launcher.host.record.evidence), then judged."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED
 
 
 class RankExit(NamedTuple):
-    """How a rank of the training step ended by itself."""
+    """Exit of a rank of the training step, not caused by the host side."""
 
     rank: int
     code: int  # negative: the signal that ended it
-    host: str | None = None  # None: not said
+    host: str | None = None  # None: unknown
 
     @property
     def bad(self) -> bool:
-        """Whether it says that something went wrong: a rank that leaves in order does so with one of the others."""
+        """Whether the exit code means a failure."""
         return self.code not in (EXIT_FINISHED, EXIT_DRAINED)
 
 
 class AttemptEvidence(NamedTuple):
-    """All that is known of how an attempt ended."""
+    """All facts about the end of an attempt."""
 
     # Written by the ranks
-    errors: list[RankError] = []  # oldest first: the later ones are usually its consequences
-    unreadable_errors: dict[int, str] = {}  # rank -> what is wrong with its error file
+    errors: list[RankError] = []  # oldest first; later ones are usually its consequences
+    unreadable_errors: dict[int, str] = {}  # rank -> why its error file cannot be read
     outcome: Outcome | None = None
-    unreadable_outcome: str | None = None  # what is wrong with it: rank 0 did write one
-    heartbeats: list[Heartbeat] = []  # the last one of each rank
-    stacks: dict[int, str] = {}  # rank -> where its stacks are, for the user
-    last_lines: dict[int, str] = {}  # rank that ended badly -> last line of its log
-    not_started: dict[int, str] = {}  # rank that ended badly -> why its program never began
+    unreadable_outcome: str | None = None  # why the outcome, which rank 0 wrote, cannot be read
+    heartbeats: list[Heartbeat] = []  # the last of each rank
+    stacks: dict[int, str] = {}  # rank -> path of its stack dump, for the user
+    last_lines: dict[int, str] = {}  # failed rank -> last line of its log
+    not_started: dict[int, str] = {}  # failed rank -> why its program never began
     timed_out: dict[int, str] = {}  # rank -> its collective that timed out, by NCCL's watchdog
 
-    trained: int | None = None  # newest step that rank 0 accounted for in this attempt; None: it has for none
+    trained: int | None = None  # newest step in rank 0's timeline of this attempt; None: it has none
 
     # Written or seen by the host side
-    unwritable: str | None = None  # why the run directory takes nothing any more, where no rank left a word
+    unwritable: str | None = None  # why the run directory cannot be written, where ranks failed without an error file
     drain: Drain | None = None
     hang: Hang | None = None
-    exits: list[RankExit] = []  # in their order, without those that the host side brought about
-    code: int | None = None  # what the training step ended with; negative: a signal; None: it never began
-    last_words: str = ""  # of srun about the step
+    exits: list[RankExit] = []  # in their order, without those that the host side caused
+    code: int | None = None  # exit code of the training step; negative: a signal; None: it never began
+    last_words: str = ""  # last line of srun about the step
     unready: str | None = None  # why it never began
-    unready_host: str | None = None  # the only node that was tried, where it may be to blame for that
-    late: str | None = None  # why ranks had to be ended that should have saved; None: that explains nothing
+    unready_host: str | None = None  # the node to blame for that, where only one was tried
+    late: str | None = None  # reason of the deadline at which ranks were ended before they had saved
     in_container: bool = False
-    unseen: str | None = None  # what is said where nobody saw the end, and the ranks left no word; None: it was seen
+    unseen: str | None = None  # error to report where nobody saw the end; None: the host side saw it

@@ -1,9 +1,9 @@
-"""Pure: heartbeats -> which rank the others wait for.
+"""Pure: heartbeats -> the rank that the others wait for.
 
-A heartbeat (Attempt.heartbeat) is written by a thread of its own, so it goes on while the main thread hangs: `at`
-is when that one got on last. Where nothing is written any more, the process is stopped or its node is gone.
+A thread of its own writes a rank's heartbeat (Attempt.heartbeat), so heartbeats continue while the main thread hangs:
+`at` is the main thread's last progress. Where heartbeats stop, the process is stopped or its node is dead.
 
-When one rank hangs the others soon do too, in the collective that it does not join. It is the one that is behind.
+When one rank hangs the others soon hang too, in the collective that it does not join. It is the one that is behind.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from collections.abc import Collection, Sequence
 from megatron_rl.contract.attempt_records import Hang, Heartbeat
 from megatron_rl.contract.codes import HEARTBEAT_LEFT, HEARTBEAT_WAIT
 
-START_LIMIT_S = 600.0  # that a rank has, at least, until its first heartbeat: containers and imports can be slow
-MISSED = 3  # heartbeats that a rank may miss while others go on: a busy file system
+START_LIMIT_S = 600.0  # seconds until the first heartbeat is overdue: containers and imports can be slow
+MISSED = 3  # heartbeats that a rank may miss on a busy file system
 
 
 def by_clock_of_reader(beat: Heartbeat, first_seen: float) -> Heartbeat:
-    """A heartbeat with its times moved to the reader's clock: the nodes' may be hours apart.
+    """Return a heartbeat with its times moved to the reader's clock: the nodes' clocks may be hours apart.
 
     Args:
-        first_seen: when this heartbeat, or one with the same `written`, was read first.
+        first_seen: unix time at which a heartbeat with this `written` was first read.
     """
     return beat._replace(at=beat.at + first_seen - beat.written, written=first_seen)
 
 
 def silent_rank(heartbeats: Sequence[Heartbeat], began: float, now: float, limit: float) -> Hang | None:
-    """The rank that hangs, if one does: its process is stopped, or no rank gets on any more and it is the one that
-    sends no heartbeats or is behind. As long as one gets on, the others may well be waiting for it.
+    """The rank that hangs, if one does: its process is stopped, or no rank makes progress and it is the one without
+    heartbeats, or the one behind. While any rank makes progress the others may be waiting for it.
 
     Args:
         heartbeats: newest of each rank that has sent one.
-        began: when the ranks were started, in unix time like all times here.
-        limit: seconds of silence that are held against a rank.
+        began: unix time at which the ranks were started.
+        limit: seconds of silence after which a rank counts as hung.
     """
-    # A rank that may still be on its way counts as one that gets on.
+    # A rank that may still be starting counts as one that makes progress.
     present = _present(heartbeats, began if now - began > START_LIMIT_S else now)
     stopped = [beat for beat in present if now - beat.written > limit]
     if stopped:
@@ -47,7 +47,7 @@ def silent_rank(heartbeats: Sequence[Heartbeat], began: float, now: float, limit
 
 
 def absent_rank(heartbeats: Sequence[Heartbeat], waiting: Collection[int]) -> Hang | None:
-    """The rank that these ranks waited for in vain, where it stands out.
+    """The rank that did not join a collective; None where no rank stands out.
 
     Args:
         waiting: ranks whose collective timed out.
@@ -72,12 +72,12 @@ def absent_rank(heartbeats: Sequence[Heartbeat], waiting: Collection[int]) -> Ha
 def describe_hang(hang: Hang) -> str:
     """`rank 3 on node05 has been silent for 1800 s (generate, step 41): ending the ranks`."""
     where = f" on {hang.host}" if hang.host else ""
-    facts = (hang.rank, where, hang.silent_s, hang.phase, hang.step)
-    return "rank {}{} has been silent for {:.0f} s ({}, step {}): ending the ranks".format(*facts)
+    silence = f"silent for {hang.silent_s:.0f} s ({hang.phase}, step {hang.step})"
+    return f"rank {hang.rank}{where} has been {silence}: ending the ranks"
 
 
 def _present(heartbeats: Sequence[Heartbeat], began: float) -> list[Heartbeat]:
-    """One heartbeat for each rank that has not left; of those that never sent one, an imagined one from the start."""
+    """Return a heartbeat for each rank that has not left, with one at `began` for ranks that never sent any."""
     known = {beat.rank for beat in heartbeats}
     ranks = max([beat.ranks for beat in heartbeats] or [1])
     absent = [
@@ -91,8 +91,8 @@ def _mute(beats: Sequence[Heartbeat], now: float) -> list[Heartbeat]:
 
 
 def _progress(beat: Heartbeat) -> tuple[int, int, bool, float]:
-    """The smaller, the further behind. Ranks enter the same phases in the same order; one that says it waits does so
-    for another one."""
+    """Sort key: the rank with the smallest is the furthest behind. All ranks enter the same phases in the same order,
+    and a rank in the phase HEARTBEAT_WAIT waits for another one."""
     return beat.step, beat.entered, beat.phase == HEARTBEAT_WAIT, beat.at
 
 

@@ -1,4 +1,4 @@
-"""Pure: which nodes of an allocation are unfit, which plan the others suffice for, and which host does which step."""
+"""Pure: unfit nodes of an allocation, the largest plan that fits the others, and the host of each step."""
 
 from __future__ import annotations
 
@@ -10,33 +10,30 @@ from megatron_rl.contract.attempt_records import FabricReport, NodeAssignment, N
 from megatron_rl.contract.run_records import PlanRecord, SmallerPlan
 
 ABSENT_FROM_FABRIC = "did not come to the all-reduce between the nodes (see fabric.*.log)"
-
-
 NOT_UNPACKED = "the image could not be unpacked: "
-
-CLOCK_S = 10.0  # by which clocks may differ without a word
+CLOCK_S = 10.0  # seconds by which clocks may differ without a warning
 
 
 class NotEnoughNodes(Exception):
-    """More nodes are unfit than the run can do without."""
+    """Too few nodes are fit for the run."""
 
 
 class NodeReports(NamedTuple):
-    """What was found out about the nodes of one attempt."""
+    """Results of the node checks of one attempt."""
 
     nodes: dict[str, NodeHealth]  # host -> its report
-    unreadable: dict[str, str] = {}  # host -> what is wrong with its report
-    fabric: FabricReport | None = None  # of the all-reduce between them, where there was one
+    unreadable: dict[str, str] = {}  # host -> why its report cannot be read
+    fabric: FabricReport | None = None  # report of the all-reduce between them, if there was one
 
 
 def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> dict[str, str]:
-    """host -> why it must not be used, of those that must not."""
+    """Unfit host -> why it must not be used."""
     unfit = {}
     fabric = reports.fabric
     networks = [report.network_gbps for report in reports.nodes.values() if report.network_gbps is not None]
     usual = statistics.median(networks) if networks else 0.0
     if 4 * sum(gbps < usual for gbps in networks) > len(networks):
-        usual = 0.0  # so many are no accident: the nodes differ
+        usual = 0.0  # more than a quarter are slower, so the nodes differ by design
     for host in expected_hosts:
         report = reports.nodes.get(host)
         if host in reports.unreadable:
@@ -57,12 +54,12 @@ def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> dict[str
 
 
 def not_unpacked(hosts: Sequence[str], unpacked: Collection[str], reasons: dict[str, str]) -> dict[str, str]:
-    """host -> why it must not be used, of those on which the image could not be unpacked while it could on others:
-    their disks are full or broken. Where it could on none, no node is to blame.
+    """Host on which the image could not be unpacked -> why. Its disk is full or broken. Empty where all hosts failed,
+    since then no node is to blame.
 
     Args:
-        unpacked: hosts that have said that it was.
-        reasons: host -> what its log says.
+        unpacked: hosts that reported success.
+        reasons: host -> error in its log.
     """
     if not set(unpacked) & set(hosts):
         return {}
@@ -71,50 +68,50 @@ def not_unpacked(hosts: Sequence[str], unpacked: Collection[str], reasons: dict[
 
 
 def skewed_clocks(reports: NodeReports, began: float, now: float) -> list[str]:
-    """A sentence for each node whose clock is not that of this host. Nothing is judged by it; but logs are hard
-    to read, and munge and TLS refuse what is minutes off.
+    """A sentence for each node whose clock differs from this host's. It is a warning only; but such logs are hard to
+    read, and munge and TLS refuse clocks that differ by minutes.
 
     Args:
-        began: unix time at which the check was started.
+        began: unix time at which the check started.
         now: unix time at which it had ended.
     """
-    said = []
+    warnings = []
     for host, report in sorted(reports.nodes.items()):
         off = max(began - report.at, report.at - now)
         if off > CLOCK_S:
             side = "behind" if report.at < began else "ahead of"
-            said.append(f"the clock of {host} is {off:.0f} s {side} this host's")
-    return said
+            warnings.append(f"the clock of {host} is {off:.0f} s {side} this host's")
+    return warnings
 
 
 def to_exclude(unfit: dict[str, str], before: Collection[str]) -> list[str]:
-    """Those of the unfit nodes that the job is to avoid from now on. A node that is absent from the all-reduce is not
-    used, but slow containers and a slow file system are no fault of its own: only the second time in a row counts.
+    """Unfit nodes that the job should avoid from now on. A node that is absent from the all-reduce is excluded only the
+    second time in a row, since a slow container or file system is not its fault.
 
     Args:
-        before: hosts that were unfit in the attempt before.
+        before: hosts that were unfit in the previous attempt.
     """
     return sorted(host for host, why in unfit.items() if why != ABSENT_FROM_FABRIC or host in before)
 
 
 def suffice(plan: PlanRecord, hosts: Collection[str]) -> bool:
-    """Whether these hosts, all of them fit, are enough for the smallest plan."""
+    """Whether these fit hosts are enough for the smallest plan."""
     return len(hosts) >= _plans(plan)[-1].nodes
 
 
 def assign(plan: PlanRecord, hosts: Sequence[str], unfit: dict[str, str], given: int = 0) -> NodeAssignment:
-    """The plan's nodes are the first fit hosts of the allocation, in Slurm's order, which follows the topology.
+    """Assign the first fit hosts of the allocation to the plan's nodes, in Slurm's order, which follows the topology.
 
-    Where `job.nodes` is a range, all but the spare nodes work, as far as there is a layout for that many; a bad node is
-    replaced by a spare one first, and makes the run smaller only when there is none left.
+    Where `job.nodes` is a range, all nodes except the spare ones work, as far as there is a layout for that number. A
+    spare node replaces a bad one; the run gets smaller only when none is left.
 
     Args:
         hosts: all hosts of the allocation.
-        unfit: host -> what is wrong with it.
-        given: how many hosts there were before some died, where that has happened.
+        unfit: host -> why it is unfit.
+        given: number of hosts before some died; 0: none has.
 
     Raises:
-        NotEnoughNodes: naming the unfit ones.
+        NotEnoughNodes: names the unfit ones.
     """
     plans = _plans(plan)
     fewest = plans[-1].nodes
@@ -129,11 +126,8 @@ def assign(plan: PlanRecord, hosts: Sequence[str], unfit: dict[str, str], given:
 
 
 def replaced(assignment: NodeAssignment, step: str, dead: Collection[str]) -> NodeAssignment:
-    """The assignment with spare nodes in the place of a step's dead ones; as it was where there are too few.
-
-    Args:
-        dead: hosts of the step that have died since.
-    """
+    """Return the assignment with spare nodes in place of a step's dead ones; unchanged where there are too few
+    spares."""
     spare = [host for host in assignment.spare if host not in dead]
     lost = [host for host in assignment.steps[step] if host in dead]
     if not lost or len(spare) < len(lost):
@@ -145,5 +139,5 @@ def replaced(assignment: NodeAssignment, step: str, dead: Collection[str]) -> No
 
 
 def _plans(plan: PlanRecord) -> list[PlanRecord | SmallerPlan]:
-    """All plans, the largest first."""
+    """All plans, largest first."""
     return [plan, *plan.alternatives]

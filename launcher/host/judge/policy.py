@@ -1,20 +1,20 @@
-"""Pure: what becomes of the job when an attempt has ended, by the ledger of the run and what is known of this end.
+"""Pure: what happens to the job after an attempt, by the ledger of the run and the verdict on this attempt.
 
-    finished                         DONE; nothing starts again
-    configuration error              never started again: it would end the same way
-    asked to stop by the user        not started again, whatever else went on; mrl resume goes on
-    preempted, requeue               started again; uses up nothing
-    node failure                     started again, without the dead nodes, in the same allocation where the others
-                                     suffice; uses up nothing
-    time limit, bad nodes, signal    started again, until several in a row have come to nothing: held
-    shared disk full                 started again after a quarter of an hour; uses up nothing
-    a node's own disk full           a crash of that node's: without it, at once
-    crash, hang, end without a word  started again after a while, which doubles; without the node where it happened
-                                     twice; held after the same error at the same step on two nodes, or three without a
-                                     new checkpoint
+    finished                         DONE; never starts again
+    configuration error              held: it would fail the same way
+    stopped by the user              does not start again, whatever else happened; mrl resume continues
+    preempted, requeue               starts again; unlimited
+    node failure                     starts again without the dead nodes, in the same allocation if the others are
+                                     enough; unlimited
+    time limit, bad nodes, signal    starts again; held after several in a row that saved nothing
+    shared disk full                 starts again after a quarter of an hour; unlimited
+    a node's own disk full           a crash on that node: starts again at once without it
+    crash, hang, lost                starts again after a pause, which doubles; without a node where it happened twice;
+                                     held after the same error at the same step on two nodes, or after three crashes
+                                     without a new checkpoint
 
-What comes to nothing again and again starts again after a while too. Held: the job ends as failed, and waits for
-somebody to look and to `mrl resume`.
+Further attempts in a row that save nothing wait for a doubling pause too. Held: the job ends as failed, and waits until
+the user has looked at it and calls `mrl resume`.
 """
 
 from __future__ import annotations
@@ -44,63 +44,63 @@ from megatron_rl.contract.codes import (
     TIME_LIMIT,
 )
 
-# What is done about the job: `then` of an end in the ledger
-BY_US = "requeue"  # scontrol requeue
-BY_SLURM = "slurm"  # it has requeued the job already
-SUCCESSOR = "successor"  # the job cannot be requeued: another one is submitted
-STAYS = "stays"  # in its allocation: the host side goes on with the nodes that are left
-HELD = "held"  # nobody starts it again before somebody has looked
-OVER = "over"  # nothing, and nothing is amiss with that
+# Next action for the job: `then` of an end in the ledger
+BY_US = "requeue"  # the host side calls scontrol requeue
+BY_SLURM = "slurm"  # Slurm has requeued the job already
+SUCCESSOR = "successor"  # the job cannot be requeued, so a successor is submitted
+STAYS = "stays"  # the host side starts the next attempt in the same allocation, on the nodes that are left
+HELD = "held"  # the job waits for the user
+OVER = "over"  # nothing, and there is no fault
 STARTS_AGAIN = (BY_US, BY_SLURM, SUCCESSOR, STAYS)
 
-# Attempts in a row with nothing to show, after which somebody should look. Preemptions do not count: nobody made a
-# mistake, and they end.
+# Cause -> attempts in a row that saved nothing, after which the run is held. Preemptions do not count, since they are
+# no fault and end by themselves.
 IN_VAIN = {BAD_NODES: 5, TIME_LIMIT: 3, SIGNALLED: 5, None: 5}
-FREE_TRIES = 10  # attempts in a row with nothing to show, after which the next one waits a while
-CRASHES = 3  # without a new checkpoint
-LOSSES = 5  # of nodes in a row with which one allocation goes on
-LONGEST_BACKOFF_S = 900.0
-ROOM_AGAIN_S = 900.0  # after which a run looks again whether the disk has room
+FREE_TRIES = 10  # attempts in a row that saved nothing, after which the next one waits
+CRASHES = 3  # crashes without a new checkpoint after which the run is held
+LOSSES = 5  # node failures in a row that one allocation survives
+LONGEST_BACKOFF_S = 900.0  # seconds
+ROOM_AGAIN_S = 900.0  # seconds until a run checks again whether the disk has room
 
 _FULL = re.compile(r"No space left on device|Disk quota exceeded")
-_READ_ONLY = re.compile("Read-only file system: ")  # of the run directory; what a rank reports may be its container's
-ON_A_NODE = (NOT_STARTED, NOT_UNPACKED, NODES_DISK)  # how errors begin that may be of a node's own disk
+_READ_ONLY = re.compile("Read-only file system: ")  # only at the start: later in a text it may be the container's
+ON_A_NODE = (NOT_STARTED, NOT_UNPACKED, NODES_DISK)  # beginnings of errors that may be about a node's own disk
 
-MAKE_ROOM = "make room there; the run goes on from its newest checkpoint"
+MAKE_ROOM = "make room there; the run resumes from its newest checkpoint"
 
 
 class Facts(NamedTuple):
-    """What is known when an attempt has ended, beside what it left behind."""
+    """Facts about the job at the end of an attempt."""
 
-    checkpoint: int = 0  # step of the newest, 0: none
-    can_return: bool = True  # neither a local run or an allocation that somebody works in, nor a job that is over
+    checkpoint: int = 0  # step of the newest checkpoint, 0: none
+    can_return: bool = True  # whether it is a batch job that has not ended
     requeueable: bool = True
-    returning: bool = False  # Slurm has it back in its queue already
+    returning: bool = False  # whether Slurm has put it back into its queue already
     bad: Sequence[str] = ()  # nodes that failed the health check
     dead: Sequence[str] = ()  # nodes that Slurm has lost
-    suffice: bool = False  # the allocation outlives them, and the others are enough
-    backoff_s: float = 30.0  # after the first crash
+    suffice: bool = False  # whether the allocation survives without them, and the others are enough
+    backoff_s: float = 30.0  # seconds to wait after the first crash
 
 
 class Decision(NamedTuple):
-    """What becomes of the job."""
+    """Decision about the job."""
 
     outcome: str  # for the ledger
     cause: str | None
     then: str
     exit_code: int
-    message: str  # why it is held, or what somebody can do; empty where there is nothing to add
+    message: str  # why it is held, or what the user can do; may be empty
     delay_s: float = 0.0
     exclude: tuple[str, ...] = ()  # nodes that the job should not get again
-    crashes: int = 0  # how many there were without a new checkpoint, this one included
+    crashes: int = 0  # crashes without a new checkpoint, this one included
 
 
 def decide(history: Sequence[LedgerLine], verdict: Verdict, drain: Drain | None, facts: Facts) -> Decision:
-    """What to do with the job of an attempt that ended.
+    """Decide about the job of an attempt that ended.
 
     Args:
         history: the ledger's lines of earlier attempts, oldest first.
-        drain: the request to leave, where there was one.
+        drain: request to leave, if there was one.
     """
     cause = drain.cause if drain else None
     if verdict.outcome == FINISHED:
@@ -119,10 +119,10 @@ def decide(history: Sequence[LedgerLine], verdict: Verdict, drain: Drain | None,
     outcome = LOST if verdict.outcome == CRASHED else verdict.outcome
     exclude = tuple(sorted(set(facts.bad) | set(facts.dead)))
     if drain is None and facts.suffice and not facts.returning and _losses(history) < LOSSES:
-        return Decision(outcome, cause, STAYS, EXIT_DRAINED, "goes on with the nodes that are left", exclude=exclude)
+        return Decision(outcome, cause, STAYS, EXIT_DRAINED, "continues on the nodes that are left", exclude=exclude)
     again = Decision(outcome, cause, who_starts_it(facts), EXIT_DRAINED, "", exclude=exclude)
     if again.then == OVER:
-        return again._replace(message="submit the run again to go on")
+        return again._replace(message="submit the run again to continue")
     this = AttemptEnd(0, 0.0, outcome, step=verdict.step, checkpoint=facts.checkpoint, cause=cause)
     in_vain = _in_vain([*since_held(history), this])
     alike = [*(end.cause == cause for end in reversed(in_vain)), False].index(False)
@@ -153,38 +153,38 @@ def _after_crash(history: list[AttemptEnd], verdict: Verdict, cause: str | None,
         return decision._replace(delay_s=ROOM_AGAIN_S, crashes=0, message=MAKE_ROOM)
     if decision.then == OVER:
         return decision
-    if last is not None and _same_place(verdict, last) and _same(verdict.error, last.error):
-        elsewhere = not same_node or str(verdict.node) in last.excluded  # it was to be avoided, and could not be
-        if elsewhere:
-            message = "the same error at the same step twice"
-            if verdict.step is None:
-                message = "the same error before the ranks had started, on two nodes"
-            return decision._replace(then=HELD, message=message)
+    repeated = last is not None and _same_place(verdict, last) and _same(verdict.error, last.error)
+    # On the same node only where that was excluded in vain, because no other was left.
+    if repeated and last is not None and (not same_node or str(verdict.node) in last.excluded):
+        message = "the same error at the same step twice"
+        if verdict.step is None:
+            message = "the same error before the ranks had started, on two nodes"
+        return decision._replace(then=HELD, message=message)
     if crashes >= CRASHES:
         return decision._replace(then=HELD, message=f"{crashes} crashes without a new checkpoint")
     return decision
 
 
 def is_crash(end: AttemptEnd) -> bool:
-    """Whether the end of an attempt, as the ledger has it, is one that the run itself has to answer for."""
+    """Whether an end in the ledger counts as a crash of the run itself."""
     crashed = end.outcome == CRASHED or (end.outcome == LOST and end.cause is None)
     return crashed and not found_disk_full(end.error)
 
 
 def found_disk_full(error: str | None) -> bool:
-    """Whether this is the error of something that found no room on the disk that all nodes share."""
+    """Whether this is the error of a full shared disk."""
     full = _FULL.search(error or "") or _READ_ONLY.match(error or "")
     return full is not None and not _found_nodes_disk_full(error)
 
 
 def _found_nodes_disk_full(error: str | None) -> bool:
-    """Whether it found no room on a disk of its node: that is where containers are unpacked."""
+    """Whether this is the error of a full disk of one node, where containers are unpacked."""
     error = error or ""
     return error.startswith(ON_A_NODE) and _FULL.search(error) is not None
 
 
 def _same_place(end: Verdict, last: AttemptEnd) -> bool:
-    """Whether two attempts are known to have ended at the same step, or both when their ranks were being started."""
+    """Whether two attempts are known to have ended at the same step, or both while their ranks started."""
     return end.step == last.step and _knows_place(end) and _knows_place(last)
 
 
@@ -193,17 +193,16 @@ def _knows_place(end: Verdict | AttemptEnd) -> bool:
 
 
 def _is_wrong_everywhere(error: str | None) -> bool:
-    """Whether this is the error of a mount that the container could not have: the profile asks for it on every node."""
+    """Whether this is the error of a container mount, which the profile requests on every node."""
     return re.search(r"enroot-mount:|--container-mounts:", error or "") is not None
 
 
 def who_starts_it(facts: Facts) -> str:
-    """Who starts the job again.
+    """Choose the way in which the job starts again: BY_US, BY_SLURM, SUCCESSOR, or OVER where it cannot.
 
-    A preempted job is requeued by us like any other, although Slurm 24.05 and later requeues one that ends in its grace
-    time by itself. Slurm counts its own requeues in BatchFlag and holds the job once they exceed MaxBatchRequeue
-    (default 5); it does not count `scontrol requeue`.
-    """
+    We requeue even a preempted job, although Slurm 24.05 and later requeue one that ends in its grace time: Slurm
+    counts its own requeues in BatchFlag and holds the job once they exceed MaxBatchRequeue (default 5), but does not
+    count `scontrol requeue`."""
     if not facts.can_return:
         return OVER
     if facts.returning:
@@ -212,34 +211,34 @@ def who_starts_it(facts: Facts) -> str:
 
 
 def since_held(history: Sequence[LedgerLine]) -> list[AttemptEnd]:
-    """The ends since somebody last had a look: whoever resumes a run grants it all its tries again."""
+    """Ends since the run was last held or stopped: a user who resumes it grants it all tries again."""
     ends = [line for line in history if isinstance(line, AttemptEnd)]
     final = [number for number, end in enumerate(ends) if end.then not in STARTS_AGAIN]
     return ends[final[-1] + 1 :] if final else ends
 
 
 def _backoff(facts: Facts, failures: int) -> float:
-    """Seconds to wait after so many failures in a row; they double."""
+    """Seconds to wait after a number of failures in a row; they double with each."""
     return min(facts.backoff_s * 2.0 ** min(failures - 1, 20), LONGEST_BACKOFF_S) if failures > 0 else 0.0
 
 
 def _in_vain(ends: list[AttemptEnd]) -> list[AttemptEnd]:
-    """Attempts at the end of these that ended with nothing new saved, for whatever cause. Ranks that did not leave in
-    time name no step, though they may have saved before."""
+    """Last attempts of a list that saved nothing new, whatever the cause. Ranks that did not leave in time record no
+    step, though they may have saved earlier, so the newest checkpoint counts too."""
     checkpoints = [end.checkpoint for end in ends]
-    older = [checkpoints[0], *checkpoints]  # what was there before the first is not known
+    older = [checkpoints[0], *checkpoints]  # the checkpoint before the first attempt is unknown
     vain = [end.step is None and newest <= before for end, newest, before in zip(ends, checkpoints, older)]
     return ends[len(ends) - [*reversed(vain), False].index(False) :]
 
 
 def _losses(history: Sequence[LedgerLine]) -> int:
-    """Attempts just before this one after which the same allocation went on."""
-    went_on = [line.then == STAYS for line in reversed(history) if isinstance(line, AttemptEnd)]
-    return [*went_on, False].index(False)
+    """Number of attempts just before this one that ran in the same allocation."""
+    stayed = [line.then == STAYS for line in reversed(history) if isinstance(line, AttemptEnd)]
+    return [*stayed, False].index(False)
 
 
 def _same(error: str | None, other: str | None) -> bool:
-    """Addresses, ports, ranks and losses in a message differ from one time to the next."""
+    """Whether two errors are the same except for numbers: addresses, ports, ranks and losses differ each time."""
     return error is not None and other is not None and _gist(error) == _gist(other)
 
 

@@ -1,8 +1,8 @@
-"""Pure: what becomes of an inference replica that ended while its attempt goes on, and of the run without any.
+"""Pure: whether an inference replica that ended during its attempt starts again, and the verdict on a run without any.
 
-A replica is started again, after a pause that doubles with every end of its own. Whoever has run for a while has earned
-a start back, so what fails once a day never runs out of them; one that fails again and again is given up, and so is one
-whose configuration is wrong, which it would be the next time too.
+A replica starts again after a pause that doubles with each of its ends. A replica that ran for EARNED_S earns a restart
+back, so one that fails once a day never runs out of them. One that fails repeatedly is given up, and so is one with a
+wrong configuration.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from launcher.host.judge.verdict import Verdict
 from megatron_rl.contract.attempt_records import ReplicaState
 from megatron_rl.contract.codes import CRASHED, MISCONFIGURED, REPLICA_GIVEN_UP
 
-RESTARTS = 5  # that a replica has in one attempt
-EARNED_S = 1800.0  # of life, that give one of them back
-PAUSE_S = 5.0  # before the first: whatever ended it may pass
-LONGEST_PAUSE_S = 80.0
+RESTARTS = 5  # restarts of a replica in one attempt
+EARNED_S = 1800.0  # seconds of life that earn one of them back
+PAUSE_S = 5.0  # seconds before the first restart
+LONGEST_PAUSE_S = 80.0  # seconds
 
 
 class Restart(NamedTuple):
-    """What becomes of a replica that has ended."""
+    """Decision about a replica that has ended."""
 
     used: int  # restarts so far, without those that it has earned back
-    pause_s: float | None  # until it is started again; None: it is given up
+    pause_s: float | None  # seconds until it starts again; None: it is given up
 
 
 def after_end(used: int, lived_s: float, verdict: Verdict) -> Restart:
-    """Whether, and when, a replica is started again.
+    """Whether and when a replica starts again.
 
     Args:
-        used: restarts before.
+        used: earlier restarts.
         lived_s: seconds from its last start to its end.
-        verdict: how it ended.
     """
     used = max(0, used - int(lived_s // EARNED_S))
     if verdict.outcome == MISCONFIGURED or used >= RESTARTS:
@@ -49,14 +48,13 @@ def describe(name: str, verdict: Verdict) -> str:
 
 
 def without_replicas(verdict: Verdict, replicas: Sequence[ReplicaState]) -> Verdict:
-    """The verdict about an attempt whose training failed because no replica was left: then what ended those is the
-    cause, and where each had a wrong configuration, so has the run.
+    """Replace the verdict on an attempt whose training failed because no replica was left: the replicas' end is the
+    cause. Where each of them had a wrong configuration, so has the run.
 
     Args:
-        replicas: all that the attempt had.
+        replicas: all replicas of the attempt.
     """
     if verdict.outcome != CRASHED or not replicas or any(each.state != REPLICA_GIVEN_UP for each in replicas):
         return verdict
     kind = MISCONFIGURED if all(each.misconfigured for each in replicas) else CRASHED
-    told = f"no inference replica was left: {replicas[0].why}"
-    return Verdict(kind, verdict.step, told, phase=verdict.phase)
+    return Verdict(kind, verdict.step, f"no inference replica was left: {replicas[0].why}", phase=verdict.phase)

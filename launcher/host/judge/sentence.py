@@ -1,4 +1,4 @@
-"""Pure: the end of an attempt, as the ledger has it, in one line for the user."""
+"""Pure: the end of an attempt, as the ledger records it, in one line for the user."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _then(end: AttemptEnd, now: float) -> str:
 def _without(end: AttemptEnd) -> str:
     if not end.excluded or end.then not in STARTS_AGAIN:
         return ""
-    return "without {}, if enough others are left".format(", ".join(end.excluded))
+    return f"without {', '.join(end.excluded)}, if enough others are left"
 
 
 def _span(seconds: float) -> str:

@@ -1,9 +1,9 @@
-"""Pure: what an attempt left behind -> how it ended.
+"""Pure: evidence about an attempt -> how it ended.
 
 An exit code alone proves nothing: a good drain can end in 137 when the batch system cleans up, and a crash beside
-drained ranks can look like 75. So a rank that was killed without a word, or first by NCCL's watchdog, is the cause of
-whatever its sisters report; else error files are believed first, then rank 0's outcome, and the codes only say what
-went wrong when neither exists.
+drained ranks can look like 75. So a rank that was killed without an error file, or first by NCCL's watchdog, is the
+cause of the errors that other ranks report. Otherwise error files count first, then rank 0's outcome, and exit codes
+only where there is neither.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from launcher.host.judge.hang import absent_rank
 from megatron_rl.contract.attempt_records import Heartbeat
 from megatron_rl.contract.codes import CRASHED, DRAINED, EXIT_CONFIG, LOST, MISCONFIGURED
 
-# Signals that end a rank before it can say a word, and that no other rank's failure brings about (SIGABRT may be one:
-# communication libraries abort when a peer is gone).
+# Signals that end a rank before it can write an error file, and that are never a consequence of another rank's failure.
+# (SIGABRT may be one: communication libraries abort when a peer dies.)
 MUTE_ENDS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
-# What a rank dies of, once in a while, that is asked for the stacks of threads which go on meanwhile (seen).
+# Signal that sometimes ends a rank which dumps its stacks while its threads continue (seen).
 ASKED_FOR_STACKS = signal.SIGSEGV
 
+NODES_DISK = "on its node's own disk: "  # prefix of an error of a full local disk
+NOT_STARTED = "it could not be started: "  # prefix of the reason why a rank's program never began
 
-NODES_DISK = "on its node's own disk: "  # before what a rank reports that found no room there
-NOT_STARTED = "it could not be started: "  # before why the program of a rank never began
-
-# Of the shell that becomes the rank, or of its Python; our own code is on the shared file system.
+# Errors of the shell that becomes the rank, or of its Python; our own code is on the shared file system.
 _NOT_IN_IMAGE = re.compile(
     r"exec: [^/\s]+: not found$|ModuleNotFoundError: No module named '(?!(?:megatron_rl|launcher)\b)"
 )
@@ -39,22 +38,22 @@ class Verdict(NamedTuple):
     """How an attempt ended."""
 
     outcome: str  # one of codes
-    step: int | None = None  # safe on disk (finished, drained), or where it happened
+    step: int | None = None  # saved step (finished, drained), or the step of the error
     error: str | None = None  # one line
-    rank: int | None = None  # whose error it is
-    node: str | None = None  # where that rank was
-    phase: str | None = None  # what it was doing
-    hung: bool = False  # it said nothing any more, and the ranks were ended for it
+    rank: int | None = None  # rank of the error
+    node: str | None = None  # its node
+    phase: str | None = None  # its phase
+    hung: bool = False  # whether it was silent, and the ranks were ended for that
 
 
 def verdict_of(evidence: AttemptEvidence) -> Verdict:
-    """How the attempt ended: by the first of these that tells."""
+    """How the attempt ended: the first of these rules that applies."""
     return (
         _hung(evidence)
-        or _killed_without_a_word(evidence)
+        or _killed_silently(evidence)
         or _timed_out(evidence)
         or _reported(evidence)
-        or _died_before_a_signal_was_taken_for_a_request(evidence)
+        or _died_before_drain(evidence)
         or _left_in_order(evidence)
         or _died(evidence)
         or _unrecorded(evidence)
@@ -69,12 +68,12 @@ def _hung(evidence: AttemptEvidence) -> Verdict | None:
     return Verdict(CRASHED, hang.step, silent, hang.rank, hang.host, hang.phase, hung=True)
 
 
-def _killed_without_a_word(evidence: AttemptEvidence) -> Verdict | None:
-    """Sisters of a rank that was killed write errors about lost connections: it is the cause, not they."""
+def _killed_silently(evidence: AttemptEvidence) -> Verdict | None:
+    """A rank was killed without an error file: it is the cause, and other ranks' errors about connections are not."""
     if not evidence.errors and evidence.outcome is not None:
         return None
     reported = {error.rank for error in evidence.errors}
-    asked = bool(evidence.errors and evidence.errors[0].waited)  # then every rank was, because one did not come
+    asked = bool(evidence.errors and evidence.errors[0].waited)  # a collective timed out, so all ranks dumped stacks
     for ended in evidence.exits:
         if asked and -ended.code == ASKED_FOR_STACKS:
             continue
@@ -86,8 +85,8 @@ def _killed_without_a_word(evidence: AttemptEvidence) -> Verdict | None:
 
 
 def _timed_out(evidence: AttemptEvidence) -> Verdict | None:
-    """NCCL's watchdog ended the first rank, which leaves no error file: its sisters then report lost connections. Where
-    nobody stands out as the one that did not come, no node is to blame."""
+    """NCCL's watchdog ended the first rank, which leaves no error file, and other ranks report lost connections. Where
+    no rank stands out as the absent one, no node is to blame."""
     first = next((ended for ended in evidence.exits if ended.bad), None)
     if first is None or first.rank not in evidence.timed_out or evidence.outcome is not None:
         return None
@@ -106,8 +105,8 @@ def _reported(evidence: AttemptEvidence) -> Verdict | None:
         waited = {error.rank for error in evidence.errors if error.waited}
         absent = absent_rank(evidence.heartbeats, waited) if first.waited else None
         if absent is not None:
-            silent = "silent for {:.0f} s while rank {} waited for it: {}"
-            error = silent.format(absent.silent_s, first.rank, first.error) + _stacks(evidence, absent.rank)
+            error = f"silent for {absent.silent_s:.0f} s while rank {first.rank} waited for it: {first.error}"
+            error += _stacks(evidence, absent.rank)
             return Verdict(CRASHED, absent.step, error, absent.rank, absent.host, absent.phase, hung=True)
         kind = _kind(evidence, first.exit_code, first.error)
         return Verdict(kind, first.step, first.error, first.rank, first.host, first.phase)
@@ -118,9 +117,9 @@ def _reported(evidence: AttemptEvidence) -> Verdict | None:
     return None
 
 
-def _died_before_a_signal_was_taken_for_a_request(evidence: AttemptEvidence) -> Verdict | None:
-    """srun's --kill-on-bad-exit ends all ranks with the first by SIGTERM, which those take for a request to leave. Then
-    they have nothing to save, and nobody else knows of a request."""
+def _died_before_drain(evidence: AttemptEvidence) -> Verdict | None:
+    """A rank failed, and srun's --kill-on-bad-exit sent SIGTERM to the others, which treated it as a request to leave:
+    they saved nothing, and no other source knows of a request."""
     outcome = evidence.outcome
     saved = outcome is not None and (outcome.outcome != DRAINED or outcome.step is not None)
     first = evidence.exits[0] if evidence.exits else None
@@ -143,8 +142,8 @@ def _died(evidence: AttemptEvidence) -> Verdict | None:
 
 
 def _waited_for(evidence: AttemptEvidence, ended: RankExit) -> Verdict | None:
-    """NCCL's watchdog aborts a rank whose collective timed out, which can then write no error file: it is the one that
-    waited, and the heartbeats tell for whom."""
+    """NCCL's watchdog aborted a rank whose collective timed out, so it wrote no error file. Heartbeats show the rank
+    that it waited for."""
     if -ended.code != signal.SIGABRT:
         return None
     aborted = {each.rank for each in evidence.exits if -each.code == signal.SIGABRT}
@@ -157,22 +156,22 @@ def _waited_for(evidence: AttemptEvidence, ended: RankExit) -> Verdict | None:
 
 
 def _unrecorded(evidence: AttemptEvidence) -> Verdict:
-    """The verdict about ranks that left no word."""
+    """Verdict on ranks that recorded nothing."""
     if evidence.unseen is not None:
         return Verdict(LOST, None, evidence.unseen)
     if evidence.late is not None:
         return Verdict(CRASHED, None, f"stopped before it had saved: {evidence.late}")
     if evidence.drain is not None and (evidence.code is None or evidence.code < 0):
-        return Verdict(DRAINED)  # asked to leave, and gone before anything could be saved
+        return Verdict(DRAINED)  # asked to leave before there was anything to save
     if evidence.code is None and not evidence.exits:
         why = evidence.unready or "the steps could not be started"
         return Verdict(CRASHED, None, why, node=evidence.unready_host)
     if evidence.exits:
         codes = sorted({ended.code for ended in evidence.exits})
         return Verdict(CRASHED, None, f"the ranks left (exit code {codes}) without recording an outcome")
-    told = f"the step {describe_exit(evidence.code or 0)} and recorded no outcome"
-    told += f"; srun: {evidence.last_words}" if evidence.last_words else ""
-    return Verdict(CRASHED, None, told)
+    error = f"the step {describe_exit(evidence.code or 0)} and recorded no outcome"
+    error += f"; srun: {evidence.last_words}" if evidence.last_words else ""
+    return Verdict(CRASHED, None, error)
 
 
 def _by_exit(evidence: AttemptEvidence, ended: RankExit) -> Verdict:
@@ -181,9 +180,9 @@ def _by_exit(evidence: AttemptEvidence, ended: RankExit) -> Verdict:
         return _not_started(evidence, ended, why)
     kind = _kind(evidence, ended.code, evidence.last_lines.get(ended.rank, ""))
     error = f"it {describe_exit(ended.code)} without an error report"
-    line = evidence.last_lines.get(ended.rank)  # it may have died before it could do more: of an import, for example
+    line = evidence.last_lines.get(ended.rank)  # the only trace of, for example, a failed import
     error += f"; its log ends: {line}" if line else ""
-    if evidence.unwritable is not None:  # so its log was cut short, too
+    if evidence.unwritable is not None:  # its log was cut short too
         error = f"{evidence.unwritable}; it {describe_exit(ended.code)} without a report"
     beat = _beat(evidence, ended.rank)
     host = ended.host or (beat.host if beat else None)
@@ -191,7 +190,7 @@ def _by_exit(evidence: AttemptEvidence, ended: RankExit) -> Verdict:
 
 
 def _not_started(evidence: AttemptEvidence, ended: RankExit, why: str) -> Verdict:
-    """The verdict about a rank whose program never began. Where another node says the same, neither is to blame."""
+    """Verdict on a rank whose program never began. Where another node has the same error, neither is to blame."""
     kind = _kind(evidence, ended.code, evidence.last_lines.get(ended.rank, ""))
     alike = [other for other in evidence.exits if evidence.not_started.get(other.rank) == why]
     node = None if any(other.host != ended.host for other in alike) else ended.host
@@ -199,15 +198,14 @@ def _not_started(evidence: AttemptEvidence, ended: RankExit, why: str) -> Verdic
 
 
 def _kind(evidence: AttemptEvidence, code: int, text: str) -> str:
-    """Whether the configuration is to blame: the rank says so, or what it needs is not in the image, which is the same
-    on every node. Elsewhere a library that is missing may be a file system that is."""
+    """MISCONFIGURED where the rank says so, or where the image, which is the same on every node, lacks a program or
+    library. Outside a container a missing library may mean a missing file system: CRASHED."""
     lacking = evidence.in_container and _NOT_IN_IMAGE.search(text) is not None
     return MISCONFIGURED if code == EXIT_CONFIG or lacking else CRASHED
 
 
 def _beat(evidence: AttemptEvidence, rank: int) -> Heartbeat | None:
-    """The last heartbeat of a rank, moved on to the step that rank 0 was at by its own account: then what the rank did
-    there is not known."""
+    """Last heartbeat of a rank. Where rank 0's timeline is at a later step it is moved there, with an unknown phase."""
     beat = next((beat for beat in evidence.heartbeats if beat.rank == rank), None)
     if beat is None or evidence.trained is None or beat.step > evidence.trained:
         return beat
@@ -219,11 +217,11 @@ def _stacks(evidence: AttemptEvidence, rank: int) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended: `left with exit code 3`, `was killed by SIGKILL (often: out of memory)`."""
+    """`left with exit code 3`, or `was killed by SIGKILL (often: out of memory)`."""
     if code >= 0:
         return f"left with exit code {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    return "was killed by {}{}".format(name, " (often: out of memory)" if -code == signal.SIGKILL else "")
+    return f"was killed by {name}{' (often: out of memory)' if -code == signal.SIGKILL else ''}"

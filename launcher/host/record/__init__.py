@@ -1,11 +1,11 @@
-"""What is kept of a run: read into typed values once, written as records.
+"""Records of a run: its files, read once into typed values.
 
-reading      records that a decision needs: what cannot be read is an error of the file system
-ledger       attempts.jsonl
-evidence     what an attempt left behind -> judge.evidence
-logs         the ends of logs, and what srun and slurmstepd say in them
-heartbeats   of the ranks, from time to time
-accounting   pure: where every GPU-second went;  goodput reads and writes it
-submissions  the user's index of runs
-striping     the folder of the checkpoints, and how Lustre lays out what is in it
+identity    which run a directory is, its token, and its entry in the user's index of runs
+ledger      attempts.jsonl
+evidence    files of an attempt -> judge.evidence
+logs        the ends of logs, with errors of srun and slurmstepd
+heartbeats  heartbeats of the ranks, polled for hangs
+presence    whether the run directory still exists
+accounting  pure: the category of every GPU-second; goodput reads and writes it
+striping    the folder of the checkpoints, and its layout on Lustre
 """

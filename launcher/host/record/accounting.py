@@ -1,19 +1,19 @@
-"""Pure: where every second of every GPU of a run went, over all its attempts: each is charged to one category, once.
+"""Pure: accounting of GPU time. Every second of every GPU of a run, over all attempts, is charged to one category.
 
-The time of an attempt begins when its GPUs are held for it and ends when they are given back:
+The time of an attempt begins when its GPUs are held for it and ends when they are released:
 
-    queue      from the submission, or the end of the attempt before it in the same job, to that beginning
-    image      until the container image is there
-    start-up   checks of the nodes, and processes that start, until rank 0 accounts for its own time (Attempt.timeline)
-    ...        what the ranks that train recorded. GPUs of the allocation without a rank wait meanwhile. Where other
-               ranks generate, those that train wait for the answers, and the others wait all the rest of the time
+    queue      from the submission, or the end of the previous attempt in the same job, to that beginning
+    image      until the container image is available
+    start-up   node checks and starting processes, until rank 0 accounts for its own time (Attempt.timeline)
+    ...        the training ranks' own records. GPUs of the allocation without a rank wait meanwhile. With inference
+               replicas the training ranks wait for the answers, and the replicas wait the rest of the time
     drain      leaving: from the request, or from rank 0's last line if it left in order, to the end
-    lost       what nothing has come of: steps after the checkpoint that a later attempt went on from, the step that was
-               under way when an attempt ended (its answers are banked, its training is not), and time of which there
-               is no record: a killed rank 0 cannot say what it had been doing
+    lost       time whose results were discarded: steps after the checkpoint from which a later attempt resumed, the
+               unfinished step at the end of an attempt (its answers are banked, its training is not), and unrecorded
+               time, for example before rank 0 was killed
 
-The pause between two jobs, and between two starts on one machine, is nobody's. The hosts' clocks may differ by seconds:
-times are brought into order, so that nothing is negative and the sums hold.
+The pause between two jobs, or between two starts on one machine, is not charged. Clocks of hosts may differ by seconds:
+times are put in order, so that no span is negative and the sums hold.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from megatron_rl.contract.codes import FINISHED, STOPPED
 QUEUE, IMAGE, START_UP, WAIT, LOST, DRAIN = "queue", "image", "start-up", "wait", "lost", "drain"
 GENERATE = "generate"
 USEFUL = (GENERATE, "reward", "log-probs", "train", "refit", "evaluate")
-"""Goodput is the share of these."""
+"""Categories whose share is the goodput."""
 CATEGORIES = (QUEUE, IMAGE, START_UP, "load", *USEFUL, "offload", "save", WAIT, LOST, DRAIN)
 
-TRAINING = ("log-probs", "train", "offload", "refit")  # of a step that is not finished these have to be repeated
-WORK = (GENERATE, "reward", WAIT, *TRAINING)  # for a step; all else comes before it and belongs to the step before
+TRAINING = ("log-probs", "train", "offload", "refit")  # repeated for a step that was not finished
+WORK = (GENERATE, "reward", WAIT, *TRAINING)  # work for a step; other categories belong to the step before
 
 IN_QUEUE = 0  # number of the attempt that a job in the queue will begin
 
 
 class AttemptTrace(NamedTuple):
-    """What the files of one attempt tell of its time. Unix times, None where there is none."""
+    """Times in the files of one attempt, in unix time; None: not recorded."""
 
     timeline: Sequence[TimelineLine] = ()
-    image: float | None = None  # when its image was there
-    ready: float | None = None  # when its nodes had been chosen, and the ranks were about to start
-    asked: float | None = None  # when it was asked to leave
-    left: bool = False  # rank 0 recorded an outcome
-    seen: float | None = None  # the last sign of life of rank 0
+    image: float | None = None  # its image was available
+    ready: float | None = None  # its nodes had been chosen, and the ranks were about to start
+    asked: float | None = None  # it was asked to leave
+    left: bool = False  # whether rank 0 recorded an outcome
+    seen: float | None = None  # last sign of life of rank 0
 
 
 class AttemptUsage(NamedTuple):
-    """The GPU-seconds of one attempt."""
+    """GPU-seconds of one attempt."""
 
-    attempt: int | None  # None: the one that is waited for
+    attempt: int | None  # None: its job is still in the queue
     gpus: int
     queued_at: float
     start: float
-    end: float  # of what is charged: for an attempt that runs, the last line of its timeline
+    end: float  # end of the charged time: of a running attempt, the last line of its timeline
     seconds: dict[str, float]  # GPU-seconds of each of CATEGORIES; without queue they sum to gpus * (end - start)
 
 
 class GpuUsage(NamedTuple):
-    """The GPU-seconds of a run."""
+    """GPU-seconds of a run."""
 
     attempts: list[AttemptUsage]
 
@@ -70,7 +70,7 @@ class GpuUsage(NamedTuple):
         return {name: sum(attempt.seconds[name] for attempt in self.attempts) for name in CATEGORIES}
 
     def as_json(self) -> dict[str, Any]:
-        """All of it. Shares are of the GPU-seconds held, null where none was; `queue` is no part of those."""
+        """JSON object of the usage. Shares are of the GPU-seconds held, without `queue`; null where none were held."""
         total = self.total
         held = sum(total.values()) - total[QUEUE]
         useful = sum(total[name] for name in USEFUL)
@@ -105,9 +105,9 @@ def gpu_usage(
 
     Args:
         ledger: lines of attempts.jsonl.
-        traces: attempt -> what its files tell.
-        running: whether an attempt without an end in the ledger goes on; else it was killed.
-        queued: the start that the job has before it, as if it came now, if it is in the queue (`in_queue`).
+        traces: attempt -> times in its files.
+        running: whether an attempt without an end in the ledger runs; else it was killed.
+        queued: the coming start of a job in the queue (`in_queue`), as if it happened now.
     """
     starts = [line for line in ledger if isinstance(line, AttemptStart)] + ([queued] if queued else [])
     ends = {line.attempt: line for line in ledger if isinstance(line, AttemptEnd)}
@@ -134,16 +134,16 @@ def gpu_usage(
 
 
 def in_queue(job_id: str, submitted_at: float, gpus: int, now: float) -> AttemptStart:
-    """The start of the attempt that a job in the queue will begin, as if it began now, for no time at all."""
+    """Start of the attempt that a job in the queue will begin, as if it began now and took no time."""
     return AttemptStart(IN_QUEUE, now, job_id=job_id, restart=-1, gpus=gpus, submitted_at=submitted_at)
 
 
 class _Account:
-    """The time of one attempt from its start to its end, charged without gaps."""
+    """Time of one attempt from start to end, charged without gaps."""
 
     def __init__(self, gpus: int, start: float, end: float, generating: int = 0) -> None:
         self.gpus, self.at, self.end = gpus, start, end
-        self.generating = generating  # of the GPUs, those that only generate
+        self.generating = generating  # number of the GPUs that only generate
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
 
     def until(self, at: float, category: str) -> None:
@@ -153,34 +153,34 @@ class _Account:
         """Charge a line of the timeline.
 
         Args:
-            fate: category -> where its seconds go instead.
+            fate: category -> category that gets its seconds instead.
         """
         span = self._pass(line.at)
-        told = sum(line.seconds.values()) / ranks
-        known = min(span, told)
+        recorded = sum(line.seconds.values()) / ranks
+        known = min(span, recorded)
         busy = min(ranks, self.gpus)
         apart = min(self.generating, self.gpus - busy)
         self.seconds[fate.get(WAIT, WAIT)] += (self.gpus - busy - apart) * known
         for name, seconds in line.seconds.items():
-            passed = seconds / ranks * (known / told) if told else 0.0
-            name = name if name in self.seconds else WAIT  # of a newer version
+            passed = seconds / ranks * (known / recorded) if recorded else 0.0
+            name = name if name in self.seconds else WAIT  # a newer version has more categories
             mine, theirs = (WAIT, GENERATE) if apart and name == GENERATE else (name, WAIT)
             self.seconds[fate.get(mine, mine)] += passed * busy
             self.seconds[fate.get(theirs, theirs)] += passed * apart
         self.seconds[LOST] += self.gpus * (span - known)  # a line is missing
 
     def _pass(self, at: float) -> float:
-        """Seconds until `at`, which are then over."""
+        """Advance to `at`. Returns the seconds passed."""
         at = min(max(at, self.at), self.end)
         passed, self.at = at - self.at, at
         return passed
 
 
 def _charge_attempt(account: _Account, trace: AttemptTrace, kept: int, goes_on: bool) -> None:
-    """Charge all that is known of an attempt.
+    """Charge the time of an attempt.
 
     Args:
-        kept: the newest step whose work later attempts went on from.
+        kept: newest step from which a later attempt resumed.
     """
     ranks = _ranks(trace) or account.gpus
     began = _began(trace)
@@ -201,11 +201,11 @@ def _charge_attempt(account: _Account, trace: AttemptTrace, kept: int, goes_on: 
 
 
 def _repeated(step: int, before: int | None, kept: int) -> Sequence[str]:
-    """What is lost of a line of the timeline.
+    """Categories of a line of the timeline whose work was lost.
 
     Args:
-        step, before: of this line and of the one before it. Where the step rises, the line ends that step; where it
-            does not, the line holds work for the next one.
+        step, before: steps of this line and of the one before it. Where the step rises, the line ends that step; where
+            it does not, the line holds work for the next one.
     """
     if before is not None and before > kept:
         return CATEGORIES
@@ -215,23 +215,23 @@ def _repeated(step: int, before: int | None, kept: int) -> Sequence[str]:
 
 
 def _held_from(line: AttemptStart, before: AttemptStart | None, stopped: bool, ended: float) -> float:
-    """When the GPUs of an attempt were there for it.
+    """Unix time from which the GPUs of an attempt were held for it.
 
     Args:
-        line, before: its start and that of the attempt before it in the ledger; None: there was none.
-        stopped: whether nothing was to follow that one.
-        ended: when it ended.
+        line, before: its start and that of the previous attempt in the ledger, if any.
+        stopped: whether the previous attempt was to be the last.
+        ended: end of the previous attempt.
     """
     if before is not None and _same_job(line, before):
         if stopped:
-            return line.at  # somebody's own allocation: the pause was his
+            return line.at  # the pause in an allocation of the user's own is not charged
         if line.restart == before.restart:
-            return ended  # they were never given back
+            return ended  # the GPUs were never released
     return line.at if line.held_since is None else min(line.at, line.held_since)
 
 
 def _queued_from(line: AttemptStart, before: AttemptStart | None, stopped: bool, ended: float) -> float:
-    """When an attempt began to wait for GPUs."""
+    """Unix time at which an attempt began to wait for GPUs."""
     if before is not None and _same_job(line, before):
         return line.at if stopped else ended
     return line.at if line.submitted_at is None else line.submitted_at
@@ -246,12 +246,12 @@ def _end(start: AttemptStart, end: AttemptEnd | None, trace: AttemptTrace, next_
         return trace.timeline[-1].at if trace.timeline else next_start
     if end is not None and is_own(end):
         return end.at
-    told = [line.at for line in trace.timeline[-1:]] + [trace.image, trace.ready, trace.seen]
-    return min(next_start, max([start.at] + [at for at in told if at is not None]))
+    known = [line.at for line in trace.timeline[-1:]] + [trace.image, trace.ready, trace.seen]
+    return min(next_start, max([start.at] + [at for at in known if at is not None]))
 
 
 def is_own(end: AttemptEnd) -> bool:
-    """Whether whoever ran the attempt recorded its end; else whoever came next did, perhaps days later."""
+    """Whether the process that ran the attempt recorded its end, and not the next start, perhaps days later."""
     return end.seconds is not None
 
 
@@ -269,5 +269,5 @@ def _ranks(trace: AttemptTrace) -> int | None:
 
 
 def _resumed(trace: AttemptTrace) -> int | None:
-    """The step of the checkpoint that an attempt went on from; None where it never got that far."""
+    """Step of the checkpoint from which an attempt resumed; None where it did not get that far."""
     return next((line.resumed for line in trace.timeline if line.resumed is not None), None)

@@ -1,4 +1,5 @@
-"""What an attempt left behind, read from its files once. What cannot be read is told, and never taken for absent."""
+"""Evidence about an attempt, read from its files once. A file that cannot be read is reported, never treated as
+absent."""
 
 from __future__ import annotations
 
@@ -37,16 +38,16 @@ from megatron_rl.contract.paths import Attempt, RankFiles
 from megatron_rl.contract.records import ABSENT, PATIENCE_S, Unreadable, decode_lines, if_readable, read
 
 _NODES_OWN = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/(?:tmp|var/tmp|dev/shm|run)/[^']*)'")
-PROBE_BYTES = 1 << 16  # that a disk must take to be no reason for silence
+PROBE_BYTES = 1 << 16  # bytes written to test whether a disk is full
 
 
 class Observed(NamedTuple):
-    """What the process that ran an attempt saw of its end."""
+    """Observations of the end of an attempt by the process that ran it; fields as in AttemptEvidence."""
 
-    exits: list[RankExit] | None = None  # None: srun's words have to tell
-    code: int | None = None  # of the training step
+    exits: list[RankExit] | None = None  # None: only srun's log names them
+    code: int | None = None
     unready: str | None = None
-    unready_host: str | None = None  # where that may be to blame
+    unready_host: str | None = None
     late: str | None = None
     unseen: str | None = None
     hang: Hang | None = None
@@ -54,7 +55,7 @@ class Observed(NamedTuple):
 
 
 def read_drain(attempt: Attempt, patience: float = PATIENCE_S) -> Drain | None:
-    """The request to leave. That there is one is the request, also where it cannot be read."""
+    """Request to leave, if there is one. The file itself is the request, even where it cannot be read."""
     found = read(Drain, attempt.drain, patience)
     if isinstance(found, Unreadable):
         return Drain(SIGNALLED, f"somebody ({found})", 0.0)
@@ -62,22 +63,21 @@ def read_drain(attempt: Attempt, patience: float = PATIENCE_S) -> Drain | None:
 
 
 def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -> AttemptEvidence:
-    """All that there is to judge the ranks of one world by: those of an attempt that train, or those of a replica.
+    """Evidence about the ranks of one world: the training ranks of an attempt, or those of a replica.
 
     Args:
         attempt: their files.
-        observed: by the process that ran it.
-        drain: the request to leave, as far as it is known by now.
+        drain: request to leave, as far as it is known.
     """
-    # When ranks that were asked to leave are ended: those that go first leave the others without a peer.
+    # Ranks that were asked to leave are ended at this time; later errors are about lost peers.
     ended = math.inf if drain is None or drain.deadline is None else drain.deadline - LAST_MOMENT_S
     errors, unreadable = _read_errors(attempt, ended)
     outcome, hang = read(Outcome, attempt.outcome, PATIENCE_S), if_readable(read(Hang, attempt.hang, PATIENCE_S))
     exits = observed.exits
     if exits is None:
-        # Ranks that were asked to leave and did not are killed: that says nothing about them.
-        told = observed.unseen is None and (drain is None or is_unexplained(drain))
-        exits = exits_in_log(attempt) if told else []
+        # Exits prove nothing about ranks that were killed because they did not leave in time.
+        meaningful = observed.unseen is None and (drain is None or is_unexplained(drain))
+        exits = exits_in_log(attempt) if meaningful else []
     heartbeats = observed.heartbeats or _heartbeats(attempt)
     silent = not errors and outcome is ABSENT and any(ended.bad for ended in exits)
     return AttemptEvidence(
@@ -106,7 +106,7 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -
 
 
 def read_replicas(attempt: Attempt) -> list[ReplicaState]:
-    """What had become of the attempt's inference replicas; of one whose state cannot be read, that it ran."""
+    """States of the attempt's inference replicas; one whose state cannot be read counts as running."""
     try:
         return [
             if_readable(read(ReplicaState, replica.state)) or ReplicaState(replica.number, REPLICA_RUNNING, 0, 0.0)
@@ -118,7 +118,7 @@ def read_replicas(attempt: Attempt) -> list[ReplicaState]:
 
 
 def read_node_reports(attempt: Attempt) -> NodeReports:
-    """What the checks of the nodes have found so far. Raises OSError."""
+    """Reports of the node checks so far. Raises OSError."""
     folder = attempt.health("x").parent
     nodes: dict[str, NodeHealth] = {}
     unreadable: dict[str, str] = {}
@@ -133,10 +133,10 @@ def read_node_reports(attempt: Attempt) -> NodeReports:
 
 
 def _read_errors(attempt: RankFiles, before: float) -> tuple[list[RankError], dict[int, str]]:
-    """The ranks' error reports, oldest first, and of those that cannot be read what is wrong with them.
+    """Return the ranks' error reports, oldest first, and rank -> why its report cannot be read.
 
     Args:
-        before: unix time at which the ranks were ended: what they reported from then on came of that.
+        before: unix time at which the ranks were ended; later errors are consequences of that.
     """
     errors: list[tuple[float, RankError]] = []
     unreadable: dict[int, str] = {}
@@ -150,27 +150,27 @@ def _read_errors(attempt: RankFiles, before: float) -> tuple[list[RankError], di
         if isinstance(found, Unreadable):
             unreadable[int(path.name.split(".")[1])] = found.why
         elif found is not ABSENT and found.at < before:
-            told = NODES_DISK if _is_of_nodes_disk(found.error, attempt) else ""
-            errors.append((_changed(path, found.at), found._replace(error=told + found.error)))
+            prefix = NODES_DISK if _is_of_nodes_disk(found.error, attempt) else ""
+            errors.append((_changed(path, found.at), found._replace(error=prefix + found.error)))
     return [error for _, error in sorted(errors, key=lambda pair: pair[0])], unreadable
 
 
 def _is_of_nodes_disk(error: str, attempt: RankFiles) -> bool:
-    """Whether a rank found no room in a directory that each node has for itself, and that does not hold the run."""
+    """Whether a rank found no room in a node-local directory that does not hold the run."""
     found = _NODES_OWN.search(error)
     return found is not None and not found.group(1).startswith(str(attempt.logs.parent.parent) + os.sep)
 
 
-def _changed(path: Path, told: float) -> float:
-    """When a file was written, by the one clock of the file system; `told` where it does not say."""
+def _changed(path: Path, default: float) -> float:
+    """Unix time at which a file was written, by the file system's clock."""
     try:
         return path.stat().st_mtime
     except OSError:
-        return told
+        return default
 
 
 def _heartbeats(attempt: RankFiles) -> list[Heartbeat]:
-    """Those that nobody has watched, by the one clock of the file system: the nodes' may be hours apart."""
+    """Heartbeats that no process has watched, by the file system's clock: the nodes' clocks may be hours apart."""
     try:
         beats = read_heartbeats(attempt)
     except OSError as error:
@@ -180,10 +180,10 @@ def _heartbeats(attempt: RankFiles) -> list[Heartbeat]:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Why a folder takes no file: its disk is full, a quota is used up, or it is read-only. None where it takes one, or
-    for another reason."""
+    """Why no file can be written to a folder: a full disk, a used-up quota, or a read-only file system. None
+    otherwise."""
     try:
-        with tempfile.TemporaryFile(dir=str(folder)) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
@@ -193,13 +193,13 @@ def why_unwritable(folder: Path) -> str | None:
 
 
 def _trained(attempt: Attempt) -> int | None:
-    """Read the timeline: heartbeats are seconds apart, and a disk that is full takes none."""
+    """Newest step in the timeline. It is more recent than heartbeats, which are seconds apart."""
     found = decode_lines(TimelineLine, tail(attempt.timeline, TAIL).encode("utf-8")).records
     return found[-1].step if found else None
 
 
 def _not_started(attempt: RankFiles, exits: list[RankExit], heartbeats: list[Heartbeat]) -> dict[int, str]:
-    """Rank -> why its program never began, of those that ended badly."""
+    """Failed rank -> why its program never began."""
     began = {beat.rank for beat in heartbeats}
     silent = [ended.rank for ended in exits if ended.bad and ended.rank not in began]
     found = {rank: why_not_started(attempt, rank) for rank in silent}
@@ -207,7 +207,7 @@ def _not_started(attempt: RankFiles, exits: list[RankExit], heartbeats: list[Hea
 
 
 def _timed_out(attempt: RankFiles, exits: list[RankExit], heartbeats: list[Heartbeat]) -> dict[int, str]:
-    """Rank -> its collective that timed out. Where one aborted, every rank is asked: srun names the first alone."""
+    """Rank -> its collective that timed out. Where one rank aborted all logs are read: srun names only the first."""
     aborted = {ended.rank for ended in exits if -ended.code == signal.SIGABRT}
     ranks = aborted | {beat.rank for beat in heartbeats} if aborted else set()
     found = {rank: timed_out_collective(attempt, rank) for rank in ranks}
@@ -215,7 +215,7 @@ def _timed_out(attempt: RankFiles, exits: list[RankExit], heartbeats: list[Heart
 
 
 def _stacks(attempt: RankFiles) -> dict[int, str]:
-    """Rank -> where its stacks are, below the run directory."""
+    """Rank -> path of its stack dump, relative to the run directory."""
     stacks = {}
     try:
         for name in names_in(attempt.logs):

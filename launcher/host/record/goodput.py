@@ -1,4 +1,4 @@
-"""The GPU usage of a run (`accounting`), from its files, and into RunDir.goodput for people."""
+"""GPU usage of a run (`accounting`): read from its files, written to RunDir.goodput for people."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_rl.contract.run_records import Owner, PlanRecord
 
 
 def read_usage(run: RunDir, now: float, running: bool = False, queued: bool = False) -> GpuUsage:
-    """The usage of a run as it stands. Raises OSError where its ledger or a timeline cannot be read: without
-    it time that was used would count as lost.
+    """Present usage of a run. Raises OSError where its ledger or a timeline cannot be read: without them used time
+    would count as lost.
 
     Args:
-        running, queued: whether its newest attempt goes on, and whether its job waits in the queue.
+        running, queued: whether its newest attempt runs, and whether its job waits in the queue.
     """
     ledger = read_ledger(run, patience=0.0)
     ended = {end.attempt for end in ends_in(ledger) if is_own(end)}
@@ -30,7 +30,7 @@ def read_usage(run: RunDir, now: float, running: bool = False, queued: bool = Fa
 
 
 def write_usage(run: RunDir, now: float) -> None:
-    """Put the usage into the record, anew at each attempt's end. A file system that refuses is no reason not to end."""
+    """Write the usage, at each attempt's end. An error is printed only, since the attempt has to end anyway."""
     try:
         write_atomic(run.goodput, json.dumps(read_usage(run, now).as_json(), indent=1, sort_keys=True) + "\n")
     except OSError as error:
@@ -38,32 +38,32 @@ def write_usage(run: RunDir, now: float) -> None:
 
 
 def mark_image(attempt: Attempt, at: float) -> None:
-    """Note that the container image of an attempt is there. Raises OSError."""
+    """Record when the container image of an attempt was available. Raises OSError."""
     write(attempt.marks, _marks(attempt)._replace(image=at))
 
 
 def mark_ready(attempt: Attempt, at: float) -> None:
-    """Note that the nodes of an attempt are chosen, and its ranks about to start. Raises OSError."""
+    """Record when the nodes of an attempt were chosen and its ranks about to start. Raises OSError."""
     write(attempt.marks, _marks(attempt)._replace(ready=at))
 
 
 def gpus_asked(run: RunDir) -> int:
-    """GPUs that a job asks for, the spare nodes' included; 0 where the plan does not say."""
+    """GPUs that a job requests, including spare nodes; 0 where the plan cannot be read."""
     plan = if_readable(read(PlanRecord, run.plan))
     return (plan.nodes + plan.spare_nodes) * plan.gpus_per_node if plan else 0
 
 
 def gpus_per_node(run: RunDir) -> int:
-    """GPUs of each node, or processes that stand for them; 0 where the plan does not say."""
+    """GPUs (on CPUs: processes) of each node; 0 where the plan cannot be read."""
     plan = if_readable(read(PlanRecord, run.plan))
     return plan.gpus_per_node if plan else 0
 
 
 def generating_gpus(run: RunDir) -> int:
-    """GPUs of the nodes that only generate; 0 where the plan does not say."""
+    """GPUs that only generate; 0 where the plan cannot be read."""
     plan = if_readable(read(PlanRecord, run.plan))
-    apart = [step for step in plan.steps if step.name != TRAIN] if plan else []
-    return sum(len(step.nodes) * step.tasks_per_node for step in apart)
+    replicas = [step for step in plan.steps if step.name != TRAIN] if plan else []
+    return sum(len(step.nodes) * step.tasks_per_node for step in replicas)
 
 
 def _marks(attempt: Attempt) -> Marks:

@@ -1,4 +1,4 @@
-"""The heartbeats of the ranks of one world, read from time to time."""
+"""Heartbeats of the ranks of one world, polled for a rank that hangs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from megatron_rl.contract.records import if_readable, read
 
 
 def read_heartbeats(attempt: RankFiles) -> list[Heartbeat]:
-    """The newest of each rank that has sent one that can be read. Raises OSError."""
+    """Newest readable heartbeat of each rank. Raises OSError."""
     files = [attempt.heartbeats / name for name in sorted(names_in(attempt.heartbeats)) if name.endswith(".json")]
     found = [if_readable(read(Heartbeat, file)) for file in files if not file.name.startswith(".")]
     return [beat for beat in found if beat is not None]
 
 
 class HangWatch:
-    """Looks for a rank that hangs, for the process that owns the ranks.
-
-    Times are by the clock of this process: `newest` are the heartbeats as they were seen here.
+    """Looks for a rank that hangs. Times of the heartbeats in `newest` are by this process's clock.
 
     Args:
-        limit: seconds of silence that are held against a rank; 0: none.
+        limit: seconds after which a silent rank counts as hung; 0: never.
     """
 
     def __init__(self, attempt: RankFiles, limit: float) -> None:
@@ -31,17 +29,18 @@ class HangWatch:
         self._every = min(HEARTBEAT_S, limit / 5)
         self._began: float | None = None
         self._looked = 0.0
-        self._woke = 0.0  # when this process last went on: a laptop was opened, Slurm had suspended the job
+        self._woke = 0.0  # unix time at which this process last resumed, after a laptop or Slurm had suspended it
         self._seen: dict[int, tuple[float, float]] = {}
         self.newest: list[Heartbeat] = []
 
     def poll(self, now: float) -> Hang | None:
-        """The rank that hangs. Called as often as you like from when the ranks are started. Raises OSError."""
+        """The rank that hangs, if one does. May be called as often as wanted once the ranks are started. Raises
+        OSError."""
         if self._limit <= 0 or now < self._looked + self._every:
             return None
         if self._began is None:
             self._began = now
-        elif now > self._looked + self._limit / 2:  # it stood still, and so may the ranks have done: they begin anew
+        elif now > self._looked + self._limit / 2:  # suspended, perhaps with the ranks: their silence starts again
             self._began = self._woke = now
         self._looked = now
         self.newest = [self._by_our_clock(beat, now) for beat in read_heartbeats(self._attempt)]

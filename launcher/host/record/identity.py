@@ -1,11 +1,10 @@
-"""Which run a directory is, and whether a job is that run's.
+"""Identity of a run: which run a directory is, which jobs are its own, its token, and its entry in the user's index.
 
-A run has an id (run.json), which its jobs carry in their comment. A copy of its directory has the same id and is
-another run: the job on record there is the original's. A directory that was moved, or is reached by a link or another
-mount, is the same run still. What tells them apart: a moved one left nothing behind where it was, and kept its inode; a
-link leads to the very run.json, of the same inode and time of change, which no copy shares. Moved to another file
-system it cannot be told from a copy and counts as one: nothing is ended for it, and starting it makes it a run.
-"""
+A run has an id (run.json), which its jobs carry in their comment. A copy of its directory has the same id but is
+another run: the job recorded there is the original's. A directory that was moved, or is reached by a link or another
+mount, is still the same run. A moved directory leaves nothing behind and keeps its inode; a link leads to the same
+run.json, with the same inode and change time, which no copy shares. A directory that moved to another file system looks
+like a copy and counts as one: no job is ended for it, and starting it makes it a run of its own."""
 
 from __future__ import annotations
 
@@ -22,39 +21,41 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, if_readable, read, read_or_raise, write
 from megatron_rl.contract.run_records import Owner, RunIdentity, Submission
 
-SUBMITTED_S = 3600.0  # by which the clocks of two hosts may differ
+SUBMITTED_S = 3600.0  # seconds by which the clocks of two hosts may differ
+TOKEN_BYTES = 32  # random bytes of a token
 
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{32,}\n")
 _MARK = re.compile(r"\bmrl:([0-9a-f]{32})\b")
 
 
 def copied_from(run: RunDir, identity: RunIdentity) -> str | None:
-    """The directory that this one is a copy of; None where it is the run's own.
+    """Directory that this one is a copy of; None where it is the run's own. Raises OSError.
 
     Args:
-        identity: as the directory has it on record. Raises OSError.
+        identity: the record in the directory.
     """
-    if os.path.abspath(str(run.root)) == identity.path:
+    if os.path.abspath(run.root) == identity.path:
         return None
     original = RunDir(identity.path)
     try:
-        theirs, ours = os.stat(str(original.identity)), os.stat(str(run.identity))
+        theirs, ours = original.identity.stat(), run.identity.stat()
         if (theirs.st_ino, theirs.st_ctime_ns) == (ours.st_ino, ours.st_ctime_ns):
             return None
     except (FileNotFoundError, NotADirectoryError):
-        pass  # it was moved away, or removed
+        pass  # the original was moved or removed
     except PermissionError:
         return identity.path
     there = if_readable(read(RunIdentity, original.identity))
-    moved = os.stat(str(run.root)).st_ino == identity.inode and (there is None or there.id != identity.id)
+    moved = run.root.stat().st_ino == identity.inode and (there is None or there.id != identity.id)
     return None if moved else identity.path
 
 
 def identify(run: RunDir) -> RunIdentity:
-    """The identity of a run that is about to be started, whose lock the caller holds. A directory without one gets it;
-    so does a copy, and what it has of the original's, its job and its W&B run, is forgotten. Raises OSError."""
+    """Return the identity of a run that is about to start, whose lock the caller holds. A directory without one gets
+    it. So does a copy, and its records of the original's job and W&B run are removed. Raises OSError."""
     identity = read_or_raise(RunIdentity, run.identity)
-    path, by = os.path.abspath(str(run.root)), os.environ.get("USER", "")
-    inode = os.stat(str(run.root)).st_ino
+    path, by = os.path.abspath(run.root), os.environ.get("USER", "")
+    inode = run.root.stat().st_ino
     if identity is not None and copied_from(run, identity) is None:
         if (identity.path, identity.inode) != (path, inode):
             identity = identity._replace(path=path, inode=inode)
@@ -62,29 +63,24 @@ def identify(run: RunDir) -> RunIdentity:
         return identity
     if identity is not None:
         for file in (run.job, run.wandb):
-            if file.exists():
-                file.unlink()
+            file.unlink(missing_ok=True)
     identity = RunIdentity(uuid.uuid4().hex, path, inode, time.time(), by)
     write(run.identity, identity)
     return identity
 
 
 def comment_of(run_id: str, given: str = "") -> str:
-    """The comment of a job of a run.
-
-    Args:
-        given: what the comment says beside.
-    """
+    """Comment of a job of a run, after the text `given`."""
     return f"{given} mrl:{run_id}".strip()
 
 
 def is_job_of(owner: Owner, comment: str, name: str, submitted_at: float | None, restarts: int) -> bool:
-    """Whether a job that has the id on record is the one that is meant, and no later one under an id that was used
-    again. Its comment tells. Where that names no run, because sbatch was called by hand or the site has comments of its
-    own, it is another job if both its name and its time of submission, which a requeue changes, are other ones.
+    """Whether the job that now has a recorded id is the recorded job, and not a later one with a reused id. Its comment
+    decides. Where that names no run, because sbatch was called by hand or the site sets comments of its own, it is
+    another job if both its name and its time of submission (which a requeue changes) differ.
 
     Args:
-        comment, name, submitted_at, restarts: of the job that has the id now.
+        comment, name, submitted_at, restarts: properties of the job that has the id now.
     """
     marked = _MARK.search(comment)
     if marked and owner.run_id:
@@ -94,31 +90,27 @@ def is_job_of(owner: Owner, comment: str, name: str, submitted_at: float | None,
     return not (renamed and later)
 
 
-BYTES = 32  # of randomness
-
-_WHOLE = re.compile(r"[A-Za-z0-9_-]{32,}\n")
-
-
 def make_token(run: RunDir) -> None:
-    """Have the run a token, for the eyes of its owner alone; one that is whole and that nobody else can read stays.
-    Before any of its ranks starts: they read it once. Raises OSError."""
+    """Create the token by which a run's listeners know its other processes, readable by its owner only. A whole and
+    private token stays. Call it before any rank starts, since ranks read it once. Raises OSError."""
     try:
         private = run.token.stat().st_mode & 0o077 == 0
-        if private and _WHOLE.fullmatch(run.token.read_text(encoding="ascii", errors="replace")):
+        if private and _TOKEN.fullmatch(run.token.read_text(encoding="ascii", errors="replace")):
             return
     except FileNotFoundError:
         pass
-    write_atomic(run.token, secrets.token_urlsafe(BYTES) + "\n", private=True)
+    write_atomic(run.token, secrets.token_urlsafe(TOKEN_BYTES) + "\n", private=True)
 
 
 def index_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """Index of the runs that this account submitted. It only helps to find them, and may be deleted."""
     home = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME") or str(Path.home())) / ".local" / "state")
     return Path(home) / "mrl" / "runs.jsonl"
 
 
 def note_submission(run: RunDir, cluster: str, job_id: str | None) -> str | None:
-    """Add a submission; the reason where that was not possible, which stops no run."""
-    line = Submission(os.path.abspath(str(run.root)), cluster, time.time(), job_id)
+    """Add a submission to the index. Returns why that failed; no run stops for it."""
+    line = Submission(os.path.abspath(run.root), cluster, time.time(), job_id)
     try:
         index_file().parent.mkdir(parents=True, exist_ok=True)
         append(index_file(), line)

@@ -10,13 +10,12 @@ from megatron_rl.contract.records import PATIENCE_S, Unreadable, UnreadableRecor
 
 
 def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> list[LedgerLine]:
-    """All lines that can be read, oldest first; a torn one costs itself. Raises UnreadableRecord.
+    """All readable lines, oldest first; torn lines are skipped. Raises UnreadableRecord.
 
-    Of several starts, or ends, of one attempt the last counts: of those before it the disk had said that they were not
-    written.
+    Of several starts, or ends, of one attempt the last counts: the disk had reported the earlier ones as not written.
 
     Args:
-        patience: seconds for which a ledger that cannot be read at all is looked at again.
+        patience: seconds of retries where the ledger cannot be read at all.
     """
     found = read_lines(LEDGER, run.attempts_ledger, patience)
     if isinstance(found, Unreadable):
@@ -26,8 +25,7 @@ def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> list[LedgerLine]:
 
 
 def read_ledger_or_complain(run: RunDir) -> list[LedgerLine]:
-    """All lines that can be read; none, with a word in the log, where the ledger cannot be read at all. For what has to
-    be done in any case."""
+    """All readable lines; none where the ledger cannot be read at all, with the error in the log."""
     try:
         return read_ledger(run)
     except UnreadableRecord as error:
@@ -36,7 +34,7 @@ def read_ledger_or_complain(run: RunDir) -> list[LedgerLine]:
 
 
 def newest_line(run: RunDir) -> LedgerLine | None:
-    """The last line that can be read; None where there is none. Raises UnreadableRecord."""
+    """Last readable line, if there is one. Raises UnreadableRecord."""
     lines = read_ledger(run)
     return lines[-1] if lines else None
 
@@ -55,18 +53,19 @@ def ends_in(lines: list[LedgerLine]) -> list[AttemptEnd]:
 
 
 def start_of(lines: list[LedgerLine], attempt: int) -> AttemptStart | None:
-    """The start of an attempt; None where there is none on record."""
+    """Start of an attempt, if the ledger has it."""
     return next((start for start in starts_in(lines) if start.attempt == attempt), None)
 
 
 def unended(lines: list[LedgerLine]) -> list[AttemptStart]:
-    """The starts of attempts whose end nobody has recorded."""
+    """Starts of attempts without a recorded end."""
     ended = {end.attempt for end in ends_in(lines)}
     return [start for start in starts_in(lines) if start.attempt not in ended]
 
 
 def newest_known_checkpoint(run: RunDir) -> int:
-    """Step of the newest checkpoint, 0 before the first; where the folder cannot be listed, of the newest on record."""
+    """Step of the newest checkpoint, 0 before the first. Where the folder cannot be listed the ledger's newest
+    counts."""
     try:
         return (run.checkpoint_steps() or [0])[0]
     except OSError as error:
@@ -75,10 +74,10 @@ def newest_known_checkpoint(run: RunDir) -> int:
 
 
 def point_latest(attempt: Attempt, tag: str) -> None:
-    """Have logs/latest lead to this attempt's logs. Raises OSError.
+    """Link logs/latest to this attempt's logs. Raises OSError.
 
     Args:
-        tag: tells this process from others that do the same.
+        tag: distinguishes this process from others that do the same.
     """
     fresh = attempt.latest_logs.with_name(f".latest.{tag}")
     if fresh.is_symlink():

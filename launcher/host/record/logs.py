@@ -1,4 +1,4 @@
-"""The ends of logs, and what srun and slurmstepd say in them. A log that cannot be read says nothing."""
+"""The ends of logs: last lines, and errors of srun, slurmstepd and pyxis. An unreadable log counts as empty."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_rl.contract.paths import RankFiles, RunDir
 
 LINE_LIMIT = 300  # characters of a log's last line
 TAIL = 4096  # bytes of a log that are read for it
-LONG_TAIL = 1 << 20  # bytes of the batch log, of srun's words, and of aborted ranks' logs, that are looked at
-SIGNAL_BASE = 128  # a shell reports a process that a signal ended as this plus the signal
+LONG_TAIL = 1 << 20  # bytes that are read of the batch log, srun's log and logs of aborted ranks
+SIGNAL_BASE = 128  # a shell's exit code for a process that a signal ended is this plus the signal
 
 # `srun: error: node05: task 3: Killed`; of several tasks: `tasks 0-1,5: Exited with exit code 1`.
 _TASK = re.compile(r"^srun: error: (\S+): tasks? (\d+)[-,0-9]*: (.*?)(?: \(core dumped\))?$", re.MULTILINE)
-# Lines after which tasks end through no fault of theirs.
+# Lines after which tasks end through no fault of their own.
 _ENDED_BY_SLURM = re.compile(r"Node failure|Force Terminated|CANCELLED|Job step aborted", re.IGNORECASE)
-# How every failure of pyxis ends, and its lines before that which say no more: the cause stands among the others.
+# The last line of every pyxis failure. Lines of pyxis that match _EMPTY_WORDS do not hold the cause; the others do.
 _NO_CONTAINER = re.compile(r"Failed to invoke spank plugin stack|spank: required plugin")
 _PYXIS = re.compile(r"^(?:\S+: )*(?:error: )?pyxis: (.*)$")
 _EMPTY_WORDS = re.compile(
@@ -28,8 +28,7 @@ _EMPTY_WORDS = re.compile(
     r"|failed to (?:start|create|import) |child \d+ failed|if the image has|container was not started)"
     r"|exited with return code|^a previous task terminated"
 )
-# What slurmstepd, or the shell that was to become the rank, says where there is no such program, and what Python says
-# where there is no such file.
+# Errors of slurmstepd, or of the shell before the rank, about a missing program, and of Python about a missing file.
 _NOT_BEGUN = re.compile(
     r"(execve\(\): .*|exec: .*(?:not found|[Pp]ermission denied|cannot execute.*)|can't open file .*"
     r"|No module named '?megatron_rl.*)$"
@@ -49,9 +48,9 @@ _SIGNALS = {
 
 
 def tail(path: Path, size: int) -> str:
-    """The last `size` bytes of a log; empty where there is none."""
+    """Last `size` bytes of a log; empty where there is none."""
     try:
-        with open(str(path), "rb") as file:
+        with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - size))
             return file.read().decode("utf-8", "replace")
     except OSError:
@@ -59,28 +58,28 @@ def tail(path: Path, size: int) -> str:
 
 
 def last_line(attempt: RankFiles, rank: int) -> str:
-    """The line of a rank's log that tells how it ended; empty where there is none."""
+    """Line of a rank's log that shows how it ended; empty where there is none."""
     return _end_of_log(attempt.log(rank))
 
 
 def _end_of_log(path: Path) -> str:
-    """The last line with anything in it, or why a container did not start."""
+    """Why a container did not start, else the last line that is not blank."""
     lines = [line.strip() for line in tail(path, TAIL).split("\n") if line.strip()]
     return (reason_of_container(lines) or (lines or [""])[-1])[:LINE_LIMIT]
 
 
 def last_words(srun: Path) -> str:
-    """The last that srun said of a step itself; empty where it said nothing."""
+    """Last line of srun about a step; empty where there is none."""
     lines = [line.strip() for line in tail(srun, TAIL).split("\n") if line.strip()]
     return re.sub(r"^srun: (error: )?", "", (lines or [""])[-1])[:LINE_LIMIT]
 
 
 def reason_of_step(logs: Path, name: str) -> str:
-    """Why a step of the host side failed: the end of the log of its first task that did, else srun's last line; empty
-    where nobody said anything.
+    """Why a step of the host side failed: the end of the log of its first failed task, else srun's last line; may be
+    empty.
 
     Args:
-        logs: folder of the attempt's logs, `NAME.srun.log` and `NAME.TASK.log` among them.
+        logs: folder of the attempt's logs, with `NAME.srun.log` and `NAME.TASK.log`.
     """
     srun = logs / f"{name}.srun.log"
     failed = parse_exits(tail(srun, LONG_TAIL))
@@ -89,34 +88,30 @@ def reason_of_step(logs: Path, name: str) -> str:
 
 
 def reasons_of_step(logs: Path, name: str) -> dict[str, str]:
-    """Host -> why its task of such a step failed, of those that srun names.
-
-    Args:
-        logs, name: see `reason_of_step`.
-    """
+    """Host -> why its task of a step failed, for hosts that srun names. Arguments are those of `reason_of_step`."""
     failed = parse_exits(tail(logs / f"{name}.srun.log", LONG_TAIL))
     found = {str(task.host): _end_of_log(logs / f"{name}.{task.rank}.log") for task in failed}
     return {host: why for host, why in found.items() if why}
 
 
 def timed_out_collective(attempt: RankFiles, rank: int) -> str | None:
-    """The collective of a rank that timed out, by the words of NCCL's watchdog in its log; None without any. It aborts
-    the rank, so stacks follow, of C++ and of Python: the last line says nothing."""
+    """Collective of a rank that timed out, by the message of NCCL's watchdog in its log, if there is one. The watchdog
+    aborts the rank, so C++ and Python stacks follow, and the log's last line is no help."""
     found = _TIMED_OUT.search(tail(attempt.log(rank), LONG_TAIL))
     return found.group(1).strip()[:LINE_LIMIT] if found else None
 
 
 def reason_of_container(lines: list[str]) -> str | None:
-    """The first line in which pyxis or enroot say what is wrong, where a log ends with the failure of a container:
-    what follows it says only that. None where it does not end so."""
+    """Cause of the failure of a container: the first informative line of pyxis or enroot. None where the lines do not
+    end with such a failure."""
     if not lines or not _NO_CONTAINER.search(lines[-1]):
         return None
-    said = [found.group(1).strip() for found in map(_PYXIS.match, lines) if found]
-    return next((line for line in said if not _EMPTY_WORDS.search(line)), None)
+    messages = [found.group(1).strip() for found in map(_PYXIS.match, lines) if found]
+    return next((line for line in messages if not _EMPTY_WORDS.search(line)), None)
 
 
 def why_not_started(attempt: RankFiles, rank: int) -> str | None:
-    """Why the program of a rank never began, by the end of its log; None where the log does not say so."""
+    """Why the program of a rank never began, by the end of its log; None: it began, or the log does not say."""
     lines = [line.strip() for line in tail(attempt.log(rank), TAIL).split("\n") if line.strip()]
     found = next(filter(None, map(_NOT_BEGUN.search, reversed(lines[-2:]))), None)
     why = reason_of_container(lines) or (found.group(1) if found is not None else None)
@@ -124,13 +119,13 @@ def why_not_started(attempt: RankFiles, rank: int) -> str | None:
 
 
 def exits(attempt: RankFiles) -> list[RankExit]:
-    """Ranks that ended, by what srun said of the step: nothing else names one that was killed."""
+    """Ranks that ended, by srun's log of the step, the only source that names a killed rank."""
     return parse_exits(tail(attempt.srun, LONG_TAIL))
 
 
 def parse_exits(text: str) -> list[RankExit]:
-    """The first rank that srun's standard error names, and the first one of each further node that left with a code of
-    its own. None where Slurm itself ended the step, and where it is not said."""
+    """First rank that srun's standard error names, and the first rank with an exit code of its own on each further
+    node. Empty where Slurm itself ended the step, or srun names none."""
     named = list(_TASK.finditer(text))
     if not named or _ENDED_BY_SLURM.search(text[: named[0].start()]):
         return []
@@ -152,12 +147,11 @@ def _exit(host: str, rank: str, how: str) -> RankExit | None:
 
 
 def signed(code: int) -> int:
-    """An exit code as a shell or srun gives it, with the signal that ended a process as a negative number. Above the
-    last signal are codes of the process's own: 255 is what sys.exit(-1) leaves."""
+    """Convert an exit code of a shell or srun: 137 becomes -9, the negative signal. Codes beyond the last signal are
+    the process's own: sys.exit(-1) leaves 255."""
     return SIGNAL_BASE - code if SIGNAL_BASE < code < SIGNAL_BASE + signal.NSIG else code
 
 
 def ended_by_slurm(run: RunDir, start: AttemptStart) -> str | None:
-    """The cause for which Slurm ended the batch script of an attempt, by its own words in the batch log; None without
-    any."""
+    """Cause for which Slurm ended the batch script of an attempt, by its message in the batch log, if there is one."""
     return cause_in_log(tail(run.batch_log, LONG_TAIL), str(start.job_id), start.at)

@@ -1,16 +1,17 @@
-"""Whether a run's directory is still the one that its attempt began in: somebody may remove it under a run that nobody
-watches, and ranks would compute on for a record that nobody can read."""
+"""Whether a run's directory is still the one that its attempt began in. If it is removed under a running attempt, the
+ranks' work is lost."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Callable
 
 from megatron_rl.contract.paths import RunDir
 
-GONE_S = 5.0  # over which a directory must be missing: a file system may tell late what another machine did
-LOOK_S = 0.2
+GONE_S = 5.0  # seconds for which it must be missing: a file system may show changes of another machine late
+LOOK_S = 0.2  # seconds between looks
 
 
 class Presence:
@@ -20,14 +21,14 @@ class Presence:
         self._run, self._clock = run, clock
         self._missing_since: float | None = None
         try:
-            self._known: os.stat_result | None = os.stat(str(run.root))
+            self._known: os.stat_result | None = run.root.stat()
             self._resolved = run.resolved.exists()
         except OSError:
-            self._known, self._resolved = None, False  # what was never seen cannot be missed
+            self._known, self._resolved = None, False  # a directory that was never seen cannot be lost
 
     def is_lost(self) -> bool:
-        """Whether the directory has been removed, moved, emptied or replaced for a while. False where that cannot be
-        told, such as under a file system that is not mounted."""
+        """Whether the directory has been removed, moved, emptied or replaced for GONE_S. False where that is unknown,
+        such as where its file system is not mounted."""
         if not self._is_missing():
             self._missing_since = None
             return False
@@ -36,7 +37,7 @@ class Presence:
         return self._clock() - self._missing_since >= GONE_S
 
     def wait_for_certainty(self) -> bool:
-        """Whether the directory is lost, once that is certain: at once where it is there."""
+        """Whether the directory is lost. Waits for certainty while it is missing."""
         while self._is_missing() and not self.is_lost():
             time.sleep(LOOK_S)
         return self.is_lost()
@@ -45,20 +46,20 @@ class Presence:
         if self._known is None:
             return False
         try:
-            now = os.stat(str(self._run.root))
+            now = self._run.root.stat()
             if not os.path.samestat(now, self._known):
                 return now.st_dev == self._known.st_dev
-            return self._resolved and not os.path.lexists(str(self._run.resolved))
+            return self._resolved and not os.path.lexists(self._run.resolved)
         except (FileNotFoundError, NotADirectoryError):
             return self._device_around() == self._known.st_dev
         except OSError:
             return False
 
     def _device_around(self) -> int | None:
-        """The file system of the nearest directory above that is there."""
+        """Device of the nearest existing directory above."""
         for folder in self._run.root.absolute().parents:
             try:
-                return os.stat(str(folder)).st_dev
+                return folder.stat().st_dev
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError:
@@ -67,11 +68,8 @@ class Presence:
 
 
 def describe_loss(run: RunDir) -> str:
-    """Say that a run lost its directory, and write it beside the place where that was: its own log went with it."""
-    said = f"{run.root}: the directory of this run was removed, moved or replaced while it ran, so its ranks were ended"
-    try:
-        with open(str(run.batch_log), "a", encoding="utf-8") as file:
-            file.write("{} {}\n".format(time.strftime("%Y-%m-%d %H:%M:%S"), said))
-    except OSError:
-        pass  # the folder around it went too
-    return said
+    """Message that a run lost its directory. It also goes to the batch log, beside that directory."""
+    text = f"{run.root}: the directory of this run was removed, moved or replaced while it ran, so its ranks were ended"
+    with contextlib.suppress(OSError), run.batch_log.open("a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+    return text

@@ -1,8 +1,7 @@
-"""The folder of the checkpoints, on Lustre with its large files spread over several storage servers.
+"""The folder of the checkpoints, with large files spread over several storage servers on Lustre.
 
-A rank writes one file of many gigabytes, which by Lustre's own default lies on one server whole. Only the batch host
-and the login node have `lfs`, containers have not, so the folder is made before the ranks start.
-"""
+A rank writes one file of many gigabytes, which Lustre by default stores on one server. Only the batch host and the
+login node have `lfs`, containers do not, so the folder is created before the ranks start."""
 
 from __future__ import annotations
 
@@ -10,16 +9,16 @@ import subprocess
 
 from megatron_rl.contract.paths import RunDir
 
-LIMIT_S = 10.0  # that lfs may take
-UNSTRIPED = "1"  # stripes of a folder that nobody, the site least of all, has laid out
-# By https://wiki.lustre.org/Lustre_Striping_Best_Practices: a file below a gigabyte stays on one server, a larger one
-# that a single client writes is spread over four to eight.
+LIMIT_S = 10.0  # seconds for lfs
+UNSTRIPED = "1"  # stripe count of a folder without a layout of the site's
+# https://wiki.lustre.org/Lustre_Striping_Best_Practices: files below a gigabyte on one server, larger ones that a
+# single client writes on four to eight.
 LAYOUT = ("--component-end", "1G", "--stripe-count", "1", "--component-end", "-1", "--stripe-count", "4")
 
 
 def make_checkpoints(run: RunDir) -> None:
-    """Make the folder of the checkpoints, where there is none yet. Nothing of it is ever an error: a rank that finds no
-    folder makes one, and says why where it cannot."""
+    """Create the folder of the checkpoints if missing. Never raises: a rank that finds no folder creates it, and
+    reports why where it cannot."""
     try:
         run.checkpoints.mkdir(parents=True)
     except OSError:
@@ -30,7 +29,7 @@ def make_checkpoints(run: RunDir) -> None:
 
 
 def _lfs(*arguments: str) -> str | None:
-    """What lfs prints; None where there is none, the file system is no Lustre, or it does not answer."""
+    """Output of lfs; None without lfs or Lustre, or where it does not answer."""
     try:
         done = subprocess.run(
             ("lfs", *arguments),

@@ -213,7 +213,7 @@ def test_in_somebodys_own_allocation_a_crash_is_told_and_left_to_them():
     decision = decide([], crash(), None, Facts(can_return=False, requeueable=False))
     assert (decision.outcome, decision.then, decision.exit_code) == ("crashed", "over", 1)
     full = decide([], NO_ROOM, None, Facts(can_return=False, requeueable=False))
-    assert (full.then, full.message) == ("over", "make room there; the run goes on from its newest checkpoint")
+    assert (full.then, full.message) == ("over", "make room there; the run resumes from its newest checkpoint")
 
 
 @pytest.mark.parametrize(
