@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.host.record import presence
 from launcher.host.record.presence import GONE_S, Presence, describe_loss
 from megatron_rl.contract.paths import RunDir
 
@@ -58,10 +57,10 @@ def test_what_cannot_be_looked_at_is_not_lost(run, monkeypatch, error):
     clock = Clock()
     watch = Presence(run, clock)
 
-    def refuse(path: str) -> os.stat_result:
+    def refuse(path: Path) -> os.stat_result:
         raise error
 
-    monkeypatch.setattr(presence.os, "stat", refuse)
+    monkeypatch.setattr(Path, "stat", refuse)
     assert not lost_after(watch, clock, 10 * GONE_S)
 
 
