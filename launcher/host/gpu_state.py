@@ -1,4 +1,4 @@
-"""Pure: what nvidia-smi and the kernel say of a node's GPUs, links and limits before the ranks start."""
+"""Pure: problems of a node's GPUs, links and limits, from the output of nvidia-smi and the kernel."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import re
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
-LEFTOVER_MIB = 256  # GPU memory of a process that is none of ours: an exclusive node has no other user
-MEMLOCK_MIB = 1024  # least locked memory where there is RDMA: NCCL registers its buffers
-OPEN_FILES = 4096  # sockets of a large job, data files, libraries
+LEFTOVER_MIB = 256  # MiB of GPU memory from which a foreign process counts: an exclusive node has no other user
+MEMLOCK_MIB = 1024  # MiB of locked memory that are needed with RDMA: NCCL registers its buffers
+OPEN_FILES = 4096  # open files that are needed: sockets of a large job, data files, libraries
 SLOWED = {
     "hw_thermal_slowdown": "its hardware is too hot",
     "sw_thermal_slowdown": "it is too hot",
-    "hw_power_brake_slowdown": "the power supply brakes it",
+    "hw_power_brake_slowdown": "the power supply slows it",
 }
 
-XID_WINDOW_S = 3600.0  # older ones belong to somebody else's job
+XID_WINDOW_S = 3600.0  # seconds; older errors belong to earlier jobs
 
-# After these a GPU computes for nobody until it, or its node, is reset: what the catalogue has for them, as "Immediate
-# Action", is RESET_GPU, RESTART_BM, or a workflow that ends there (48, 74). RESTART_APP and IGNORE are no fault of the
-# GPU: errors of the application (13, 31, 32, 43, 45, 69), of one decoder or copy engine, memory errors that the GPU has
-# confined to one process (94) or repaired (63, 92; whether 63 leaves something to do, nvidia-smi says).
+# After these a GPU is unusable until it, or its node, is reset: their "Immediate Action" in the catalogue is RESET_GPU,
+# RESTART_BM, or a workflow that ends there (48, 74). RESTART_APP and IGNORE are no fault of the GPU: errors of the
+# application (13, 31, 32, 43, 45, 69), of one decoder or copy engine, memory errors that the GPU has confined to one
+# process (94) or repaired (63, 92; nvidia-smi shows whether 63 needs a reset).
 # https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html (A100 to GB200)
 FATAL_XIDS = {
     46: "GPU stopped processing",
@@ -41,7 +41,7 @@ FATAL_XIDS = {
     156: "a part of the GPU was retired, which needs a reset",
     158: "GPU timed out for good",
 }
-# These say themselves how bad it is.
+# Xids whose text shows whether they are fatal: number -> (name, pattern of a fatal one).
 SAID_XIDS = {
     **dict.fromkeys(range(144, 151), ("NVLink error", r"\bFatal\b")),
     154: ("GPU needs a recovery", r"changed from .* to (?!0x0 \(None\))"),
@@ -50,11 +50,10 @@ _XID = re.compile(r"^\[\s*(\d+\.\d+)\].*NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+)(.*
 
 
 def xid_problems(kernel_log: str, uptime: float) -> list[str]:
-    """Errors of the last hour that leave a GPU unfit, each once.
+    """Errors of the last hour that make a GPU unfit, each once.
 
     Args:
-        kernel_log: lines that begin with the seconds since boot, as dmesg and `journalctl --output=short-monotonic`
-            have them.
+        kernel_log: lines that begin with the seconds since boot, as of dmesg and `journalctl --output=short-monotonic`.
         uptime: seconds since boot.
     """
     problems = []
@@ -67,18 +66,17 @@ def xid_problems(kernel_log: str, uptime: float) -> list[str]:
 
 
 def gpu_problems(document: str) -> list[str]:
-    """What is wrong with the GPUs by `nvidia-smi -q -x`: somebody else's processes, a clock that is held down, a PCIe
-    link that lost lanes, a fabric manager that did not bring them up. Raises ElementTree.ParseError."""
+    """Problems of the GPUs in `nvidia-smi -q -x`: foreign processes, reduced clocks, PCIe links that lost lanes, GPUs
+    that the fabric manager did not initialise. Raises ElementTree.ParseError."""
     problems = []
     for index, gpu in enumerate(ElementTree.fromstring(document).findall("gpu")):
         for process in gpu.iterfind("processes/process_info"):
             used = re.match(r"(\d+) MiB", _text(process, "used_memory"))
             if "C" in _text(process, "type") and used and int(used.group(1)) >= LEFTOVER_MIB:
-                said = "GPU {} is used by process {} ({}, {})"
-                known = [_text(process, name) for name in ("pid", "process_name", "used_memory")]
-                problems.append(said.format(index, *known))
+                pid, name, memory = (_text(process, key) for key in ("pid", "process_name", "used_memory"))
+                problems.append(f"GPU {index} is used by process {pid} ({name}, {memory})")
         for reason, what in sorted(SLOWED.items()):
-            # Called throttle reasons before driver 535.
+            # Drivers before 535 call them throttle reasons.
             names = ("clocks_event_reasons/clocks_event_reason_", "clocks_throttle_reasons/clocks_throttle_reason_")
             if "Active" in [_text(gpu, name + reason) for name in names]:
                 problems.append(f"GPU {index} is slowed down: {what}")
@@ -87,7 +85,7 @@ def gpu_problems(document: str) -> list[str]:
         ]
         lanes = [int(width[:-1]) for width in widths if re.match(r"\d+x$", width)]
         if len(lanes) == 2 and lanes[0] < lanes[1]:
-            problems.append("GPU {} has {} of its {} PCIe lanes".format(index, *lanes))
+            problems.append(f"GPU {index} has {lanes[0]} of its {lanes[1]} PCIe lanes")
         state, status = _text(gpu, "fabric/state"), _text(gpu, "fabric/status")
         if state not in ("", "N/A", "Completed") or status not in ("", "N/A", "Success"):
             problems.append(f"GPU {index} is not in the NVLink fabric: {state}, {status} (fabric manager)")
@@ -95,7 +93,7 @@ def gpu_problems(document: str) -> list[str]:
 
 
 def nvlink_problems(listing: str) -> list[str]:
-    """GPUs with fewer active links than the best one, by `nvidia-smi nvlink -s`."""
+    """GPUs with fewer active links than the others, by `nvidia-smi nvlink -s`."""
     links: dict[str, int] = {}
     gpu = ""
     for line in listing.splitlines():
@@ -110,27 +108,28 @@ def nvlink_problems(listing: str) -> list[str]:
 
 
 def network_gbps(ports: Sequence[tuple[str, str]]) -> float:
-    """Gb/s of all active ports of RDMA adapters.
+    """Sum of the Gb/s of all active ports of RDMA adapters.
 
     Args:
-        ports: (state, rate) as the kernel has them: `4: ACTIVE`, `400 Gb/sec (4X NDR)`.
+        ports: (state, rate) in the kernel's form: `4: ACTIVE`, `400 Gb/sec (4X NDR)`.
     """
     rates = [re.match(r"(\d+(?:\.\d+)?) Gb/sec", rate) for state, rate in ports if "ACTIVE" in state]
     return sum(float(rate.group(1)) for rate in rates if rate)
 
 
 def limit_problems(memlock: int, open_files: int, rdma: bool) -> list[str]:
-    """Limits that no rank can raise.
+    """Hard limits that are too low; no rank can raise them.
 
     Args:
-        memlock: bytes of locked memory, the hard limit; -1: no limit.
-        open_files: the hard limit.
+        memlock: hard limit of locked memory in bytes; -1: none.
+        open_files: hard limit of open files.
         rdma: whether the node has adapters that need locked memory.
     """
     problems = []
     if rdma and 0 <= memlock < MEMLOCK_MIB << 20:
-        said = "locked memory is limited to {} KiB, and NCCL's network needs it (LimitMEMLOCK of slurmd)"
-        problems.append(said.format(memlock >> 10))
+        problems.append(
+            f"locked memory is limited to {memlock >> 10} KiB, and NCCL's network needs it (LimitMEMLOCK of slurmd)"
+        )
     if 0 <= open_files < OPEN_FILES:
         problems.append(f"open files are limited to {open_files}, {OPEN_FILES} are needed")
     return problems

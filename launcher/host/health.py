@@ -1,11 +1,10 @@
-"""Is this node fit to compute? One process a node, outside the container, before the ranks start:
+"""Health check of a node: one process a node, outside the container, before the ranks start:
 
     python3 -m launcher.host.health --run-dir DIR --attempt N --gpus 8
 
-Looks at the GPUs, their errors, state and links, limits, shared memory, and whether the shared file system takes a file
-and gives it back; writes Attempt.health(HOST) and leaves with 0 whatever it found. launcher.host.judge.nodes turns the
-reports of all nodes, and what the all-reduce between them said (megatron_rl.fabric.check), into the nodes that must not
-be used.
+It checks the GPUs (number, errors, state, links), limits, shared memory, and a round trip to the shared file system. It
+writes Attempt.health(HOST) and exits with 0 whatever it found. launcher.host.judge.nodes derives the unfit nodes from
+the reports of all nodes and of the all-reduce between them (megatron_rl.fabric.check).
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 
 RDMA = "/sys/class/infiniband"
-TOOL_LIMIT = 60.0  # seconds for nvidia-smi: with a sick driver it never answers
+TOOL_LIMIT = 60.0  # seconds for nvidia-smi, which never answers with a broken driver
 CANARY_LIMIT = 30.0  # seconds for a megabyte to the shared file system and back
 CANARY_BYTES = 1 << 20
 KERNEL_LOGS = (
     ("dmesg",),
     ("journalctl", "--dmesg", "--output=short-monotonic", "--lines=100000", "--no-pager", "--quiet"),
 )
-SHM_MIB = 64  # least free shared memory of a node
-SHM_MIB_PER_GPU = 512  # and for each GPU: NCCL's buffers and the ranks' queues live there
+SHM_MIB = 64  # MiB of free shared memory that a node needs
+SHM_MIB_PER_GPU = 512  # MiB more for each GPU: NCCL's buffers and the ranks' queues live there
 
 
 class CheckResult(NamedTuple):
-    """What one check says: nothing, that the node is unfit, or that it could not look."""
+    """Result of one check: reasons why the node is unfit, checks that were impossible, and facts for the report."""
 
     problems: list[str] = []
     skipped: list[str] = []
@@ -52,7 +51,7 @@ class CheckResult(NamedTuple):
 
 
 def check_gpus(wanted: int, listing: str | None, devices: Sequence[str]) -> CheckResult:
-    """Pure: whether there are as many GPUs as the job needs.
+    """Pure: whether the node has the GPUs that the job needs.
 
     Args:
         listing: output of `nvidia-smi -L`; None where there is no such tool.
@@ -84,7 +83,7 @@ def check_ecc(document: str) -> CheckResult:
 
 
 def check_state(document: str) -> CheckResult:
-    """Pure: what else `nvidia-smi -q -x` says against the GPUs; where it cannot be read, check_ecc says so."""
+    """Pure: other problems of the GPUs in `nvidia-smi -q -x`. Where it cannot be parsed, check_ecc reports that."""
     try:
         return CheckResult(gpu_problems(document))
     except ElementTree.ParseError:
@@ -94,30 +93,30 @@ def check_state(document: str) -> CheckResult:
 def check_shared_memory(free_mib: int, gpus: int) -> CheckResult:
     """Pure: whether /dev/shm has room for the ranks."""
     needed = max(SHM_MIB, SHM_MIB_PER_GPU * gpus)
-    said = f"/dev/shm has {free_mib} MiB free, {needed} are needed"
-    return CheckResult([said] if free_mib < needed else [], facts={"shm_free_mib": free_mib})
+    problem = f"/dev/shm has {free_mib} MiB free, {needed} are needed"
+    return CheckResult([problem] if free_mib < needed else [], facts={"shm_free_mib": free_mib})
 
 
 def canary(folder: Path, host: str) -> None:
-    """A megabyte to disk, renamed, and read back. Raises OSError."""
+    """Write a megabyte to disk, rename it and read it back. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     data = os.urandom(CANARY_BYTES)
     written, renamed = folder / f".canary.{host}.tmp", folder / f".canary.{host}"
-    with open(str(written), "wb") as file:
+    with written.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(str(written), str(renamed))
+    written.replace(renamed)
     try:
         if renamed.read_bytes() != data:
-            raise OSError("gave back other bytes than it took")
+            raise OSError("returned other bytes than were written")
     finally:
         renamed.unlink()
 
 
 def within(limit: float, work: Callable[[], None]) -> str | None:
-    """Run `work` in a child of ours: None when it did it, else why not. A child that hangs in the kernel is left
-    behind, for nothing can end it."""
+    """Run `work` in a child process. Returns why it failed; None: it did not. A child that hangs in the kernel is left
+    behind."""
 
     def silently() -> str:
         work()
@@ -131,7 +130,7 @@ def within(limit: float, work: Callable[[], None]) -> str | None:
 
 
 def examine(folder: Path, host: str, gpus: int) -> tuple[NodeHealth, bool]:
-    """(the report of this node, whether the shared file system takes it)."""
+    """Return the report of this node, and whether it can be written to the shared file system."""
     results = [_shared_memory(gpus), _limits_and_network(gpus)]
     if gpus:
         results += _gpus(gpus)
@@ -154,52 +153,51 @@ def examine(folder: Path, host: str, gpus: int) -> tuple[NodeHealth, bool]:
 def _gpus(wanted: int) -> list[CheckResult]:
     listing, problem = _output("nvidia-smi", "-L")
     if listing is None and problem is None:  # no such tool
-        devices = glob.glob("/dev/nvidia[0-9]*")
+        devices = [str(path) for path in Path("/dev").glob("nvidia[0-9]*")]
         return [check_gpus(wanted, None, devices), CheckResult(skipped=["ECC and Xid: no nvidia-smi on PATH"])]
     if problem:
         return [CheckResult([f"nvidia-smi: {problem}"])]
     results = [check_gpus(wanted, listing, [])]
     links, problem = _output("nvidia-smi", "nvlink", "-s")
-    skipped = ["NVLink: nvidia-smi nvlink -s: {}".format(problem or "no answer")] if links is None else []
+    skipped = [f"NVLink: nvidia-smi nvlink -s: {problem or 'no answer'}"] if links is None else []
     results.append(CheckResult(nvlink_problems(links or ""), skipped))
     document, problem = _output("nvidia-smi", "-q", "-x")
     results.append(check_state(document or ""))
-    why = "ECC: nvidia-smi -q -x: {}".format(problem or "no answer")
-    results.append(check_ecc(document) if document else CheckResult(skipped=[why]))
+    unread = CheckResult(skipped=[f"ECC: nvidia-smi -q -x: {problem or 'no answer'}"])
+    results.append(check_ecc(document) if document else unread)
     results.append(_xids())
     return results
 
 
 def _xids() -> CheckResult:
-    """By the first kernel log that may be read: which of the two is for everybody differs from site to site."""
+    """Check Xid errors in the first kernel log that is readable: which of the two is differs from site to site."""
     skipped = []
     for command in KERNEL_LOGS:
         kernel_log, problem = _output(*command)
         if kernel_log:
-            with open("/proc/uptime") as file:
-                return CheckResult(xid_problems(kernel_log, float(file.read().split()[0])))
+            return CheckResult(xid_problems(kernel_log, float(Path("/proc/uptime").read_text().split()[0])))
         why = problem or ("not on PATH" if kernel_log is None else "shows nothing")
         skipped.append(f"{command[0]}: {why}")
-    return CheckResult(skipped=["Xid: {}".format("; ".join(skipped))])
+    return CheckResult(skipped=[f"Xid: {'; '.join(skipped)}"])
 
 
 def _limits_and_network(gpus: int) -> CheckResult:
-    ports = [_port(folder) for folder in glob.glob(f"{RDMA}/*/ports/*") if gpus]
+    ports = [_port(Path(folder)) for folder in glob.glob(f"{RDMA}/*/ports/*") if gpus]  # never raises
     memlock, files = (resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
     facts = {"network_gbps": network_gbps(ports)} if ports else {}
     return CheckResult(limit_problems(memlock, files, bool(ports)), facts=facts)
 
 
-def _port(folder: str) -> tuple[str, str]:
-    """(state, rate) of a port of an RDMA adapter; empty where the kernel does not say."""
-    said = []
-    for name in ("state", "rate"):
+def _port(folder: Path) -> tuple[str, str]:
+    """Return (state, rate) of a port of an RDMA adapter; empty where they cannot be read."""
+
+    def text(name: str) -> str:
         try:
-            with open(os.path.join(folder, name)) as file:
-                said.append(file.read().strip())
+            return (folder / name).read_text().strip()
         except OSError:
-            said.append("")
-    return said[0], said[1]
+            return ""
+
+    return text("state"), text("rate")
 
 
 def _shared_memory(gpus: int) -> CheckResult:
@@ -211,7 +209,7 @@ def _shared_memory(gpus: int) -> CheckResult:
 
 
 def _output(*command: str) -> tuple[str | None, str | None]:
-    """(output, None), (None, why there is none), or (None, None) where there is no such tool."""
+    """Return (output, None), (None, error), or (None, None) where there is no such tool."""
     try:
         answer = run_limited(command, TOOL_LIMIT)
     except FileNotFoundError:
@@ -248,10 +246,10 @@ def main(arguments: list[str] | None = None) -> int:
     for line in report.problems + [f"not checked: {reason}" for reason in report.skipped]:
         print(f"{host}: {line}", flush=True)
     if not writable:
-        os._exit(0)  # a report cannot be written, which says it all
+        os._exit(0)  # a node without a report is not used
     try:
         write(file, report)
-    except OSError as error:  # as if it had been found before: who does not report is not used
+    except OSError as error:  # likewise
         print(f"{host}: {file}: {error.strerror}", flush=True)
     return 0
 

@@ -1,1 +1,1 @@
-"""The code that a run takes along: a snapshot, what belongs in it, and what git says of it."""
+"""The code of a run: its snapshot, the files that belong in it, and their state in git."""

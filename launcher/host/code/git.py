@@ -1,6 +1,6 @@
-"""Read-only questions to git about one directory of a work tree.
+"""Read-only queries to git about one directory of a work tree.
 
-Nothing here takes a lock on the user's repository, obeys the GIT_* variables of a hook that started us, or depends on
+They take no lock on the user's repository, ignore the GIT_* variables of a hook that started us, and do not depend on
 the user's git configuration of colours, external diffs and untracked files.
 """
 
@@ -17,21 +17,21 @@ CALL_LIMIT = 120.0  # seconds for one answer of git: a cold work tree on a busy 
 
 
 class GitError(Exception):
-    """git is there and refuses; the message is its own."""
+    """git refuses, with this message."""
 
 
 class WorkTree(NamedTuple):
-    """Where a directory stands in a repository."""
+    """Work tree of a repository."""
 
     top: str
-    commit: str | None  # None before the first commit
+    commit: str | None  # None: there is no commit yet
 
 
 def work_tree(path: str) -> WorkTree | None:
-    """The work tree that holds `path`; None where there is none, no git, or where it ignores this directory. Raises
+    """Work tree that holds `path`; None where there is none, no git, or where it ignores this directory. Raises
     GitError."""
     path = os.path.realpath(path)
-    if not below_a_repository(path):  # saves starting git for every installed package
+    if not below_a_repository(path):  # avoids starting git for every installed package
         return None
     try:
         answer = _run(path, "rev-parse", "--show-toplevel", "HEAD")
@@ -43,7 +43,7 @@ def work_tree(path: str) -> WorkTree | None:
     top = lines[0]
     commit = lines[1] if len(lines) > 1 and re.match("^[0-9a-f]{40,64}$", lines[1]) else None
     if os.path.realpath(top) != path and _run(top, "check-ignore", "--quiet", path).returncode == 0:
-        return None  # such as a virtual environment inside a checkout
+        return None  # for example a virtual environment inside a checkout
     return WorkTree(top, commit)
 
 
@@ -71,15 +71,15 @@ def diff(path: str, without: list[str]) -> bytes:
     """Tracked changes below `path` against the commit, as text.
 
     Args:
-        without: files, relative to `path`, whose changes are left out.
+        without: files, relative to `path`, whose changes are omitted.
     """
     left_out = [":(exclude,literal)" + name for name in without]
     return _ask(path, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".", *left_out)
 
 
 def below_a_repository(path: str) -> bool:
-    """Whether `path` or a directory above it holds a `.git`. Raises GitError where that cannot be told: outside git all
-    files would count as code, those that it ignores too."""
+    """Whether `path` or a directory above it holds a `.git`. Raises GitError where that is unknown: treated as outside
+    git, ignored files would count as code."""
     while not _is_there(os.path.join(path, ".git")):
         parent = os.path.dirname(path)
         if parent == path:
@@ -112,11 +112,11 @@ def _ask(path: str, *arguments: str) -> bytes:
 def _run(path: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env.update(GIT_OPTIONAL_LOCKS="0", LC_ALL="C")
-    # Somebody else's repository, such as a shared installation: the run is about to execute what is in it.
-    command = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-C", path]
-    command.extend(arguments)
+    # safe.directory: the repository may belong to another user (a shared installation), and the run executes it anyway.
     try:
-        return run_limited(command, CALL_LIMIT, env)
+        return run_limited(
+            ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-C", path, *arguments], CALL_LIMIT, env
+        )
     except subprocess.TimeoutExpired:
         raise GitError(f"git {arguments[0]} did not answer within {CALL_LIMIT:.0f} s") from None
 

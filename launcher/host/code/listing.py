@@ -1,4 +1,8 @@
-"""Which files of a directory are its code: what a snapshot holds and what it leaves out."""
+"""Files of a directory that count as code, and those that a snapshot leaves out.
+
+Files of credentials stay out, tracked or not, by their names alone. Ordinary source may have tokens and secrets in its
+name (tokenizer.py, token_count.py, secrets.py): the patterns are names under which programs keep credentials.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ SECRET = "its name says credentials"
 
 
 class SnapshotError(Exception):
-    """The code cannot be copied; the message says which, why and what to do."""
+    """The code cannot be copied."""
 
 
 class Listing(NamedTuple):
-    """Files and links to copy, relative to their source."""
+    """Files and links to copy, relative to their source, and remarks for the user."""
 
     files: list[str]
     sizes: dict[str, int]
@@ -30,7 +34,7 @@ class Listing(NamedTuple):
 
 
 def list_files(path: str, run: str) -> Listing:
-    """What a snapshot of the directory `path` holds, made into the run directory `run`. Raises SnapshotError."""
+    """Files of a snapshot of the directory `path`, made into the run directory `run`. Raises SnapshotError."""
     if not os.path.isdir(path):
         raise SnapshotError(
             f"{path}: no such directory on {socket.gethostname()}; the code must lie where the compute nodes see it, "
@@ -58,7 +62,7 @@ def list_files(path: str, run: str) -> Listing:
 
 
 def refuse_home(path: str) -> None:
-    """Raise SnapshotError where `path` is the user's home directory, or holds it."""
+    """Raise SnapshotError where `path` is the user's home directory, or a directory above it."""
     home = os.path.realpath(os.path.expanduser("~"))
     if (home + "/").startswith(os.path.realpath(path).rstrip("/") + "/"):
         raise SnapshotError(
@@ -68,7 +72,8 @@ def refuse_home(path: str) -> None:
 
 
 def _names(path: str, run: str, notes: list[str]) -> tuple[list[str], list[str]]:
-    """(tracked, others) below `path`; outside git all count as tracked. What is left out is noted, if worth knowing."""
+    """Return (tracked files, other files) below `path`; outside git all count as tracked. Appends to `notes` what is
+    left out."""
     if tree_of(path) is None:
         if ask_git(git.below_a_repository, path) and shutil.which("git") is None:
             notes.append("git is not on PATH: no commit recorded, ignored files taken too")
@@ -87,7 +92,7 @@ def _names(path: str, run: str, notes: list[str]) -> tuple[list[str], list[str]]
             tracked.append(name)
     others = []
     for name in ask_git(git.untracked, path):
-        if name.endswith("/"):  # a repository of its own, no submodule
+        if name.endswith("/"):  # a repository of its own, not a submodule
             inner_tracked, inner_untracked = _names(os.path.join(path, name), run, notes)
             others += [os.path.join(name, one) for one in inner_tracked + inner_untracked]
         else:
@@ -105,7 +110,7 @@ def _walk(path: str) -> list[str]:
 
 
 def _code_among(path: str, names: list[str], run: str, notes: list[str]) -> list[str]:
-    """Those of the untracked files that are code."""
+    """Untracked files that are code."""
     reasons: dict[str, str | None] = {}
     kept = []
     for name in names:
@@ -145,7 +150,7 @@ def _note_link(path: str, name: str, notes: list[str]) -> None:
 
 
 def tree_of(path: str) -> git.WorkTree | None:
-    """Where `path` stands in a repository; None: in none, or gone."""
+    """Work tree that holds `path`; None: there is none, or `path` does not exist. Raises SnapshotError."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -156,7 +161,7 @@ def tree_of(path: str) -> git.WorkTree | None:
 
 
 def ask_git(question: Callable[[str], T], path: str) -> T:
-    """git's answer; what it refuses becomes a SnapshotError that names the directory."""
+    """Query git about a directory. Its refusal becomes a SnapshotError that names the directory."""
     try:
         return question(path)
     except git.GitError as error:
@@ -173,14 +178,14 @@ _FILES = (
     r"|(?:.*[._-])?token(?:\.(?:txt|json|ya?ml))?"
     r"|.*\.(?:pem|key|p12|pfx|jks|kdbx|ppk)|id_(?:rsa|dsa|ecdsa|ed25519)(?:_sk)?"
     r"|.*_history"
-)  # compiled where a name is looked at: a dry run looks at none
+)  # compiled on use, since a dry run lists no files
 
 
 def holds_credentials(name: str) -> bool:
-    """Whether a file says so by its name, or by that of a folder that it lies in.
+    """Whether a file, by its name or that of a folder above it, holds credentials.
 
     Args:
-        name: relative to the directory that is copied.
+        name: relative to the copied directory.
     """
     *folders, file = name.split("/")
     return (

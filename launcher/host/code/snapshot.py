@@ -1,14 +1,14 @@
 """The code of a run: a snapshot in RUN_DIR/code, which every attempt imports from.
 
-    code -> code-001            a link that moves only to a whole snapshot
-    code-001/SNAPSHOT.json      where everything came from, and what belongs on PYTHONPATH
+    code -> code-001            link, which moves only to a complete snapshot
+    code-001/SNAPSHOT.json      sources of all files, and the folders for PYTHONPATH
              launcher/  megatron_rl/  mrl-0.1.0.dist-info/
              1-mine/            files of the first `code.include`, 1-mine.diff its uncommitted changes
     code-002/                   after `mrl resume --update-code`; the earlier one stays, for the attempts that ran it
 
-Of a git work tree: tracked files as they are on disk, and untracked files that git does not ignore. Of anything
-else: every file. Never credentials (credentials.py), byte code, virtual environments and run directories.
-"""
+A snapshot of a git work tree holds the tracked files as they are on disk, and untracked files that git does not ignore;
+of another directory it holds every file. It never holds credentials, byte code, virtual environments or run
+directories."""
 
 from __future__ import annotations
 
@@ -40,59 +40,53 @@ from megatron_rl.contract.records import (
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
 
 RECORD = RunDir("").code_record.name
-LIMIT_BYTES = 200 * 10**6  # of all sources together: code, not data
+LIMIT_BYTES = 200 * 10**6  # bytes of all sources together: code, not data
 
 
 def take(sources: list[CodeSource], target: Path) -> CodeSnapshot:
-    """Make the snapshot `target`, once: the record of the one that is there already is returned as it is.
-
-    Of processes that do so at the same time one wins, whole.
+    """Make the snapshot `target` unless it exists. Returns its record. Of several processes one makes it.
 
     Args:
-        sources: as `plan_sources` makes them.
+        sources: result of `plan_sources`.
 
     Raises:
-        SnapshotError: nothing was left behind, and `target` does not exist or cannot be read. From an OSError where it
-            is the file system that fails, here and now.
+        SnapshotError: nothing is left behind. Its cause is an OSError where the file system fails now and here.
     """
-    target = Path(str(target))
+    target = Path(target)
     found = _record_of(target, PATIENCE_S)
     if found is ABSENT:
         _refuse_foreign(target)
         _link(sources, target)
         found = _record_of(target, PATIENCE_S)
     if found is ABSENT:
-        raise SnapshotError(f"{target}: leads to no snapshot; remove it and start again")
+        raise SnapshotError(f"{target} leads to no snapshot; remove it and start again")
     if isinstance(found, Unreadable):
         raise SnapshotError(str(found)) from UnreadableRecord(str(found))
     return found
 
 
 def update(sources: list[CodeSource], target: Path) -> CodeSnapshot:
-    """Make a further snapshot and have `target` lead to it, in one step: until then the old one is untouched.
-
-    Raises:
-        SnapshotError: `target` is as it was.
-    """
-    target = Path(str(target))
+    """Make another snapshot, then move the link `target` to it in one step. Raises SnapshotError, with `target`
+    unchanged."""
+    target = Path(target)
     _refuse_foreign(target)
     number = max(_records(target), default=0) + 1
     while not _publish(sources, target, number):
         number += 1
     fresh = Path(f"{target}.{os.urandom(4).hex()}")
     try:
-        os.symlink(_numbered(target, number).name, str(fresh))
-        os.replace(str(fresh), str(target))
+        fresh.symlink_to(_numbered(target, number).name)
+        fresh.replace(target)
     except OSError as error:
         if fresh.is_symlink():
             fresh.unlink()
-        shutil.rmtree(str(_numbered(target, number)), ignore_errors=True)
+        shutil.rmtree(_numbered(target, number), ignore_errors=True)
         raise SnapshotError(f"{target}: {error.strerror}") from error
     return take(sources, target)
 
 
 def _link(sources: list[CodeSource], target: Path) -> None:
-    """Have `target` lead to the newest whole snapshot, or to a first one that is made now."""
+    """Link `target` to the newest complete snapshot, or to a first one that is made now."""
     records = _records(target)
     whole = [number for number, found in records.items() if if_readable(found) is not None]
     for found in records.values():
@@ -101,12 +95,12 @@ def _link(sources: list[CodeSource], target: Path) -> None:
     if not whole:
         _publish(sources, target, 1)
     with contextlib.suppress(FileExistsError):
-        os.symlink(_numbered(target, max(whole, default=1)).name, str(target))
+        target.symlink_to(_numbered(target, max(whole, default=1)).name)
 
 
 def _refuse_foreign(target: Path) -> None:
-    if os.path.lexists(str(target)) and not target.is_symlink():
-        raise SnapshotError(f"{target}: is there and is no snapshot of mrl; move it away")
+    if target.exists() and not target.is_symlink():
+        raise SnapshotError(f"{target} exists and is no snapshot of mrl; move it away")
 
 
 def _numbered(target: Path, number: int) -> Path:
@@ -114,7 +108,7 @@ def _numbered(target: Path, number: int) -> Path:
 
 
 def _records(target: Path) -> dict[int, Found[CodeSnapshot]]:
-    """Number of each snapshot beside `target` -> its record, with those that cannot be read."""
+    """Number of each snapshot beside `target` -> its record, which may be Unreadable."""
     names = names_in(target.parent)
     matches = [re.match(re.escape(target.name) + r"-([0-9]{3,})$", name) for name in names]
     numbers = [int(match.group(1)) for match in matches if match]
@@ -127,7 +121,7 @@ def _record_of(snapshot: Path, patience: float = 0.0) -> Found[CodeSnapshot]:
 
 
 def _publish(sources: list[CodeSource], target: Path, number: int) -> bool:
-    """Whether the snapshot of this number is ours; False: somebody else's is there, whole."""
+    """Make the snapshot of this number. Returns False where another process has made it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_debris(target)
     building = f"{_building(target)}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
@@ -149,7 +143,7 @@ def _building(target: Path) -> str:
 
 
 def _remove_debris(target: Path) -> None:
-    """Remove what processes of this host left half done when they were killed."""
+    """Remove incomplete snapshots of processes of this host that were killed."""
     for path in target.parent.glob(os.path.basename(_building(target)) + ".*.tmp"):
         if start_time(int(path.name.split(".")[-3])) is None:
             shutil.rmtree(str(path), ignore_errors=True)
@@ -162,7 +156,7 @@ def _fill(sources: list[CodeSource], folder: str, number: int) -> None:
     pythonpath = ["."]
     for source, listing in zip(sources, listings):
         goal = os.path.join(folder, source.name)
-        os.mkdir(goal, 0o700)  # until each folder in it has the mode of its source
+        os.mkdir(goal, 0o700)  # private until each folder in it has the mode of its source
         for name in listing.files:
             _copy(os.path.join(source.path, name), os.path.join(goal, name))
         for name in {os.path.dirname(name) for name in listing.files}:
@@ -178,7 +172,7 @@ def _fill(sources: list[CodeSource], folder: str, number: int) -> None:
 
 
 def _taken(source: CodeSource, listing: Listing, folder: str) -> CodeSource:
-    """The record of a source as it was copied; its uncommitted changes are written beside it."""
+    """Write the uncommitted changes of a copied source beside it. Returns the source's record."""
     tree = tree_of(source.path)
     commit = tree.commit if tree else None
     text = b""
@@ -206,7 +200,7 @@ def _taken(source: CodeSource, listing: Listing, folder: str) -> CodeSource:
 
 
 def _mode_of_all(path: str, names: list[str]) -> int:
-    """What everybody may do who may do it with each of these files; ours where one of them is gone."""
+    """Permissions common to all of these files; only the owner's where one of them is gone."""
     mode = 0o644
     for name in names:
         try:
@@ -217,7 +211,7 @@ def _mode_of_all(path: str, names: list[str]) -> int:
 
 
 def _copy_modes(source: str, goal: str, name: str) -> None:
-    """Give a copied folder, and those that it lies in, the modes of their sources: a file may be hidden by them."""
+    """Give a copied folder, and those above it, the modes of their sources, which may be what hides a file."""
     while True:
         mode = stat.S_IMODE(os.stat(os.path.join(source, name)).st_mode)
         os.chmod(os.path.join(goal, name), mode | 0o700)
@@ -237,8 +231,8 @@ def _refuse_data(sources: list[CodeSource], listings: list[Listing]) -> None:
     ]
     biggest = [f"{name} ({size / 1e6:.0f} MB)" for size, name in sorted(files, reverse=True)[:5]]
     raise SnapshotError(
-        "the code to copy is {:.0f} MB, more than {:.0f}; the biggest: {}; have git ignore what is data, or name "
-        "smaller directories in code.include".format(total / 1e6, LIMIT_BYTES / 1e6, ", ".join(biggest))
+        f"the code to copy is {total / 1e6:.0f} MB, more than {LIMIT_BYTES / 1e6:.0f}; the biggest files: "
+        f"{', '.join(biggest)}; have git ignore data, or name smaller directories in code.include"
     )
 
 
@@ -252,8 +246,8 @@ def _copy(source: str, goal: str) -> None:
 
 
 def _flush(folder: str) -> None:
-    """Have the file system that holds `folder` write out everything: one call instead of one fsync per file."""
-    import ctypes  # slow, and a dry run gets no further than planning the sources
+    """Flush the file system that holds `folder`, with one call instead of an fsync per file."""
+    import ctypes  # slow, and a dry run only plans the sources
 
     syncfs = getattr(ctypes.CDLL(None), "syncfs", None)
     if syncfs is None:

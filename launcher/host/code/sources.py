@@ -1,4 +1,4 @@
-"""Which directories a snapshot is taken of, and where they stood in git when that was decided."""
+"""Directories that a snapshot is taken of, with their commits at the time of the submission."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ METADATA = (".dist-info", ".egg-info")
 
 
 def plan_sources(installed: list[str], include: list[str]) -> list[CodeSource]:
-    """What a snapshot would hold, with what is known before it is taken. Writes nothing.
+    """List the sources of a snapshot that is not taken yet. Writes nothing.
 
     Args:
-        installed: directories of importable packages, and of their `.dist-info`, which tells entry points.
+        installed: directories of importable packages, and of their `.dist-info`, which holds entry points.
         include: the user's directories, in the order of PYTHONPATH.
 
     Raises:
-        SnapshotError: one of them is no directory, or git refuses to look at it.
+        SnapshotError: one of them is not a directory, or git refuses to read it.
     """
     sources = []
     for path in installed:
@@ -48,15 +48,14 @@ def read_sources(text: str) -> list[CodeSource]:
 
 
 def moved_sources(sources: list[CodeSource]) -> list[str]:
-    """A sentence for each planned source that is no longer at the commit it was planned at. Raises SnapshotError."""
+    """A sentence for each source that is no longer at its planned commit. Raises SnapshotError."""
     moved = []
     for source in sources:
         if source.commit is not None:
             now = tree_of(source.path)
             if now is None or now.commit != source.commit:
                 commit = (now.commit if now else None) or "no commit"
-                said = "{}: was at {} when this was submitted, is at {}"
-                moved.append(said.format(source.path, source.commit[:12], commit[:12]))
+                moved.append(f"{source.path}: was at {source.commit[:12]} when this was submitted, is at {commit[:12]}")
     return moved
 
 
@@ -64,7 +63,7 @@ def _source(path: str, name: str, kind: str) -> CodeSource:
     path = os.path.realpath(path)
     if not os.path.isdir(path):
         raise SnapshotError(f"{path}: no such directory on {socket.gethostname()}")
-    tree = None if kind == "metadata" else tree_of(path)  # starting git takes as long as much of a dry run
+    tree = None if kind == "metadata" else tree_of(path)  # starting git would slow down a dry run
     if kind == "included":
         refuse_home(path)
         kind = "directory" if tree is None else "git"

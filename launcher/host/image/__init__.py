@@ -1,1 +1,1 @@
-"""The container image, imported once into the shared cache."""
+"""Import of container images into a shared cache."""

@@ -1,4 +1,4 @@
-"""Import a container image once and print the path of its squashfs file; what happens meanwhile goes to stderr:
+"""Import a container image once and print the path of its squashfs file; progress goes to stderr:
 
     python3 -m launcher.host.image --reference nvcr.io#nvidia/pytorch:25.06-py3 --cache RUN_ROOT/cache/images
 
@@ -19,17 +19,17 @@ from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line of this package; the exit code."""
+    """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python3 -m launcher.host.image", description="Import a container image once; print its squashfs file."
     )
     parser.add_argument("--reference", required=True, help="[REGISTRY#]IMAGE[:TAG] or a path")
     parser.add_argument("--cache", required=True, type=Path, help="shared directory, RUN_ROOT/cache/images")
-    parser.add_argument("--refresh", action="store_true", help="look up again what a tag stands for")
+    parser.add_argument("--refresh", action="store_true", help="resolve a tag again")
     options = parser.parse_args(arguments)
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)  # through every `finally`: enroot ends with us
+        raise SystemExit(128 + signum)  # runs every `finally`, which ends enroot
 
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, leave)

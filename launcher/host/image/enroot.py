@@ -1,4 +1,4 @@
-"""enroot and unsquashfs, asked and waited for within limits."""
+"""Calls of enroot and unsquashfs, with time limits."""
 
 from __future__ import annotations
 
@@ -14,62 +14,59 @@ from launcher.host.image.reference import ImageError, Reference
 from launcher.host.process.limited import end_session, run_limited
 
 IMPORT_LIMIT = 7200.0  # seconds for one import: tens of GB over a slow link
-DIGEST_LIMIT = 120.0  # seconds for one question to the registry
+DIGEST_LIMIT = 120.0  # seconds for one query to the registry
 LIST_LIMIT = 600.0  # seconds for unsquashfs to read the tables of the file
-TICK = 0.5  # seconds between looks at the import
+TICK = 0.5  # seconds between polls of the import
 SQUASH_OPTIONS = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"  # fast to write, fast to read
 
-Tell = Callable[[str], None]
-"""Takes lines about what happens."""
+Report = Callable[[str], None]
+"""Gets progress, a line each."""
 
 
-def ask_digest(reference: Reference, tell: Tell) -> str | None:
-    """What the tag stands for now; None where this enroot cannot tell."""
+def ask_digest(reference: Reference, report: Report) -> str | None:
+    """Digest of the reference's tag now; None where this enroot cannot resolve it. Raises ImageError without enroot."""
     try:
         answer = run_limited(["enroot", "digest", reference.uri()], DIGEST_LIMIT)
     except FileNotFoundError:
         raise ImageError(_no_enroot()) from None
     except subprocess.TimeoutExpired:
-        tell(f"the registry did not say within {DIGEST_LIMIT:.0f} s what {reference.uri()} is")
+        report(f"the registry did not resolve {reference.uri()} within {DIGEST_LIMIT:.0f} s")
         return None
-    # enroot is a bash script: what a BASH_ENV prints stands before its answer.
+    # The last line only: enroot is a bash script, and BASH_ENV may print something before its answer.
     digest = answer.stdout.decode("utf-8", "replace").strip().rpartition("\n")[2]
     if answer.returncode == 0 and re.match("^sha256:[0-9a-f]{64}$", digest):
         return digest
     last_line = answer.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-    tell(
-        "enroot did not resolve {} (it can from 4.0 on): {}".format(
-            reference.uri(), " ".join(last_line) or "no reason given"
-        )
-    )
+    reason = " ".join(last_line) or "no reason given"
+    report(f"enroot did not resolve {reference.uri()} (it can from 4.0 on): {reason}")
     return None
 
 
-def run_import(reference: Reference, output: Path, log: Path, tell: Tell) -> None:
-    """Have enroot write the squashfs file `output`, within the limit; what it says goes to `log` and, as it comes, to
-    `tell`. Raises ImageError."""
+def run_import(reference: Reference, output: Path, log: Path, report: Report) -> None:
+    """Run `enroot import` into the squashfs file `output`, within IMPORT_LIMIT. Its output goes to `log` and, line by
+    line, to `report`. Raises ImageError."""
     command = ["enroot", "import", "--output", str(output), reference.uri()]
     env = dict(os.environ)
     env.setdefault("ENROOT_SQUASH_OPTIONS", SQUASH_OPTIONS)
-    with open(str(log), "w+b") as said:
+    with log.open("w+b") as output_log:
         try:
             process = subprocess.Popen(
                 command,
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=output_log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that it can be ended with all it started
+                start_new_session=True,  # so that it can be killed with all that it started
             )
         except FileNotFoundError:
             raise ImageError(_no_enroot()) from None
         give_up = time.monotonic() + IMPORT_LIMIT
         try:
-            with open(str(log), encoding="utf-8", errors="replace") as reader:
+            with log.open(encoding="utf-8", errors="replace") as reader:
                 while process.poll() is None and time.monotonic() < give_up:
                     time.sleep(TICK)
-                    _pass_on(reader.read(), tell)
-                _pass_on(reader.read(), tell)
+                    _pass_on(reader.read(), report)
+                _pass_on(reader.read(), report)
         finally:
             code = process.poll()
             if code is None:
@@ -81,9 +78,9 @@ def run_import(reference: Reference, output: Path, log: Path, tell: Tell) -> Non
         raise ImageError(f"{command[-1]}: {why}{_advice(why)}")
 
 
-def _pass_on(text: str, tell: Tell) -> None:
+def _pass_on(text: str, report: Report) -> None:
     for line in text.splitlines():
-        tell(line)
+        report(line)
 
 
 def _advice(why: str) -> str:
@@ -97,7 +94,7 @@ def _advice(why: str) -> str:
 
 
 def check_tables(file: Path) -> None:
-    """Have unsquashfs, where there is one, read all its tables. Raises ImageError."""
+    """Read all tables of a squashfs file with unsquashfs, if it is installed. Raises ImageError."""
     try:
         listed = run_limited(["unsquashfs", "-l", str(file)], LIST_LIMIT)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Pure: how an image is called, and what enroot wants to hear."""
+"""Pure: references of images, as users write them and as enroot takes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class ImageError(Exception):
-    """The image cannot be had; the message says which, why and what to do."""
+    """The image is unavailable."""
 
 
 class Reference(NamedTuple):
@@ -20,7 +20,7 @@ class Reference(NamedTuple):
     digest: str | None  # sha256:...
 
     def uri(self) -> str:
-        """In the one form that enroot 3 and 4 both understand, for tags and for digests."""
+        """Form that both enroot 3 and 4 understand, for tags and for digests."""
         user = self.user + "@" if self.user else ""
         registry = self.registry + "#" if self.registry else ""
         version = self.digest or self.tag
@@ -28,11 +28,7 @@ class Reference(NamedTuple):
 
 
 def parse(text: str) -> Reference:
-    """[docker://][USER@][REGISTRY#]IMAGE[:TAG][@DIGEST]; Docker's own REGISTRY/IMAGE is understood too.
-
-    Raises:
-        ImageError: it is none of that.
-    """
+    """Parse [docker://][USER@][REGISTRY#]IMAGE[:TAG][@DIGEST], or Docker's own REGISTRY/IMAGE. Raises ImageError."""
     match = re.match(
         r"^(?:docker://)?(?:(?P<user>[^@#/]+)@(?!sha256:))?(?:(?P<registry>[^@#/]+)#)?(?P<name>[a-z0-9._/-]+?(?::\d+/[a-z0-9._/-]+?)?)"
         r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]*))?(?:[@:](?P<digest>sha256:[0-9a-f]{64}))?$",
@@ -49,5 +45,5 @@ def parse(text: str) -> Reference:
 
 
 def is_path(reference: str) -> bool:
-    """Whether this names a file, as pyxis sees it."""
+    """Whether a reference names a file, by pyxis's rule."""
     return reference.startswith(("/", "./", "../", "~"))

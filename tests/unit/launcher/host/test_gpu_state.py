@@ -56,7 +56,7 @@ def process(**values: str) -> str:
         ({"processes": process(used="12 MiB", name="nvidia-cuda-mps-server")}, None),
         ({"hot": "Active"}, "GPU 1 is slowed down: its hardware is too hot"),
         ({"hot": "Active", "reasons": "throttle"}, "GPU 1 is slowed down: its hardware is too hot"),
-        ({"brake": "Active"}, "GPU 1 is slowed down: the power supply brakes it"),
+        ({"brake": "Active"}, "GPU 1 is slowed down: the power supply slows it"),
         ({"width": "8x"}, "GPU 1 has 8 of its 16 PCIe lanes"),
         ({"width": "N/A"}, None),
         (

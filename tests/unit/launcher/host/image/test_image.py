@@ -146,11 +146,11 @@ def test_an_old_enroot_that_cannot_resolve_tags_still_imports(machine, capsys):
 def test_squashfs_options_are_fast_unless_the_user_has_some(machine, monkeypatch):
     machine.importing(f'echo "$ENROOT_SQUASH_OPTIONS"; {WELL}')
     said: list[str] = []
-    import_image("a:1", machine.cache, tell=said.append)
+    import_image("a:1", machine.cache, report=said.append)
     assert enroot.SQUASH_OPTIONS in said
     monkeypatch.setenv("ENROOT_SQUASH_OPTIONS", "-comp lz4")
     machine.tag_is("sha256:" + "1" * 64)
-    import_image("a:2", machine.cache, tell=said.append)
+    import_image("a:2", machine.cache, report=said.append)
     assert "-comp lz4" in said
 
 
@@ -218,7 +218,7 @@ def test_of_many_at_once_one_imports_and_the_others_wait(machine, monkeypatch):
     said: list[str] = []
 
     def ask() -> None:
-        found.append(import_image(REFERENCE, machine.cache, tell=said.append))
+        found.append(import_image(REFERENCE, machine.cache, report=said.append))
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
