@@ -32,7 +32,9 @@ def build_engine(
 
     vocab_size, end_ids, decode: the tokenizer's; without `decode` there are no stop strings. ranks: the engine's.
     """
-    shared = shares_weights(config, ranks.tensor.size())
+    layout = config.placement.training
+    # The trainer's model can generate if each rank has its part of every layer, and all experts and tokens.
+    shared = layout.tp == ranks.tensor.size() and layout.pp == layout.ep == 1 and not layout.sequence_parallel
     policy = trained if shared else build_inference_policy(config, vocab_size, platform, ranks)
     longest = config.training.sequence_length
     engine: RankEngine
@@ -58,9 +60,3 @@ def build_inference_policy(config: RunConfig, vocab_size: int, platform: Platfor
         for layer in policy.decoder.layers:
             send_no_tokens(layer.mlp, policy.pg_collection)
     return policy
-
-
-def shares_weights(config: RunConfig, engine_tp: int) -> bool:
-    """Whether the trainer's layout can generate: each rank has its part of every layer, and all experts and tokens."""
-    layout = config.placement.training
-    return layout.tp == engine_tp and layout.pp == layout.ep == 1 and not layout.sequence_parallel

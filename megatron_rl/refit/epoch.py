@@ -49,25 +49,21 @@ class Epoch:
 
     def member_rank(self, replica: int, start: int, rank: int) -> int:
         """Rank in the epoch of a replica's rank. Raises ValueError if the replica is no member."""
-        for member, first in self._placed():
-            if member.started == (replica, start) and 0 <= rank < member.ranks:
-                return first + rank
+        for number, (member, own_rank) in self._replica_ranks():
+            if (*member.started, own_rank) == (replica, start, rank):
+                return number
         raise ValueError(f"rank {rank} of replica {replica}, start {start}, is not of membership epoch {self.number}")
 
     def replicas_of(self, ranks: Collection[int]) -> frozenset[ReplicaStart]:
         """Replicas to which these ranks belong; training ranks belong to none."""
-        return frozenset(
-            member.started
-            for member, first in self._placed()
-            if any(first <= rank < first + member.ranks for rank in ranks)
-        )
+        return frozenset(member.started for number, (member, _) in self._replica_ranks() if number in ranks)
 
     def name_of(self, rank: int) -> str:
         """Name for messages."""
-        for member, first in self._placed():
-            if first <= rank < first + member.ranks:
-                return f"rank {rank - first} of replica {member.replica}"
-        return f"rank {rank} of training"
+        if rank < self.training_ranks:
+            return f"rank {rank} of training"
+        member, own_rank = dict(self._replica_ranks())[rank]
+        return f"rank {own_rank} of replica {member.replica}"
 
     def to_json(self) -> dict[str, Any]:
         """JSON that includes the secret, for members only."""
@@ -76,22 +72,12 @@ class Epoch:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Epoch:
         """Raises KeyError, TypeError or ValueError if the content is no epoch."""
-        replicas = tuple(Member(*map(int, member)) for member in content["replicas"])
-        return cls(
-            number=int(content["number"]),
-            host=str(content["host"]),
-            port=int(content["port"]),
-            secret=str(content["secret"]),
-            training_ranks=int(content["training_ranks"]),
-            replicas=replicas,
-        )
+        return cls(**content | {"replicas": tuple(Member(*map(int, member)) for member in content["replicas"])})
 
-    def _placed(self) -> Iterator[tuple[Member, int]]:
-        """Each replica with the number of its first rank."""
-        first = self.training_ranks
-        for member in self.replicas:
-            yield member, first
-            first += member.ranks
+    def _replica_ranks(self) -> Iterator[tuple[int, tuple[Member, int]]]:
+        """(rank in the epoch, (replica, rank in it)) of all ranks of replicas."""
+        owners = ((member, rank) for member in self.replicas for rank in range(member.ranks))
+        return enumerate(owners, self.training_ranks)
 
 
 class TransferFailed(RuntimeError):

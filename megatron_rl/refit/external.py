@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,19 +129,18 @@ class ExternalRefit:
         """
         leads = dist.get_rank(self._control) == 0
         with ExitStack() as stack:
-            (folder, *_) = self._on_all_ranks(partial(self._begin, stack, policy_version) if leads else _nothing)
-            of_ranks = self._on_all_ranks(partial(self._write, Path(folder)))
+            (folder, *_) = self._on_all_ranks(lambda: self._begin(stack, policy_version) if leads else None)
+            of_ranks = self._on_all_ranks(lambda: self._write(Path(folder)))
             files = {name: file for each in of_ranks for name, file in each.items()}
-            self._on_all_ranks(partial(self._finish, stack, Path(folder), files, policy_version) if leads else _nothing)
+            self._on_all_ranks(lambda: self._finish(stack, Path(folder), files, policy_version) if leads else None)
         while True:
             try:
-                self._on_all_ranks((lambda: asyncio.run(self._server.reload(policy_version))) if leads else _nothing)
+                self._on_all_ranks(lambda: asyncio.run(self._server.reload(policy_version)) if leads else None)
+                return
             except ServerAway as away:
                 if self._wait is None:
                     raise
                 self._wait(away)
-            else:
-                return
 
     def finish(self) -> None:
         """Nothing runs in the background."""
@@ -178,7 +176,3 @@ class ExternalRefit:
             kind = ServerAway if all(kind is ServerAway for _, kind in failures) else ReloadFailed
             raise kind("; ".join(why for why, _ in failures))
         return [result for result, *_ in found]
-
-
-def _nothing() -> None:
-    """Work of ranks that only wait for another."""
