@@ -20,8 +20,9 @@ from layout_helpers import fill, wrong_weights
 from megatron.core import parallel_state
 
 from megatron_rl.config import RunConfig
+from megatron_rl.inference.admission import Prefill
 from megatron_rl.inference.api import Completion, GenerationRequest
-from megatron_rl.inference.broadcast import INLINE, PlanBroadcast, Prefill, StepPlan
+from megatron_rl.inference.broadcast import INLINE, PlanBroadcast, StepPlan
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy, build_policy
