@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.contract.attempt_records import TimelineLine
 
 if TYPE_CHECKING:  # the tally imports torch, and the clock starts before torch is imported
-    from megatron_rl.metrics.tally import Tally
+    from megatron_rl.metrics.stats import Tally
 
 CATEGORIES = (
     "start-up",

@@ -32,52 +32,41 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of token ids, including special ones, before the model pads its embedding."""
-        ...
 
     @property
     def eos_id(self) -> int:
         """Token that ends an answer in training examples."""
-        ...
 
     @property
     def end_ids(self) -> frozenset[int]:
         """All tokens that end an answer, including `eos_id`: many chat models end a turn by another one."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Encode `text` without adding special tokens, since a prompt template writes its own. Control tokens marked by
         `conversation` are text, and a text marked by `as_prompt` gets the tokenizer's prefix."""
-        ...
 
     def as_prompt(self, text: str) -> str:
         """Mark a text as a prompt without a chat template: `encode` then treats it as `encode_prompt` does."""
-        ...
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a prompt without a chat template, behind the tokenizer's prefix, such as BOS. A text that already
         starts with the prefix does not get a second one."""
-        ...
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Decode tokens. Special tokens are dropped, or with `special` replaced by their names."""
-        ...
 
     def show(self, token: int) -> str:
         """Text of one token, possibly special, in the middle of a text."""
-        ...
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes of that text, possibly a part of a character."""
-        ...
 
     def is_special(self, token: int) -> bool:
         """Whether decoding drops the token."""
-        ...
 
     @property
     def chat_template(self) -> str | None:
         """Jinja2 template that turns a conversation into a prompt; None if the model has none."""
-        ...
 
     def conversation(
         self,
@@ -93,7 +82,6 @@ class Tokenizer(Protocol):
 
         Raises ValueError if the template refuses them.
         """
-        ...
 
 
 class CharacterTokenizer:

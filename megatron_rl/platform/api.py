@@ -132,7 +132,6 @@ class Platform(Protocol):
 
     def beside(self) -> AbstractContextManager[None]:
         """Context of a thread whose device copies run beside other work. Exit waits for the copies."""
-        ...
 
     def device_use(self) -> DeviceUse | None:
         """Peak memory and power of the device, without waiting for it; None if unknown."""

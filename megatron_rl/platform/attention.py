@@ -50,4 +50,3 @@ class Layout(Protocol):
 
         For a layout of a part of the packed tokens, query and result are [part, ...].
         """
-        ...

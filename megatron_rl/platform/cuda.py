@@ -15,15 +15,47 @@ from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linear
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cards import find_card
 from megatron_rl.platform.cuda_attention import CudaAttention
-from megatron_rl.platform.cuda_graphs import CudaGraphs
 from megatron_rl.platform.dense_attention import FanOut
+from megatron_rl.platform.flash_kernels import find_paged_kernel, find_varlen_kernel
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
 from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
-from megatron_rl.platform.paged_kernels import find_paged_kernel
-from megatron_rl.platform.varlen_attention import find_varlen_kernel
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+
+
+class CudaGraphs:
+    """Recorder of all graphs on one stream with one memory pool: no graph needs its temporary tensors after it is done,
+    so the pool is as large as the largest graph needs. A graph refers to tensors by address, so its owner must keep
+    them alive and in place (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
+
+    Graphs include NCCL's collectives, which its watchdog does not see then. If a rank is lost, the others learn it from
+    the control group (gloo) before their next step, and a rank that hangs in a collective is silent.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            function()
+        current.wait_stream(self._stream)
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: another thread may be writing a checkpoint, pinning memory and recording events.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            function()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be reused
 
 
 class CudaPlatform:

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.paged_attention import PagedAttention, PagedRows, gathered_attention
-from megatron_rl.platform.paged_kernels import PAGE_MULTIPLE, KernelAttention, PagedKernel
+from megatron_rl.platform.flash_kernels import PAGE_MULTIPLE, Kernel, PagedAttend, VarlenAttend
+from megatron_rl.platform.paged_attention import KernelAttention, PagedAttention, PagedRows, gathered_attention
 from megatron_rl.platform.tree_attention import BLOCK, Blocks, compiled_attention, tree_layout
 from megatron_rl.platform.tree_attention import Attend as TreeAttend
-from megatron_rl.platform.varlen_attention import VarlenKernel, varlen_layout
+from megatron_rl.platform.varlen_attention import varlen_layout
 
 TREE_SPEED = 0.7
 """Blocks that FlexAttention computes in the time of one block of a flash kernel."""
@@ -26,10 +26,10 @@ GATHERED_BLOCK = 2.0
 class CudaAttention:
     """The attention kernels of a rank."""
 
-    varlen: VarlenKernel | None
+    varlen: Kernel[VarlenAttend] | None
     """None if this machine has none."""
     tree: TreeAttend = compiled_attention
-    pages: PagedKernel | None = None
+    pages: Kernel[PagedAttend] | None = None
     """Kernel for decoding; None if this machine has none."""
 
     def layout(

@@ -43,15 +43,12 @@ class FrozenLinear(Protocol):
 
     def silu(self, rows: Tensor) -> Tensor:
         """silu of the product."""
-        ...
 
     def added(self, rows: Tensor, other: Tensor) -> Tensor:
         """other [rows, outputs] + the product."""
-        ...
 
     def multiplied(self, rows: Tensor, other: Tensor) -> Tensor:
         """other [rows, outputs] * the product, element by element."""
-        ...
 
 
 def freeze(weight: Tensor, bias: Tensor | None = None) -> FrozenLinear:

@@ -1,6 +1,6 @@
 """Attention of one new token per sequence to a paged cache: the interface, and an implementation that gathers.
 
-GPU kernels (paged_kernels.py) and CPU kernels (sparse_attention.py) read pages in place. Elsewhere the pages of a
+GPU kernels (flash_kernels.py) and CPU kernels (sparse_attention.py) read pages in place. Elsewhere the pages of a
 sequence are gathered, layer by layer, for torch's dense kernel, which is half as fast again if the tokens of a head
 are contiguous.
 """
@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_rl.platform.flash_kernels import PagedAttend
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,6 @@ class PagedAttention(Protocol):
         kv_heads, head_size], or [pages, kv_heads, page_tokens, head_size] if they are gathered -> [rows, heads *
         head_size]
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +81,17 @@ def gathered_attention(rows: PagedRows) -> GatheredAttention:
     parts = pages[:, None] * rows.kv_heads + heads[:, None]
     visible = (torch.arange(length, device=device) < rows.lengths[:, None])[:, None, None]
     return GatheredAttention(parts.flatten(), visible)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelAttention:
+    """PagedAttention by a kernel, with the same rows in every layer."""
+
+    kernel: PagedAttend
+    table: Tensor
+    lengths: Tensor
+    """[rows] int32."""
+    longest: int
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self.kernel(query, keys, values, self.table, self.lengths, self.longest).flatten(1)

@@ -35,10 +35,9 @@ from megatron_rl.platform.api import AnyModule
 from megatron_rl.platform.cpu import CpuPlatform, patched_for
 from megatron_rl.platform.cuda import CudaPlatform
 from megatron_rl.platform.cuda_attention import CudaAttention
+from megatron_rl.platform.flash_kernels import Kernel
 from megatron_rl.platform.implementation import UNASKED
 from megatron_rl.platform.megatron_patches import patch_multi_tensor
-from megatron_rl.platform.paged_kernels import PagedKernel
-from megatron_rl.platform.varlen_attention import VarlenKernel
 
 ACCELERATOR = torch.device("lazy", 0)
 """An accelerator that this build of torch knows only by name. Gradients are computed as on a CPU."""
@@ -313,7 +312,7 @@ class PhantomPlatform(CudaPlatform):
         """phantom: a device whose context is entered."""
         self.device = phantom.device
         self.attention = CudaAttention(
-            VarlenKernel("phantom", _attend_in_sequences), _attend_in_trees, PagedKernel("phantom", _attend_in_pages)
+            Kernel("phantom", _attend_in_sequences), _attend_in_trees, Kernel("phantom", _attend_in_pages)
         )
         self.made_of = UNASKED
         self._phantom = phantom

@@ -22,7 +22,7 @@ from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.contract.run_records import PlanRecord
 from megatron_rl.inference.config import pages_of
 from megatron_rl.inference.decode_graphs import why_not_recorded
-from megatron_rl.metrics.tally import Tally
+from megatron_rl.metrics.stats import Tally
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.wandb.mirror import check_installed
 from megatron_rl.platform.api import Platform

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_rl.agent.registry import build_environment
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE
-from megatron_rl.metrics.tally import Tally
+from megatron_rl.metrics.stats import Tally
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.platform.select import select
 from megatron_rl.rank.groups import Groups

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.metrics.tally import Tally
+from megatron_rl.metrics.stats import Tally
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.groups import Groups, gathered

@@ -24,8 +24,16 @@ from megatron_rl.metrics import writer as writer_module
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.metrics.names import STEP_METRICS, TIMED, StepReport, check_name, metrics_of
 from megatron_rl.metrics.report import MOST_REASONS, AllAnswersLost, step_lines
-from megatron_rl.metrics.stats import BatchStats, DeviceStats, LossStats, StepStats, UpdateStats, reductions
-from megatron_rl.metrics.tally import Reduction, Tally
+from megatron_rl.metrics.stats import (
+    BatchStats,
+    DeviceStats,
+    LossStats,
+    Reduction,
+    StepStats,
+    Tally,
+    UpdateStats,
+    reductions,
+)
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.writer import MetricsWriter, Writer, cut_back
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.contract.attempt_records import TimelineLine
 from megatron_rl.metrics import timeline as module
-from megatron_rl.metrics.tally import Tally
+from megatron_rl.metrics.stats import Tally
 from megatron_rl.metrics.timeline import CATEGORIES, Timeline
 
 

@@ -20,9 +20,10 @@ from torch.nn.attention import flex_attention as flex
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.platform.attention import PackedSequences, whole_sequences
 from megatron_rl.platform.cuda_attention import CudaAttention, tree_is_faster
+from megatron_rl.platform.flash_kernels import Kernel, find_varlen_kernel
 from megatron_rl.platform.phantom import PhantomDevice
 from megatron_rl.platform.tree_attention import TreeLayout, tree_layout
-from megatron_rl.platform.varlen_attention import VarlenKernel, VarlenLayout, find_varlen_kernel, varlen_layout
+from megatron_rl.platform.varlen_attention import VarlenLayout, varlen_layout
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 16
@@ -405,7 +406,7 @@ def test_a_small_tree_beside_much_unshared_is_not_gathered() -> None:
 
 
 def test_the_kernel_follows_from_type_and_sharing() -> None:
-    attention = CudaAttention(VarlenKernel("one", causal_in_sequences))
+    attention = CudaAttention(Kernel("one", causal_in_sequences))
     shared = PackedSequences(torch.tensor([0, 5248], dtype=torch.int32), torch.from_numpy(tree_of(2048, 200, 16)))
     alone = whole_sequences([20, 30])
     layouts = {
@@ -426,7 +427,7 @@ def test_the_kernel_follows_from_type_and_sharing() -> None:
 
 
 def test_branches_are_gathered_only_for_a_flash_kernel() -> None:
-    attention = CudaAttention(VarlenKernel("one", causal_in_sequences))
+    attention = CudaAttention(Kernel("one", causal_in_sequences))
     assert attention.gathers_branches(torch.bfloat16, in_parts=False)
     assert not attention.gathers_branches(torch.bfloat16, in_parts=True)
     assert not attention.gathers_branches(torch.float32, in_parts=False)
@@ -434,6 +435,6 @@ def test_branches_are_gathered_only_for_a_flash_kernel() -> None:
 
 
 def test_an_empty_micro_batch_is_supported() -> None:
-    layout = CudaAttention(VarlenKernel("one", causal_in_sequences)).layout(MicroBatch.empty(), CPU, torch.bfloat16)
+    layout = CudaAttention(Kernel("one", causal_in_sequences)).layout(MicroBatch.empty(), CPU, torch.bfloat16)
     query, key, value = random_qkv(1, torch.bfloat16)
     assert torch.equal(layout.attend(1, query, key, value), value.repeat_interleave(2, dim=1).flatten(1))

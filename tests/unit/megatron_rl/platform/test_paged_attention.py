@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.torch_version import TorchVersion
 
-from megatron_rl.platform import paged_kernels
+from megatron_rl.platform import flash_kernels
 from megatron_rl.platform.cuda_attention import CudaAttention
-from megatron_rl.platform.paged_attention import GatheredAttention, PagedRows, gathered_attention
-from megatron_rl.platform.paged_kernels import KernelAttention, PagedKernel
+from megatron_rl.platform.flash_kernels import Kernel
+from megatron_rl.platform.paged_attention import GatheredAttention, KernelAttention, PagedRows, gathered_attention
 from megatron_rl.platform.phantom import PhantomDevice
 from megatron_rl.platform.sparse_attention import sparse_attention
 
@@ -87,7 +87,7 @@ def test_on_a_cpu_a_row_is_the_same_bit_for_bit_beside_any_others(
 def test_a_gpu_reads_pages_if_a_kernel_supports_them_and_gathers_them_otherwise() -> None:
     _, _, _, small = pages_of([5, 3], 16, 0)
     _, _, _, rows = pages_of([500, 300], 256, 0)
-    kernel = PagedKernel("one", lambda query, *_: query)
+    kernel = Kernel("one", lambda query, *_: query)
     ours, of_longer = (
         CudaAttention(None, pages=kernel).paged(replace(rows, bounds=rows.bounds + more), torch.bfloat16)
         for more in (0, 200)
@@ -104,9 +104,9 @@ def test_a_gpu_reads_pages_if_a_kernel_supports_them_and_gathers_them_otherwise(
 
 def test_torchs_kernel_accepts_its_arguments() -> None:
     """Checks signature, dtypes and devices on fake GPU tensors."""
-    from megatron_rl.platform.paged_kernels import _torch
+    from megatron_rl.platform.flash_kernels import _paged_torch
 
-    kernel = _torch()
+    kernel = _paged_torch()
     if kernel is None:
         pytest.skip("torch's kernel reads pages from 2.13 on")
     gpu = torch.device("cuda", 0)
@@ -135,7 +135,7 @@ def test_torchs_kernel_gets_the_arguments_that_flash_attention_2_requires(monkey
     for version, there in (("2.12.1", False), ("2.13.0a0", False), ("2.13.0", True), ("2.15.0", True)):
         monkeypatch.setattr(torch, "__version__", TorchVersion(version))
         monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-        kernel = paged_kernels._torch()
+        kernel = flash_kernels._paged_torch()
         assert (kernel is not None) == there, version
     assert kernel is not None
     query = torch.zeros(3, HEADS, HEAD)

@@ -23,8 +23,7 @@ from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms import credit as credit_module
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.config import RunConfig
-from megatron_rl.metrics.stats import StepStats
-from megatron_rl.metrics.tally import Tally
+from megatron_rl.metrics.stats import StepStats, Tally
 from megatron_rl.model.flops import training_flops
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import DeviceUse
