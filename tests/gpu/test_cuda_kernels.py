@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.platform import varlen_attention
+from megatron_rl.platform import flash_kernels
 from megatron_rl.platform.attention import Layout, PackedSequences, whole_sequences
 from megatron_rl.platform.tree_attention import tree_layout
 from megatron_rl.platform.varlen_attention import varlen_layout
@@ -72,7 +72,7 @@ def compare(layout: Layout, packed: PackedSequences, dtype: torch.dtype, toleran
 @pytest.mark.parametrize("find", ["_transformer_engine", "_flash_attn", "_torch"])
 def test_a_flash_kernel_agrees_with_the_formula(find: str, packed: PackedSequences) -> None:
     try:
-        kernel = getattr(varlen_attention, find)()
+        kernel = getattr(flash_kernels, find)()
     except (ImportError, OSError) as error:
         pytest.skip(str(error))
     if kernel is None:

@@ -280,7 +280,7 @@ def test_flex_attention_is_used_without_any_kernel_for_variable_lengths(
     assert find_varlen_kernel() is None
     attention = CudaAttention(None)
     assert isinstance(attention.layout(whole_sequences([3, 4]), CPU, torch.bfloat16), TreeLayout)
-    assert "neither Transformer Engine, flash-attn nor torch 2.12" in attention.description
+    assert "Transformer Engine, flash-attn and torch 2.12 are all missing" in attention.description
 
 
 def test_a_package_with_a_missing_library_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +420,7 @@ def test_the_kernel_follows_from_type_and_sharing() -> None:
         (True, torch.float32): TreeLayout,
         (False, torch.float32): TreeLayout,
     }
-    assert attention.description.startswith("one; FlexAttention where")
+    assert attention.description.startswith("one; FlexAttention if")
     part = torch.arange(2624)
     assert type(attention.layout(alone, CPU, torch.bfloat16, torch.arange(20))) is TreeLayout
     assert type(attention.layout(shared, CPU, torch.bfloat16, part)) is TreeLayout
