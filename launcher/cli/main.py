@@ -7,46 +7,31 @@ from importlib import import_module
 
 import click
 
-COMMANDS = (
-    "attach",
-    "cancel",
-    "chat",
-    "completion",
-    "convert",
-    "doctor",
-    "environments",
-    "evaluate",
-    "fork",
-    "help",
-    "logs",
-    "ls",
-    "plan",
-    "prefetch",
-    "recipes",
-    "rehearse",
-    "requeue",
-    "resume",
-    "serve",
-    "serve-agent",
-    "status",
-)
-"""Modules of launcher.cli (with _ for -) that hold a click command named `command`."""
-
-START = "mrl-submit starts a run"
-SYNONYMS = {
+COMMANDS = {
     "attach": "exec shell ssh",
     "cancel": "abort delete end kill rm scancel stop",
     "chat": "generate talk",
+    "completion": "",
     "convert": "export",
+    "doctor": "",
+    "environments": "",
     "evaluate": "benchmark eval score test",
+    "fork": "",
+    "help": "",
     "logs": "log output tail",
     "ls": "list ps runs squeue",
     "plan": "dry-run estimate simulate",
     "prefetch": "download fetch pull",
+    "recipes": "",
+    "rehearse": "",
+    "requeue": "",
     "resume": "continue restart",
+    "serve": "",
+    "serve-agent": "",
     "status": "info show state",
 }
-"""Command -> names of it in other programs."""
+"""Modules of launcher.cli (with _ for -) that hold a click command named `command` -> its names in other programs."""
+START = "mrl-submit starts a run"
 SUBMIT_SYNONYMS = "grpo launch new rl run sbatch start submit train"
 """Names of mrl-submit in other programs."""
 
@@ -72,7 +57,7 @@ class _Commands(click.Group):
 def _hint(word: str) -> str:
     if word in SUBMIT_SYNONYMS.split() or "submit".startswith(word[:3]):
         return START
-    meant = [name for name, words in SYNONYMS.items() if word in words.split()]
+    meant = [name for name, words in COMMANDS.items() if word in words.split()]
     if close := meant or get_close_matches(word, COMMANDS, n=1):
         return f"did you mean {close[0]}?"
     return f"the commands are {', '.join(sorted(COMMANDS))}; {START}"

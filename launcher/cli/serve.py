@@ -81,13 +81,13 @@ def command(path: str, token_file: Path | None, trust: bool, as_json: bool, **op
     serve([*SERVER, *given, "--", path], tokens, None if as_json else _usage)
 
 
-def _usage(said: dict[str, Any]) -> str:
+def _usage(ready: dict[str, Any]) -> str:
     """Return the address and commands to paste. The token stays out of every command's arguments, which other users
     see."""
-    address, model, token = said["address"], said["model"], shlex.quote(said["token_file"])
-    step = "" if said["step"] is None else f" after step {said['step']}"
+    address, model, token = ready["address"], ready["model"], shlex.quote(ready["token_file"])
+    step = "" if ready["step"] is None else f" after step {ready['step']}"
     asked: dict[str, Any]
-    if said["chat"]:
+    if ready["chat"]:
         route, asked = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
         call = f'client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello"}}])'
     else:
@@ -95,11 +95,11 @@ def _usage(said: dict[str, Any]) -> str:
         call = f'client.completions.create(model="{model}", prompt="1+2=")'
     body = shlex.quote(json.dumps(asked))
     return f"""\
-{model}{step} at {address}, {said["max_length"]} tokens of context; Ctrl-C stops it
+{model}{step} at {address}, {ready["max_length"]} tokens of context; Ctrl-C stops it
 
     echo "Authorization: Bearer $(head -n 1 {token})" | curl -H @- {address}/v1/{route} -d {body}
 
     from openai import OpenAI
-    client = OpenAI(base_url="{address}/v1", api_key=open({said["token_file"]!r}).readline().strip())
+    client = OpenAI(base_url="{address}/v1", api_key=open({ready["token_file"]!r}).readline().strip())
     {call}
 """

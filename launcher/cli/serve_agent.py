@@ -86,12 +86,12 @@ def _tokenizer(asked: str) -> TokenizerConfig:
     return (read_resolved(run.resolved) if run.resolved.is_file() else load_recipe(asked).config).tokenizer
 
 
-def _usage(said: dict[str, Any]) -> str:
-    problems = ", ".join(f"{count} in {name}" for name, count in said["problems"].items())
+def _usage(ready: dict[str, Any]) -> str:
+    problems = ", ".join(f"{count} in {name}" for name, count in ready["problems"].items())
     return f"""\
-{said["environment"]} at {said["address"]}, problems: {problems}; Ctrl-C stops it
+{ready["environment"]} at {ready["address"]}, problems: {problems}; Ctrl-C stops it
 
     environment:
       name: remote
-      args: {{url: "{said["address"]}", token_file: {json.dumps(said["token_file"])}}}
+      args: {{url: "{ready["address"]}", token_file: {json.dumps(ready["token_file"])}}}
 """

@@ -30,7 +30,8 @@ def preemption(cluster: Cluster, target: Target, demand: Demand) -> list[Finding
 
 def requeue(cluster: Cluster) -> list[Finding]:
     """Findings about the restart of an attempt that has lost its nodes."""
-    delay = options(cluster.config.get("SchedulerParameters")).get("requeue_delay") if _has_delay(cluster) else None
+    new = not cluster.before(25, 11)  # releases with requeue_delay
+    delay = options(cluster.config.get("SchedulerParameters")).get("requeue_delay") if new else None
     source = "SchedulerParameters=requeue_delay" if delay else "AuthInfo=cred_expire"
     if delay is None:
         delay = options(cluster.config.get("AuthInfo")).get("cred_expire")
@@ -57,11 +58,6 @@ def requeue(cluster: Cluster) -> list[Finding]:
     return found
 
 
-def kill_wait_s(cluster: Cluster) -> int:
-    """Seconds from SIGTERM to SIGKILL."""
-    return number(cluster.config.get("KillWait"), KILL_WAIT_S)
-
-
 def _by_partition(cluster: Cluster, target: Target, demand: Demand) -> list[Finding]:
     modes = _modes(target.partition.get("PreemptMode") or cluster.config.get("PreemptMode"))
     stronger = _stronger_partitions(cluster, target)
@@ -76,7 +72,7 @@ def _by_partition(cluster: Cluster, target: Target, demand: Demand) -> list[Find
             )
         ]
     grace = number(target.partition.get("GraceTime"))
-    by = f"by jobs of partition {_listed(stronger)} (by partition: a higher PriorityTier)"
+    by = f"by jobs of partition {' or '.join(stronger)} (by partition: a higher PriorityTier)"
     return _preempted(cluster, target, demand, by, modes, grace, f"GraceTime of partition {target.name}")
 
 
@@ -101,14 +97,14 @@ def _by_qos(cluster: Cluster, target: Target, demand: Demand) -> list[Finding]:
     if not stronger:
         return [ok("preemption", f"no QOS may preempt {target.qos_name} (none lists it in Preempt)")]
     grace = time_limit_s(target.qos.get("GraceTime")) or 0
-    by = f"by jobs of QOS {_listed(stronger)} (by QOS: it lists {target.qos_name} in Preempt)"
+    by = f"by jobs of QOS {' or '.join(stronger)} (by QOS: it lists {target.qos_name} in Preempt)"
     return _preempted(cluster, target, demand, by, modes, grace, f"GraceTime of QOS {target.qos_name}")
 
 
 def _preempted(
     cluster: Cluster, target: Target, demand: Demand, by: str, modes: set[str], grace_s: int, source: str
 ) -> list[Finding]:
-    kill_s = kill_wait_s(cluster)
+    kill_s = number(cluster.config.get("KillWait"), KILL_WAIT_S)  # from SIGTERM to SIGKILL
     found = [_ending(demand, by, modes)]
     if "SUSPEND" in modes:
         return found
@@ -193,13 +189,5 @@ def _stronger_partitions(cluster: Cluster, target: Target) -> list[str]:
     ]
 
 
-def _has_delay(cluster: Cluster) -> bool:
-    return not cluster.before(25, 11)
-
-
 def _modes(text: str | None) -> set[str]:
     return {part.strip().upper() for part in (text or "OFF").split(",")}
-
-
-def _listed(names: list[str]) -> str:
-    return " or ".join(names)

@@ -14,7 +14,6 @@ from launcher.simulate.lengths import Lognormal
 from launcher.simulate.scenario import Costs, DecodeSpeed, Work
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import pages_of
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.flops import training_flops
 from megatron_rl.platform.cards import Card
 
@@ -87,11 +86,12 @@ def estimate_costs(
     passes = _passes(config) * _bubble(config, sizes, work)
     per_token = training_flops(model, vocab, tokens=1, pairs=0, predictions=1) * passes / flops
     per_square = training_flops(model, vocab, tokens=0, pairs=1, predictions=0) / 2 * passes / flops
+    forward_flops = training_flops(model, vocab, tokens=1, pairs=0, predictions=0) / 3  # training takes three passes
     saved = checkpoint_bytes(config, vocab)
     return Costs(
         decode=_decode_speed(config, sizes, engine, card),
         rows=_rows(config, work),
-        prefill_token_s=_forward_flops(model, vocab) / (sizes.inference_tp * card.bf16_flops * PREFILL_MFU),
+        prefill_token_s=forward_flops / (sizes.inference_tp * card.bf16_flops * PREFILL_MFU),
         train_token_s=per_token,
         train_square_s=per_square,
         training_replicas=sizes.dp,
@@ -144,10 +144,6 @@ def _rows(config: RunConfig, work: Work) -> int:
     """Largest number of answers at once: bound by the rows of a replica and by its cache."""
     pages, tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
     return max(1, min(config.inference.max_batch, int(pages * tokens / (work.prompt_tokens + work.lengths.mean))))
-
-
-def _forward_flops(model: ModelConfig, vocab: int) -> float:
-    return training_flops(model, vocab, tokens=1, pairs=0, predictions=0) / 3
 
 
 def _passes(config: RunConfig) -> float:

@@ -27,9 +27,7 @@ LINE_EVERY_S = 5.0
 class View(ABC):
     """Display of a run until its end."""
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._evaluated: int | None = None
+    _evaluated: int | None = None  # step of the last evaluation shown
 
     def show(self, history: History) -> None:
         """Show the current state of the run; called several times a second."""
@@ -56,7 +54,7 @@ class PlainView(View):
     """One line every 20 steps or 5 seconds, for each change of phase, each evaluation and each new warning."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._began = time.monotonic()
         self._phase = ""
         self._warned: set[str] = set()
         self._shown_step = -LINE_EVERY_STEPS
@@ -88,7 +86,7 @@ class LiveView(View):
     """A panel at the bottom of the terminal; other output scrolls above it."""
 
     def __init__(self, name: str, console: Console) -> None:
-        super().__init__()
+        self._began = time.monotonic()
         self._name = name
         self._console = console
         self._live = Live(console=console, auto_refresh=False)
@@ -131,7 +129,6 @@ class Display(View):
     if these fail too, nothing is shown."""
 
     def __init__(self, name: str) -> None:
-        super().__init__()
         self._view: View | None = PlainView()
         with self._guarded():
             console = Console(highlight=False)

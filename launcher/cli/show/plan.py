@@ -254,7 +254,7 @@ def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
     limit = memory["gpu_bytes"]
     style = "bold red" if limit and memory["bytes"] > limit else "bold"
     of = f"of {size(limit)}" if limit else ""
-    table.add_row(Text("together", style=style), Text(size(memory["bytes"]), style=style), of)
+    table.add_row(Text("total", style=style), Text(size(memory["bytes"]), style=style), of)
     others = ", ".join(f"{name} {size(needed)}" for name, needed in memory["phases"].items() if name != memory["phase"])
     if others:
         table.add_row("others", "", others)
