@@ -120,11 +120,10 @@ class Judge:
         import asyncio  # slow imports; the launcher imports this module to check a recipe
 
         from megatron_rl.inference.openai import authorization
-        from megatron_rl.inference.openai_bodies import Endpoint
 
         file = Path(config.token_file).expanduser() if config.token_file else None
         self.config = config
-        self._headers = authorization(Endpoint(config.url, config.model, "openai", file, config.token_variable))
+        self._headers = authorization(file, config.token_variable)
         self._transport, self._sleep = transport, sleep or asyncio.sleep
         self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]] = {}
 

@@ -51,8 +51,6 @@ class AnswerPrefix:
     logprobs: list[float]
     versions: list[int]
     """Policy version of the weights that sampled each token."""
-    top_logprobs: list[TopLogprobs] | None = None
-    """The likeliest tokens at each position, if the request asks for them."""
 
 
 def _new_id() -> str:

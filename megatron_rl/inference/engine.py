@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from megatron_rl.inference.api import (
 from megatron_rl.inference.broadcast import PlanBroadcast, TensorPlan
 from megatron_rl.inference.cache import KeyValueCache
 from megatron_rl.inference.config import InferenceConfig, pages_of
+from megatron_rl.inference.loop_driver import LoopDriver
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.request_limits import RequestLimits, refuse_duplicate
@@ -113,7 +113,7 @@ class Engine:
             raise RuntimeError(
                 "the last update_weights failed half way, so the weights are unusable: call it again with all of them"
             )
-        if request.top_logprobs and any(known.top_logprobs is None for known in request.known.values()):
+        if request.top_logprobs and request.known:
             raise Unsupported("top_logprobs: the known tokens of an interrupted answer have none")
         self._limits.check(request)
         refuse_duplicate(request, self._callers)
@@ -293,46 +293,3 @@ class Engine:
         for request_id, delta in self.take_deltas():
             if request_id in self._streams:
                 self._streams[request_id].put_nowait(delta)
-
-
-class DrivenEngine(Protocol):
-    """An engine whose steps an asyncio loop runs."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    def step(self) -> None: ...
-
-    def deliver(self) -> None:
-        """Pass finished answers to their callers."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """Raise the error of a step in all callers."""
-        ...
-
-
-class LoopDriver:
-    """Runs the steps of one engine in the asyncio loop of its caller. That loop may change: the loop of an earlier
-    phase may have ended with unfinished work."""
-
-    def __init__(self, engine: DrivenEngine) -> None:
-        self._engine = engine
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Start stepping in the running loop, unless it already does."""
-        loop = asyncio.get_running_loop()
-        if self._task is None or self._task.done() or self._task.get_loop() is not loop:
-            self._task = loop.create_task(self._work())
-
-    async def _work(self) -> None:
-        self._engine.deliver()  # answers that the known tokens complete
-        while self._engine.busy:
-            await asyncio.sleep(0)
-            try:
-                self._engine.step()
-            except Exception as error:  # noqa: BLE001 - nobody awaits this task: each caller raises the error
-                self._engine.fail(error)
-                return
-            self._engine.deliver()

@@ -20,7 +20,7 @@ import torch
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.inference.config import InferenceConfig, Sampling, beyond_megatron, pages_of
-from megatron_rl.inference.engine import LoopDriver
+from megatron_rl.inference.loop_driver import LoopDriver
 from megatron_rl.inference.megatron_parts import (
     EngineSizes,
     build_dynamic_engine,

@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible server as an engine, over HTTP."""
+"""A server with OpenAI's API that returns token ids, as an engine over HTTP."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +24,6 @@ from megatron_rl.inference.openai_bodies import (
     body,
     completion,
     delta,
-    finish_reason,
 )
 from megatron_rl.model.tokenizer import Tokenizer
 
@@ -44,39 +44,27 @@ class EndpointError(RuntimeError):
 
 
 class OpenAIInference:
-    """Implements `StreamingInference` by an endpoint. It is an asynchronous context, which closes its connections.
-
-    A plain OpenAI endpoint answers with text. The tokenizer then makes the tokens, and log-probs are unknown: enough
-    for an evaluation, but refused if the tokens must be those that were sampled.
-    """
+    """Implements `StreamingInference` by an endpoint. It is an asynchronous context, which closes its connections."""
 
     def __init__(
         self,
         endpoint: Endpoint,
         tokenizer: Tokenizer | None = None,
         *,
-        sampled_tokens: bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """
-        sampled_tokens: whether the tokens must be exactly the sampled ones, as for training.
-        transport, sleep: for tests.
+        """transport, sleep: for tests.
 
-        Raises Unsupported if the endpoint does not return them, and ConfigurationError if its token cannot be read.
+        Raises ConfigurationError if the endpoint's token cannot be read.
         """
-        if endpoint.kind == "openai" and (sampled_tokens or tokenizer is None):
-            raise Unsupported(
-                "token ids: a plain OpenAI endpoint answers with text. Training needs the sampled tokens and their "
-                "log-probs: use `mrl serve` or vLLM"
-            )
         self.policy_version = 0
         """Policy version of the server's weights, for tokens without one; see refit/external.py."""
         self._logged_at = -math.inf
         self._endpoint = endpoint
         self._tokenizer = tokenizer
         self._sleep = sleep
-        self._headers = authorization(endpoint)
+        self._headers = authorization(endpoint.token_file, endpoint.token_variable)
         self._transport = transport
         # Connections belong to the loop that opened them, and agents may run in several loops.
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
@@ -122,23 +110,10 @@ class OpenAIInference:
             raise UnusableAnswer(
                 f"{self._endpoint.url}: {len(choices)} choices, but the request asked for {request.num_samples}"
             )
-        if self._endpoint.kind == "openai":
-            return [self._from_text(choice, version) for choice in choices]
         decode = self._tokenizer.decode if self._tokenizer else None
         return [completion(delta(choice, request, version), request, decode) for choice in choices]
 
-    def _from_text(self, choice: dict[str, Any], version: int) -> Completion:
-        assert self._tokenizer is not None
-        reason, text = finish_reason(choice), choice.get("text")
-        if reason is None or not isinstance(text, str):
-            raise UnusableAnswer("a choice has no text, or is incomplete")
-        tokens = self._tokenizer.encode(text) + [self._tokenizer.eos_id] * (reason == "stop")
-        return Completion(tokens, [], reason, [version] * len(tokens))
-
     def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """Stream the answers. Raises Unsupported if the endpoint returns no token ids."""
-        if self._endpoint.kind == "openai":
-            raise Unsupported("stream: a plain OpenAI endpoint does not return the tokens of a piece of text")
         return self._stream(request, {**body(request, self._endpoint), "stream": True})
 
     async def _stream(self, request: GenerationRequest, content: dict[str, Any]) -> AsyncIterator[Delta]:
@@ -239,18 +214,19 @@ def _retry_after(response: httpx.Response) -> float | None:
     return float(value) if value.isdecimal() else None
 
 
-def authorization(endpoint: Endpoint) -> dict[str, str]:
-    """Return the header with the endpoint's token; empty if it has none. Raises ConfigurationError."""
-    if endpoint.token_file is not None:
+def authorization(token_file: Path | None, token_variable: str | None) -> dict[str, str]:
+    """Return the header with the token in a file or an environment variable; empty if there is none. Raises
+    ConfigurationError."""
+    if token_file is not None:
         try:
-            token = endpoint.token_file.read_text(encoding="utf-8").strip()
+            token = token_file.read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            raise ConfigurationError(f"the token file {endpoint.token_file} cannot be read: {error}") from error
-    elif endpoint.token_variable is not None:
-        token = os.environ.get(endpoint.token_variable, "")
+            raise ConfigurationError(f"the token file {token_file} cannot be read: {error}") from error
+    elif token_variable is not None:
+        token = os.environ.get(token_variable, "")
     else:
         return {}
     if not token or not token.isascii() or not token.isprintable():
-        where = endpoint.token_file or f"${endpoint.token_variable}"
+        where = token_file or f"${token_variable}"
         raise ConfigurationError(f"{where} holds no token: it must be one line of printable ASCII characters")
     return {"Authorization": f"Bearer {token}"}

@@ -1,8 +1,7 @@
-"""Request and response bodies of OpenAI-compatible servers. Pure.
+"""Request and response bodies of servers with OpenAI's API that return token ids. Pure.
 
 mrl     the server of this project
 vllm    vLLM: token ids by `return_token_ids`, and further sampling parameters under its own names
-openai  OpenAI's own API and no more: it returns no token ids
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from megatron_rl.inference.api import Completion, Delta, FinishReason, Generatio
 from megatron_rl.inference.config import AdjustedSampling, beyond_vllm
 from megatron_rl.inference.text import Decode, StopStrings
 
-MOST_STOPS_OF_OPENAI = 4
 TOKEN_ID = "token_id:"
 """Prefix of token names, before the id, if tokens are named by their ids."""
 
@@ -32,7 +30,7 @@ class Endpoint:
     url: str
     """Base URL with the version: http://node:8000/v1"""
     model: str
-    kind: Literal["mrl", "vllm", "openai"]
+    kind: Literal["mrl", "vllm"]
     token_file: Path | None = None
     """File that contains the bearer token."""
     token_variable: str | None = None
@@ -64,9 +62,6 @@ def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
     }
     if sampling.stop:
         asked["stop"] = list(sampling.stop)
-    if kind == "openai":
-        _check_openai(request)
-        return asked
     if kind == "vllm" and (against := beyond_vllm(sampling, processed_logprobs=endpoint.processed_logprobs)):
         raise Unsupported(against)
     return asked | {
@@ -78,21 +73,6 @@ def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-
-
-def _check_openai(request: GenerationRequest) -> None:
-    sampling = request.sampling
-    for name, asked in (
-        ("sampling.top_k", sampling.top_k > 0),
-        ("sampling.min_p", sampling.min_p > 0),
-        ("sampling.min_new_tokens", sampling.min_new_tokens > 0),
-        ("sampling.stop_tokens", bool(sampling.stop_tokens)),
-        ("top_logprobs", request.top_logprobs > 0),
-    ):
-        if asked:
-            raise Unsupported(f"{name}: a plain OpenAI endpoint has no such parameter")
-    if len(sampling.stop) > MOST_STOPS_OF_OPENAI:
-        raise Unsupported(f"sampling.stop: a plain OpenAI endpoint takes at most {MOST_STOPS_OF_OPENAI} strings")
 
 
 def delta(choice: Mapping[str, Any], request: GenerationRequest, version: int) -> Delta:

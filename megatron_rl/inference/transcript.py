@@ -58,7 +58,7 @@ class Transcript:
             stops = StopStrings(request.sampling.stop, decode)
         transcript = cls(request, sample, end_ids, stops)
         if known := request.known.get(sample):
-            transcript._extend(known.tokens, known.logprobs, known.versions, known.top_logprobs)
+            transcript._extend(known.tokens, known.logprobs, known.versions, None)
         return transcript
 
     @property
@@ -97,7 +97,7 @@ class Transcript:
 
     def prefix(self) -> AnswerPrefix:
         """Return a copy of the tokens so far."""
-        return AnswerPrefix([*self.tokens], [*self.logprobs], [*self.versions], self._top(0))
+        return AnswerPrefix([*self.tokens], [*self.logprobs], [*self.versions])
 
     def completion(self, prompt: PromptScores | None = None) -> Completion:
         """Return the answer, which has ended. prompt: scores of its request's prompt, if it is scored."""

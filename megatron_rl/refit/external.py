@@ -66,7 +66,7 @@ class ServerReload:
         base = self._server.url.rstrip("/").removesuffix("/v1")
         async with httpx.AsyncClient(
             base_url=base,
-            headers=authorization(self._server),
+            headers=authorization(self._server.token_file, self._server.token_variable),
             timeout=httpx.Timeout(self._server.timeout_s, connect=CONNECT_S),
             trust_env=False,  # a proxy of the environment does not lead to the job's own nodes
             transport=self._transport,

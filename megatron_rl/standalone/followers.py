@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.publish import CheckpointError
@@ -31,47 +31,25 @@ class Followed(Section):
 
     path: str
     dtype: Precision
-    device: Literal["cpu", "cuda"]
-    threads: PositiveInt | None
-    max_length: PositiveInt | None
-    inference: InferenceConfig | None
-    tp: PositiveInt
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: PositiveInt | None = None
+    max_length: PositiveInt | None = None
+    inference: InferenceConfig | None = None
+    tp: PositiveInt = 1
 
     def opened(self, source: Source, world: StandaloneWorld) -> AbstractContextManager[OpenedPolicy]:
         """Call `open_policy` with these arguments. source: found by `path`."""
-        return open_policy(
-            source,
-            device=self.device,
-            threads=self.threads,
-            max_length=self.max_length,
-            inference=self.inference,
-            tp=self.tp,
-            world=world,
-        )
+        options = {name: getattr(self, name) for name in type(self).model_fields.keys() - {"path", "dtype"}}
+        return open_policy(source, world=world, **options)
 
 
 @contextmanager
-def open_with_followers(
-    source: Source,
-    *,
-    device: Literal["cpu", "cuda"] = "cpu",
-    threads: int | None = None,
-    max_length: int | None = None,
-    inference: InferenceConfig | None = None,
-    tp: int = 1,
-    lost: Callable[[str], NoReturn],
-) -> Iterator[OpenedPolicy]:
-    """Call `open_policy` in this process and in tp - 1 further ones. lost: see `siblings`."""
-    followed = Followed(
-        path=str(source.folder),  # not the original path: a run may publish a newer checkpoint in between
-        dtype=source.model.dtype,
-        device=device,
-        threads=threads,
-        max_length=max_length,
-        inference=inference,
-        tp=tp,
-    )
-    with siblings(MODULE, followed.model_dump_json(), tp, lost) as world, followed.opened(source, world) as opened:
+def open_with_followers(source: Source, lost: Callable[[str], NoReturn], **options: Any) -> Iterator[OpenedPolicy]:
+    """Call `open_policy` in this process and in tp - 1 further ones. lost: see `siblings`. options: of `Followed`."""
+    # The folder, not the path of the user: a run may publish a newer checkpoint in between.
+    followed = Followed(path=str(source.folder), dtype=source.model.dtype, **options)
+    asked = followed.model_dump_json()
+    with siblings(MODULE, asked, followed.tp, lost) as world, followed.opened(source, world) as opened:
         yield opened
 
 

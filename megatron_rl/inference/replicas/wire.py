@@ -25,7 +25,6 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import (
     AnswerPrefix,
     Delta,
-    FinishReason,
     GenerationRequest,
     PromptTooLong,
     Unsupported,
@@ -157,7 +156,11 @@ def encode_news(news: News) -> dict[str, Any]:
 def decode_news(body: Body) -> News:
     """Raises Garbled."""
     try:
-        pieces = [(each[0], _delta(*each[1:])) for each in body["pieces"]]
+        pieces = []
+        for name, sample, tokens, logprobs, versions, finish_reason, stop in body["pieces"]:
+            if not len(tokens) == len(logprobs) == len(versions):
+                raise ValueError("every token needs a log-prob and a version")
+            pieces.append((name, Delta(sample, tokens, logprobs, versions, None, finish_reason, stop)))
         return News(decode_about(body), int(body["last"]), pieces, [Refusal(*each) for each in body["refused"]])
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Garbled(f"news: {error!r}") from error
@@ -169,16 +172,3 @@ def decode_about(body: Body) -> About:
         return About(**body["about"])
     except (KeyError, TypeError) as error:
         raise Garbled(f"about: {error!r}") from error
-
-
-def _delta(
-    sample: int,
-    tokens: list[int],
-    logprobs: list[float],
-    versions: list[int],
-    finish_reason: FinishReason | None,
-    stop: str | None,
-) -> Delta:
-    if not len(tokens) == len(logprobs) == len(versions):
-        raise ValueError("every token needs a log-prob and a version")
-    return Delta(sample, tokens, logprobs, versions, None, finish_reason, stop)

@@ -22,7 +22,7 @@ from megatron_rl.inference.openai_bodies import Endpoint, UnusableAnswer, body
 from megatron_rl.model.tokenizer import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer("0123456789+-=")
-Kind = Literal["mrl", "vllm", "openai"]
+Kind = Literal["mrl", "vllm"]
 Reply = httpx.Response | Exception
 
 
@@ -116,12 +116,6 @@ def test_every_parameter_is_asked_of_a_server_that_has_it(kind: Kind) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "name"),
     [
-        ("openai", {"top_k": 3}, "top_k"),
-        ("openai", {"min_p": 0.1}, "min_p"),
-        ("openai", {"min_new_tokens": 1}, "min_new_tokens"),
-        ("openai", {"stop_tokens": (3,)}, "stop_tokens"),
-        ("openai", {"stop": tuple("abcde")}, "stop"),
-        ("openai", {"top_logprobs": 2}, "top_logprobs"),
         ("vllm", {"temperature": 0.7}, "temperature"),
     ],
 )
@@ -143,19 +137,6 @@ def test_an_interrupted_answer_is_refused() -> None:
     known = {0: AnswerPrefix([1], [-1.0], [0])}
     with pytest.raises(Unsupported, match="known"):
         body(replace(ask(), known=known), endpoint())
-
-
-def test_text_is_no_sampled_tokens() -> None:
-    with pytest.raises(Unsupported, match=r"token ids: .*Training needs"):
-        OpenAIInference(endpoint("openai"), TOKENIZER)
-    server = Server(answer({"index": 0, "text": "17", "finish_reason": "stop"}))
-    (made,) = server.generate(endpoint("openai"), ask(), tokenizer=TOKENIZER, sampled_tokens=False)
-    assert (made.tokens, made.logprobs, made.finish_reason) == ([1, 7, 13], [], "stop")
-    with pytest.raises(Unsupported, match="stream"):
-        Server().inference(endpoint("openai"), tokenizer=TOKENIZER, sampled_tokens=False).stream(ask())
-
-
-# What is answered
 
 
 def test_tokens_log_probs_and_versions_are_the_servers() -> None:

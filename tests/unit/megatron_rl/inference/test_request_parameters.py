@@ -209,16 +209,9 @@ def test_of_equally_likely_tokens_the_same_are_told_whatever_the_other_rows_ask_
     assert told([3]) == told([3, 4]) == told([3, 20])
 
 
-def test_an_interrupted_answer_keeps_the_top_logprobs_that_it_had(policy: Policy) -> None:
-    request = ask(2, top_logprobs=3)
-    (whole, other) = generate(engine_of(policy), request)
-    assert whole.top_logprobs is not None
-    beginning = AnswerPrefix(whole.tokens[:4], whole.logprobs[:4], whole.versions[:4], whole.top_logprobs[:4])
-    resumed = generate(engine_of(policy), replace(request, known={0: beginning}))
-    assert_same(resumed, [whole, other])
-    bare = replace(beginning, top_logprobs=None)
+def test_top_logprobs_of_a_resumed_answer_are_refused(policy: Policy) -> None:
     with pytest.raises(Unsupported, match="top_logprobs"):
-        generate(engine_of(policy), replace(request, known={0: bare}))
+        generate(engine_of(policy), replace(ask(2, top_logprobs=3), known={0: AnswerPrefix([1], [-1.0], [0])}))
 
 
 # Streams
