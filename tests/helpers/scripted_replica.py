@@ -1,4 +1,4 @@
-"""Inference replicas without a model: what a replica is over HTTP, in a thread of the test, over an engine whose tokens
+"""Inference replicas without a model: a replica's HTTP interface in a thread of the test, over an engine whose tokens
 are functions of the request's key."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rl.replica.leader import Leader
 DIGEST = "0123456789abcdef"
 TOKEN = "a-token-of-a-run-with-32-characters-or-more"
 LONGEST = 100
-"""Tokens of a prompt and its answer."""
+"""Most tokens of a prompt and its answer together."""
 
 
 def token_at(request: GenerationRequest, sample: int, place: int) -> int:
@@ -35,7 +35,7 @@ def token_at(request: GenerationRequest, sample: int, place: int) -> int:
 
 
 def answers(request: GenerationRequest, version: int = 0) -> list[Completion]:
-    """What any of them answers."""
+    """Return the answers of every scripted replica."""
     length = request.sampling.max_new_tokens
     return [
         Completion(
@@ -49,7 +49,7 @@ def answers(request: GenerationRequest, version: int = 0) -> list[Completion]:
 
 
 class ScriptedEngine:
-    """Implements `LedEngine`: a token of each sample in a step, up to `hold_at` of them while it is set."""
+    """Implements `LedEngine`: one token of each sample per step, up to `hold_at` of them while it is set."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0
@@ -116,11 +116,11 @@ class ScriptedEngine:
         raise AssertionError("it is one rank")
 
     def let_go(self) -> None:
-        pass  # nobody follows
+        pass  # there are no followers
 
 
 class ScriptedWeights:
-    """Implements `Weights`, which come at once."""
+    """Implements `Weights`, which arrive immediately."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.said: list[Any] = []
@@ -141,7 +141,7 @@ class ScriptedWeights:
 
 
 def done(error: Exception | None = None) -> Future[None]:
-    """Of what is over, one way or the other."""
+    """Return a future that is already done, or failed."""
     future: Future[None] = Future()
     if error is None:
         future.set_result(None)
@@ -151,7 +151,7 @@ def done(error: Exception | None = None) -> Future[None]:
 
 
 class ScriptedReplica:
-    """One start of one replica; a context, which ends it."""
+    """One start of one replica; leaving the context ends it."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class ScriptedReplica:
         self.engine = ScriptedEngine()
         self.weights = ScriptedWeights(self.engine)
         self.mute = False
-        """Whether nothing is answered any more."""
+        """Whether it answers no more requests."""
         replica = attempt.replica(number)
         replica.folder.mkdir(parents=True, exist_ok=True)
         self.leader = Leader(self.engine, self.weights, None, Activity(replica, published=False), report_every_s=0.0)
@@ -198,7 +198,7 @@ class ScriptedReplica:
         self.die()
 
     def die(self) -> None:
-        """All its connections end."""
+        """Close all its connections."""
         self.hang_up()
         self.service.thread.stop("killed")
         self._thread.join(30)

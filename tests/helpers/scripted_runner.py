@@ -1,4 +1,4 @@
-"""Stands in for a model runner: a cache in which one sees who wrote what, and answers that follow from their keys."""
+"""Replaces a model runner: its cache records who wrote what, and answers follow from the request's key."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ END = 0
 
 
 def scripted(key: int, sample: int, place: int) -> int:
-    """The token at this place of an answer; about one in eight is the end token."""
+    """Return the token at this position of an answer; about one in eight is the end token."""
     mixed = (key * 7919 + sample * 104729 + place * 1299709 + 12345) * 2654435761 % 2**32
     return END if mixed >> 29 == 0 else 1 + (mixed >> 8) % 50
 
 
 def scripted_answer(request: GenerationRequest, sample: int) -> list[int]:
-    """All tokens that a sample of a request must get."""
+    """Return all tokens that a sample of a request must get."""
     tokens: list[int] = []
     while len(tokens) < request.sampling.max_new_tokens and END not in tokens:
         tokens.append(scripted(request.key, sample, len(tokens)))
@@ -34,27 +34,27 @@ class _Row:
     limit: int
     pages: list[int]
     cached: list[int]
-    """Tokens whose keys and values lie in the pages."""
+    """Return the tokens whose keys and values are in the pages."""
     answer: list[int]
     ended: bool = False
 
 
 @dataclass
 class ScriptedRunner:
-    """Executes plans and minds what they do to the cache."""
+    """Executes plans and checks their effect on the cache."""
 
     page_tokens: int
     looks_every: int = 1
-    """Steps after which the host sees which rows have ended."""
+    """Number of steps between two checks for ended rows."""
     checks: bool = True
     rows: dict[int, _Row] = field(default_factory=dict)
     cache: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(page, place in it): token."""
+    """(page, slot in it) -> token"""
     computed: int = 0
     _steps: int = 0
 
     def execute(self, plan: StepPlan) -> list[int] | None:
-        plan = pickle.loads(pickle.dumps(plan))  # as if it had come from another rank
+        plan = pickle.loads(pickle.dumps(plan))  # a copy, as another rank would get it
         for source, target in plan.moves:
             self.rows[target] = self.rows.pop(source)
         for row, place, page in plan.pages:
@@ -109,7 +109,7 @@ class ScriptedRunner:
             place = len(row.cached)
             page = row.pages[place // self.page_tokens]
             if self.checks:
-                assert sum(page in each.pages for each in live) == 1, "a page is written that others read"
+                assert sum(page in each.pages for each in live) == 1, "a shared page is written"
             self.cache[page, place % self.page_tokens] = row.answer[-1]
             row.cached.append(row.answer[-1])
         if self.checks:
@@ -121,7 +121,7 @@ class ScriptedRunner:
 
 
 def step(scheduler: Scheduler, runner: ScriptedRunner) -> None:
-    """As the engine does it."""
+    """Run the scheduler as the engine does."""
     while (place := scheduler.must_give_way()) is not None:
         scheduler.give_way(place, runner.answers(scheduler.wanted([place])))
     for plan_next in (scheduler.decode, scheduler.admit):

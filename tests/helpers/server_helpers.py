@@ -1,4 +1,4 @@
-"""An inference server within the test: its application, an engine that says what it is told to, a client."""
+"""An inference server within the test: its application, an engine with given answers, and a client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEMPLATE = (
 
 @cache
 def byte_backend() -> Backend:
-    """As GPT-2, Qwen and Llama 3 have it: a character may be cut anywhere between its bytes."""
+    """Like GPT-2, Qwen and Llama 3: a character may be split anywhere between its bytes."""
     vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Backend(models.BPE(vocabulary | {"ab": 256, "Ġa": 257, "Ã©": 258}, [("a", "b"), ("Ġ", "a"), ("Ã", "©")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +47,7 @@ def byte_backend() -> Backend:
 
 @cache
 def byte_tokenizer(template: str | None = TEMPLATE) -> HuggingFaceTokenizer:
-    # Takes a second, and tests that need no tokenizer do without.
+    # slow; tests that need no tokenizer do without
     from transformers import PreTrainedTokenizerFast
 
     return HuggingFaceTokenizer(
@@ -56,7 +56,7 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> HuggingFaceTokenizer:
 
 
 EOS = byte_backend().get_vocab_size()
-"""The token of END: the one behind all others."""
+"""Token of END: the last one."""
 
 
 def encode(text: str) -> list[int]:
@@ -66,17 +66,17 @@ def encode(text: str) -> list[int]:
 
 @dataclass
 class _Saying:
-    """A request under way."""
+    """An open request."""
 
     request: GenerationRequest
     streamed: bool
     answers: list[list[int]]
     said: int = 0
-    """Tokens of each sample."""
+    """Number of tokens of each sample."""
 
 
 class SayingEngine:
-    """Says, to any request, the text that it was given, and ends; one token a step and sample."""
+    """Answers every request with the given text, one token per step and sample, and then ends."""
 
     def __init__(self, text: str | Callable[[GenerationRequest, int], str] = "hello") -> None:
         self._text = text
@@ -85,9 +85,9 @@ class SayingEngine:
         self._deltas: list[tuple[str, Delta]] = []
         self.asked: list[GenerationRequest] = []
         self.holds_at: int | None = None
-        """Tokens of each sample after which it says no more for now."""
+        """Number of tokens of each sample after which it pauses."""
         self.fails: Exception | None = None
-        """Raised by each step."""
+        """Error of each step."""
 
     @property
     def busy(self) -> bool:
@@ -117,7 +117,7 @@ class SayingEngine:
             self._under_way.clear()
             raise self.fails
         if self.holds_at is not None:
-            time.sleep(0.001)  # lest it keep the other thread from running
+            time.sleep(0.001)  # so that the other thread can run
         for name, saying in list(self._under_way.items()):
             if self.holds_at is None or saying.said < self.holds_at:
                 self._say(name, saying)
@@ -178,7 +178,7 @@ def logprob(token: int) -> float:
 
 
 def scores(request: GenerationRequest) -> PromptScores:
-    """What SayingEngine thinks of a prompt: the token is the likeliest of its place, the next numbers follow."""
+    """Scores of a prompt by SayingEngine: each token is the likeliest at its position, the next numbers follow."""
     tokens, most = request.prompt_tokens[1:], request.prompt_logprobs or 0
     top = [{token + place: logprob(token) - place for place in range(most)} for token in tokens]
     return PromptScores([*map(logprob, tokens)], [1] * len(tokens), top)
@@ -215,7 +215,8 @@ def client_of(application: Application, token: str = TOKEN) -> httpx.AsyncClient
 def ask(
     engine: Any, route: str, body: Any, *, method: str = "POST", token: str = TOKEN, **options: Any
 ) -> httpx.Response:
-    """One request to a server of this engine. body: bytes, or what becomes JSON. options: of Application."""
+    """Send one request to a server with this engine. body: bytes, or a value that becomes JSON. options: of
+    Application."""
 
     async def asked() -> httpx.Response:
         async with running(engine, **options) as application, client_of(application, token) as client:
@@ -226,18 +227,18 @@ def ask(
 
 
 def completion(engine: Any, **body: Any) -> dict[str, Any]:
-    """The answer of /v1/completions."""
+    """Return the response of /v1/completions."""
     return _good(ask(engine, "/v1/completions", {"prompt": "ask", "max_tokens": 100} | body))
 
 
 def chat(engine: Any, *messages: Any, options: dict[str, Any] | None = None, **body: Any) -> dict[str, Any]:
-    """The answer of /v1/chat/completions to these messages, or to one."""
+    """Return the response of /v1/chat/completions to these messages."""
     given = list(messages) or [{"role": "user", "content": "hi"}]
     return _good(ask(engine, "/v1/chat/completions", {"messages": given} | body, **options or {}))
 
 
 def events(engine: Any, route: str, body: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    """The chunks of a streamed answer, which is whole."""
+    """Return the chunks of a complete stream."""
     response = ask(engine, route, body | {"stream": True}, **options)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")

@@ -1,4 +1,4 @@
-"""mrl chat as its users meet it: lines from a pipe, and a terminal in which an answer is stopped by Ctrl-C."""
+"""mrl chat as its users meet it: lines from a pipe, and a terminal in which Ctrl-C stops an answer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LIMIT_S = 180.0
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, and a chat template that puts messages one behind the other. Greedily they come to no end."""
+    """Random weights, and a chat template that concatenates messages. Greedy answers do not end by themselves."""
     folder = tmp_path_factory.mktemp("published") / "hf"
     publish(folder, PUBLISHED["Qwen2"] | {"max_position_embeddings": 4096})
     return folder
 
 
-def test_every_line_of_a_pipe_is_answered_and_the_conversation_goes_on_from_it(published: Path) -> None:
+def test_every_line_of_a_pipe_is_answered_and_continues_the_conversation(published: Path) -> None:
     words = [MRL, "chat", published, "--max-new-tokens", "5", "--temperature", "0", "--system", "9"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, **pipes, text=True) as chat:
@@ -40,12 +40,12 @@ def test_every_line_of_a_pipe_is_answered_and_the_conversation_goes_on_from_it(p
             assert chat.stdin and chat.stdout
             print(message, file=chat.stdin, flush=True)
             said = chat.stdout.readline()
-            assert said.endswith(" ...\n"), "cut off by the limit"
+            assert said.endswith(" ...\n"), "the limit must end it"
             return said.removesuffix(" ...\n")
 
         first, second = answer("12"), answer("34")
-        assert answer("\n/clear\n12") == first, "a new conversation knows nothing of the one before"
-        assert answer(f"/clear\n12{first}34") == second, "what it was told, what it said and what it is told now"
+        assert answer("\n/clear\n12") == first, "a new conversation must not know the previous one"
+        assert answer(f"/clear\n12{first}34") == second, "the prompt must contain both messages and the answer"
         rest = chat.communicate("/exit\n56\n")
         ended.cancel()
     assert (chat.returncode, *rest) == (EXIT_FINISHED, "", "")
@@ -91,7 +91,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(published: Path) -> N
     ("words", "said"),
     [(["nothing"], "no such directory"), (["."], "neither a run"), (["x", "--top-p", "2"], "'--top-p'")],
 )
-def test_what_cannot_be_used_is_one_error_with_exit_code_2(tmp_path: Path, words: list[str], said: str) -> None:
+def test_unusable_input_is_one_error_with_exit_code_2(tmp_path: Path, words: list[str], said: str) -> None:
     done = commands.run(["mrl", "chat", *words], LIMIT_S, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
     assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""An engine of several ranks answers like one of a single rank, whatever the layout that its weights are trained in."""
+"""An engine of several ranks gives the same answers as one rank, in any layout of training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMIT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Layout:
-    """Of training, and the tensor parallel size of the engine."""
+    """Layout of training, and the tensor parallel size of the engine."""
 
     engine: int
     tp: int = 1
@@ -71,22 +71,22 @@ LAYOUTS = {
         Layout(engine=4, tp=4),  # each key/value head is on two ranks
     ],
 }
-"""By number of ranks."""
+"""Layouts by number of ranks."""
 SLOW = {2: [LAYOUTS[2][2]], 4: [LAYOUTS[4][0], LAYOUTS[4][2]]}
-"""Those of which every part is in another one."""
+"""Layouts in which every part of the weights moves."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of a layout."""
+    """Observations of one rank in a layout."""
 
     answers: dict[int, list[Completion]]
-    """By number of the request: of those that it drove."""
+    """Answers of the requests that this rank drove, by request number."""
     wrong: list[str]
-    """Weights that were not those of the whole model, after two publications."""
+    """Weights that differ from those of the whole model after two publications."""
     moved_bytes: int
     tokens_of_experts: int
-    """That the experts of a layer have computed, of all that were routed to them: each is to compute its own."""
+    """Share of the tokens routed to a layer's experts that they computed: each must compute its own."""
     tokens_routed: int
 
 
@@ -109,7 +109,7 @@ def requests() -> list[GenerationRequest]:
 
 
 def answers(engine: Engine, ranks: EngineRanks) -> dict[int, list[Completion]]:
-    """This rank's share of the requests, all at the same time; of ranks that follow none."""
+    """Answer this rank's share of the requests, all at the same time; ranks that follow have none."""
     if not ranks.drives:
         engine.follow(nullcontext)
         return {}
@@ -131,7 +131,7 @@ def see(layout: Layout, world: int) -> Seen:
     platform.seed(3)
     trained = build_policy(config.model, VOCAB, platform, sequence_parallel=layout.sequence_parallel)
     engine, refit = build_engine(trained, config, VOCAB, {END}, platform, groups, ranks)
-    if isinstance(refit, ReshardedWeights):  # in several rounds: the model is smaller than one
+    if isinstance(refit, ReshardedWeights):  # in several rounds, since the model is smaller than one
         refit = ReshardedWeights(trained, engine, groups, round_bytes=5000)
     for version in (1, 2):
         fill(trained, version)
@@ -143,7 +143,7 @@ def see(layout: Layout, world: int) -> Seen:
 
 
 def count_tokens(policy: Policy, experts_per_token: int | None) -> tuple[list[int], list[int]]:
-    """Filled in every pass: tokens that come to the experts of the first layer, and those that are routed to them."""
+    """Lists that every pass extends: tokens that reach the experts of the first layer, and tokens routed to them."""
     of_experts: list[int] = []
     routed: list[int] = []
     if experts_per_token:
@@ -154,7 +154,7 @@ def count_tokens(policy: Policy, experts_per_token: int | None) -> tuple[list[in
 
 
 def plans() -> list[StepPlan | None]:
-    """Some that fit into one message, some that do not, and some about where that ends."""
+    """Plans that fit in one message, that do not, and that almost do."""
     prompts = (
         Prefill([1] * length, 0, [], [0, 3], [4, 5], [2], [-0.5], 2**63, CUT) for length in (*range(300, 420), 5000)
     )
@@ -186,7 +186,7 @@ def see_all(rank: int, world: int, layouts: list[Layout]) -> list[Seen]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Layout], list[Seen]]:
-    """What each of so many ranks saw of a layout."""
+    """Observations of each rank of a layout."""
 
     @functools.cache
     def of_all(world: int, slow: bool) -> dict[Layout, list[Seen]]:
@@ -199,7 +199,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Layout], li
 
 @pytest.fixture(scope="module")
 def alone(platform: Any, groups: Any) -> dict[bool, dict[int, list[Completion]]]:
-    """What one rank answers, without experts and with some."""
+    """Answers of one rank, without and with experts."""
     found = {}
     for experts in (False, True):
         config = recipe(Layout(engine=1, ep=1 + experts), ranks=1)
@@ -222,18 +222,16 @@ ALL = [
 
 
 @pytest.mark.parametrize(("world", "layout"), ALL)
-def test_the_engine_has_the_weights_of_the_trainer_bit_for_bit(world: int, layout: Layout, seen: Any) -> None:
+def test_engine_has_the_weights_of_the_trainer_bit_for_bit(world: int, layout: Layout, seen: Any) -> None:
     assert [each.wrong for each in seen(world, layout)] == [[]] * world
 
 
 @pytest.mark.parametrize(("world", "layout"), ALL)
-def test_it_samples_the_same_tokens_as_one_rank_that_has_all_of_the_model(
-    world: int, layout: Layout, seen: Any, alone: Any
-) -> None:
+def test_tokens_equal_those_of_one_rank_with_the_whole_model(world: int, layout: Layout, seen: Any, alone: Any) -> None:
     expected = alone[layout.ep > 1]
     together: dict[int, list[Completion]] = {}
     for rank, each in enumerate(seen(world, layout)):
-        assert bool(each.answers) == (rank % layout.engine == 0)  # the first of each replica drives
+        assert bool(each.answers) == (rank % layout.engine == 0)  # the first rank of each replica drives
         together |= each.answers
     assert together.keys() == expected.keys()
     for number, completions in expected.items():
@@ -242,12 +240,12 @@ def test_it_samples_the_same_tokens_as_one_rank_that_has_all_of_the_model(
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
             assert (ours.versions, ours.finish_reason) == (theirs.versions, theirs.finish_reason)
     tokens = {token for completions in expected.values() for one in completions for token in one.tokens}
-    assert len(tokens) > 5  # no model that says the same whatever it is asked
+    assert len(tokens) > 5  # the model does not give the same answer to everything
 
 
 @pytest.mark.parametrize(("world", "layout"), ALL)
-def test_nothing_is_sent_that_a_rank_has(world: int, layout: Layout, seen: Any) -> None:
-    """Half of the model where a rank trains half of its layers and generates with all; nothing where it is the same."""
+def test_nothing_is_sent_that_a_rank_already_has(world: int, layout: Layout, seen: Any) -> None:
+    """Half of the model if a rank trains half of the layers and generates with all; nothing in the same layout."""
     moved = {each.moved_bytes for each in seen(world, layout)}
     assert len(moved) == 1
     same = layout.tp == layout.engine and layout.pp == layout.ep == 1
@@ -256,12 +254,12 @@ def test_nothing_is_sent_that_a_rank_has(world: int, layout: Layout, seen: Any) 
 
 @pytest.mark.parametrize(("world", "layout"), [each for each in ALL if each.values[1].ep > 1])
 def test_experts_get_every_token_once(world: int, layout: Layout, seen: Any) -> None:
-    """Also where ranks that share each expert out have the same tokens."""
+    """Even if ranks that share each expert have the same tokens."""
     for each in seen(world, layout):
         assert each.tokens_of_experts == each.tokens_routed > 0
 
 
-def test_a_plan_of_any_size_is_the_same_on_every_rank(tmp_path: Path) -> None:
+def test_plan_of_any_size_is_the_same_on_every_rank(tmp_path: Path) -> None:
     received = run_ranks(tmp_path, 2, broadcast)
     assert received == [plans()] * 2
     sizes = [len(pickle.dumps(plan)) for plan in plans()]

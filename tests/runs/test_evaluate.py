@@ -1,4 +1,5 @@
-"""mrl evaluate: killed at any moment it goes on, and finds what an undisturbed one does; here and as a job."""
+"""mrl evaluate: killed at any moment it resumes, with the result of an undisturbed one; on this machine and as a
+job."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 class Evaluating:
-    """`python -m megatron_rl.evaluate`, forked from a process that has imported what it needs."""
+    """Run `python -m megatron_rl.evaluate`, forked from a process that has imported what it needs."""
 
     def __init__(self, request: dict[str, Any], folder: Path) -> None:
         self.said = folder / "said"
@@ -105,10 +106,10 @@ def undisturbed(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return found(folder / "r.json")
 
 
-def test_what_is_found_says_under_which_settings(run: RunDir, undisturbed: dict[str, Any]) -> None:
+def test_result_contains_its_settings(run: RunDir, undisturbed: dict[str, Any]) -> None:
     settings = undisturbed["settings"]
     checkpoint = settings["checkpoint"]
-    assert (checkpoint["step"], checkpoint["policy_version"]) == (2, 4), "two updates a step"
+    assert (checkpoint["step"], checkpoint["policy_version"]) == (2, 4), "there are two updates per step"
     assert checkpoint["path"] == str(run.checkpoint(2)) and len(checkpoint["digest"]) > 8
     assert settings["sampling"]["temperature"] == 1.0 and settings["environment"]["name"] == "arithmetic"
     assert set(undisturbed["sets"]) == {"trained", "held_out"}
@@ -119,11 +120,11 @@ def test_what_is_found_says_under_which_settings(run: RunDir, undisturbed: dict[
             {},
         )
         assert scores["scores"].keys() >= {"greedy", "pass@1", "pass@2", "pass@4", "avg@4", "maj@4"}
-        assert 0 < scores["scores"]["pass@4"]["value"] < 1, "else the comparison below shows nothing"
+        assert 0 < scores["scores"]["pass@4"]["value"] < 1, "otherwise the comparison below proves nothing"
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
-def test_one_that_was_ended_goes_on_and_finds_the_same(
+def test_interrupted_evaluation_resumes_with_the_same_result(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "r.json"
@@ -138,11 +139,11 @@ def test_one_that_was_ended_goes_on_and_finds_the_same(
     kept.write_bytes(before + b'{"torn')
     evaluating = Evaluating(request(run.root, out), tmp_path)
     assert evaluating.code() == EXIT_FINISHED, evaluating.said.read_text()
-    assert kept.read_bytes().startswith(before), "what was answered is not answered again"
+    assert kept.read_bytes().startswith(before), "kept answers are not computed again"
     assert found(out) == undisturbed
 
 
-def test_copies_of_the_model_share_out_the_problems_and_find_the_same(
+def test_replicas_share_the_problems_and_find_the_same(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     asked = request(run.root, tmp_path / "r.json")
@@ -155,7 +156,7 @@ def test_copies_of_the_model_share_out_the_problems_and_find_the_same(
 
 
 @pytest.mark.slow
-def test_ranks_that_hold_the_model_together_find_the_same_to_rounding(
+def test_tensor_parallel_ranks_find_the_same_up_to_rounding(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     asked = request(run.root, tmp_path / "r.json")
@@ -168,7 +169,7 @@ def test_ranks_that_hold_the_model_together_find_the_same_to_rounding(
             assert together["sets"][name]["scores"][kind]["value"] == pytest.approx(score["value"], abs=0.05)
 
 
-def test_a_job_leaves_when_it_is_asked_to_and_its_next_attempt_goes_on(
+def test_job_leaves_on_request_and_its_next_attempt_resumes(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = loop_recipe(job=ALONE | {"gpus_per_node": 2}, environment={"args": {"evaluation_problems": 64}})
@@ -177,7 +178,7 @@ def test_a_job_leaves_when_it_is_asked_to_and_its_next_attempt_goes_on(
     kept = job.evaluation.with_suffix(".answers.jsonl")
     attempt = Attempt(job, tmp_path, ranks=2)
     wait_until(lambda: lines(kept) > 1, "the first answers")
-    os.kill(attempt.processes[1].pid or 0, signal.SIGUSR1)  # one of them hears it, and all leave
+    os.kill(attempt.processes[1].pid or 0, signal.SIGUSR1)  # one rank gets the signal, and all leave
     assert set(attempt.exit_codes()) <= {EXIT_DRAINED, EXIT_FINISHED}, attempt.logs()
     outcome = outcome_of(attempt.files)
     assert outcome and outcome.outcome == DRAINED and outcome.step == lines(kept) - 1
@@ -188,7 +189,7 @@ def test_a_job_leaves_when_it_is_asked_to_and_its_next_attempt_goes_on(
     assert found(job.evaluation) == undisturbed
 
 
-def test_what_only_the_weights_or_the_environment_can_tell_is_one_line_too(run: RunDir, tmp_path: Path) -> None:
+def test_errors_found_while_opening_are_one_line_too(run: RunDir, tmp_path: Path) -> None:
     for changed, said in (
         ({"checkpoint": str(tmp_path / "none")}, "no such directory"),
         ({"sets": ["tested"]}, "--set tested: the environment has no such set; there are held_out, trained"),
@@ -228,9 +229,7 @@ def test_published_weights_are_evaluated_with_a_table(tmp_path: Path) -> None:
         (["no/where"], "no such directory"),
     ],
 )
-def test_what_cannot_be_used_is_one_error_with_exit_code_2(
-    run: RunDir, tmp_path: Path, words: list[str], said: str
-) -> None:
+def test_unusable_input_is_one_error_with_exit_code_2(run: RunDir, tmp_path: Path, words: list[str], said: str) -> None:
     code, out, errors = mrl(*(run.root if word == "RUN" else word for word in words), cwd=tmp_path)
     assert (code, out) == (EXIT_USAGE, "")
     assert errors.startswith("error: ") and said in errors and "Traceback" not in errors

@@ -1,5 +1,4 @@
-"""The weights of a training model that several ranks share out: in a server of another project, and in an engine that
-several ranks are, every tensor bit for bit."""
+"""Weights of a model on several ranks arrive bit for bit in an external server, and in an engine of several ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ LAYOUTS = {"tp": (2, 1), "pp": (1, 2), "dp": (1, 1)}
 
 
 def fill(policy: Policy, whole: dict[str, Tensor]) -> None:
-    """Give a rank its part of a whole model's weights, by the mapping that checkpoints are read with."""
+    """Give a rank its part of a model's weights, by the mapping for checkpoints."""
     from megatron_rl.model.hf_parts import held_weights
 
     for held in held_weights(policy, MODEL):
@@ -49,7 +48,8 @@ def fill(policy: Policy, whole: dict[str, Tensor]) -> None:
 
 
 def publish(rank: int, world: int, folder: Path, whole: dict[str, Tensor]) -> list[Any]:
-    """Whether the server has read the same weights, for each layout; and what a rank that cannot write comes to."""
+    """Return whether the server has read the same weights, for each layout, and the error of a rank that cannot
+    write."""
     platform = select(tiny_run().job)
     found: list[Any] = []
     for name, (tp, pp) in LAYOUTS.items():
@@ -78,7 +78,7 @@ def publish(rank: int, world: int, folder: Path, whole: dict[str, Tensor]) -> li
 
 
 def update(rank: int, world: int, whole: dict[str, Tensor]) -> list[list[int]]:
-    """What an engine of two ranks answers before and after it was given the weights."""
+    """Return answers of an engine of two ranks before and after an update of its weights."""
     parallel_state.initialize_model_parallel(2)
     platform = select(tiny_run().job)
     ranks = EngineRanks.form(Groups.from_megatron(LIMIT), 2, LIMIT)
@@ -126,7 +126,7 @@ def test_every_layout_gives_the_server_the_same_tensors(
             assert failed.startswith("rank 0: ")
 
 
-def test_an_engine_of_two_ranks_answers_by_the_weights_it_was_given(
+def test_engine_of_two_ranks_answers_with_the_new_weights(
     tmp_path: Path, whole: tuple[Policy, dict[str, Tensor]]
 ) -> None:
     policy, tensors = whole

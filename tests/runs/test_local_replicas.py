@@ -1,5 +1,5 @@
-"""The replicas of a partitioned run on this machine, here processes that only act as them: started beside the ranks
-that train, again when they end, and gone with them."""
+"""Replicas of a partitioned run on this machine, replaced by processes that imitate them: they start beside the
+training ranks, restart when they end, and end with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 
 
 class Partitioned:
-    """A supervisor of one rank that trains and two replicas of two ranks each."""
+    """A supervisor of one training rank and two replicas of two ranks each."""
 
     def __init__(self, root: Path, training: str, replicas: str) -> None:
         self.run = RunDir(root)
@@ -56,7 +56,7 @@ class Partitioned:
             time.sleep(0.02)
 
     def finish(self) -> None:
-        """Have the training end."""
+        """Make the training end."""
         write(self.attempt.drain, Drain("test", "the test", time.time(), deadline=time.time() + LIMIT_S))
         assert self.process.wait(LIMIT_S) == 75, self.log
 
@@ -87,7 +87,7 @@ def test_replicas_run_beside_the_training_and_end_with_it(partitioned):
     run = partitioned("long", "serve")
     places = [run.seen(replica, rank) for replica in (0, 1) for rank in (0, 1)]
     assert [(int(seen["RANK"]), seen["WORLD_SIZE"]) for seen in places] == [(0, "2"), (1, "2")] * 2
-    assert [seen["LOCAL_RANK"] for seen in places] == ["1", "2", "3", "4"], "each has a GPU of its own"
+    assert [seen["LOCAL_RANK"] for seen in places] == ["1", "2", "3", "4"], "each rank must have its own GPU"
     assert len({seen["token"] for seen in places}) == 1
     assert len(places[0]["token"]) >= 32
     assert places[0]["mode"] == 0o600
@@ -100,13 +100,13 @@ def test_replicas_run_beside_the_training_and_end_with_it(partitioned):
     assert "start 0: serve" in run.attempt.log(1, role="infer-1").read_text()
 
 
-def test_a_replica_that_is_killed_is_started_again_and_the_training_goes_on(partitioned):
+def test_killed_replica_is_restarted_and_training_continues(partitioned):
     run = partitioned("long", "serve")
     sister = run.pid(1, 1)
     os.kill(run.pid(1, 0), signal.SIGKILL)
     assert start_time(run.pid(1, 0, start=1)) is not None
-    assert start_time(sister) is None, "its world ends with it"
-    assert start_time(run.pid(0, 0)) is not None, "the others do not"
+    assert start_time(sister) is None, "its whole world must end"
+    assert start_time(run.pid(0, 0)) is not None, "the other replica must continue"
     run.wait_for(lambda: [state.starts for state in read_replicas(run.attempt)] == [1, 2])
     assert re.search(r"infer-1 rank 0.*: it was killed by SIGKILL", run.log)
     run.finish()
@@ -114,20 +114,20 @@ def test_a_replica_that_is_killed_is_started_again_and_the_training_goes_on(part
     assert ends_in(read_ledger(run.run))[0].error is None
 
 
-def test_replicas_without_a_supervisor_are_gone(partitioned):
+def test_replicas_without_a_supervisor_end(partitioned):
     run = partitioned("long", "serve")
     pids = [run.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)]
     run.process.kill()
     run.wait_for(lambda: not any(start_time(pid) for pid in pids))
 
 
-def test_a_run_whose_replicas_all_have_a_wrong_configuration_has_one_too(partitioned):
+def test_run_whose_replicas_all_have_a_wrong_configuration_has_one_too(partitioned):
     run = partitioned("hangs", "misconfigured")
     run.wait_for(lambda: [state.misconfigured for state in read_replicas(run.attempt)] == [True, True])
     known = run.attempt.folder / "pid.0"
-    run.wait_for(known.exists)  # the replicas may be quicker
+    run.wait_for(known.exists)  # the replicas may be faster
     rank = int(known.read_text())
-    os.kill(rank, signal.SIGKILL)  # as it would end by itself, once it knows
+    os.kill(rank, signal.SIGKILL)  # as the training would end once it learns of it
     assert run.process.wait(LIMIT_S) == 78, run.log
     (end,) = ends_in(read_ledger(run.run))
     assert end.outcome == "misconfigured"

@@ -29,7 +29,7 @@ SAMPLINGS = [Sampling(temperature=0.0, max_new_tokens=12, stop_tokens=(3,)), Sam
 
 
 def answers(engine: RankEngine, ranks: EngineRanks) -> list[list[Completion]]:
-    """A phase: those of the rank that drives, on the one that follows as well."""
+    """Run a phase, and return the answers on the driving rank and the following one."""
     requests = [GenerationRequest(prompt, 2, sampling, key=7) for prompt in PROMPTS for sampling in SAMPLINGS]
 
     async def together() -> list[list[Completion]]:
@@ -49,7 +49,7 @@ def answers(engine: RankEngine, ranks: EngineRanks) -> list[list[Completion]]:
 
 @torch.no_grad()
 def most_off(policy: Policy, prompt: list[int], one: Completion) -> float:
-    """How far its log-probs are from those of the forward that trains."""
+    """Return the largest difference between its log-probs and those of the training forward."""
     tokens = torch.tensor([*prompt, *one.tokens])
     logits = policy(tokens, torch.arange(len(tokens)), policy.layout(whole_sequences([len(tokens)])))
     logprobs = policy.whole_logits(logits)[len(prompt) - 1 : -1].log_softmax(-1)
@@ -71,7 +71,7 @@ def on_two_ranks(rank: int, world: int) -> tuple[list[list[Completion]], list[li
     platform.seed(3)
     policy = build_policy(config.model, VOCAB, platform)
     stir(policy, 0.15)
-    for weight in policy.parameters():  # what is not split is the same
+    for weight in policy.parameters():  # weights that are not split are the same
         if not getattr(weight, "tensor_model_parallel", False):
             dist.broadcast(weight.detach(), 0)
     found = []
@@ -85,9 +85,9 @@ def on_two_ranks(rank: int, world: int) -> tuple[list[list[Completion]], list[li
     return found[0], found[1], max(most_off(policy, prompt, one) for prompt, one in sampled)
 
 
-def test_two_ranks_answer_as_this_projects_engine_does_on_them(tmp_path: Path) -> None:
+def test_two_ranks_answer_as_the_native_engine_does_on_them(tmp_path: Path) -> None:
     for native, megatron, off in run_ranks(tmp_path, 2, on_two_ranks):
         greedy = [[[one.tokens for one in two] for two in answers[::2]] for answers in (native, megatron)]
         assert greedy[0] == greedy[1]
         assert {one.finish_reason for two in megatron for one in two} == {"stop", "length"}
-        assert off < 1e-5  # where the ranks drew differently, the keys of one would be of other tokens
+        assert off < 1e-5  # if the ranks drew different tokens, their caches would disagree

@@ -1,4 +1,4 @@
-"""A policy that ranks open together computes what transformers does with the same files, and is the same policy."""
+"""A policy on several ranks computes the same as transformers from the same files, and has the same digest."""
 
 from __future__ import annotations
 

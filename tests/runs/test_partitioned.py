@@ -1,5 +1,5 @@
-"""Runs whose prompts are answered by replicas of other processes: they record what the ranks that train would by
-themselves, whatever becomes of a replica."""
+"""Runs whose answers come from replicas in other processes record the same as without replicas, whatever happens to a
+replica."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 4
 
 
 def recipe(training: dict[str, int], inference: dict[str, int], **placement: str) -> dict[str, Any]:
-    """Two nodes of two ranks each where it is partitioned, else one."""
+    """Two nodes of two ranks each if partitioned, else one node."""
     apart = {"nodes": 1} if placement else {}
     return loop_recipe(
         job={"nodes": 1 + len(apart), "gpus_per_node": 2, "collective_timeout_s": 60},
@@ -46,7 +46,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_themselves(root: Path, cache: Path, training: dict[str, int], inference: dict[str, int]) -> Any:
-    """What the ranks that train record without replicas."""
+    """Record of the training ranks without replicas."""
     attempt = Attempt(prepare(root, recipe(training, inference)), cache)
     assert attempt.exit_codes() == [0, 0], attempt.logs()
     return reproducible(attempt.run_dir)
@@ -57,10 +57,10 @@ def by_themselves(root: Path, cache: Path, training: dict[str, int], inference: 
     [({"tp": 2}, {"tp": 1}, [1, 1]), ({"tp": 2}, {"tp": 2}, [2])],
     ids=["two replicas of a rank", "one of two ranks"],
 )
-def test_replicas_answer_as_the_ranks_that_train_would(
+def test_replicas_answer_as_the_training_ranks_would(
     tmp_path: Path, cache: Path, training: dict[str, int], inference: dict[str, int], replicas: list[int]
 ) -> None:
-    """Also where the first one stops until what it was asked takes too long, and is asked anew."""
+    """Also if the first replica stops until its requests time out and are repeated."""
     limits = {"rollout_limit_s": 2.0, "reward_retries": 100}
     attempt = Attempt(prepare(tmp_path / "partitioned", partitioned(training, inference, **limits)), cache)
     told = tmp_path / "told"
@@ -77,9 +77,7 @@ def test_replicas_answer_as_the_ranks_that_train_would(
     assert reproducible(attempt.run_dir) == by_themselves(tmp_path / "alone", cache, training, inference)
 
 
-def test_replicas_that_are_killed_and_a_drain_in_mid_generation_leave_no_trace_in_the_record(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_killed_replicas_and_a_drain_during_generation_leave_the_record_unchanged(tmp_path: Path, cache: Path) -> None:
     run_dir = prepare(tmp_path / "partitioned", partitioned({"tp": 1}, {"tp": 1}))
     attempt = Attempt(run_dir, cache)
     killed = attempt.start_replica(0, sabotage=partial(die_at, 2)) + attempt.start_replica(
@@ -109,17 +107,17 @@ AHEAD_STEPS, PROMPTS = 16, 5
 
 
 @pytest.mark.parametrize("max_lag", [1, 2])
-def test_generation_that_runs_ahead_trains_on_every_prompt_once_and_on_no_token_beyond_the_bound(
+def test_generation_ahead_trains_each_prompt_once_and_no_token_beyond_the_bound(
     tmp_path: Path, cache: Path, max_lag: int
 ) -> None:
-    """With a replica that is killed in mid-generation, another that stops until what it was asked is lost, ranks that
-    are killed, a drain, and what is begun again after both."""
+    """A replica is killed during generation, another one stops until its requests are lost, ranks are killed, and the
+    run is drained and restarted after both."""
     run_dir = prepare(tmp_path / "ahead", ahead(max_lag))
     first = Attempt(run_dir, cache, sabotage=partial(wait_for_both, run_dir))
     killed = first.start_replica(0, sabotage=partial(die_at, 3))
     first.start_replica(1, sabotage=partial(stop_until_cancelled, 1, tmp_path / "told"))
     first.wait_for_step(5)
-    # of the answers that the other one never gave; the line of that step may be of no more use after the kill
+    # these answers replace the lost ones; after the kill the line of that step may be useless
     until(lambda: any(line["failed_rollouts"] for line in lines_of(run_dir.metrics)), "answers are given up")
     assert killed[0].exitcode == -signal.SIGKILL
     first.kill()
@@ -142,13 +140,11 @@ def test_generation_that_runs_ahead_trains_on_every_prompt_once_and_on_no_token_
     assert max(busy) > 0
     assert all(0 <= share <= 1.05 for share in busy)
     assert not any("throughput/generated_tokens_per_s" in line for line in steps)
-    assert "scored groups and" in third.logs(), "what was answered ahead of the drain is used"
+    assert "scored groups and" in third.logs(), "answers from before the drain must be used"
 
 
-def test_ranks_that_generate_themselves_answer_the_next_prompts_beside_the_last_of_a_batch(
-    tmp_path: Path, cache: Path
-) -> None:
-    """Two ranks that are one engine: what is under way waits while they train."""
+def test_training_ranks_answer_the_next_prompts_beside_the_last_of_a_batch(tmp_path: Path, cache: Path) -> None:
+    """Two ranks are one engine; unfinished answers wait while they train."""
     changed = ahead(1) | {"placement": {"training": {"tp": 2}, "inference": {"tp": 2}}}
     changed["job"]["nodes"] = 1
     changed["inference"] = {"max_batch": 12}  # fewer rows than a window has answers
@@ -160,7 +156,7 @@ def test_ranks_that_generate_themselves_answer_the_next_prompts_beside_the_last_
 
 
 def ahead(max_lag: int) -> dict[str, Any]:
-    """One update a step, so that a policy version is a step."""
+    """One update per step, so that a policy version is a step."""
     changed = partitioned({"tp": 1}, {"tp": 1}, rollout_limit_s=4.0, reward_retries=0)
     changed["training"]["steps"] = AHEAD_STEPS
     changed["grpo"] |= {"iterations": 1, "prompts_per_step": PROMPTS, "importance": {"mode": "truncate", "cap": 2.0}}
@@ -168,14 +164,14 @@ def ahead(max_lag: int) -> dict[str, Any]:
 
 
 def wait_for_both(run_dir: RunDir, rank: int) -> None:
-    """Have a rank that trains begin when two replicas answer: one that is there alone would be asked for all answers of
-    a step, and if it stops, none of them can be scored, which ends the run."""
+    """Make training ranks start when two replicas respond. A single replica would get all requests of a step; if it
+    stopped, none of them could be scored, which would end the run."""
     attempt = run_dir.attempt(1)
     until(lambda: all(attempt.replica(number).listener.exists() for number in range(2)), "both replicas answer")
 
 
 def die_at(version: int, rank: int) -> None:
-    """Have a replica kill itself while it generates by weights of a version, or of a later one."""
+    """Make a replica kill itself while it generates with weights of this version or a later one."""
     from megatron_rl.replica.leader import Leader
 
     step = Leader.step
@@ -189,7 +185,7 @@ def die_at(version: int, rank: int) -> None:
 
 
 def hold_at(version: int, reached: Path, rank: int) -> None:
-    """Have a replica stop in the middle of a generation by weights of a version, and say so."""
+    """Make a replica stop during a generation with weights of this version, and report it."""
     from megatron_rl.replica.leader import Leader
 
     step = Leader.step
@@ -205,8 +201,8 @@ def hold_at(version: int, reached: Path, rank: int) -> None:
 
 
 def stop_until_cancelled(version: int, told: Path, rank: int) -> None:
-    """Have a replica stop in the middle of a generation, by weights of a version or of a later one, until nobody waits
-    for its answers, and tell of its load before and after."""
+    """Make a replica stop during a generation, with weights of this version or a later one, until nobody waits for its
+    answers, and record its load before and after."""
     from megatron_rl.replica.leader import Leader
 
     step, cancel = Leader.step, Leader.cancel

@@ -1,5 +1,5 @@
-"""A partitioned run on this machine that is hit at random moments records what ranks that train and generate would, and
-every prompt of it ends once."""
+"""A partitioned run on this machine with faults at random moments records the same as an undisturbed one, and ends
+every prompt once."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ PARTITIONED = (*RECIPE, "job.nodes=3", "placement.mode=partitioned", "placement.
 
 
 def processes(root: Path, module: str) -> list[int]:
-    """Of a run."""
+    """Processes of a run."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
-            continue  # gone meanwhile
+            continue  # it has ended in the meantime
         if {module.encode(), str(root).encode()} <= set(words):
             found.append(int(folder.name))
     return sorted(found)
@@ -50,23 +50,23 @@ def processes(root: Path, module: str) -> list[int]:
 def wait_for(what: Callable[[], object]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not what():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the wait was too long"
         time.sleep(0.05)
 
 
 def wait_for_step(run: RunDir, step: int, command: Command) -> None:
-    """Or until the command has ended."""
+    """Sleep, or return when the command has ended."""
     wait_for(lambda: command.poll() is not None or len(read_json_lines(run.metrics)) >= step)
 
 
 def hit(run: RunDir, module: str, signum: int, chance: random.Random) -> None:
-    """One process of this kind, if there is one."""
+    """Return a random process of this kind, if there is one."""
     if there := processes(run.root, module):
         os.kill(chance.choice(there), signum)
 
 
 def survives(command: Command, run: RunDir, blows: list[tuple[str, int]], chance: random.Random) -> None:
-    """Deal blows, and take them off the list, until one ends the command or there are none left; wait for its end."""
+    """Apply faults, removing them from the list, until one ends the command or none is left; wait for its end."""
     while blows and command.poll() is None:
         wait_for_step(run, len(read_json_lines(run.metrics)) + chance.randint(2, 12), command)
         module, signum = blows.pop()
@@ -78,7 +78,7 @@ def survives(command: Command, run: RunDir, blows: list[tuple[str, int]], chance
 
 
 def harmed_run(tmp_path: Path, seed: int, *overrides: str) -> RunDir:
-    """A partitioned run, after it was hit again and again until it had ended. Every prompt of it has ended once."""
+    """Run partitioned, with faults until it ends. Every prompt must end once."""
     chance, harmed = random.Random(seed), RunDir(tmp_path / "harmed")
     blows = [chance.choice(WEAPONS) for _ in range(BLOWS)]
     for _ in range(BLOWS + 1):
@@ -104,7 +104,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_partitioned_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(tmp_path: Path, seed: int) -> None:
+def test_partitioned_run_with_random_faults_ends_as_if_undisturbed(tmp_path: Path, seed: int) -> None:
     alone = RunDir(tmp_path / "alone")
     done = run(["mrl-submit", *COLOCATED, "--run-dir", alone.root], LIMIT_S, env=environment(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -114,7 +114,7 @@ def test_a_partitioned_run_hit_at_random_moments_ends_as_if_it_had_been_left_alo
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("seed", "max_lag"), [(2, 1), (3, 2)])
-def test_one_that_runs_ahead_keeps_its_bound_too(tmp_path: Path, seed: int, max_lag: int) -> None:
+def test_run_with_generation_ahead_keeps_its_bound_too(tmp_path: Path, seed: int, max_lag: int) -> None:
     harmed = harmed_run(tmp_path, seed, "resume.partial=keep", f"async.max_lag={max_lag}")
     steps = read_json_lines(harmed.metrics)
     prompts = steps[0]["next_ordinal"]

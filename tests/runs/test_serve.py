@@ -1,4 +1,4 @@
-"""mrl serve as its users meet it: OpenAI's own client, curl's headers, Ctrl-C; half a thousand of them at once."""
+"""mrl serve as its users meet it: OpenAI's own client, curl's headers, Ctrl-C, and hundreds of clients at once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Served:
         return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
     def begin(self, **body: Any) -> socket.socket:
-        """A connection on which a long streamed answer has been asked for; nothing is read."""
+        """A connection that has requested a long streamed answer and reads nothing of it."""
         host, port = self.address.removeprefix("http://").split(":")
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -75,14 +75,14 @@ def until(what: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Weights, and the model in transformers."""
+    """Weights, and the same model in transformers."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
     folder = tmp_path_factory.mktemp("published") / "tiny-qwen"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<end>", chat_template=TEMPLATE)
     Qwen2Config().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    tokens = len(AutoTokenizer.from_pretrained(folder))  # by the model's type it adds one of its own
+    tokens = len(AutoTokenizer.from_pretrained(folder))  # transformers would add one by the model's type
     model = publish(folder, PUBLISHED["Qwen2"] | {"vocab_size": tokens, "max_position_embeddings": 512})
     tokenizer.save_pretrained(folder)
     return folder, model
@@ -105,7 +105,7 @@ def served(published: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
     assert server.command.wait(READY_S) == EXIT_FINISHED
 
 
-def test_it_says_where_it_is_and_the_token_is_for_this_account_alone(served: Served) -> None:
+def test_server_prints_its_address_and_the_token_is_readable_only_by_its_owner(served: Served) -> None:
     assert served.said["model"] == "tiny-qwen" and served.said["max_length"] == 512 and served.said["chat"] is True
     assert served.address.startswith("http://127.0.0.1:")
     assert served.token_file.stat().st_mode & 0o777 == 0o600
@@ -114,7 +114,7 @@ def test_it_says_where_it_is_and_the_token_is_for_this_account_alone(served: Ser
         assert served.token not in " ".join(_words(pid))
 
 
-def test_greedy_completions_are_those_of_transformers(served: Served, published: tuple[Path, Any]) -> None:
+def test_greedy_completions_equal_those_of_transformers(served: Served, published: tuple[Path, Any]) -> None:
     inputs = torch.tensor([PROMPT])
     said = published[1].generate(
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=24, do_sample=False, pad_token_id=0
@@ -132,8 +132,8 @@ def test_greedy_completions_are_those_of_transformers(served: Served, published:
     assert answer.usage is not None and answer.usage.completion_tokens == len(tokens)
 
 
-def test_a_prompt_is_scored_and_penalized_as_by_transformers(served: Served, published: tuple[Path, Any]) -> None:
-    """By OpenAI's client, with the parameters that lm-eval and vLLM's users send."""
+def test_prompt_is_scored_and_penalized_as_by_transformers(served: Served, published: tuple[Path, Any]) -> None:
+    """Uses OpenAI's client, with the parameters that lm-eval and vLLM's users send."""
     inputs = torch.tensor([PROMPT])
     expected = published[1](inputs).logits[0, :-1].log_softmax(-1).gather(1, inputs[0, 1:, None]).squeeze(1)
     answer = served.client.completions.create(
@@ -155,7 +155,7 @@ def test_a_prompt_is_scored_and_penalized_as_by_transformers(served: Served, pub
     assert tokens != greedy(served) and tokens == said.tolist()[: len(tokens)]
 
 
-def test_a_seed_gives_the_same_answers_again_streamed_or_not(served: Served) -> None:
+def test_same_seed_gives_the_same_answers_streamed_or_not(served: Served) -> None:
     asked: dict[str, Any] = {"model": served.model, "prompt": "x", "max_tokens": 30, "n": 3, "seed": 11}
     first, second = (served.client.completions.create(**asked) for _ in range(2))
     texts = [choice.text for choice in first.choices]
@@ -184,7 +184,9 @@ def test_chat_with_tools_logprobs_and_usage(served: Served) -> None:
 
 def test_errors_are_those_that_the_client_knows(served: Served) -> None:
     create = served.client.completions.create
-    assert create(model="gpt-5", prompt="x", max_tokens=1).model == served.model, "one model answers by any name"
+    assert create(model="gpt-5", prompt="x", max_tokens=1).model == served.model, (
+        "the one model must answer to any name"
+    )
     with pytest.raises(openai.BadRequestError, match="512 tokens long") as caught:
         create(model=served.model, prompt=[1] * 600)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
@@ -197,7 +199,7 @@ def test_errors_are_those_that_the_client_knows(served: Served) -> None:
         stranger.models.list()
 
 
-def test_who_leaves_or_does_not_read_holds_up_nobody_and_frees_its_pages(served: Served) -> None:
+def test_reader_that_leaves_or_stalls_delays_nobody_and_frees_its_pages(served: Served) -> None:
     pages = served.metric("mrl_engine_free_pages")
     connections = [served.begin(n=4) for _ in range(2)]
     until(lambda: served.metric("mrl_engine_running") > 0)
@@ -207,11 +209,11 @@ def test_who_leaves_or_does_not_read_holds_up_nobody_and_frees_its_pages(served:
         connection.close()
     until(lambda: served.metric("mrl_engine_running") == 0)
     assert served.metric("mrl_engine_free_pages") == pages
-    assert served.metric("mrl_open_requests") == 1  # the one that asks
+    assert served.metric("mrl_open_requests") == 1  # the client of this request
 
 
 @pytest.mark.slow
-def test_half_a_thousand_at_once(served: Served) -> None:
+def test_hundreds_of_clients_at_once(served: Served) -> None:
     async def crowd() -> list[int]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(headers=served.headers, limits=limits, timeout=READY_S) as client:
@@ -224,7 +226,7 @@ def test_half_a_thousand_at_once(served: Served) -> None:
     assert served.metric("mrl_engine_running") == 0
 
 
-def test_a_port_that_is_taken_is_one_error(served: Served, published: tuple[Path, Any], tmp_path: Path) -> None:
+def test_port_in_use_is_one_error(served: Served, published: tuple[Path, Any], tmp_path: Path) -> None:
     port = served.address.rpartition(":")[2]
     command = start(published[0], tmp_path, "--port", port)
     out, err = command.communicate(READY_S)
@@ -234,7 +236,7 @@ def test_a_port_that_is_taken_is_one_error(served: Served, published: tuple[Path
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run that has saved its steps 1 and 2, the newer one of which lacks a file."""
+    """A run that has saved steps 1 and 2; a file of step 2 is missing."""
     recipe = loop_recipe(job={"gpus_per_node": 1}, training={"steps": 2}, save={"every": 1})
     root = tmp_path_factory.mktemp("runs") / "mine"
     attempt = Attempt(prepare(root, recipe), tmp_path_factory.mktemp("cache"), ranks=1)
@@ -243,8 +245,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_run_is_served_from_its_newest_good_checkpoint_until_it_is_stopped(run_dir: Path, tmp_path: Path) -> None:
-    """What is under way is finished, and nothing new begun."""
+def test_run_is_served_from_its_newest_good_checkpoint_until_it_is_stopped(run_dir: Path, tmp_path: Path) -> None:
+    """Open requests are finished, and new ones refused."""
     served = Served(run_dir, tmp_path, "--name", "mine", "--max-length", "40")
     assert (served.said["model"], served.said["step"], served.said["chat"]) == ("mine", 1, False)
     pid = next(child for child in _children(served.command.pid) if "megatron_rl.server" in _words(child))
@@ -264,7 +266,7 @@ def test_a_run_is_served_from_its_newest_good_checkpoint_until_it_is_stopped(run
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_a_start_that_is_ended_leaves_no_process(
+def test_interrupted_start_leaves_no_process(
     published: tuple[Path, Any], tmp_path: Path, number: signal.Signals
 ) -> None:
     command = start(published[0], tmp_path, "--port", "0")
@@ -279,7 +281,7 @@ def test_a_start_that_is_ended_leaves_no_process(
 
 
 @pytest.mark.slow
-def test_ranks_that_hold_the_model_together_answer_like_one_and_end_when_one_is_lost(
+def test_several_ranks_answer_like_one_and_end_when_one_is_lost(
     served: Served, published: tuple[Path, Any], tmp_path: Path
 ) -> None:
     together = Served(published[0], tmp_path, "--tp", "2")
@@ -293,7 +295,7 @@ def test_ranks_that_hold_the_model_together_answer_like_one_and_end_when_one_is_
     assert not Path(f"/proc/{server}").exists()
 
 
-def test_weights_that_are_not_whole_are_one_error(published: tuple[Path, Any], tmp_path: Path) -> None:
+def test_incomplete_weights_are_one_error(published: tuple[Path, Any], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     first, *others = sorted(published[0].iterdir(), key=lambda file: file.suffix != ".safetensors")

@@ -1,4 +1,4 @@
-"""A run whose answers come from a server that was started apart from it, and is lost and found again."""
+"""A run whose answers come from a separate server, which is lost and comes back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = 8
 
 
 class Setting:
-    """A run that is prepared, and its server, which is not there yet."""
+    """A prepared run, and its server, which has not started."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -55,7 +55,7 @@ class Setting:
             "training": {"steps": STEPS},
             "evaluation": {"every": 0},
             "resume": {"partial": "keep"},
-            # A random model is never right: nothing else would change it.
+            # a random model is never right, so nothing else would change the weights
             "grpo": {"entropy_coefficient": 0.05, "kl_beta": 0.0, "iterations": 1},
             "optimizer": {"learning_rate": 1e-2},
             "save": {"every": 0, "keep": 1},
@@ -72,7 +72,7 @@ class Setting:
         return server
 
     def kill_server(self) -> None:
-        """As a lost node would."""
+        """End the server as a lost node would."""
         server = self.servers.pop()
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         for pid in (*map(int, children), server.pid):
@@ -80,7 +80,7 @@ class Setting:
         server.communicate(LIMIT_S)
 
     def answer(self) -> Any:
-        """What the server says greedily."""
+        """Return the server's greedy answers."""
 
         async def ask() -> Any:
             endpoint = Endpoint(self.url, "policy", "mrl", token_file=self.token)
@@ -94,13 +94,13 @@ class Setting:
 
 
 def publish_with_text(folder: Path) -> None:
-    """A model whose tokenizer knows all bytes and no token more than it has."""
+    """A model whose tokenizer knows all bytes and no token that the model lacks."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<end>")
     Qwen2Config().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    tokens = len(AutoTokenizer.from_pretrained(folder))  # by the model's type it adds one of its own
+    tokens = len(AutoTokenizer.from_pretrained(folder))  # transformers would add one by the model's type
     publish(folder, PUBLISHED["Qwen2"] | {"vocab_size": tokens})
     tokenizer.save_pretrained(folder)
 
@@ -113,7 +113,7 @@ def until(what: Callable[[], object], why: str) -> None:
 
 
 def asks_again_soon(rank: int) -> None:
-    """Pauses grow to half a minute, which a test would wait out."""
+    """Pauses of the client, which would grow to half a minute."""
     from megatron_rl.inference import openai
 
     openai.LONGEST_PAUSE_S = 1.0
@@ -127,7 +127,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
         found.kill_server()
 
 
-def test_a_run_waits_for_its_server_has_it_read_each_version_and_outlasts_its_loss(setting: Setting) -> None:
+def test_run_waits_for_its_server_updates_it_and_survives_its_loss(setting: Setting) -> None:
     run = setting.run("run")
     attempt = Attempt(run, setting.root / "cache", sabotage=asks_again_soon)
     setting.serve()
@@ -139,8 +139,8 @@ def test_a_run_waits_for_its_server_has_it_read_each_version_and_outlasts_its_lo
 
     lines = lines_of(run.metrics)
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
-    assert all(line["staleness_max"] == 0 for line in lines), "each token is of the weights that it is trained on"
-    # What the server says of a token is what the trainer computes: it samples by the trainer's weights.
+    assert all(line["staleness_max"] == 0 for line in lines), "each token must be of the weights that it is trained on"
+    # The log-probs of the server equal those of the trainer: it has the trainer's weights.
     assert max(line["inference_logprob_difference_max"] for line in lines) < 1e-3
     last = lines[-1]["policy_version"]
     assert sorted(path.name for path in setting.folder.iterdir()) == ["current", f"version-{last:06d}"]
@@ -152,7 +152,7 @@ def test_a_run_waits_for_its_server_has_it_read_each_version_and_outlasts_its_lo
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_run_that_waits_for_its_server_leaves_when_it_is_asked_to(setting: Setting) -> None:
+def test_run_that_waits_for_its_server_leaves_on_request(setting: Setting) -> None:
     run = setting.run("run")
     attempt = Attempt(run, setting.root / "cache")
     until((setting.folder / "current").exists, "the first version")
@@ -163,7 +163,7 @@ def test_a_run_that_waits_for_its_server_leaves_when_it_is_asked_to(setting: Set
 
 
 @pytest.mark.slow
-def test_answers_come_ahead_of_training_too(setting: Setting) -> None:
+def test_answers_may_be_ahead_of_training(setting: Setting) -> None:
     run = setting.run("ahead", **{"async": {"max_lag": 1}}, training={"steps": 6})
     attempt = Attempt(run, setting.root / "cache")
     setting.serve()

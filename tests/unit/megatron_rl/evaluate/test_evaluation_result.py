@@ -1,4 +1,4 @@
-"""From answers to a result: what counts where, and what is left out."""
+"""Result of an evaluation: which answers count, and where."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answered(problem: int, rewards: Sequence[float], mode: str = SAMPLED, **fail
     return ProblemAnswers("held_out", mode, problem, answers, failures)
 
 
-def test_lost_answers_are_counted_and_never_taken_for_wrong_ones() -> None:
+def test_lost_answers_are_counted_and_not_taken_as_wrong() -> None:
     found = set_result(
         [answered(0, [1.0, 0.0]), answered(1, [1.0], timeout=1), answered(2, [], timeout=2)], [], 2, True
     )
@@ -34,7 +34,7 @@ def test_lost_answers_are_counted_and_never_taken_for_wrong_ones() -> None:
     assert "greedy" not in found.scores
 
 
-def test_a_reward_in_part_is_not_right_but_counts_in_the_mean() -> None:
+def test_partial_reward_is_not_correct_but_counts_in_the_mean() -> None:
     found = set_result([answered(0, [0.25, 0.25])], [answered(0, [1.0], GREEDY)], 2, True)
     assert {name: score.value for name, score in found.scores.items()} == {
         "greedy": 1.0,
@@ -48,11 +48,11 @@ def test_a_reward_in_part_is_not_right_but_counts_in_the_mean() -> None:
     }
 
 
-def test_there_is_no_majority_where_answers_cannot_be_compared() -> None:
+def test_no_majority_without_comparable_answers() -> None:
     assert "maj@2" not in set_result([answered(0, [1.0, 0.0])], [], 2, False).scores
 
 
-def test_a_result_is_the_same_however_the_answers_came_and_reads_back_as_it_was() -> None:
+def test_result_does_not_depend_on_the_order_of_answers_and_survives_the_file() -> None:
     lines = [answered(problem, [1.0, problem / 7], reason=problem) for problem in range(5)]
     known = {(line.set, line.mode, line.problem): line for line in lines}
     found = result(SETTINGS, {"held_out": 5}, known, "a.jsonl")
@@ -61,7 +61,7 @@ def test_a_result_is_the_same_however_the_answers_came_and_reads_back_as_it_was(
 
 
 @given(st.dictionaries(st.sampled_from("ab"), st.integers(0, 50)), st.integers(1, 40), st.integers(1, 64))
-def test_blocks_hold_each_problem_once_and_fill_the_rows(sizes: dict[str, int], k: int, rows: int) -> None:
+def test_blocks_contain_each_problem_once_and_fill_the_rows(sizes: dict[str, int], k: int, rows: int) -> None:
     modes = {SAMPLED: k, GREEDY: 1}
     found = list(blocks(sizes, modes, rows))
     places = [(block.set, block.mode, problem) for block in found for problem in block.problems]
@@ -72,7 +72,7 @@ def test_blocks_hold_each_problem_once_and_fill_the_rows(sizes: dict[str, int], 
             assert len(block.problems) * modes[block.mode] >= 2 * rows
 
 
-def test_sets_are_chosen_by_name_and_cut_and_there_has_to_be_a_problem() -> None:
+def test_sets_are_chosen_by_name_and_limited_and_must_not_be_empty() -> None:
     there = {"a": [Problem("1", {}), Problem("2", {})], "b": []}
     assert choose_sets(there, None, 1) == {"a": there["a"][:1], "b": []}
     assert choose_sets(there, ["a", "a"], None) == {"a": there["a"]}

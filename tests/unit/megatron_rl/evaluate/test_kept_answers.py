@@ -1,4 +1,4 @@
-"""The file of answers: appended to, read again, and refused where it is of something else."""
+"""The file of answers: appended, read again, and refused if it belongs to something else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def line(problem: int) -> ProblemAnswers:
     return ProblemAnswers("held_out", SAMPLED, problem, [answer], {"lost": 1})
 
 
-def test_answers_come_back_as_they_were(tmp_path: Path) -> None:
+def test_answers_are_read_back_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "new" / "a.jsonl"
     with kept_answers(file, SETTINGS) as answers:
         answers.add([line(0), line(1)])
@@ -31,7 +31,7 @@ def test_answers_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 40, 10_000])
-def test_a_torn_end_is_tolerated_wherever_it_is_torn(tmp_path: Path, cut: int) -> None:
+def test_torn_end_is_tolerated_anywhere(tmp_path: Path, cut: int) -> None:
     file = tmp_path / "a.jsonl"
     with kept_answers(file, SETTINGS) as answers:
         answers.add([line(0)])
@@ -56,7 +56,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_other_file_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "notes.jsonl"
     file.write_text("my\nnotes\n")
     with pytest.raises(ConfigurationError, match="is not a file of an evaluation"), kept_answers(file, SETTINGS):
@@ -70,9 +70,7 @@ def test_two_evaluations_never_write_one_file(tmp_path: Path) -> None:
         pass
 
 
-def test_where_there_are_no_locks_the_one_that_comes_second_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_the_second_evaluation_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -88,9 +86,7 @@ def test_where_there_are_no_locks_the_one_that_comes_second_leaves(
         assert len(answers.known) == 3
 
 
-def test_a_full_disk_is_told_with_the_file_and_costs_nothing_that_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_reported_with_the_file_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""Penalties and biases: what is drawn follows their definition, log-probs do not, and neighbours see nothing of it."""
+"""Penalties and biases change what is drawn as defined, and change neither log-probs nor other rows."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def prefill(sampling: Sampling, prompt: list[int]) -> Prefill:
 
 
 def adjusted_logits(logits: torch.Tensor, asked: list[tuple[Sampling, list[int], list[int]]]) -> torch.Tensor:
-    """asked: of each row its sampling, prompt and answer."""
+    """asked: sampling, prompt and answer of each row."""
     rows = AdjustedRows(len(asked), LENGTH, VOCAB, CPU)
-    tokens = torch.full((len(asked), LENGTH), 3)  # what stands behind an answer counts for nothing
+    tokens = torch.full((len(asked), LENGTH), 3)  # tokens behind the answer must be ignored
     for row, (sampling, prompt, answer) in enumerate(asked):
         rows.set(slice(row, row + 1), prefill(sampling, prompt))
         tokens[row, : len(answer)] = torch.tensor(answer, dtype=torch.long)
@@ -41,7 +41,7 @@ def adjusted_logits(logits: torch.Tensor, asked: list[tuple[Sampling, list[int],
 
 
 def by_definition(logits: np.ndarray, sampling: AdjustedSampling, prompt: list[int], answer: list[int]) -> np.ndarray:
-    """vLLM's, in float64, token by token."""
+    """vLLM's definition in float64, token by token."""
     made = logits.astype(np.float64).copy()
     for token, bias in sampling.logit_bias:
         made[token] += bias
@@ -75,9 +75,7 @@ ADJUSTED = st.builds(
     ),
     seed=st.integers(0, 1000),
 )
-def test_logits_are_adjusted_as_their_definition_says(
-    asked: list[tuple[AdjustedSampling, list[int], list[int]]], seed: int
-) -> None:
+def test_logits_are_adjusted_as_defined(asked: list[tuple[AdjustedSampling, list[int], list[int]]], seed: int) -> None:
     logits = 3 * torch.randn(len(asked), VOCAB, generator=torch.Generator().manual_seed(seed))
     found = adjusted_logits(logits, [*asked])
     for row, (sampling, prompt, answer) in enumerate(asked):
@@ -86,7 +84,7 @@ def test_logits_are_adjusted_as_their_definition_says(
 
 
 @pytest.mark.parametrize("penalty", [0.6, 1.3])
-def test_a_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+def test_repetition_penalty_equals_that_of_transformers(penalty: float) -> None:
     transformers = pytest.importorskip("transformers")
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
     prompt, answer = [1, 5, 5], [2, 0]
@@ -96,7 +94,7 @@ def test_a_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     torch.testing.assert_close(adjusted_logits(logits, [(asked, prompt, answer)]), expected)
 
 
-def test_rows_that_ask_for_nothing_keep_every_bit() -> None:
+def test_rows_without_adjustments_keep_every_bit() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
     logits[1, 4], logits[1, 5] = -torch.inf, 0.0
     plain = Sampling(max_new_tokens=4)
@@ -144,7 +142,7 @@ def request(sampling: Sampling, samples: int = 2, key: int = 5) -> GenerationReq
 
 
 def logits_after(policy: Policy, tokens: list[int]) -> np.ndarray:
-    """The policy's, of the next token."""
+    """The policy's logits of the next token."""
     from megatron_rl.platform.attention import whole_sequences
 
     with torch.inference_mode():
@@ -161,8 +159,8 @@ def logits_after(policy: Policy, tokens: list[int]) -> np.ndarray:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_greedy_answer_is_the_likeliest_by_the_adjusted_logits(policy: Policy, asked: dict[str, Any]) -> None:
-    """Token by token; its log-probs are the policy's own."""
+def test_greedy_answer_takes_the_likeliest_adjusted_token(policy: Policy, asked: dict[str, Any]) -> None:
+    """Checked token by token; log-probs are those of the unadjusted policy."""
     sampling = AdjustedSampling(max_new_tokens=20, temperature=0, ignore_eos=True, **asked)
     ((found,),) = answer_all(policy, request(sampling, samples=1))
     plain = AdjustedSampling(max_new_tokens=20, temperature=0, ignore_eos=True)
@@ -175,8 +173,8 @@ def test_a_greedy_answer_is_the_likeliest_by_the_adjusted_logits(policy: Policy,
         assert found.logprobs[place] == pytest.approx(logprobs[token].item(), abs=1e-5)
 
 
-def test_an_answer_that_ignores_the_end_has_end_tokens_and_goes_on(policy: Policy) -> None:
-    """Also where it may not end yet, which keeps nothing from being drawn then."""
+def test_ignore_eos_lets_answers_contain_end_tokens(policy: Policy) -> None:
+    """Also with min_new_tokens, which then excludes no token."""
     wants_end = {"logit_bias": ((END, 5.0),), "max_new_tokens": 12}
     (ending,), (ignoring,), (held,), (stopping,) = answer_all(
         policy,
@@ -195,23 +193,23 @@ def test_an_answer_that_ignores_the_end_has_end_tokens_and_goes_on(policy: Polic
     asked=st.lists(st.tuples(ADJUSTED, st.integers(1, 3), st.integers(0, 100)), min_size=1, max_size=3),
     max_batch=st.integers(3, 10),
 )
-def test_answers_are_those_of_each_request_alone(
+def test_answers_depend_only_on_their_own_request(
     policy: Policy, asked: list[tuple[AdjustedSampling, int, int]], max_batch: int
 ) -> None:
-    """Whether a neighbour adjusts its logits or not; rows move, wait and take the places of others."""
+    """Neighbours may adjust their logits or not; rows move, wait and reuse rows of others."""
     requests = [request(*each) for each in asked] + [request(Sampling(max_new_tokens=6), 3, 9)]
     together = answer_all(policy, *requests, max_batch=max_batch, share_prefixes=False)
     for each, found in zip(requests, together, strict=True):
         assert found == answer_all(policy, each.again(), share_prefixes=False)[0]
 
 
-def test_a_row_that_was_anothers_adjusts_nothing(policy: Policy) -> None:
+def test_reused_row_drops_the_adjustments_of_its_previous_sample(policy: Policy) -> None:
     penalized = request(AdjustedSampling(max_new_tokens=3, repetition_penalty=9, logit_bias=((5, 50),)), 1)
     plain = request(Sampling(max_new_tokens=6), 1)
     assert answer_all(policy, penalized, plain, max_batch=1)[1] == answer_all(policy, plain.again())[0]
 
 
-def test_a_biased_token_that_is_not_there_is_refused(policy: Policy) -> None:
+def test_bias_of_a_token_outside_the_vocabulary_is_refused(policy: Policy) -> None:
     asked = request(AdjustedSampling(max_new_tokens=2, logit_bias=((policy.vocabulary, 1),)))
     with pytest.raises(ValueError, match=r"sampling.logit_bias: .* is no token"):
         answer_all(policy, asked)

@@ -1,10 +1,8 @@
-"""On a CPU an answer is the same bit for bit, log-probs included, whatever else is answered at the same time.
-
-As long as it is computed in the same pieces: one that gives way, finds its beginning in the cache or has a prompt
-longer than a prefill, or begins after others of its group, attends to the same tokens by another kernel, and its
-log-probs differ by rounding. Experts get as many tokens as there happen to be for them, and four ranks add up what they
-send in an order that depends on how much it is.
-"""
+"""CPU answers are the same bit for bit, log-probs included, whatever else is decoded at the same time. This holds as
+long as an answer is computed in the same pieces: after an eviction, with a cached prefix, with a prompt longer than one
+prefill, or if it starts later than others of its group, another kernel attends to the same tokens and log-probs differ
+by rounding. Experts get different numbers of tokens each time, and four ranks sum in an order that depends on the
+amount of data."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.bits
 SHAPE = {"hidden_size": 64, "ffn_hidden_size": 96, "max_position_embeddings": 64}
 MODEL = tiny_model(**SHAPE)
 SAMPLES = 5
-"""Of a prompt, at most; there are rows for as many, so that those of the first request begin together."""
+"""Most tokens of a prompt. All samples of the first request have a row, so that they start together."""
 REQUESTS = st.builds(
     lambda prompt, samples, limit, temperature, top_k, key: GenerationRequest(
         prompt, samples, Sampling(max_new_tokens=limit, temperature=temperature, top_k=top_k), key
@@ -48,7 +46,7 @@ def policies(platform: Any, groups: Any) -> dict[str, Policy]:
 
 
 def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[int], **config: Any) -> list[Completion]:
-    """Of the first request; `arriving`: steps after which the next one comes."""
+    """Answers to the first request. arriving: number of steps before each further request."""
     engine = Engine(policy, MODEL, InferenceConfig(share_prefixes=False, **config), {END})
     gaps = iter(arriving)
     for request in requests:
@@ -60,7 +58,7 @@ def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[in
     return engine.take(requests[0].id) or []
 
 
-# A product of four rows beside one of eight: few enough for other kernels.
+# four rows instead of eight: few enough for other kernels
 @example(
     request=GenerationRequest([0], 1, Sampling(max_new_tokens=4, temperature=0.0), 0),
     others=[GenerationRequest([0, 0, 0, 0], 1, Sampling(max_new_tokens=4, temperature=0.0), 0)],
@@ -80,7 +78,7 @@ def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[in
     dtype=st.sampled_from(["fp32", "bf16"]),
     least_packed=st.sampled_from([1, 2**30]),
 )
-def test_an_answer_is_the_same_whatever_its_neighbours(
+def test_answer_is_the_same_whatever_its_neighbours(
     policies: dict[str, Policy],
     request: GenerationRequest,
     others: list[GenerationRequest],

@@ -1,4 +1,4 @@
-"""Recorded decode steps draw what steps operation by operation draw, whatever comes and goes between two of them."""
+"""Recorded decode steps draw the same tokens as steps that run operation by operation."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron_rl.platform.paged_attention import PagedAttention, PagedRows, gath
 
 MODEL = tiny_model()
 LONG = {"max_new_tokens": 21, "min_new_tokens": 21}
-"""Answers that the host sees the end of with their last token."""
+"""Answers that end with a token that the host sees immediately."""
 
 
 class RecordingPlatform(CpuPlatform):
-    """A CPU that records decode steps, and attends in them as a GPU's kernel does: for all lengths alike."""
+    """A CPU that records decode steps, and attends like a GPU kernel: alike for all lengths."""
 
     tokens_between_syncs = 3
     computes_on_host = False
@@ -52,7 +52,7 @@ def shared_policy(platform: Any, groups: Any) -> Policy:
 
 @pytest.fixture
 def policy(shared_policy: Policy) -> Iterator[Policy]:
-    """Whose weights are the same for every test."""
+    """A policy with the same weights in every test."""
     weights = [weight.detach().clone() for weight in shared_policy.parameters()]
     yield shared_policy
     reset(shared_policy, weights)
@@ -70,7 +70,7 @@ def recorder_of(policy: Policy) -> OperationRecorder:
 
 
 def move(policy: Policy) -> None:
-    """The weights, to other places."""
+    """Move the weights to other addresses."""
     for weight in policy.parameters():
         weight.data = weight.data.clone()
 
@@ -110,12 +110,12 @@ EVENTS = st.one_of(
 
 @examples(6)
 @given(first=REQUESTS, events=st.lists(EVENTS, max_size=10), spare_tokens=st.integers(0, 120))
-def test_answers_are_those_of_steps_that_are_not_recorded(
+def test_answers_equal_those_of_unrecorded_steps(
     shared_policy: Policy, first: GenerationRequest, events: list[Any], spare_tokens: int
 ) -> None:
-    """Requests of all kinds come, end, move together, are cancelled and give way; weights are replaced, in their places
-    and elsewhere; the cache is let go between two phases. Sizes are not those of the rows, and who is nobody's row
-    would change an answer if it wrote anywhere but to the spare page."""
+    """Requests of all kinds arrive, end, move, are cancelled and evicted; weights are replaced in place and elsewhere;
+    the cache is freed between two phases. Padded sizes differ from the number of rows, so a padding row that wrote
+    anywhere but to the spare page would change an answer."""
     weights = [weight.detach().clone() for weight in shared_policy.parameters()]
     engines = [
         engine_of(shared_policy, recorded=recorded, keeps_cache=False, cache_tokens=36 + spare_tokens)
@@ -158,31 +158,31 @@ def run(engine: Engine, steps: int) -> None:
         steps -= 1
 
 
-def test_a_step_is_recorded_once_for_each_size(policy: Policy) -> None:
-    """The first of its kind is computed, the second recorded, and all that follow are replayed."""
+def test_step_is_recorded_once_for_each_size(policy: Policy) -> None:
+    """The first step of a kind runs directly, the second is recorded, and all others are replayed."""
     recorder = recorder_of(policy)
     recorded, replayed = recorder.recorded, recorder.replayed
     engine = engine_of(policy)
-    for samples in (3, 4, 7, 5):  # which are two sizes
+    for samples in (3, 4, 7, 5):  # these are two padded sizes
         engine.submit(ask([1, 2, 3], samples, key=samples, **LONG))
         run(engine, 10**6)
     assert recorder.recorded - recorded == 2
     assert recorder.replayed - replayed == 4 * (LONG["max_new_tokens"] - 1) - 2
 
 
-def test_rows_that_nobody_has_stay_at_the_first_place_of_the_spare_page(policy: Policy) -> None:
+def test_unused_rows_stay_at_the_first_slot_of_the_spare_page(policy: Policy) -> None:
     engine = engine_of(policy)
     engine.submit(ask([1, 2], 3, **LONG))
     run(engine, 10**6)
     rows, spare = engine._runner._rows, engine.load.pages
-    assert engine.cache is not None and engine.cache.keys[:, spare, :, 0].any()  # written by the fourth
+    assert engine.cache is not None and engine.cache.keys[:, spare, :, 0].any()  # the fourth row wrote it
     assert not engine.cache.keys[:, spare, :, 1:].any()
     assert rows.position[3:].tolist() == [0] * 8
     assert (rows.pages[3:] == spare).all()
 
 
 def test_recordings_end_with_the_cache(policy: Policy) -> None:
-    """Training needs its memory. Where the cache stays so do they."""
+    """Training needs their memory. If the cache stays, they stay too."""
     recorder = recorder_of(policy)
     for keeps_cache in (True, False):
         engine = engine_of(policy, keeps_cache=keeps_cache)
@@ -195,7 +195,7 @@ def test_recordings_end_with_the_cache(policy: Policy) -> None:
         assert recorder.released - released == (0 if keeps_cache else 3)
 
 
-def test_recordings_stay_for_weights_that_stay_in_their_places(policy: Policy) -> None:
+def test_recordings_survive_weights_that_change_in_place(policy: Policy) -> None:
     recorder = recorder_of(policy)
     engine = engine_of(policy)
 
@@ -212,7 +212,7 @@ def test_recordings_stay_for_weights_that_stay_in_their_places(policy: Policy) -
     assert [recordings(), recordings()] == [1, 0]
 
 
-def test_there_are_never_too_many_recordings(policy: Policy) -> None:
+def test_number_of_recordings_is_limited(policy: Policy) -> None:
     recorder = OperationRecorder()
     graphs = DecodeGraphs(recorder, policy, 8)
     for key in range(3 * MOST_RECORDED):
@@ -222,7 +222,7 @@ def test_there_are_never_too_many_recordings(policy: Policy) -> None:
     assert recorder.released == 2
 
 
-def test_a_step_that_cannot_be_recorded_is_done_all_the_same(
+def test_step_that_cannot_be_recorded_runs_directly(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(_function: Any) -> Any:
@@ -234,10 +234,10 @@ def test_a_step_that_cannot_be_recorded_is_done_all_the_same(
     for _ in range(3):
         graphs.run("a step", lambda: done.append("a token"))
     assert len(done) == 3
-    assert ["inference.cuda_graphs=false" in each for each in caplog.messages] == [True], "said once"
+    assert ["inference.cuda_graphs=false" in each for each in caplog.messages] == [True], "the warning must appear once"
 
 
-def test_sizes_are_few_and_a_quarter_larger_than_needed_at_most() -> None:
+def test_padded_sizes_are_few_and_at_most_a_quarter_too_large() -> None:
     sizes = [padded_rows(rows) for rows in range(1, 257)]
     assert sorted({*sizes}) == [1, 2, 4, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
     for rows, size in enumerate(sizes, 1):
@@ -254,12 +254,12 @@ def test_sizes_are_few_and_a_quarter_larger_than_needed_at_most() -> None:
         ({"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}, {}, False, "each expert"),
     ],
 )
-def test_what_is_not_recorded_has_a_reason(model: Any, inference: Any, fp8: bool, why: str | None) -> None:
+def test_unrecorded_steps_have_a_reason(model: Any, inference: Any, fp8: bool, why: str | None) -> None:
     config = InferenceConfig(**inference)
     found = why_not_recorded(RecordingPlatform(), tiny_model(**model), config, 256, fp8=fp8)
     assert found is None if why is None else why in (found or "")
 
 
-def test_a_cpu_records_nothing(platform: Any) -> None:
+def test_cpu_records_nothing(platform: Any) -> None:
     found = why_not_recorded(platform, MODEL, InferenceConfig(), 16, fp8=False)
     assert found == "this device has no kernel for pages of 16 tokens in fp32"

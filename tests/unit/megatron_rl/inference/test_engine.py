@@ -1,4 +1,4 @@
-"""The engine's answers are those of the model, whatever else it decodes at the same time."""
+"""Answers of the engine are those of the model, whatever else it decodes at the same time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3], [1, 10, 2, 12], [9, 9],
 
 @pytest.fixture(scope="module")
 def policy(platform: Any, groups: Any) -> Policy:
-    """Sharp enough that greedy is no lottery, flat enough that answers end at very different lengths."""
+    """Sharp enough that greedy answers have no near ties, flat enough that answers end at very different lengths."""
     return tiny_policy(platform, scale=0.15)
 
 
@@ -40,7 +40,7 @@ def ask(
 
 
 def answer(engine: Engine, *requests: GenerationRequest) -> list[list[Completion]]:
-    """All requests at once; a test that hangs here ends in seconds."""
+    """Answer all requests at once; a hanging test ends within seconds."""
 
     async def together() -> list[list[Completion]]:
         return await asyncio.wait_for(asyncio.gather(*map(engine.generate, requests)), timeout=60)
@@ -59,7 +59,7 @@ def greedy_without_cache(policy: Policy, prompt: Sequence[int], limit: int) -> l
     return tokens
 
 
-# What is generated
+# Content of answers
 
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
@@ -70,7 +70,7 @@ def test_greedy_equals_a_forward_without_cache_token_for_token(
     platform: Any, groups: Any, shape: dict[str, Any]
 ) -> None:
     model = tiny_model(tied_embeddings=False, **shape)
-    policy = tiny_policy(platform, model, scale=0.3)  # no near ties for bf16 to break
+    policy = tiny_policy(platform, model, scale=0.3)  # without near ties, which bf16 would break
     engine = Engine(policy, model, InferenceConfig(max_batch=16), {END})
     answers = answer(engine, *(ask(prompt) for prompt in PROMPTS))
     expected = [greedy_without_cache(policy, prompt, 12) for prompt in PROMPTS]
@@ -78,7 +78,7 @@ def test_greedy_equals_a_forward_without_cache_token_for_token(
     assert len({token for tokens in expected for token in tokens}) > 5
 
 
-def test_a_model_with_normed_queries_and_larger_heads_decodes_the_same_way(platform: Any, groups: Any) -> None:
+def test_model_with_normed_queries_and_larger_heads_decodes_alike(platform: Any, groups: Any) -> None:
     model = tiny_model(qk_norm=True, qkv_bias=False, head_dim=12)
     policy = tiny_policy(platform, model, scale=0.15)
     answers = answer(Engine(policy, model, InferenceConfig(max_batch=16), {END}), *(ask(prompt) for prompt in PROMPTS))
@@ -87,7 +87,7 @@ def test_a_model_with_normed_queries_and_larger_heads_decodes_the_same_way(platf
 
 
 @pytest.mark.parametrize("sampling", [CUT, Sampling(max_new_tokens=12), GREEDY], ids=["cut", "plain", "greedy"])
-def test_logprobs_are_those_of_a_full_forward_before_any_cut(policy: Policy, sampling: Sampling) -> None:
+def test_logprobs_equal_those_of_a_full_forward_before_any_cut(policy: Policy, sampling: Sampling) -> None:
     answers = answer(engine_of(policy), *(ask(prompt, 3, sampling, key) for key, prompt in enumerate(PROMPTS)))
     for prompt, completions in zip(PROMPTS, answers, strict=True):
         for completion in completions:
@@ -95,18 +95,20 @@ def test_logprobs_are_those_of_a_full_forward_before_any_cut(policy: Policy, sam
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_first_tokens_come_as_often_as_they_are_likely(policy: Policy) -> None:
+def test_first_tokens_are_as_frequent_as_they_are_likely(policy: Policy) -> None:
     draws = 4000
     request = ask(PROMPTS[0], draws, Sampling(max_new_tokens=1, temperature=1.3), key=17)
     (completions,) = answer(engine_of(policy, max_batch=512), request)
     counts = torch.bincount(torch.tensor([c.tokens[0] for c in completions]), minlength=VOCAB)
     expected = draws * (full_forward(policy, PROMPTS[0])[-1] / 1.3).softmax(-1)
-    assert expected.min() > 5  # the chi-square test needs it
-    assert ((counts - expected) ** 2 / expected).sum().item() < 42.6  # exceeded with probability 1e-4 at 14 degrees
+    assert expected.min() > 5  # the chi-square test needs these counts
+    assert (
+        (counts - expected) ** 2 / expected
+    ).sum().item() < 42.6  # exceeded with probability 1e-4 at 14 degrees of freedom
 
 
-def test_second_tokens_come_as_often_as_they_are_likely(policy: Policy) -> None:
-    """Given the first: the random numbers of two tokens do not hang together."""
+def test_second_tokens_are_as_frequent_as_they_are_likely(policy: Policy) -> None:
+    """Given the first token: random numbers of different tokens are independent."""
     (completions,) = answer(engine_of(policy, max_batch=512), ask(PROMPTS[0], 8000, Sampling(max_new_tokens=2), key=5))
     pairs = [completion.tokens for completion in completions if len(completion.tokens) == 2]
     first = max(range(VOCAB), key=lambda token: sum(pair[0] == token for pair in pairs))
@@ -117,7 +119,7 @@ def test_second_tokens_come_as_often_as_they_are_likely(policy: Policy) -> None:
     assert ((counts - expected) ** 2 / expected)[likely].sum().item() < 42.6
 
 
-# What an answer does not depend on
+# Independence of answers
 
 
 def test_answers_do_not_depend_on_neighbours_order_or_batch_size(policy: Policy) -> None:
@@ -140,11 +142,11 @@ def test_answers_do_not_depend_on_neighbours_order_or_batch_size(policy: Policy)
     samples=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     limits=st.lists(st.integers(1, 12), min_size=6, max_size=6),
 )
-def test_any_amount_of_work_goes_through_any_batch(
+def test_any_amount_of_work_fits_any_batch(
     policy: Policy, max_batch: int, prefill_tokens: int, samples: list[int], limits: list[int]
 ) -> None:
-    """Rows are refilled as sequences end, a request may have more samples than there are rows, and every answer has
-    the tokens that its key says and the log-probs that the model says."""
+    """Rows are refilled as sequences end, and a request may have more samples than there are rows. Every answer has the
+    tokens of its key and the log-probs of the model."""
     requests = [
         ask(PROMPTS[i], count, Sampling(max_new_tokens=limits[i], temperature=0.9), i)
         for i, count in enumerate(samples)
@@ -160,11 +162,11 @@ def test_any_amount_of_work_goes_through_any_batch(
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 16])
-def test_answers_do_not_depend_on_how_often_the_host_looks_which_have_ended(
+def test_answers_do_not_depend_on_how_often_the_host_checks_for_ended_rows(
     policy: Policy, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of rows that end between two looks, nor those that take over their rows; asked in between, a row says
-    no more than its answer."""
+    """Neither do rows that end between two checks, nor rows that replace them. Partial answers in between never contain
+    more than the final answer."""
     requests = [
         ask(prompt, 2 + key, CUT if key % 2 else Sampling(max_new_tokens=1 + key), key)
         for key, prompt in enumerate(PROMPTS)
@@ -188,7 +190,7 @@ def test_answers_do_not_depend_on_how_often_the_host_looks_which_have_ended(
             assert so_far == whole[part.request_id, part.sample][: len(so_far)]
 
 
-def test_keys_and_samples_differ_and_a_key_comes_again(policy: Policy) -> None:
+def test_keys_and_samples_differ_and_equal_keys_repeat(policy: Policy) -> None:
     plain = Sampling(max_new_tokens=12)
     engine = engine_of(policy)
     (one,), (again,), (other,) = (answer(engine, ask(PROMPTS[0], 8, plain, key)) for key in (1, 1, 2))
@@ -198,7 +200,7 @@ def test_keys_and_samples_differ_and_a_key_comes_again(policy: Policy) -> None:
 
 
 def test_parameters_of_requests_in_one_batch_do_not_mix(policy: Policy) -> None:
-    """The greedy ones stay greedy beside hot ones, top_k=1 is greedy too, and the limits are each one's own."""
+    """Greedy requests stay greedy beside hot ones, top_k=1 is greedy too, and each request has its own limits."""
     requests = [ask(PROMPTS[0], 4), ask(PROMPTS[0], 4, Sampling(temperature=3.0, max_new_tokens=5), 1)]
     requests.append(ask(PROMPTS[0], 4, Sampling(top_k=1, max_new_tokens=12), 2))
     greedy, hot, top = map(tokens_of, answer(engine_of(policy), *requests))
@@ -208,10 +210,10 @@ def test_parameters_of_requests_in_one_batch_do_not_mix(policy: Policy) -> None:
     assert len(set(map(tuple, hot))) > 1
 
 
-# How an answer ends
+# End of an answer
 
 
-def test_an_answer_ends_with_the_end_token_or_at_its_limit(policy: Policy) -> None:
+def test_answer_ends_with_the_end_token_or_at_its_limit(policy: Policy) -> None:
     (completions,) = answer(engine_of(policy), ask(PROMPTS[0], 64, Sampling(max_new_tokens=12), 3))
     reasons = {completion.finish_reason for completion in completions}
     assert reasons == {"stop", "length"}
@@ -222,18 +224,18 @@ def test_an_answer_ends_with_the_end_token_or_at_its_limit(policy: Policy) -> No
         assert len(completion.tokens) == 12 or completion.finish_reason == "stop"
 
 
-def test_one_new_token_is_enough(policy: Policy) -> None:
+def test_max_new_tokens_may_be_one(policy: Policy) -> None:
     (completions,) = answer(engine_of(policy, max_batch=2), ask(PROMPTS[0], 5, GREEDY, max_new_tokens=1))
     assert tokens_of(completions) == [greedy_without_cache(policy, PROMPTS[0], 1)] * 5
 
 
-def test_a_prompt_may_fill_the_positions_but_for_its_answer(policy: Policy) -> None:
+def test_prompt_may_fill_all_positions_except_its_answer(policy: Policy) -> None:
     longest = [i % 10 for i in range(48 - 12)]
     (completions,) = answer(engine_of(policy), ask(longest))
     assert tokens_of(completions) == [greedy_without_cache(policy, longest, 12)]
 
 
-def test_a_prompt_too_long_is_one_clear_error_and_costs_the_others_nothing(policy: Policy) -> None:
+def test_too_long_prompt_is_one_clear_error_and_leaves_others_unaffected(policy: Policy) -> None:
     engine = engine_of(policy)
 
     async def together() -> list[Any]:
@@ -248,7 +250,7 @@ def test_a_prompt_too_long_is_one_clear_error_and_costs_the_others_nothing(polic
     assert tokens_of(last) == [greedy_without_cache(policy, PROMPTS[1], 12)]
 
 
-def test_the_sequence_length_of_the_recipe_is_the_limit(policy: Policy) -> None:
+def test_sequence_length_of_the_recipe_is_the_limit(policy: Policy) -> None:
     engine = Engine(policy, tiny_model(), InferenceConfig(max_batch=4), {END}, max_length=20)
     (fits,) = answer(engine, ask([1] * 8))
     assert tokens_of(fits) == [greedy_without_cache(policy, [1] * 8, 12)]
@@ -256,11 +258,11 @@ def test_the_sequence_length_of_the_recipe_is_the_limit(policy: Policy) -> None:
         answer(engine, ask([1] * 9))
 
 
-# Over time
+# Changes over time
 
 
 def test_requests_may_arrive_while_others_are_decoded(policy: Policy) -> None:
-    """An agent's next turn depends on its last: here a second prompt is the first answer."""
+    """The second prompt contains the first answer, like the next turn of an agent."""
     engine = engine_of(policy, max_batch=3)
 
     async def two_turns(prompt: list[int]) -> tuple[list[int], list[int]]:
@@ -276,7 +278,7 @@ def test_requests_may_arrive_while_others_are_decoded(policy: Policy) -> None:
         assert second == greedy_without_cache(policy, [*prompt, *first], 4)
 
 
-def test_new_weights_are_used_at_once_and_said(platform: Any, groups: Any) -> None:
+def test_new_weights_are_used_and_reported_immediately(platform: Any, groups: Any) -> None:
     policy = tiny_policy(platform, scale=0.15)
     engine = engine_of(policy)
     (before,) = answer(engine, ask(PROMPTS[0]))
@@ -289,7 +291,7 @@ def test_new_weights_are_used_at_once_and_said(platform: Any, groups: Any) -> No
 
 
 def test_no_copy_of_the_weights_outlives_a_phase(platform: Any, groups: Any) -> None:
-    """Training goes on with them, and has the memory."""
+    """Training changes the weights, and needs the memory."""
     policy = tiny_policy(platform, scale=0.15)
     engine = engine_of(policy)
     (before,) = answer(engine, ask(PROMPTS[0]))
@@ -300,10 +302,10 @@ def test_no_copy_of_the_weights_outlives_a_phase(platform: Any, groups: Any) -> 
     assert tokens_of(after) == [greedy_without_cache(policy, PROMPTS[0], 12)] != tokens_of(before)
 
 
-def test_an_error_inside_reaches_every_caller_and_the_engine_works_again(
+def test_error_of_a_step_reaches_every_caller_and_the_engine_recovers(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some requests being decoded, some still waiting: nobody hangs."""
+    """Some requests are being decoded and some wait: none of them hangs."""
     engine = engine_of(policy, max_batch=2)
     whole_logits, calls = policy.whole_logits, 0
 
@@ -328,7 +330,7 @@ def test_an_error_inside_reaches_every_caller_and_the_engine_works_again(
     assert tokens_of(completions) == [greedy_without_cache(policy, PROMPTS[0], 12)]
 
 
-def test_a_caller_that_gives_up_takes_nobody_along(policy: Policy) -> None:
+def test_cancelled_caller_leaves_other_callers_unaffected(policy: Policy) -> None:
     engine = engine_of(policy, max_batch=2)
 
     async def together() -> list[Completion]:
@@ -341,8 +343,8 @@ def test_a_caller_that_gives_up_takes_nobody_along(policy: Policy) -> None:
     assert tokens_of(asyncio.run(together())) == [greedy_without_cache(policy, PROMPTS[2], 12)] * 2
 
 
-def test_a_caller_that_gives_up_leaves_no_row_behind(policy: Policy) -> None:
-    """Whether its samples are being decoded, wait for a row, or both."""
+def test_cancelled_caller_leaves_no_row_behind(policy: Policy) -> None:
+    """Its samples may be decoded, wait for a row, or both."""
     engine = engine_of(policy, max_batch=5)
 
     async def give_up() -> None:
@@ -360,8 +362,8 @@ def test_a_caller_that_gives_up_leaves_no_row_behind(policy: Policy) -> None:
     assert tokens_of(completions) == [greedy_without_cache(policy, PROMPTS[1], 12)] * 5
 
 
-def test_it_lives_longer_than_the_loops_that_ask_it(policy: Policy) -> None:
-    """One that was closed in the middle of an answer, one that is gone on with, and none at all."""
+def test_engine_outlives_the_loops_that_use_it(policy: Policy) -> None:
+    """One loop is closed during an answer, one resumes it, and one has none."""
     engine = engine_of(policy)
 
     async def a_moment() -> None:
@@ -369,7 +371,7 @@ def test_it_lives_longer_than_the_loops_that_ask_it(policy: Policy) -> None:
         while not engine.partial_answers():
             await asyncio.sleep(0)
 
-    asyncio.run(a_moment())  # cancels what is left in it
+    asyncio.run(a_moment())  # closing the loop cancels its requests
     with asyncio.Runner() as runner:
         for prompt in PROMPTS[:2]:
             assert tokens_of(runner.run(engine.generate(ask(prompt)))) == [greedy_without_cache(policy, prompt, 12)]

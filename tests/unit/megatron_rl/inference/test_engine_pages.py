@@ -1,4 +1,4 @@
-"""Answers are those of the model however small the pages and the cache, whatever is found again, in whatever pieces."""
+"""Answers are those of the model for any size of pages, cache and prefill, and with any cached prefix."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def answers(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[
 
 
 def assert_the_models(policy: Policy, requests: Sequence[GenerationRequest], found: list[list[Completion]]) -> None:
-    """Each token is the one that its random number draws from the model's distribution, with that one's log-prob."""
+    """Each token is the one that its random number draws from the model's distribution, and has its log-prob."""
     for request, ours in zip(requests, found, strict=True):
         theirs = of_the_model(policy, tuple(request.prompt_tokens), request.sampling, request.key)[: len(ours)]
         assert len(ours) == request.num_samples
@@ -67,8 +67,7 @@ def assert_the_models(policy: Policy, requests: Sequence[GenerationRequest], fou
 def of_the_model(
     policy: Policy, prompt: tuple[int, ...], sampling: Sampling, key: int
 ) -> list[tuple[Completion, torch.Tensor]]:
-    """The first samples of an engine with nothing but this request and room for all of it, and their log-probs by a
-    full forward."""
+    """The first samples of an engine with only this request and room for all of it; log-probs are of a full forward."""
     engine = engine_of(policy, page_tokens=64, share_prefixes=False)
     (found,) = answers(engine, [GenerationRequest([*prompt], MOST_SAMPLES, sampling, key)])
     return [(each, answer_logprobs(policy, prompt, each.tokens, sampling.temperature)) for each in found]
@@ -83,7 +82,7 @@ def of_the_model(
     samples=st.lists(st.integers(1, MOST_SAMPLES), min_size=len(PROMPTS), max_size=len(PROMPTS)),
     shares=st.booleans(),
 )
-def test_neither_pages_nor_pressure_nor_pieces_nor_shared_beginnings_change_an_answer(
+def test_pages_pressure_pieces_and_shared_prefixes_change_no_answer(
     policy: Policy,
     page_tokens: int,
     spare_tokens: int,
@@ -106,8 +105,8 @@ def test_neither_pages_nor_pressure_nor_pieces_nor_shared_beginnings_change_an_a
     assert engine.load.free_pages == engine.load.pages
 
 
-def test_an_answer_that_gave_way_goes_on_to_the_same_tokens(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that it had are not sampled again: they come back with the log-probs that they had, bit for bit."""
+def test_evicted_answer_resumes_with_the_same_tokens(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its earlier tokens are not sampled again: they keep their log-probs bit for bit."""
     engine = engine_of(policy, cache_tokens=64, max_batch=8)
     longer = PLAIN.model_copy(update={"max_new_tokens": 30})
     requests = [GenerationRequest(prompt, 2, longer, i) for i, prompt in enumerate(PROMPTS)]
@@ -132,10 +131,10 @@ def test_an_answer_that_gave_way_goes_on_to_the_same_tokens(policy: Policy, monk
         assert found[number][sample].logprobs[: len(logprobs)] == logprobs
 
 
-def test_a_beginning_that_is_found_is_not_computed_again(policy: Policy) -> None:
+def test_cached_prefix_is_not_recomputed(policy: Policy) -> None:
     def prefilled(**config: Any) -> int:
         engine = engine_of(policy, **config)
-        for key in range(3):  # one after the other, and two at once
+        for key in range(3):  # first one after the other, then two at once
             answers(
                 engine, [GenerationRequest([*SYSTEM, key, 1], 2, PLAIN, key), GenerationRequest(SYSTEM, 1, PLAIN, 9)]
             )
@@ -143,11 +142,11 @@ def test_a_beginning_that_is_found_is_not_computed_again(policy: Policy) -> None
 
     whole = 3 * (len(SYSTEM) + 2) + 3 * len(SYSTEM)
     assert prefilled(share_prefixes=False) == whole
-    assert prefilled() == len(SYSTEM) + 3 * 2 + 3 * 4  # of one that is found whole, its last page is computed again
+    assert prefilled() == len(SYSTEM) + 3 * 2 + 3 * 4  # if all of a prompt is cached, its last page is still recomputed
     assert prefilled(page_tokens=16) == whole
 
 
-def test_a_request_that_has_no_room_in_the_whole_cache_is_refused(policy: Policy) -> None:
+def test_request_larger_than_the_cache_is_refused(policy: Policy) -> None:
     engine = engine_of(policy, cache_tokens=24)
     answers(engine, [GenerationRequest([1] * 12, 1, PLAIN, 0)])
     with pytest.raises(
@@ -157,8 +156,8 @@ def test_a_request_that_has_no_room_in_the_whole_cache_is_refused(policy: Policy
     assert not engine.busy
 
 
-def test_the_next_phase_finds_nothing_of_the_last(policy: Policy) -> None:
-    """What it computes would else depend on what was evaluated in between, and a resumed run would differ."""
+def test_next_phase_reuses_nothing_of_the_previous_one(policy: Policy) -> None:
+    """Otherwise its results would depend on evaluations in between, and a resumed run would differ."""
     engine = engine_of(policy)
     request = GenerationRequest(SYSTEM, 1, PLAIN, 0)
     answers(engine, [request])
@@ -168,7 +167,7 @@ def test_the_next_phase_finds_nothing_of_the_last(policy: Policy) -> None:
     assert engine.prefilled_tokens - before == len(SYSTEM)
 
 
-def test_the_cache_is_as_large_as_is_said() -> None:
+def test_cache_has_the_configured_size() -> None:
     assert pages_of(InferenceConfig(max_batch=3), 16, 40) == (9, 16)
     assert pages_of(InferenceConfig(max_batch=3), 256, 40) == (3, 40)
     assert pages_of(InferenceConfig(max_batch=3, cache_tokens=100), 16, 40) == (6, 16)
@@ -176,7 +175,7 @@ def test_the_cache_is_as_large_as_is_said() -> None:
 
 
 @pytest.mark.parametrize(("cache_tokens", "fits"), [(48, True), (63, True), (47, False), (7, False)])
-def test_a_recipe_whose_cache_holds_no_sequence_of_full_length_is_refused(cache_tokens: int, fits: bool) -> None:
+def test_recipe_whose_cache_cannot_hold_one_full_sequence_is_refused(cache_tokens: int, fits: bool) -> None:
     if fits:
         assert tiny_run(inference={"cache_tokens": cache_tokens}).page_tokens == 16
     else:

@@ -1,5 +1,4 @@
-"""An answer that was interrupted goes on as if it had not been: its tokens stay, the next ones are those it would have
-had."""
+"""Resumed answers equal uninterrupted ones: known tokens stay, and the next tokens are those it would have had."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def answers(engine: Engine, asked: Sequence[GenerationRequest]) -> list[list[Com
 
 
 def interrupted(engine: Engine, asked: Sequence[GenerationRequest], steps: int) -> list[PartialAnswer]:
-    """What there is after so many steps, before all is forgotten."""
+    """Return the partial answers after some steps, and drop everything else."""
     for request in asked:
         engine.submit(request)
     for _ in range(steps):
@@ -78,7 +77,7 @@ def assert_same(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Co
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("steps", [1, 3, 7])
-def test_an_interrupted_answer_goes_on_to_the_one_it_would_have_been(policy: Policy, name: str, steps: int) -> None:
+def test_interrupted_answer_resumes_to_the_uninterrupted_one(policy: Policy, name: str, steps: int) -> None:
     asked = requests(SAMPLINGS[name], samples=8)
     undisturbed = answers(engine_of(policy), asked)
     found = interrupted(engine_of(policy, max_batch=6), asked, steps)
@@ -93,7 +92,7 @@ def test_an_interrupted_answer_goes_on_to_the_one_it_would_have_been(policy: Pol
     max_batch=st.integers(1, 12),
     prefill_tokens=st.integers(1, 40),
 )
-def test_answers_may_be_cut_anywhere_each_for_itself(
+def test_answers_may_be_interrupted_anywhere_independently(
     policy: Policy, cuts: list[int], max_batch: int, prefill_tokens: int
 ) -> None:
     asked = requests(SAMPLINGS["plain"])
@@ -112,8 +111,8 @@ def test_answers_may_be_cut_anywhere_each_for_itself(
     assert_same(answers(engine_of(policy, max_batch, prefill_tokens), cut), undisturbed)
 
 
-def test_the_known_tokens_and_their_logprobs_are_handed_back_as_they_are(policy: Policy) -> None:
-    """Even those that these weights would not sample; what follows has the log-probs of these weights."""
+def test_known_tokens_and_logprobs_are_returned_unchanged(policy: Policy) -> None:
+    """Even tokens that these weights would not sample. Later tokens have log-probs of these weights."""
     known = AnswerPrefix([3, 3, 3], [-1.25, -2.5, -0.0625], [0, 0, 0])
     request = GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 5, known={1: known})
     ((_, completion),) = answers(engine_of(policy), [request])
@@ -124,8 +123,8 @@ def test_the_known_tokens_and_their_logprobs_are_handed_back_as_they_are(policy:
     torch.testing.assert_close(torch.tensor(completion.logprobs[3:]), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_every_token_says_which_weights_sampled_it(policy: Policy) -> None:
-    """Those of an earlier attempt, those before and those after new weights are published in the middle."""
+def test_every_token_reports_the_weights_that_sampled_it(policy: Policy) -> None:
+    """Tokens are of an earlier attempt, and from before and after a publication."""
     engine = engine_of(policy)
     engine.policy_version = 8
     known = {0: AnswerPrefix([3, 3], [-1.0, -1.0], [4, 5])}
@@ -144,7 +143,7 @@ def test_every_token_says_which_weights_sampled_it(policy: Policy) -> None:
     assert len(resumed.tokens) > 5
 
 
-def test_answers_known_to_their_end_cost_nothing(policy: Policy) -> None:
+def test_complete_known_answers_need_no_work(policy: Policy) -> None:
     engine = engine_of(policy)
     known = {0: AnswerPrefix([3, END], [-1.0, -2.0], [1, 1]), 1: AnswerPrefix([2] * 12, [-1.0] * 12, [2] * 12)}
     (completions,) = answers(engine, [GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 0, known=known)])
@@ -153,8 +152,8 @@ def test_answers_known_to_their_end_cost_nothing(policy: Policy) -> None:
     assert engine.busy_s == 0.0
 
 
-def test_a_finished_answer_is_partial_work_until_its_siblings_are_finished_too(policy: Policy) -> None:
-    """Else it would be lost with the request; there is none once that is answered."""
+def test_finished_answer_is_partial_work_until_its_siblings_are_finished(policy: Policy) -> None:
+    """Otherwise it would be lost with the request. Once that is answered, there is none."""
     engine = engine_of(policy)
     asked = requests(SAMPLINGS["plain"], samples=8)
     found = interrupted(engine, asked, steps=8)
@@ -166,8 +165,9 @@ def test_a_finished_answer_is_partial_work_until_its_siblings_are_finished_too(p
     assert again.partial_answers() == []
 
 
-def test_answers_that_wait_to_go_on_are_partial_work_too(policy: Policy) -> None:
-    """For training to end, for room, or for the row that they have never had: an attempt that ends then leaves them."""
+def test_evicted_answers_are_partial_work(policy: Policy) -> None:
+    """Answers wait for the end of training, for pages, or for their first row; an attempt that ends then must keep
+    them."""
     known = AnswerPrefix([3, 3], [-1.0, -1.0], [0, 0])
     asked = [*requests(SAMPLINGS["plain"]), GenerationRequest([8], 2, SAMPLINGS["plain"], 7, known={1: known})]
     engine = engine_of(policy, max_batch=8)
@@ -187,7 +187,7 @@ def test_answers_that_wait_to_go_on_are_partial_work_too(policy: Policy) -> None
     assert found() == before
 
 
-def test_an_engine_whose_requests_were_cancelled_starts_afresh(policy: Policy) -> None:
+def test_cancelled_requests_leave_an_engine_as_new(policy: Policy) -> None:
     engine = engine_of(policy)
     asked = requests(SAMPLINGS["plain"])
     interrupted(engine, asked, steps=3)
@@ -195,7 +195,7 @@ def test_an_engine_whose_requests_were_cancelled_starts_afresh(policy: Policy) -
     assert_same(answers(engine, asked), answers(engine_of(policy), asked))
 
 
-def test_the_time_spent_generating_is_told_from_the_time_waited(policy: Policy) -> None:
+def test_time_spent_generating_excludes_time_spent_waiting(policy: Policy) -> None:
     engine = engine_of(policy)
 
     async def slow_reward() -> None:

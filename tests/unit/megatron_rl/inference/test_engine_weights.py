@@ -1,4 +1,4 @@
-"""New weights for the engine of this process: taken between two tokens, whole or not at all."""
+"""New weights for an engine of this process: applied between two tokens, completely or not at all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def engine_of(policy: Policy) -> Engine:
 
 
 def request(tokens: int = 12) -> GenerationRequest:
-    # min_new_tokens: however these weights end their answers
+    # min_new_tokens: answers must not end early with any weights
     return GenerationRequest(PROMPT, 1, Sampling(temperature=0.0, max_new_tokens=tokens, min_new_tokens=tokens), key=0)
 
 
@@ -56,7 +56,7 @@ def greedy(policy: Policy, tokens: list[int]) -> int:
     return int(logits.argmax())
 
 
-def test_the_engine_samples_by_the_new_weights(policy: Policy, other: Policy) -> None:
+def test_engine_samples_with_the_new_weights(policy: Policy, other: Policy) -> None:
     engine = engine_of(policy)
 
     async def work() -> list[Completion]:
@@ -70,7 +70,7 @@ def test_the_engine_samples_by_the_new_weights(policy: Policy, other: Policy) ->
         assert token == greedy(other, made.tokens[:place])
 
 
-def test_they_are_taken_between_two_tokens_of_an_answer(policy: Policy, other: Policy) -> None:
+def test_new_weights_apply_between_two_tokens_of_an_answer(policy: Policy, other: Policy) -> None:
     engine = engine_of(policy)
     before = {name: tensor.clone() for name, tensor in tensors_of(policy).items()}
 
@@ -100,7 +100,7 @@ def test_they_are_taken_between_two_tokens_of_an_answer(policy: Policy, other: P
         (lambda found: found.update({"model.norm.weight": torch.zeros(2)}), r"model.norm.weight has shape \[2\], and"),
     ],
 )
-def test_half_a_set_of_weights_answers_nothing(policy: Policy, other: Policy, spoil: Any, message: str) -> None:
+def test_incomplete_weights_leave_no_answers(policy: Policy, other: Policy, spoil: Any, message: str) -> None:
     engine, found = engine_of(policy), tensors_of(other)
     spoil(found)
 
@@ -120,14 +120,14 @@ def test_half_a_set_of_weights_answers_nothing(policy: Policy, other: Policy, sp
     asyncio.run(asyncio.wait_for(work(), timeout=60))
 
 
-def test_a_tensor_that_comes_twice_is_no_set(policy: Policy, other: Policy) -> None:
+def test_tensor_that_comes_twice_is_refused(policy: Policy, other: Policy) -> None:
     twice = [*tensors_of(other).items()] * 2
     with pytest.raises(WrongWeights, match="came twice"):
         asyncio.run(engine_of(policy).update_weights(1, twice))
 
 
 class Told:
-    """What the first rank of a replica sends the others: tensors, and then that they may go."""
+    """Channel from the first rank: tensors, then the release of its followers."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._tensors = [(TensorPlan(name, tuple(tensor.shape), tensor.dtype), tensor) for name, tensor in tensors]
@@ -140,10 +140,10 @@ class Told:
 
 
 @pytest.mark.parametrize("first", [3, None], ids=["half a set", "a set"])
-def test_a_rank_that_follows_takes_the_next_set_though_nothing_was_computed_between(
+def test_follower_accepts_the_next_set_without_a_computation_in_between(
     policy: Policy, other: Policy, first: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the first rank does, which may have met something wrong in the middle of the set before."""
+    """The first rank does so after an error in the middle of the previous set."""
     before, after = ([*tensors_of(each).items()] for each in (tiny_policy(policy.platform, scale=0.3), other))
     engine = engine_of(policy)
     monkeypatch.setattr(engine, "_plans", Told(before[:first] + after))
@@ -152,7 +152,7 @@ def test_a_rank_that_follows_takes_the_next_set_though_nothing_was_computed_betw
         assert torch.equal(tensor, tensors_of(other)[name])
 
 
-def test_the_trainers_own_weights_are_not_replaced(other: Policy) -> None:
+def test_weights_of_the_trainer_are_not_replaced(other: Policy) -> None:
     before = {name: weight.clone() for name, weight in other.state_dict().items() if isinstance(weight, Tensor)}
     with pytest.raises(Unsupported, match="trainer's own"):
         asyncio.run(engine_of(other).update_weights(1, tensors_of(other).items()))

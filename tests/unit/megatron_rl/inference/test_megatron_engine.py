@@ -1,4 +1,4 @@
-"""megatron-core's engine answers as this project's own does, by the same weights."""
+"""megatron-core's engine gives the same answers as this project's own engine, with the same weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def engines(policy: Policy, **config: Any) -> tuple[RankEngine, RankEngine]:
-    """megatron-core's and ours."""
+    """megatron-core's engine and this project's."""
     sizes = InferenceConfig(**({"max_batch": 8, "page_tokens": 4} | config))
     return (
         MegatronEngine(policy, tiny_model(), sizes, {END}, decode=decode),
@@ -60,7 +60,7 @@ def ask(prompt: Sequence[int], samples: int = 1, sampling: Sampling = GREEDY, **
 
 
 def answer(engine: RankEngine, *requests: GenerationRequest) -> list[list[Completion]]:
-    """All requests at once, in a phase of their own."""
+    """Answer all requests at once, in one phase."""
 
     async def together() -> list[list[Completion]]:
         return await asyncio.wait_for(asyncio.gather(*map(engine.generate, requests)), timeout=120)
@@ -86,20 +86,22 @@ def assert_alike(theirs: list[list[Completion]], ours: list[list[Completion]]) -
     ],
     ids=["tied", "normed", "stretched"],
 )
-def test_greedy_answers_and_their_logprobs_are_those_of_this_projects_engine(
+def test_greedy_answers_and_logprobs_equal_those_of_the_native_engine(
     platform: Any, groups: Any, shape: dict[str, Any]
 ) -> None:
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model, scale=0.15)
     config = InferenceConfig(max_batch=4, page_tokens=4, prefill_tokens=32)
-    requests = [ask(prompt) for prompt in (*PROMPTS, [5] * 30, [*range(13)] * 2, [2] * 20)]  # some in pieces
+    requests = [
+        ask(prompt) for prompt in (*PROMPTS, [5] * 30, [*range(13)] * 2, [2] * 20)
+    ]  # some prompts are computed in pieces
     theirs = answer(MegatronEngine(policy, model, config, {END}), *requests)
     ours = answer(Engine(policy, model, config, {END}), *requests)
     assert_alike(theirs, ours)
     assert len({token for (one,) in ours for token in one.tokens}) > 3
 
 
-def test_those_that_give_way_when_the_cache_is_full_go_on_later(policy: Policy) -> None:
+def test_evicted_answers_resume_later(policy: Policy) -> None:
     long = Sampling(temperature=0.0, max_new_tokens=30)
     theirs, ours = engines(policy, cache_tokens=48)
     requests = [ask([3], sampling=long), ask([9, 9], sampling=long), ask([4, 2], sampling=long)]
@@ -118,14 +120,16 @@ def test_logprobs_are_of_the_temperature_before_any_cut(policy: Policy, temperat
             assert len(each.tokens) == len(each.versions)
 
 
-def test_first_tokens_come_as_often_as_they_are_likely_and_padding_never(policy: Policy) -> None:
+def test_first_tokens_are_as_frequent_as_they_are_likely_and_padding_never_appears(policy: Policy) -> None:
     draws = 2000
     theirs, _ = engines(policy, max_batch=500)
     (completions,) = answer(theirs, ask(PROMPTS[0], draws, Sampling(max_new_tokens=1, temperature=1.3), key=17))
     counts = torch.bincount(torch.tensor([each.tokens[0] for each in completions]), minlength=VOCAB)
     expected = draws * (full_forward(policy, PROMPTS[0])[-1] / 1.3).softmax(-1)
-    assert expected.min() > 5  # the chi-square test needs it
-    assert ((counts - expected) ** 2 / expected).sum().item() < 42.6  # exceeded with probability 1e-4 at 14 degrees
+    assert expected.min() > 5  # the chi-square test needs these counts
+    assert (
+        (counts - expected) ** 2 / expected
+    ).sum().item() < 42.6  # exceeded with probability 1e-4 at 14 degrees of freedom
 
 
 def test_further_end_tokens_and_stop_strings_end_answers(policy: Policy) -> None:
@@ -141,7 +145,7 @@ def test_further_end_tokens_and_stop_strings_end_answers(policy: Policy) -> None
     assert {one.finish_reason for (one,) in reference} == {"stop"}
 
 
-def test_answers_go_on_from_what_there_was_of_them(policy: Policy) -> None:
+def test_answers_resume_from_known_tokens(policy: Policy) -> None:
     theirs, ours = engines(policy)
     ((whole,),) = answer(ours, ask(PROMPTS[4]))
     begun = {count: AnswerPrefix(whole.tokens[:count], whole.logprobs[:count], [0] * count) for count in (1, 5, 12)}
@@ -152,7 +156,7 @@ def test_answers_go_on_from_what_there_was_of_them(policy: Policy) -> None:
         assert one.versions == [0] * count + [3] * (len(one.tokens) - count)
 
 
-def test_what_there_is_of_answers_is_told_while_they_are_sampled(policy: Policy) -> None:
+def test_partial_answers_are_reported_while_they_are_sampled(policy: Policy) -> None:
     theirs, ours = engines(policy)
     (whole,) = answer(ours, ask(PROMPTS[4], samples=2))
 
@@ -170,13 +174,11 @@ def test_what_there_is_of_answers_is_told_while_they_are_sampled(policy: Policy)
     theirs.end_phase()
 
 
-def test_a_cancelled_request_makes_room_at_once_even_where_its_prompt_is_computed_in_part(
-    platform: Any, groups: Any
-) -> None:
+def test_cancelled_request_frees_its_room_even_in_the_middle_of_its_prompt(platform: Any, groups: Any) -> None:
     model = tiny_model(max_position_embeddings=256)
     policy, config = tiny_policy(platform, model, scale=0.15), InferenceConfig(max_batch=8, prefill_tokens=32)
     theirs = MegatronEngine(policy, model, config, {END})
-    prompts = [[5] * 30, [*range(13)] * 2, [2] * 200]  # at 64 tokens a step, as megatron-core rounds it
+    prompts = [[5] * 30, [*range(13)] * 2, [2] * 200]  # 64 tokens a step, after megatron-core's rounding
     kept = answer(Engine(policy, model, config, {END}), *map(ask, prompts[:2]))
 
     async def cancel(tokens: int) -> list[list[Completion]]:
@@ -189,11 +191,11 @@ def test_a_cancelled_request_makes_room_at_once_even_where_its_prompt_is_compute
         theirs.end_phase()
         return answers
 
-    for tokens in (2, 8):  # before it has any, and after
+    for tokens in (2, 8):  # before and after its first token
         assert_alike(asyncio.run(cancel(tokens)), kept)
 
 
-def test_the_cache_is_free_when_a_phase_ends_though_nobody_looks_for_garbage(policy: Policy) -> None:
+def test_cache_is_freed_at_the_end_of_a_phase_without_garbage_collection(policy: Policy) -> None:
     theirs, _ = engines(policy)
     asyncio.run(theirs.generate(ask([1])))
     assert isinstance(theirs, MegatronEngine)
@@ -206,7 +208,7 @@ def test_the_cache_is_free_when_a_phase_ends_though_nobody_looks_for_garbage(pol
         gc.enable()
 
 
-def test_what_training_does_to_the_weights_the_next_phase_samples_by(platform: Any, groups: Any) -> None:
+def test_next_phase_samples_with_the_trained_weights(platform: Any, groups: Any) -> None:
     policy = tiny_policy(platform, scale=0.15)
     theirs, ours = engines(policy)
     before = answer(theirs, *map(ask, PROMPTS))
@@ -217,12 +219,12 @@ def test_what_training_does_to_the_weights_the_next_phase_samples_by(platform: A
     assert [one.tokens for (one,) in before] != [one.tokens for (one,) in after]
 
 
-def test_a_run_rolls_out_and_trains_with_it_like_with_this_projects_own(platform: Any, groups: Any) -> None:
+def test_run_rolls_out_and_trains_with_it_as_with_the_native_engine(platform: Any, groups: Any) -> None:
     native = tiny_run(sampling={"max_new_tokens": 3, "temperature": 0.0}, inference={"page_tokens": 4})
     theirs = native.model_copy(update={"inference": native.inference.model_copy(update={"engine": "megatron"})})
     runs = [build_run(config, platform, groups) for config in (theirs, native)]
     assert isinstance(runs[0].engine, MegatronEngine)
-    for _ in range(2):  # the weights of the first step are the engine's in the second
+    for _ in range(2):  # in the second step the engine has the weights of the first
         collected = [run.driver.collect(run.next_ordinal) for run in runs]
         tokens = [[each.tokens for group in batch.groups for each in group.trajectories] for batch in collected]
         assert tokens[0] == tokens[1]
@@ -242,7 +244,7 @@ def test_a_run_rolls_out_and_trains_with_it_like_with_this_projects_own(platform
         ({}, {"top_logprobs": 2}, "top_logprobs"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_name(
+def test_unsupported_parameters_are_refused_by_name(
     policy: Policy, sampling: dict[str, Any], fields: dict[str, Any], named: str
 ) -> None:
     theirs, _ = engines(policy)
@@ -250,13 +252,13 @@ def test_what_it_cannot_do_is_refused_by_name(
         answer(theirs, ask([1], sampling=Sampling(max_new_tokens=3, **sampling), **fields))
 
 
-def test_a_request_that_can_never_fit_is_refused(policy: Policy) -> None:
+def test_request_that_can_never_fit_is_refused(policy: Policy) -> None:
     theirs, _ = engines(policy)
     with pytest.raises(PromptTooLong, match=r"model\.max_position_embeddings 48"):
         answer(theirs, ask([1] * 40))
 
 
-def test_what_is_not_installed_is_named(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer import attention
 
     monkeypatch.setattr(attention, "is_fa_min_version", lambda _: False)

@@ -1,4 +1,4 @@
-"""What megatron-core's engine cannot do is refused while the recipe is read, by key and value."""
+"""Recipes that megatron-core's engine does not support are refused when they are read, with key and value."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from megatron_rl.contract.paths import RunDir
         (["resume.partial=regenerate"], "resume.partial is regenerate"),
     ],
 )
-def test_it_is_named_and_the_native_engine_has_nothing_against_it(overrides: list[str], why: str) -> None:
+def test_unsupported_recipe_is_refused_and_the_native_engine_accepts_it(overrides: list[str], why: str) -> None:
     load_recipe("qwen2.5-32b-dapo", overrides)
     with pytest.raises(BadInput, match=r"inference\.engine is megatron, but") as refused:
         load_recipe("qwen2.5-32b-dapo", ["inference.engine=megatron", *overrides])
     assert why in str(refused.value)
 
 
-def test_a_run_that_has_it_is_evaluated_by_the_native_one(tmp_path: Path) -> None:
-    """Which answers in one process, on a CPU too, and can what is refused above."""
+def test_run_with_it_is_evaluated_by_the_native_engine(tmp_path: Path) -> None:
+    """The native engine also works in one process, on a CPU, and with what is refused above."""
     config = load_recipe("qwen2.5-math-7b-dapo", ["inference.engine=megatron"]).config
     origin = Origin(RunDir(tmp_path), config)
     asked = requested(origin, None, [], {"min_p": 0.1}, {"checkpoint": str(tmp_path)})

@@ -1,5 +1,4 @@
-"""Servers that speak OpenAI's language as engines: what is asked of each kind, what its answers mean, what is refused
-by name, and how often a server that is busy or gone is asked."""
+"""Servers with OpenAI's API as engines: requests to each kind, meaning of responses, refusals by name, and retries."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def error(status: int, message: str = "no", code: str | None = None, **headers: 
 
 
 class Server:
-    """Gives one reply after the other, and keeps what it was asked."""
+    """Gives the replies in turn, and records the requests."""
 
     def __init__(self, *replies: Reply) -> None:
         self.replies = [*replies]
@@ -87,11 +86,11 @@ class Server:
         return asyncio.run(work())
 
 
-# What is asked
+# Requests
 
 
 @pytest.mark.parametrize("kind", ["mrl", "vllm"])
-def test_every_parameter_is_asked_of_a_server_that_has_it(kind: Kind) -> None:
+def test_every_parameter_is_sent_to_a_server_that_has_it(kind: Kind) -> None:
     request = ask(3, key=2**64 - 2, top_p=0.9, top_k=7, min_p=0.1, min_new_tokens=2, stop=("a", "b"), stop_tokens=(4,))
     asked = body(request, endpoint(kind))
     assert asked == {
@@ -106,7 +105,7 @@ def test_every_parameter_is_asked_of_a_server_that_has_it(kind: Kind) -> None:
         "min_tokens": 2,
         "stop": ["a", "b"],
         "stop_token_ids": [4],
-        "seed": 2**64 - 2 if kind == "mrl" else -2,  # others take a signed one
+        "seed": 2**64 - 2 if kind == "mrl" else -2,  # vLLM takes a signed seed
         "logprobs": 0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
@@ -119,13 +118,13 @@ def test_every_parameter_is_asked_of_a_server_that_has_it(kind: Kind) -> None:
         ("vllm", {"temperature": 0.7}, "temperature"),
     ],
 )
-def test_what_an_endpoint_cannot_do_is_refused_by_name(kind: Kind, fields: dict[str, Any], name: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(kind: Kind, fields: dict[str, Any], name: str) -> None:
     with pytest.raises(Unsupported, match=name):
         body(ask(**fields), endpoint(kind))
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"min_new_tokens": 1}], ids=str)
-def test_log_probs_of_vllm_that_are_not_of_all_tokens_are_refused(cut: dict[str, Any]) -> None:
+def test_vllm_logprobs_that_do_not_cover_all_tokens_are_refused(cut: dict[str, Any]) -> None:
     processed = endpoint("vllm", processed_logprobs=True)
     assert body(ask(temperature=0.7), processed)["temperature"] == 0.7
     with pytest.raises(Unsupported, match=next(iter(cut))):
@@ -133,13 +132,13 @@ def test_log_probs_of_vllm_that_are_not_of_all_tokens_are_refused(cut: dict[str,
     assert body(ask(**cut), endpoint("vllm"))
 
 
-def test_an_interrupted_answer_is_refused() -> None:
+def test_known_tokens_are_refused() -> None:
     known = {0: AnswerPrefix([1], [-1.0], [0])}
     with pytest.raises(Unsupported, match="known"):
         body(replace(ask(), known=known), endpoint())
 
 
-def test_tokens_log_probs_and_versions_are_the_servers() -> None:
+def test_tokens_logprobs_and_versions_are_those_of_the_server() -> None:
     server = Server(answer(choice(1, [3], finish_reason="length", policy_versions=[8]), choice(policy_versions=[8, 9])))
     first, second = server.generate(endpoint(), ask(2))
     assert first == Completion([2, 13], [-1.0, -6.5], "stop", [8, 9])
@@ -148,7 +147,7 @@ def test_tokens_log_probs_and_versions_are_the_servers() -> None:
     assert json.loads(server.asked[0].content) == body(ask(2), endpoint())
 
 
-def test_vllm_tells_of_stop_strings_and_the_likeliest_tokens_and_its_weights_are_the_last_given() -> None:
+def test_vllm_reports_stop_strings_and_likeliest_tokens_and_the_configured_version() -> None:
     logprobs = {
         "token_logprobs": [-0.1, -2.0],
         "top_logprobs": [{"token_id:2": -0.1, "token_id:7": -3.0}, {"token_id:3": -0.2, "token_id:1": -2.0}],
@@ -159,13 +158,13 @@ def test_vllm_tells_of_stop_strings_and_the_likeliest_tokens_and_its_weights_are
     assert made.top_logprobs == [{2: -0.1}, {3: -0.2}]
 
 
-def test_the_stop_string_is_looked_for_where_the_server_does_not_name_it() -> None:
+def test_stop_string_is_found_if_the_server_does_not_name_it() -> None:
     server = Server(answer(choice(tokens=[2, 1, 5], policy_versions=[0, 0, 0])))
     (made,) = server.generate(endpoint(), ask(stop=("15", "7")), tokenizer=TOKENIZER)
     assert made.stop == "15"
 
 
-def test_the_parts_of_a_stream_are_the_answer() -> None:
+def test_stream_parts_join_to_the_answer() -> None:
     parts = [
         {"choices": [choice(1, [4], finish_reason=None)]},
         {"choices": [choice(0, [2], finish_reason=None), choice(1, [], finish_reason="length")]},
@@ -188,7 +187,7 @@ def test_the_parts_of_a_stream_are_the_answer() -> None:
         'data: {"error": {"message": "out of memory"}}\n\n',
     ],
 )
-def test_a_stream_that_breaks_off_is_no_answer(text: str) -> None:
+def test_interrupted_stream_is_an_error(text: str) -> None:
     with pytest.raises(EndpointError):
         Server(httpx.Response(200, text=text)).stream(endpoint(), ask())
 
@@ -209,7 +208,7 @@ def test_a_stream_that_breaks_off_is_no_answer(text: str) -> None:
         answer(choice(finish_reason=None)),
     ],
 )
-def test_an_answer_without_what_was_asked_for_is_none(reply: httpx.Response) -> None:
+def test_incomplete_answer_is_an_error(reply: httpx.Response) -> None:
     with pytest.raises(UnusableAnswer):
         Server(reply).generate(endpoint(), ask())
 
@@ -218,14 +217,14 @@ def test_an_answer_without_what_was_asked_for_is_none(reply: httpx.Response) -> 
 
 
 @pytest.mark.parametrize("passing", [error(429), error(503), httpx.ConnectError("refused"), httpx.ReadError("gone")])
-def test_a_server_that_is_busy_or_gone_is_asked_again(passing: Reply) -> None:
+def test_busy_or_absent_server_is_retried(passing: Reply) -> None:
     server = Server(passing, passing, answer(choice(policy_versions=[0, 0])))
     assert server.generate(endpoint(), ask())
     assert server.pauses == [0.5, 1.0]
     assert len({request.content for request in server.asked}) == 1
 
 
-def test_the_server_says_how_long_to_wait_and_nobody_waits_for_ever() -> None:
+def test_retry_after_is_respected_and_attempts_are_limited() -> None:
     server = Server(*(error(429, "full", retry_after="x"), error(429, **{"retry-after": "7"})), error(503, "loading"))
     with pytest.raises(EndpointError, match="503: loading"):
         server.generate(endpoint(attempts=3), ask())
@@ -244,7 +243,7 @@ def test_the_server_says_how_long_to_wait_and_nobody_waits_for_ever() -> None:
         (httpx.Response(422, text="what"), EndpointError),
     ],
 )
-def test_what_asking_again_does_not_mend_is_asked_once(reply: httpx.Response, kind: type[Exception]) -> None:
+def test_permanent_errors_are_not_retried(reply: httpx.Response, kind: type[Exception]) -> None:
     server = Server(reply)
     with pytest.raises(kind):
         server.generate(endpoint(), ask())
@@ -254,7 +253,7 @@ def test_what_asking_again_does_not_mend_is_asked_once(reply: httpx.Response, ki
 # The token
 
 
-def test_the_token_is_read_from_a_file_or_a_variable_and_never_shown(
+def test_token_comes_from_a_file_or_a_variable_and_is_never_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_text("s3cret\n")
@@ -271,13 +270,13 @@ def test_the_token_is_read_from_a_file_or_a_variable_and_never_shown(
 
 
 @pytest.mark.parametrize("write", [lambda path: None, lambda path: path.write_text("\n"), lambda path: path.mkdir()])
-def test_a_token_that_cannot_be_read_is_one_clear_error(tmp_path: Path, write: Callable[[Path], object]) -> None:
+def test_unreadable_token_is_one_clear_error(tmp_path: Path, write: Callable[[Path], object]) -> None:
     write(tmp_path / "token")
     with pytest.raises(ConfigurationError, match="token"):
         OpenAIInference(endpoint(token_file=tmp_path / "token"))
 
 
-def test_a_server_that_tells_its_error_as_a_text_is_understood() -> None:
+def test_error_body_in_plain_text_is_understood() -> None:
     server = Server(httpx.Response(400, json={"error": "no such model"}))
     with pytest.raises(EndpointError, match="HTTP 400: no such model"):
         server.generate(endpoint("vllm"), ask())

@@ -1,4 +1,4 @@
-"""No page is lost, freed twice, or given to two; a page is found by all that it holds and all that comes before."""
+"""No page is lost, freed twice, or owned by two; a page is found only by its tokens and all tokens before it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SEQUENCES = st.lists(st.integers(0, 1), max_size=COUNT * TOKENS)
 
 
 class Held(RuleBasedStateMachine):
-    """Holders of pages beside what each page holds, by a model that looks at tokens alone."""
+    """Reference model of holders and contents, which compares tokens only."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pages = Pages(COUNT, TOKENS)
         self.holders: list[list[int]] = []
         self.contents: dict[int, list[int]] = {}
-        """Of a page that has had a name: all tokens up to its end."""
+        """Name of a page in the model: all tokens up to its end."""
 
     @precondition(lambda self: self.pages.available)
     @rule(data=st.data(), tokens=SEQUENCES)
@@ -81,17 +81,17 @@ Held.TestCase.settings = examples(30, stateful_step_count=25)
 test_pages_are_neither_lost_nor_given_twice = Held.TestCase
 
 
-def test_only_full_pages_are_found_and_only_as_far_as_they_go_together() -> None:
+def test_only_full_pages_of_a_matching_prefix_are_found() -> None:
     pages = Pages(COUNT, TOKENS)
     first = pages.take(3)
     pages.name([1, 2, 3, 4, 5, 6, 7, 8], first)
     assert pages.find([1, 2, 3, 4, 5, 6, 7, 8]) == first[:2]
     assert pages.find([1, 2, 3, 4, 5]) == first[:1]
     assert pages.find([9, 2, 3, 4, 5, 6]) == []
-    assert pages.find([4, 5, 6]) == [], "the same tokens at another place are others"
+    assert pages.find([4, 5, 6]) == [], "the same tokens at another position differ"
 
 
-def test_a_page_that_is_found_has_a_holder_again() -> None:
+def test_found_page_gets_another_holder() -> None:
     pages = Pages(1, TOKENS)
     taken = pages.take(1)
     pages.name([1, 2, 3], taken)
@@ -100,7 +100,7 @@ def test_a_page_that_is_found_has_a_holder_again() -> None:
     assert (pages.find([1, 2, 3]), pages.available) == (taken, 0)
 
 
-def test_of_two_pages_with_the_same_tokens_the_first_is_found_and_no_page_has_two_names() -> None:
+def test_first_of_two_equal_pages_is_found_and_no_page_has_two_names() -> None:
     pages = Pages(2, TOKENS)
     one, other = pages.take(1), pages.take(1)
     for each in (one, other):
@@ -109,7 +109,7 @@ def test_of_two_pages_with_the_same_tokens_the_first_is_found_and_no_page_has_tw
     assert (pages.find([1, 2, 3]), pages.find([4, 5, 6])) == (one, [])
 
 
-def test_the_pages_let_go_first_are_forgotten_first_and_the_end_of_a_sequence_before_its_beginning() -> None:
+def test_pages_released_first_are_forgotten_first_and_the_end_of_a_sequence_before_its_prefix() -> None:
     pages = Pages(4, TOKENS)
     sequences = [[1] * 6, [2] * 6]
     for tokens in sequences:
@@ -127,7 +127,7 @@ def test_the_pages_let_go_first_are_forgotten_first_and_the_end_of_a_sequence_be
     assert all(sum(later) < sum(earlier) for earlier, later in pairwise(lengths))
 
 
-def test_what_is_held_too_seldom_or_asked_for_too_often_is_a_fault() -> None:
+def test_too_many_releases_and_too_large_requests_are_errors() -> None:
     pages = Pages(2, TOKENS)
     taken = pages.take(2)
     with pytest.raises(AssertionError, match="1 pages of 0"):
@@ -137,7 +137,7 @@ def test_what_is_held_too_seldom_or_asked_for_too_often_is_a_fault() -> None:
         pages.release(taken[:1])
 
 
-def test_without_names_nothing_is_found_again() -> None:
+def test_without_names_no_page_is_found() -> None:
     pages = Pages(2, TOKENS, found_again=False)
     pages.name([1, 2, 3], pages.take(1))
     assert pages.find([1, 2, 3]) == []

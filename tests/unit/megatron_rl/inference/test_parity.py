@@ -1,4 +1,4 @@
-"""Greedy answers beside those of transformers, which shares no page and computes no prompt in pieces."""
+"""Greedy answers compared with transformers, which shares no pages and computes no prompt in pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 
 TIE = 1e-4
-"""Two logits closer than this may be the other way round: sums of another order round otherwise."""
+"""Logits closer than this may swap, since sums in another order round differently."""
 NEW_TOKENS = 16
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 PROMPTS = [[*SYSTEM, 7], [7], [*SYSTEM, 8, 4], [5, 11, 5], SYSTEM, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [4] * 40]
@@ -29,12 +29,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "pressure": {"page_tokens": 4, "cache_tokens": 80},
 }
 ASKED = {"Qwen2": [*ENGINES], "Llama": ["pieces and small pages"], "Qwen3": ["pieces and small pages"]}
-"""Of which engines: what they do differently knows nothing of shapes."""
+"""Engine configurations to compare; their differences do not depend on the model's shape."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_answers_are_those_of_transformers_up_to_the_first_tie(platform: Any, groups: Any, shape: str) -> None:
-    """And behind a tie each token is the likeliest after what transformers has before it."""
+def test_greedy_answers_equal_those_of_transformers_up_to_the_first_tie(platform: Any, groups: Any, shape: str) -> None:
+    """After a tie, each token must be the likeliest one given the tokens of transformers before it."""
     model = tiny_model(max_position_embeddings=64, **SHAPES[shape])
     policy = tiny_policy(platform, model, scale=0.2)
     twin = witness(policy, model).eval()
@@ -55,7 +55,8 @@ def test_greedy_answers_are_those_of_transformers_up_to_the_first_tie(platform: 
 
 
 def forced(engine: Engine, expected: list[tuple[list[int], list[float]]]) -> None:
-    """Every token after those of transformers before it, all asked for at the same time: most of each is shared."""
+    """Request every token after the previous ones of transformers, all at the same time; most of each prompt is
+    shared."""
     one = Sampling(temperature=0.0, max_new_tokens=1)
     asked, likeliest = [], []
     for prompt, (answer, leads) in zip(PROMPTS, expected, strict=True):
@@ -67,7 +68,7 @@ def forced(engine: Engine, expected: list[tuple[list[int], list[float]]]) -> Non
 
 
 def answers(engine: Engine, requests: list[GenerationRequest]) -> list[list[list[int]]]:
-    """Tokens of each sample of each request."""
+    """Return the tokens of each sample of each request."""
     for request in requests:
         engine.submit(request)
     while engine.busy:
@@ -77,8 +78,8 @@ def answers(engine: Engine, requests: list[GenerationRequest]) -> list[list[list
 
 @torch.no_grad()
 def reference(twin: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """What transformers answers greedily, and at each place by how much the likeliest token leads. Tokens that pad the
-    vocabulary do not count."""
+    """Return the greedy answer of transformers, and the lead of the likeliest token at each position. Padding of the
+    vocabulary does not count."""
     made = twin.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -1,5 +1,5 @@
-"""Prefill, decoding and sampling on a GPU that is not there: every tensor on the right device, and a host that waits
-for the device at most once in eight tokens."""
+"""Prefill, decoding and sampling on a phantom GPU: every tensor is on the right device, and the host waits for the
+device at most once in eight tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
 
 GPU = torch.device("cuda", 0)
 TOKENS_PER_WAIT = 8
-"""The promise of platform/cuda.py."""
+"""The limit that platform/cuda.py promises."""
 
 LONGEST = 400
 PAGE_TOKENS = 64
@@ -37,7 +37,7 @@ SAMPLINGS = [
 
 
 class Reads:
-    """Stands in for `row_state._read`. Every other row, the first among them, has ended whenever it is looked at."""
+    """Replaces `row_state._read`. Every other row, including the first, has ended at each check."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -48,16 +48,16 @@ class Reads:
         if tensor.dtype is torch.bool:
             return np.arange(len(tensor)) % 2 == 0
         read = np.full(tuple(tensor.shape), END, dtype=np.int32)
-        read[:, 0] = np.arange(len(read)) % 2 == 0  # tokens of each row, an end token
+        read[:, 0] = np.arange(len(read)) % 2 == 0  # tokens of each row, then an end token
         return read
 
 
 @pytest.mark.parametrize("page_tokens", [32, 256], ids=["gathered", "recorded"])
-def test_the_host_waits_at_most_once_in_eight_tokens(
+def test_host_waits_at_most_once_in_eight_tokens(
     platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch, page_tokens: int
 ) -> None:
-    """While rows of all kinds of sampling end, are moved together and are filled again, and while somebody follows what
-    they sample. What looks at a number elsewhere than in `_read` raises here."""
+    """Rows of all kinds of sampling end, move together and are refilled, and some are followed. Reading a number
+    anywhere except in `_read` raises an error here."""
     reads = Reads()
     monkeypatch.setattr(row_state, "_read", reads)
     model = tiny_model(dtype="bf16", num_layers=1, max_position_embeddings=LONGEST)
@@ -85,17 +85,17 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
     assert len(scheduler.answered) == len(SAMPLINGS) - 1
     assert scheduler.deltas[-1][1].finish_reason
     assert decoded > 3 * TOKENS_PER_WAIT and moved
-    assert 3 <= reads.count + synchronous <= decoded / TOKENS_PER_WAIT + 2  # one look may just have come due
+    assert 3 <= reads.count + synchronous <= decoded / TOKENS_PER_WAIT + 2  # a check may be due here
 
 
-def test_pieces_of_prompts_and_beginnings_that_are_found_are_computed_on_the_device(platform: Any, groups: Any) -> None:
+def test_pieces_and_cached_prefixes_are_computed_on_the_device(platform: Any, groups: Any) -> None:
     model = tiny_model(dtype="bf16", num_layers=1, max_position_embeddings=LONGEST)
     with PhantomDevice(GPU) as gpu:
         policy = build_policy(model, VOCAB, PhantomPlatform(gpu))
         config = InferenceConfig(max_batch=4, prefill_tokens=2 * PAGE_TOKENS)
         scheduler = Scheduler(config, Pages(20, PAGE_TOKENS), {END})
         runner = ModelRunner(policy, model, config, (20, PAGE_TOKENS), {END}, LONGEST)
-        for key in range(2):  # the second one finds what the first one begins with
+        for key in range(2):  # the second request finds the prefix of the first
             prompt = [1] * (5 * PAGE_TOKENS) + [key] * 9
             scheduler.submit(GenerationRequest(prompt, 2, SAMPLINGS[0].model_copy(update={"max_new_tokens": 50}), key))
         plans, built = [], gpu.waits
@@ -104,18 +104,18 @@ def test_pieces_of_prompts_and_beginnings_that_are_found_are_computed_on_the_dev
             assert runner.execute(plan) is None
     of_page = PAGE_TOKENS
     assert plans == [[(0, 2 * of_page)], [(2 * of_page, 2 * of_page)], [(4 * of_page, of_page + 9), (5 * of_page, 9)]]
-    assert gpu.waits - built <= 8 * len(plans), "the copies of a layout may be waited for, and nothing else"
+    assert gpu.waits - built <= 8 * len(plans), "only copies of a layout may wait"
 
 
 def execute(scheduler: Scheduler, runner: ModelRunner, plan: StepPlan) -> None:
-    """As the engine does."""
+    """Drive the runner as the engine does."""
     ended = runner.execute(plan)
     if ended is not None:
         scheduler.retire(runner.answers(scheduler.wanted(ended)))
 
 
-def test_a_look_elsewhere_would_be_noticed(platform: Any, groups: Any) -> None:
-    """The witness itself: the phantom tells nobody a number, and minds tensors of the CPU."""
+def test_phantom_detects_a_read_elsewhere(platform: Any, groups: Any) -> None:
+    """The phantom gives no numbers to the host, and rejects tensors of the CPU."""
     with PhantomDevice(GPU) as gpu:
         number = torch.zeros(2, dtype=torch.long, device=GPU)
         for look in (lambda: number[0].item(), number.tolist, lambda: bool(number.any()), lambda: int(number[1])):

@@ -1,4 +1,4 @@
-"""A cache that is too small for all: who came last gives way and goes on as if it had not, and nothing is left over."""
+"""A cache too small for all requests: the youngest row is evicted and resumes unchanged, and no page is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def request(key: int, prompt: Sequence[int], samples: int, limit: int) -> Genera
 
 
 def lasting(least: int, prompt: Sequence[int], limit: int, samples: int = 1) -> GenerationRequest:
-    """A request whose first answer has so many tokens at least."""
+    """A request whose first answer has at least this many tokens."""
     asked = (request(key, prompt, samples, limit) for key in range(1000))
     return next(each for each in asked if len(scripted_answer(each, 0)) >= least)
 
@@ -57,7 +57,7 @@ PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=14)
     shares=st.booleans(),
     cancelled=st.dictionaries(st.integers(0, 30), st.integers(0, 7), max_size=3),
 )
-def test_whatever_the_room_every_answer_is_that_of_its_key_and_every_page_comes_back(
+def test_every_answer_is_that_of_its_key_and_every_page_comes_back(
     asked: list[tuple[list[int], int, int]],
     spare: int,
     max_batch: int,
@@ -66,7 +66,7 @@ def test_whatever_the_room_every_answer_is_that_of_its_key_and_every_page_comes_
     shares: bool,
     cancelled: dict[int, int],
 ) -> None:
-    """The runner minds that nobody writes to what another reads, and that nothing is lost that somebody needs."""
+    """The runner checks that no shared page is written and that no needed page is lost."""
     pages = max(-(-(len(prompt) + limit) // PAGE) for prompt, _, limit in asked) + spare
     scheduler, runner = engine(pages, looks_every, shares, max_batch=max_batch, prefill_tokens=prefill_tokens)
     requests = [request(key, *each) for key, each in enumerate(asked)]
@@ -88,8 +88,8 @@ def test_whatever_the_room_every_answer_is_that_of_its_key_and_every_page_comes_
     assert not scheduler.answered
 
 
-def test_the_oldest_never_gives_way_so_nobody_starves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for one of full length and a little more."""
+def test_oldest_row_is_never_evicted_so_none_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache holds a little more than one sequence of full length."""
     scheduler, runner = engine(pages=12, max_batch=8)
     long = [each for each in (request(key, [1], 1, 40) for key in range(200)) if len(scripted_answer(each, 0)) > 15]
     for each in long[:8]:
@@ -107,12 +107,12 @@ def test_the_oldest_never_gives_way_so_nobody_starves(monkeypatch: pytest.Monkey
         before = len(gave_way)
         step(scheduler, runner)
         assert oldest not in gave_way[before:]
-    assert gave_way, "the cache was large enough for all"
+    assert gave_way, "the cache was too large to evict anything"
     for each in long[:8]:
         answered(scheduler, each)
 
 
-def test_a_group_stores_its_prompt_once_and_computes_it_once() -> None:
+def test_group_stores_and_computes_its_prompt_once() -> None:
     scheduler, runner = engine(pages=40, max_batch=16)
     asked = request(3, [1] * (3 * PAGE + 2), 8, 2)
     scheduler.submit(asked)
@@ -122,7 +122,7 @@ def test_a_group_stores_its_prompt_once_and_computes_it_once() -> None:
     assert scheduler.prefilled_tokens == runner.computed == len(asked.prompt_tokens)
 
 
-def test_samples_that_find_no_row_do_not_have_the_full_pages_of_their_prompt_computed_again() -> None:
+def test_samples_without_a_row_do_not_recompute_the_full_pages_of_their_prompt() -> None:
     for shares in (True, False):
         scheduler, runner = engine(pages=40, max_batch=2, shares=shares)
         asked = request(3, [1] * (3 * PAGE + 2), 4, 1)
@@ -132,8 +132,8 @@ def test_samples_that_find_no_row_do_not_have_the_full_pages_of_their_prompt_com
         assert scheduler.prefilled_tokens == len(asked.prompt_tokens) + 2
 
 
-def test_a_conversation_goes_on_from_what_its_last_turn_left() -> None:
-    """But for the pages that are not full, the newest token, and whatever weights that have been replaced computed."""
+def test_conversation_continues_from_the_cache_of_its_last_turn() -> None:
+    """Except for pages that are not full, the newest token, and everything that replaced weights computed."""
     scheduler, runner = engine(pages=40, max_batch=2)
     first = lasting(6, [1, 2, 3, 1, 2, 3], 9)
     history = first.prompt_tokens + scripted_answer(first, 0)
@@ -159,7 +159,7 @@ def test_a_conversation_goes_on_from_what_its_last_turn_left() -> None:
     assert scheduler.prefilled_tokens - before == len(again.prompt_tokens)
 
 
-def test_what_older_weights_computed_is_found_by_nobody_though_its_answer_goes_on() -> None:
+def test_pages_of_older_weights_are_not_found_though_their_answer_continues() -> None:
     scheduler, runner = engine(pages=40, max_batch=2)
     asked = lasting(4, [1] * 9, 20)
     scheduler.submit(asked)
@@ -175,7 +175,7 @@ def test_what_older_weights_computed_is_found_by_nobody_though_its_answer_goes_o
     assert scheduler.prefilled_tokens == 9 + 9
 
 
-def test_a_long_prompt_is_computed_in_pieces_between_which_the_others_go_on() -> None:
+def test_long_prompt_is_computed_in_pieces_with_decoding_in_between() -> None:
     scheduler, runner = engine(pages=60, max_batch=4, prefill_tokens=2 * PAGE)
     short = lasting(6, [1], 30)
     scheduler.submit(short)
@@ -191,7 +191,7 @@ def test_a_long_prompt_is_computed_in_pieces_between_which_the_others_go_on() ->
     assert lengths == [2, 3, 4, 5]
 
 
-def test_a_request_that_is_cancelled_in_the_middle_of_its_prompt_leaves_no_page_behind() -> None:
+def test_request_cancelled_in_the_middle_of_its_prompt_leaves_no_page_behind() -> None:
     scheduler, runner = engine(pages=20, max_batch=4, prefill_tokens=PAGE)
     long = request(4, [2] * (7 * PAGE), 2, 4)
     scheduler.submit(long)
@@ -203,7 +203,7 @@ def test_a_request_that_is_cancelled_in_the_middle_of_its_prompt_leaves_no_page_
 
 
 def soak(requests: int) -> int:
-    """Bytes of the scheduler and all that hangs on it, after so many requests under pressure."""
+    """Return the bytes of the scheduler and everything it refers to, after this many requests under pressure."""
     scheduler, runner = engine(pages=14, max_batch=6, prefill_tokens=3 * PAGE)
     runner.checks = False
     asked = 0
@@ -221,7 +221,7 @@ def soak(requests: int) -> int:
 
 
 def size_of(root: object) -> int:
-    """Of all objects that can be reached, but for classes and modules."""
+    """Yield all reachable objects except classes and modules."""
     gc.collect()
     seen: dict[int, object] = {}
     left = [root]
@@ -234,5 +234,5 @@ def size_of(root: object) -> int:
 
 
 @pytest.mark.parametrize("count", [1500, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_nothing_grows_with_the_number_of_requests(count: int) -> None:
+def test_memory_does_not_grow_with_the_number_of_requests(count: int) -> None:
     assert soak(count) < 1.2 * soak(300)

@@ -1,4 +1,4 @@
-"""Log-probs of prompts: those of transformers' definition for each token, in pieces, beside others, on found pages."""
+"""Log-probs of prompts equal their definition in transformers: in pieces, beside others, and on cached pages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def answer_all(on: Engine, *requests: GenerationRequest) -> list[list[Completion
 
 
 def check(policy: Policy, prompt: list[int], found: Completion, most: int) -> None:
-    """Beside one pass over the whole prompt."""
+    """Compare with one pass over the whole prompt."""
     assert found.prompt is not None
     with torch.inference_mode():
         tokens = torch.tensor(prompt)
@@ -59,7 +59,7 @@ def check(policy: Policy, prompt: list[int], found: Completion, most: int) -> No
 
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 16, 17, 41])
 @pytest.mark.parametrize("at_once", [8, 512])
-def test_a_prompt_is_scored_token_by_token(
+def test_prompt_is_scored_token_by_token(
     policy: Policy, length: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "SCORED_AT_ONCE", at_once)
@@ -69,14 +69,14 @@ def test_a_prompt_is_scored_token_by_token(
     assert plain.prompt is None and plain.tokens == found.tokens
 
 
-def test_scores_need_no_likeliest_tokens_and_are_those_of_every_sample(policy: Policy) -> None:
+def test_scores_without_likeliest_tokens_and_the_same_for_every_sample(policy: Policy) -> None:
     (found,) = answer_all(engine(policy), asked(PROMPT, 0, samples=3))
     for each in found:
         check(policy, PROMPT, each, 0)
 
 
-def test_beginnings_in_the_cache_and_neighbours_leave_no_gap(policy: Policy) -> None:
-    """What a cache has of a prompt has no logits: all of it is computed again."""
+def test_cached_prefixes_and_neighbours_leave_no_gap(policy: Policy) -> None:
+    """Cached pages have no logits, so all of the prompt is computed again."""
     shared = engine(policy, max_batch=3)
     first = answer_all(shared, asked(PROMPT, None))[0][0]
     requests = [asked(PROMPT, None, 2), asked(PROMPT, 2, 2), asked(PROMPT[:20], 1), asked(PROMPT[:9], None)]
@@ -88,7 +88,7 @@ def test_beginnings_in_the_cache_and_neighbours_leave_no_gap(policy: Policy) -> 
     assert answered[3][0].prompt is None
 
 
-def test_a_prompt_whose_weights_change_midway_is_scored_anew(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_is_scored_again_if_the_weights_change_midway(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "SCORED_AT_ONCE", 8)
     changed = engine(policy)
     request = asked(PROMPT)
@@ -103,7 +103,7 @@ def test_a_prompt_whose_weights_change_midway_is_scored_anew(policy: Policy, mon
     assert changed.prefilled_tokens == 16 + len(PROMPT)
 
 
-def test_a_stream_tells_the_scores_with_the_first_delta_of_a_sample(policy: Policy) -> None:
+def test_stream_returns_the_scores_with_the_first_delta_of_a_sample(policy: Policy) -> None:
     streaming = engine(policy)
     streaming.submit(asked(PROMPT, 2, samples=2), streamed=True)
     deltas: list[Delta] = []

@@ -1,4 +1,4 @@
-"""Random numbers of a sample's token: a function of key, sample and place, and as good as independent."""
+"""Random numbers of a token: a function of key, sample and position, and practically independent."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ KEYS = st.integers(0, 2**64 - 1)
 
 
 @given(key=KEYS, samples=st.integers(1, 20), count=st.integers(1, 20), data=st.data())
-def test_a_number_depends_on_key_sample_and_place_alone(
+def test_number_depends_only_on_key_sample_and_position(
     key: int, samples: int, count: int, data: st.DataObject
 ) -> None:
-    """However many samples and tokens are asked for together."""
+    """Not on how many samples and tokens are computed together."""
     sample, token = data.draw(st.integers(0, samples - 1)), data.draw(st.integers(0, count - 1))
     together = uniforms(key, range(samples), count)
     alone = uniforms(key, range(sample, sample + 1), token + 1)
@@ -23,15 +23,15 @@ def test_a_number_depends_on_key_sample_and_place_alone(
 
 
 @given(KEYS)
-def test_numbers_lie_in_the_half_open_unit_interval(key: int) -> None:
+def test_numbers_are_in_the_half_open_unit_interval(key: int) -> None:
     numbers = uniforms(key, range(16), 16)
     assert numbers.shape == (16, 16)
     assert numbers.dtype == np.float64
     assert ((numbers >= 0) & (numbers < 1)).all()
 
 
-def test_the_numbers_are_these_on_every_machine_and_version() -> None:
-    """A checkpoint goes on with the same answers elsewhere. SplitMix64 in plain integers, without numpy."""
+def test_numbers_are_the_same_on_every_machine_and_version() -> None:
+    """A checkpoint must resume with the same answers elsewhere. SplitMix64 in plain integers, without numpy."""
 
     def mix(x: int) -> int:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
@@ -45,8 +45,8 @@ def test_the_numbers_are_these_on_every_machine_and_version() -> None:
             assert uniforms(key, range(3), 4)[sample, token] == (bits >> 11) / 2**53
 
 
-def test_neighbouring_keys_samples_and_places_are_uniform_and_uncorrelated() -> None:
-    """Keys 0..63, samples 0..31, places 0..31: what a run's own counters look like."""
+def test_neighbouring_keys_samples_and_positions_are_uniform_and_uncorrelated() -> None:
+    """Keys, samples and positions of 0 to 63, 31 and 31: the range of a run's own counters."""
     numbers = np.stack([uniforms(key, range(32), 32) for key in range(64)])
     count = numbers.size
     assert len(np.unique(numbers)) == count

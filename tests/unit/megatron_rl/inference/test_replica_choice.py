@@ -1,4 +1,4 @@
-"""Which replica is asked, what goes over the wire, and what is made of an answer that several replicas have part in."""
+"""Slow replicas, the wire format, and answers in which several replicas have a part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_rl.inference.replicas.wire import (
 TOKENS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(max_value=0, allow_nan=False), st.integers(0, 9)))
 
 
-def test_a_replica_is_slow_beside_others_that_were_measured() -> None:
+def test_slow_replica_is_detected_beside_measured_ones() -> None:
     usual = Pace(tokens=1000, seconds=MEASURED_S)
     slow = Pace(tokens=1000, seconds=MEASURED_S * (SLOWER + 0.1))
     assert too_slow({(0, 0): usual, (1, 0): usual, (2, 0): slow}) == [(2, 0)]
@@ -35,7 +35,7 @@ def test_a_replica_is_slow_beside_others_that_were_measured() -> None:
 
 
 @given(TOKENS, st.integers(0, 2**64 - 1), st.none() | st.integers(0))
-def test_what_is_asked_arrives_as_it_was(known: list[tuple[int, float, int]], key: int, ordinal: int | None) -> None:
+def test_request_survives_the_wire(known: list[tuple[int, float, int]], key: int, ordinal: int | None) -> None:
     beginning = AnswerPrefix(*([*map(list, zip(*known, strict=True))] or [[], [], []]))
     asked = GenerationRequest([5, 6], 3, Sampling(max_new_tokens=4, stop=["\n"]), key, ordinal, {2: beginning})
     arrived = decode_request(json.loads(json.dumps(encode_request(asked))))
@@ -44,7 +44,7 @@ def test_what_is_asked_arrives_as_it_was(known: list[tuple[int, float, int]], ke
 
 
 @given(TOKENS)
-def test_what_is_answered_arrives_bit_for_bit(tokens: list[tuple[int, float, int]]) -> None:
+def test_news_survive_the_wire_bit_for_bit(tokens: list[tuple[int, float, int]]) -> None:
     numbers, logprobs, versions = ([each[place] for each in tokens] for place in range(3))
     delta = Delta(1, numbers, logprobs, versions, None, "stop", "\n")
     told = News(About(1, 0, 8, 3, 2, 1, 4.5), 7, [("id", delta)], [Refusal("other", "value", "why")])
@@ -52,8 +52,8 @@ def test_what_is_answered_arrives_bit_for_bit(tokens: list[tuple[int, float, int
 
 
 @given(st.lists(st.integers(0, 2), max_size=20), st.integers(0, 20), st.booleans())
-def test_an_answer_that_goes_on_elsewhere_is_the_same(order: list[int], lost_after: int, goes_on: bool) -> None:
-    """Three samples of four tokens each, sample i's token t is 10 i + t; the replica is lost after some pieces."""
+def test_answer_continued_on_another_replica_is_the_same(order: list[int], lost_after: int, goes_on: bool) -> None:
+    """Three samples of four tokens; sample i's token t is 10 i + t; the replica is lost after some pieces."""
     work = Unanswered(GenerationRequest([1], 3, Sampling(max_new_tokens=4), key=0))
     place = [0, 0, 0]
 
@@ -72,7 +72,7 @@ def test_an_answer_that_goes_on_elsewhere_is_the_same(order: list[int], lost_aft
     assert known == ({sample: count for sample, count in enumerate(had) if count} if goes_on else {})
     place[:] = had if goes_on else [0, 0, 0]
     for sample in range(3):
-        if place[sample] == 4:  # known to its end: the next replica only says so
+        if place[sample] == 4:  # all known: the next replica only reports its end
             work.take(Delta(sample, [], [], [], None, "length"), now=0.0)
         while place[sample] < 4:
             tell(sample)

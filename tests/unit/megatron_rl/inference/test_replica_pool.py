@@ -1,4 +1,4 @@
-"""All replicas as one engine: who is asked, and what becomes of a request whose replica is lost. Over real HTTP."""
+"""All replicas as one engine, over real HTTP: which replica is asked, and recovery when it is lost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def request(key: int, tokens: int = 20, samples: int = 2, ordinal: int | None = 
 
 
 def asking(pool: ReplicaPool, requests: list[GenerationRequest], meanwhile: Callable[[], None] = lambda: None) -> list:
-    """The answers to all of them; `meanwhile` runs, in another thread, while they are on their way."""
+    """Return the answers to all of them; `meanwhile` runs in another thread at the same time."""
 
     async def ask() -> list:
         asked = asyncio.gather(*map(pool.generate, requests), return_exceptions=True)
@@ -77,7 +77,7 @@ def two(attempt: Attempt) -> Iterator[tuple[ScriptedReplica, ScriptedReplica]]:
             each.hang_up()
 
 
-def test_requests_are_spread_over_the_replicas_and_answered_as_one_engine_would(attempt: Attempt, two) -> None:
+def test_requests_are_spread_over_replicas_and_answered_as_by_one_engine(attempt: Attempt, two) -> None:
     requests = [request(key, ordinal=key) for key in range(8)]
     with pool_of(attempt) as pool:
         there(pool, 2)
@@ -86,7 +86,7 @@ def test_requests_are_spread_over_the_replicas_and_answered_as_one_engine_would(
     assert [len(each.engine.requests) for each in two] == [4, 4]
 
 
-def test_a_conversation_stays_where_its_prefix_is(attempt: Attempt, two) -> None:
+def test_conversation_stays_where_its_prefix_is(attempt: Attempt, two) -> None:
     with pool_of(attempt) as pool:
         there(pool, 2)
         for each in two:
@@ -104,7 +104,7 @@ def test_a_conversation_stays_where_its_prefix_is(attempt: Attempt, two) -> None
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_what_a_dead_replica_was_asked_another_one_answers_the_same(attempt: Attempt, two, goes_on: bool) -> None:
+def test_requests_of_a_dead_replica_get_the_same_answers_from_another(attempt: Attempt, two, goes_on: bool) -> None:
     one, other = two
     requests = [request(key) for key in range(4)]
     with pool_of(attempt, goes_on=goes_on) as pool:
@@ -126,7 +126,7 @@ def test_what_a_dead_replica_was_asked_another_one_answers_the_same(attempt: Att
     ] * 2
 
 
-def test_a_replica_that_says_nothing_is_taken_for_lost(attempt: Attempt, two) -> None:
+def test_silent_replica_counts_as_lost(attempt: Attempt, two) -> None:
     one, other = two
     one.engine.hold_at = other.engine.hold_at = 3
     requests = [request(key) for key in range(2)]
@@ -142,7 +142,7 @@ def test_a_replica_that_says_nothing_is_taken_for_lost(attempt: Attempt, two) ->
         assert asking(pool, requests, mute) == [answers(each) for each in requests]
 
 
-def test_a_replica_that_samples_nothing_is_given_up(attempt: Attempt, two, caplog: pytest.LogCaptureFixture) -> None:
+def test_replica_that_samples_nothing_is_given_up(attempt: Attempt, two, caplog: pytest.LogCaptureFixture) -> None:
     two[0].engine.hold_at = 0
     requests = [request(key) for key in range(2)]
     with pool_of(attempt, limit_s=1.0) as pool:
@@ -151,7 +151,7 @@ def test_a_replica_that_samples_nothing_is_given_up(attempt: Attempt, two, caplo
     assert "has sampled nothing for" in caplog.text
 
 
-def test_a_replica_that_comes_back_is_asked_once_it_has_the_weights(attempt: Attempt) -> None:
+def test_restarted_replica_is_asked_once_it_has_the_weights(attempt: Attempt) -> None:
     with pool_of(attempt) as pool, ExitStack() as stack:
         first = stack.enter_context(ScriptedReplica(attempt, 0))
         there(pool, 1)
@@ -170,7 +170,7 @@ def test_a_replica_that_comes_back_is_asked_once_it_has_the_weights(attempt: Att
         assert asking(pool, [asked], restart) == [answers(asked)]
 
 
-def test_the_order_in_which_replicas_and_ranks_come_does_not_matter(attempt: Attempt) -> None:
+def test_order_in_which_replicas_and_ranks_start_does_not_matter(attempt: Attempt) -> None:
     asked = request(5)
     with pool_of(attempt) as pool, ExitStack() as stack:
 
@@ -180,17 +180,15 @@ def test_the_order_in_which_replicas_and_ranks_come_does_not_matter(attempt: Att
         assert asking(pool, [asked], begin) == [answers(asked)]
 
 
-def test_where_no_replica_comes_the_wait_is_said_and_has_an_end(
-    attempt: Attempt, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wait_without_replicas_is_logged_and_limited(attempt: Attempt, caplog: pytest.LogCaptureFixture) -> None:
     with pool_of(attempt, limit_s=0.3) as pool:
         (failed,) = asking(pool, [request(1)])
         assert isinstance(failed, NoReplica)
-        assert pool.busy_s > 0, "a wait that is said is no hang"
+        assert pool.busy_s > 0, "a wait that is logged must not hang"
     assert "waiting for an inference replica with weights of version 0" in caplog.text
 
 
-def test_replicas_that_are_all_given_up_are_not_waited_for(attempt: Attempt) -> None:
+def test_wait_ends_when_all_replicas_are_given_up(attempt: Attempt) -> None:
     for number in range(2):
         replica = attempt.replica(number)
         replica.folder.mkdir(parents=True)
@@ -211,7 +209,7 @@ def test_replicas_that_are_all_given_up_are_not_waited_for(attempt: Attempt) -> 
     ],
     ids=str,
 )
-def test_a_replica_of_something_else_is_never_asked(
+def test_replica_of_another_run_is_never_asked(
     attempt: Attempt, caplog: pytest.LogCaptureFixture, wrong: dict[str, str], said: str
 ) -> None:
     asked = request(5)
@@ -234,9 +232,7 @@ def test_replicas_with_other_weights_are_not_asked(attempt: Attempt, two) -> Non
     assert not one.engine.requests
 
 
-def test_while_weights_are_on_their_way_what_is_begun_waits_for_them_and_what_was_goes_on(
-    attempt: Attempt, two
-) -> None:
+def test_new_prompts_wait_for_announced_weights_and_earlier_ones_continue(attempt: Attempt, two) -> None:
     with pool_of(attempt) as pool:
         there(pool, 2)
         asking(pool, [request(1, ordinal=4)])
@@ -257,7 +253,7 @@ def test_while_weights_are_on_their_way_what_is_begun_waits_for_them_and_what_wa
     assert new == answers(request(2), version=1)
 
 
-def test_a_cancelled_request_ends_at_its_replica(attempt: Attempt, two) -> None:
+def test_cancelled_request_ends_at_its_replica(attempt: Attempt, two) -> None:
     one, other = two
     one.engine.hold_at = other.engine.hold_at = 2
     with pool_of(attempt) as pool:
@@ -275,14 +271,14 @@ def test_a_cancelled_request_ends_at_its_replica(attempt: Attempt, two) -> None:
         assert pool.partial_answers() == []
 
 
-def test_what_a_replica_refuses_is_raised_as_by_an_engine(attempt: Attempt, two) -> None:
+def test_refusal_of_a_replica_raises_the_error_of_an_engine(attempt: Attempt, two) -> None:
     with pool_of(attempt) as pool:
         there(pool, 2)
         (failed,) = asking(pool, [request(1, tokens=200)])
     assert isinstance(failed, PromptTooLong)
 
 
-def test_the_same_request_twice_at_once_is_refused_and_costs_the_first_nothing(attempt: Attempt, two) -> None:
+def test_duplicate_request_is_refused_and_leaves_the_first_unaffected(attempt: Attempt, two) -> None:
     asked = request(1)
     with pool_of(attempt) as pool:
         there(pool, 2)
@@ -291,8 +287,8 @@ def test_the_same_request_twice_at_once_is_refused_and_costs_the_first_nothing(a
     assert "already being answered" in str(second)
 
 
-def test_what_is_asked_of_a_replica_that_is_lost_meanwhile_is_lost_with_it() -> None:
-    """It hangs up, so it is asked again; by then it is known to be gone."""
+def test_command_to_a_replica_fails_when_it_is_lost_meanwhile() -> None:
+    """The replica hangs up, so the command is repeated; by then the replica is known to be lost."""
 
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
@@ -311,7 +307,7 @@ def test_what_is_asked_of_a_replica_that_is_lost_meanwhile_is_lost_with_it() -> 
     asyncio.run(ask())
 
 
-def test_a_replica_that_has_not_got_a_version_is_lost_and_the_others_have_it(attempt: Attempt, two) -> None:
+def test_replica_without_the_version_is_lost_and_the_others_have_it(attempt: Attempt, two) -> None:
     one, other = two
     one.weights.fails = True
     epoch = Epoch(1, "127.0.0.1", 1, "secret", 1, (Member(0, 0, 1), Member(1, 0, 1)))
@@ -321,11 +317,11 @@ def test_a_replica_that_has_not_got_a_version_is_lost_and_the_others_have_it(att
         control.begin_epoch(epoch)
         control.receive(1)
         assert control.swap(1) == {(1, 0)}
-        assert pool.starts().keys() == {(0, 0), (1, 0)}, "it answers, and may be given the next one"
+        assert pool.starts().keys() == {(0, 0), (1, 0)}, "it responds, and may get the next version"
     assert (one.leader.version, other.leader.version) == (0, 1)
 
 
-def test_a_replica_that_hangs_as_it_swaps_does_not_have_the_run_hang(
+def test_replica_that_hangs_in_a_swap_does_not_hang_the_run(
     attempt: Attempt, two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung = threading.Event()
@@ -343,12 +339,12 @@ def test_a_replica_that_hangs_as_it_swaps_does_not_have_the_run_hang(
             hung.set()
 
 
-def test_looking_for_one_that_is_gone_reads_no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connecting_to_a_lost_replica_reads_no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: pytest.fail("it is not for TLS"))
     ReplicaLink(ReplicaAddress(0, 0, "127.0.0.1", 1, 1, DIGEST, PROTOCOL, 0.0), TOKEN, DIGEST, 0, SOON, lambda *_: None)
 
 
-def test_a_wait_that_was_given_up_is_not_added_to_the_next_one(attempt: Attempt) -> None:
+def test_abandoned_wait_does_not_count_in_the_next_one(attempt: Attempt) -> None:
     with pool_of(attempt, limit_s=2.0) as pool:
 
         async def given_up() -> None:
@@ -361,8 +357,8 @@ def test_a_wait_that_was_given_up_is_not_added_to_the_next_one(attempt: Attempt)
         until(lambda: pool._dispatch._nobody_since is None, "nobody waits", 10)
 
 
-def test_a_request_that_comes_back_to_a_replica_is_another_one_there(attempt: Attempt, two) -> None:
-    """It is too slow, and is asked again when the others are gone, before it has heard that it need not answer."""
+def test_repeated_request_has_a_new_id_on_the_same_replica(attempt: Attempt, two) -> None:
+    """The replica is too slow, and is asked again when the others are lost, before it learns of the cancellation."""
     one, other = two
     one.engine.hold_at = other.engine.hold_at = 3
     asked = [request(key) for key in range(2)]

@@ -1,4 +1,4 @@
-"""Everything that a request may ask for is honoured, by `generate` and by `stream`, or refused by name."""
+"""Every request parameter is honoured by `generate` and `stream`, or refused by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def policy(platform: Any, groups: Any) -> Policy:
 
 @pytest.fixture(params=LOOKS, ids="looks every {}".format)
 def engine(policy: Policy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """One whose host looks what has ended as often as on a CPU, and as seldom as on a GPU."""
+    """Two engines: the host checks for ended rows as often as on a CPU, and as seldom as on a GPU."""
     monkeypatch.setattr(type(policy), "tokens_between_syncs", request.param)
     return engine_of(policy)
 
@@ -67,7 +67,7 @@ def stream(engine: Engine, request: GenerationRequest) -> list[Delta]:
 
 
 def cut(whole: Sequence[Completion], stop: Sequence[str]) -> list[Completion]:
-    """What is left of answers that know no stop strings, by the definition."""
+    """Cut complete answers at their stop strings, by the definition."""
     found = []
     for one in whole:
         for count in range(1, len(one.tokens) + 1):
@@ -83,16 +83,16 @@ def cut(whole: Sequence[Completion], stop: Sequence[str]) -> list[Completion]:
 STOPS = [ALPHABET[2], ALPHABET[10] + ALPHABET[1], "0", "999999"]
 
 
-def test_an_answer_ends_with_the_token_that_completes_a_stop_string(engine: Engine) -> None:
+def test_answer_ends_with_the_token_that_completes_a_stop_string(engine: Engine) -> None:
     whole = generate(engine, ask())
     expected = cut(whole, STOPS)
-    assert len({one.stop for one in expected}) > 2  # the case is worth something
+    assert len({one.stop for one in expected}) > 2  # otherwise the case tests nothing
     assert_same(generate(engine, ask(stop=tuple(STOPS))), expected)
     assert_same(joined(stream(engine, ask(stop=tuple(STOPS)))), expected)
 
 
-def test_an_interrupted_answer_ends_at_its_stop_string_too(engine: Engine) -> None:
-    """Wherever it was interrupted, and though the engine went past the string before it looked."""
+def test_interrupted_answer_ends_at_its_stop_string_too(engine: Engine) -> None:
+    """Any interruption will do, although the engine samples past the string before it looks."""
     whole = generate(engine, ask())
     expected = cut(whole, STOPS)
     for length in (1, 2, 5, 24):
@@ -106,7 +106,7 @@ def test_an_interrupted_answer_ends_at_its_stop_string_too(engine: Engine) -> No
         assert_same(joined(stream(engine, request)), expected)
 
 
-def test_what_there_is_of_answers_never_goes_past_a_stop_string(engine: Engine) -> None:
+def test_partial_answers_never_go_past_a_stop_string(engine: Engine) -> None:
     expected = cut(generate(engine, ask()), STOPS)
     request = ask(stop=tuple(STOPS))
     engine.submit(request)
@@ -119,7 +119,7 @@ def test_what_there_is_of_answers_never_goes_past_a_stop_string(engine: Engine) 
 
 
 @pytest.mark.parametrize("stop_tokens", [(2,), (2, 5, 7)], ids=str)
-def test_stop_tokens_end_an_answer_beside_the_end_token(engine: Engine, stop_tokens: tuple[int, ...]) -> None:
+def test_stop_tokens_end_an_answer_besides_the_end_token(engine: Engine, stop_tokens: tuple[int, ...]) -> None:
     made = generate(engine, ask(stop_tokens=stop_tokens))
     assert {one.tokens[-1] for one in made if one.finish_reason == "stop"} == {END, *stop_tokens}
     for one in made:
@@ -128,22 +128,22 @@ def test_stop_tokens_end_an_answer_beside_the_end_token(engine: Engine, stop_tok
     assert_same(joined(stream(engine, ask(stop_tokens=stop_tokens))), made)
 
 
-def test_a_model_may_have_several_end_tokens(policy: Policy) -> None:
+def test_model_may_have_several_end_tokens(policy: Policy) -> None:
     by_request = generate(engine_of(policy), ask(stop_tokens=(5, 2)))
     assert_same(generate(engine_of(policy, end_ids=(2, END, 5)), ask()), by_request)
 
 
 def test_no_answer_ends_before_min_new_tokens(engine: Engine) -> None:
     made = generate(engine, ask(min_new_tokens=6, stop_tokens=(2,)))
-    assert min(len(one.tokens) for one in made) == 7  # six and an end
+    assert min(len(one.tokens) for one in made) == 7  # six tokens and an end
     assert {one.finish_reason for one in made} == {"stop", "length"}
     for one in made:
         assert not {END, 2} & {*one.tokens[:6]}
     assert_same(joined(stream(engine, ask(min_new_tokens=6, stop_tokens=(2,)))), made)
 
 
-def test_min_new_tokens_changes_no_log_prob_and_only_what_is_drawn(policy: Policy) -> None:
-    """Log-probs are those that training sees: of all tokens, the end token included."""
+def test_min_new_tokens_changes_draws_but_no_log_prob(policy: Policy) -> None:
+    """Log-probs are those that training sees: over all tokens, including the end token."""
     greedy = generate(engine_of(policy), ask(1, temperature=0.0, min_new_tokens=24))[0]
     logits = full_forward(policy, [*PROMPT, *greedy.tokens])[len(PROMPT) - 1 : -1].double()
     logits = logits[:, :VOCAB]
@@ -156,7 +156,7 @@ def test_min_new_tokens_changes_no_log_prob_and_only_what_is_drawn(policy: Polic
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
-def test_top_logprobs_are_the_models_before_any_cut(engine: Engine, temperature: float) -> None:
+def test_top_logprobs_are_of_the_model_before_any_cut(engine: Engine, temperature: float) -> None:
     request = ask(3, temperature=temperature, top_k=3, top_logprobs=4)
     made = generate(engine, request)
     for one in made:
@@ -174,8 +174,8 @@ def test_top_logprobs_are_the_models_before_any_cut(engine: Engine, temperature:
     assert_same(joined(stream(engine, request)), made)
 
 
-def test_each_request_gets_as_many_top_logprobs_as_it_asked_for(engine: Engine) -> None:
-    """Beside others, more of them than rows, so that rows move."""
+def test_each_request_gets_its_own_number_of_top_logprobs(engine: Engine) -> None:
+    """There are more neighbours than rows, so that rows move."""
 
     async def together() -> list[list[Completion]]:
         asked = [replace(ask(9, top_logprobs=top), key=top) for top in (0, 2, 20, 5)]
@@ -190,8 +190,8 @@ def test_each_request_gets_as_many_top_logprobs_as_it_asked_for(engine: Engine) 
                 assert top.get(token, log_prob) == log_prob
 
 
-def test_of_equally_likely_tokens_the_same_are_told_whatever_the_other_rows_ask_for() -> None:
-    """In bf16 many are."""
+def test_ties_of_top_logprobs_do_not_depend_on_other_rows() -> None:
+    """Many tokens are equally likely in bf16."""
     logits = torch.ones(2, 5000)
     logits[:, ::7] = 2.0
 
@@ -217,7 +217,7 @@ def test_top_logprobs_of_a_resumed_answer_are_refused(policy: Policy) -> None:
 # Streams
 
 
-def test_a_stream_tells_of_tokens_while_they_are_sampled(policy: Policy) -> None:
+def test_stream_reports_tokens_while_they_are_sampled(policy: Policy) -> None:
     made = generate(engine_of(policy), ask())
     deltas = stream(engine_of(policy), ask())
     assert_same(joined(deltas), made)
@@ -243,7 +243,7 @@ def test_closing_a_stream_cancels_its_request(policy: Policy) -> None:
     assert not engine.busy
 
 
-def test_an_error_of_the_engine_reaches_who_streams(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_engine_reaches_the_reader_of_a_stream(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(policy)
 
     def fails(*_: object) -> None:
@@ -256,7 +256,7 @@ def test_an_error_of_the_engine_reaches_who_streams(policy: Policy, monkeypatch:
     assert_same(joined(stream(engine, ask())), generate(engine, ask()))
 
 
-def test_new_weights_in_the_middle_of_a_stream_are_seen_in_its_versions(engine: Engine) -> None:
+def test_versions_of_a_stream_show_new_weights(engine: Engine) -> None:
     async def read() -> list[Delta]:
         found = []
         async for delta in engine.stream(ask(1, min_new_tokens=24)):
@@ -270,10 +270,10 @@ def test_new_weights_in_the_middle_of_a_stream_are_seen_in_its_versions(engine: 
     assert len(one.versions) == len(one.tokens) == 24
 
 
-# What is refused
+# Refusals
 
 
-def test_what_never_fits_is_refused_before_anything_is_computed(policy: Policy) -> None:
+def test_request_that_never_fits_is_refused_before_any_computation(policy: Policy) -> None:
     engine = engine_of(policy)
     with pytest.raises(PromptTooLong):
         engine.stream(replace(ask(), prompt_tokens=[1] * 40))
@@ -294,8 +294,8 @@ def test_what_never_fits_is_refused_before_anything_is_computed(policy: Policy) 
     assert not engine.busy
 
 
-def test_the_same_request_twice_at_once_is_refused_and_costs_the_first_nothing(policy: Policy) -> None:
-    """Whose answers would be which, nobody could say."""
+def test_duplicate_request_is_refused_and_leaves_the_first_unaffected(policy: Policy) -> None:
+    """Their answers could not be distinguished."""
     engine, request = engine_of(policy), ask(2)
 
     async def twice() -> list[Any]:
@@ -344,12 +344,12 @@ def test_stop_strings_without_a_tokenizer_are_refused_by_name(policy: Policy) ->
     ],
     ids=str,
 )
-def test_impossible_parameters_are_no_sampling(fields: dict[str, Any]) -> None:
+def test_impossible_parameters_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Sampling(**({"max_new_tokens": 24} | fields))
 
 
-def test_a_recipe_lists_stop_strings() -> None:
+def test_recipe_lists_stop_strings() -> None:
     made = Sampling.model_validate({"max_new_tokens": 3, "stop": ["\n\n", "User:"], "stop_tokens": [4]})
     assert (made.stop, made.stop_tokens) == (("\n\n", "User:"), (4,))
     assert Sampling.model_validate(made.model_dump(mode="json")) == made

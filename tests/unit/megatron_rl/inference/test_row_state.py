@@ -1,4 +1,4 @@
-"""A row that takes the row of another one brings all of it along, and what follows in its old row begins anew."""
+"""A moved row takes all of its state along, and the next sample in its old row starts clean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From logits to a token: the cuts keep what they should, frequencies are probabilities, log-probs are uncut."""
+"""Sampling of a token: cuts keep the right tokens, frequencies equal probabilities, log-probs are uncut."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def alike(sampling: Sampling, count: int) -> SamplingRows:
 
 
 def draw(logits: Tensor, rows: SamplingRows, uniform: Tensor, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probs; count: of the answers before."""
+    """Return tokens and log-probs. count: number of answer tokens before."""
     count = torch.zeros(len(logits), dtype=torch.long) if count is None else count
     tokens, logprobs, ends = sample(logits, rows[ALL], rows.work(ALL, count.numpy()), uniform, count)
     assert ends.tolist() == [token in row for token, row in zip(tokens.tolist(), rows[ALL].ends.tolist(), strict=True)]
@@ -49,7 +49,7 @@ def params(**fields: float) -> Sampling:
 
 
 def cut_by_definition(probs: list[float], sampling: Sampling) -> set[int]:
-    """Tokens that may be drawn: top-k, then the shortest head with top_p of what is left, then min-p."""
+    """Return the tokens that may be drawn: top-k, then the shortest head with top_p of the rest, then min-p."""
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
     if sampling.top_k:
         order = order[: sampling.top_k]
@@ -78,7 +78,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_the_cuts_keep_what_their_definition_keeps(cut: dict[str, float]) -> None:
+def test_cuts_keep_the_tokens_of_their_definition(cut: dict[str, float]) -> None:
     probs = LOGITS.softmax(-1)
     kept = keep(probs[None], rows_of(params(**cut)))[0]
     assert set(kept.nonzero().squeeze(1).tolist()) == cut_by_definition(probs.tolist(), params(**cut))
@@ -90,11 +90,11 @@ def test_the_cuts_keep_what_their_definition_keeps(cut: dict[str, float]) -> Non
     likely=st.lists(st.integers(1, 4), min_size=40, max_size=40),
     cuts=st.lists(st.sampled_from([{"temperature": 0.0}, {"top_p": 0.3}, *CUTS]), min_size=1, max_size=4),
 )
-def test_of_equally_likely_tokens_the_first_stay_whatever_the_other_rows_ask_for(
+def test_first_of_equally_likely_tokens_stay_whatever_other_rows_need(
     likely: list[int], cuts: list[dict[str, float]]
 ) -> None:
-    """In bf16 many are: which of them a sort would put first depends on how many it is to sort."""
-    probs = torch.tensor(likely, dtype=torch.float) / 1024  # whose sums are exact
+    """Many are equally likely in bf16. Which of them a sort puts first depends on how many it sorts."""
+    probs = torch.tensor(likely, dtype=torch.float) / 1024  # with exact sums
     together = keep(probs.expand(len(cuts), -1), rows_of(*(params(**cut) for cut in cuts)))
     for cut, kept in zip(cuts, together, strict=True):
         assert set(kept.nonzero().squeeze(1).tolist()) == cut_by_definition(probs.tolist(), params(**cut))
@@ -106,7 +106,7 @@ def test_of_equally_likely_tokens_the_first_stay_whatever_the_other_rows_ask_for
     top_p=st.floats(0.01, 1.0),
     min_p=st.floats(0.0, 0.99),
 )
-def test_the_likeliest_token_always_stays(seed: int, top_k: int, top_p: float, min_p: float) -> None:
+def test_likeliest_token_always_stays(seed: int, top_k: int, top_p: float, min_p: float) -> None:
     probs = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed)).softmax(-1)
     kept = keep(probs, rows_of(params(top_k=top_k, top_p=top_p, min_p=min_p)))
     assert kept[0, probs.argmax()] > 0
@@ -114,13 +114,13 @@ def test_the_likeliest_token_always_stays(seed: int, top_k: int, top_p: float, m
 
 @examples(20)
 @given(seed=st.integers(0, 1000), beyond=st.integers(0, BLOCK), uniform=st.floats(0, BELOW_1))
-def test_a_token_of_many_is_drawn_as_the_running_sum_of_all_draws_it(seed: int, beyond: int, uniform: float) -> None:
-    """But for rounding, and never one that was cut away."""
+def test_large_vocabulary_is_drawn_like_one_running_sum(seed: int, beyond: int, uniform: float) -> None:
+    """Except for rounding, and never a token that was cut."""
     vocab = BLOCKS_FROM + beyond
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(2, vocab, generator=generator).softmax(-1)
     weights[torch.rand(2, vocab, generator=generator) < 0.5] = 0
-    weights[1, : vocab - 1 - seed % BLOCK] = 0  # all that is left is in the last blocks
+    weights[1, : vocab - 1 - seed % BLOCK] = 0  # only the last blocks have weight
     weights[1, -1] = 0.5
     places = invert(weights, torch.tensor([uniform, uniform], dtype=torch.float64))
     for row, place in zip(weights.double().numpy(), places.tolist(), strict=True):
@@ -131,14 +131,14 @@ def test_a_token_of_many_is_drawn_as_the_running_sum_of_all_draws_it(seed: int, 
 
 @pytest.mark.parametrize("vocab", [BLOCKS_FROM - 1, BLOCKS_FROM, BLOCKS_FROM + 1])
 @pytest.mark.parametrize("nothing", [torch.nan, -torch.inf])
-def test_a_model_that_computes_nothing_draws_tokens_that_there_are(vocab: int, nothing: float) -> None:
-    """A GPU that looks up one that is not there is lost, and with it the word of what has happened to the weights."""
+def test_broken_model_still_draws_valid_tokens(vocab: int, nothing: float) -> None:
+    """Looking up a token outside the vocabulary would crash the GPU, and hide the error in the weights."""
     logits = torch.full((1, vocab), nothing)
     (token,), (logprob,) = draw(logits, rows_of(params()), torch.tensor([0.5], dtype=torch.float64))
     assert 0 <= token < vocab and logprob.isnan()
 
 
-# Of the chi-square distribution with 1 to 7 degrees of freedom, the values exceeded with probability 1e-4
+# Values of the chi-square distribution with 1 to 7 degrees of freedom that are exceeded with probability 1e-4
 CHI_SQUARE_1E4 = {1: 15.1, 2: 18.4, 3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9, 7: 29.9}
 
 
@@ -147,7 +147,7 @@ CHI_SQUARE_1E4 = {1: 15.1, 2: 18.4, 3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9, 7: 29.9}
     [params(), params(temperature=0.5), params(temperature=2.0, top_k=4), params(top_p=0.8), params(min_p=0.2)],
     ids=str,
 )
-def test_frequencies_are_the_probabilities(sampling: Sampling) -> None:
+def test_frequencies_equal_probabilities(sampling: Sampling) -> None:
     draws = 20_000
     probs = (LOGITS / sampling.temperature).softmax(-1)
     allowed = sorted(cut_by_definition(probs.tolist(), sampling))
@@ -178,14 +178,14 @@ def test_temperature_zero_takes_the_likeliest_and_counts_as_one() -> None:
 
 
 @pytest.mark.parametrize("least", [{"temperature": 1e-39}, {"temperature": 1e-46}, {"top_p": 1e-46}])
-def test_what_fp32_has_no_number_for_takes_the_likeliest_too(least: dict[str, float]) -> None:
-    """Not what is left where it is taken for 0, or for the inverse of infinity."""
+def test_parameters_too_small_for_fp32_take_the_likeliest_token(least: dict[str, float]) -> None:
+    """Such values must not act as 0, or as the inverse of infinity."""
     tokens, logprobs = draw(LOGITS[None], rows_of(params(**least)), torch.tensor([0.99], dtype=torch.float64))
     wanted = torch.log_softmax(LOGITS / max(1e-9, least.get("temperature", 1.0)), -1)[0]
     assert (tokens.item(), logprobs.item()) == (0, pytest.approx(wanted.item()))
 
 
-def test_a_temperature_beyond_what_fp32_has_numbers_for_makes_all_tokens_alike() -> None:
+def test_temperature_too_large_for_fp32_makes_all_tokens_equally_likely() -> None:
     logits = torch.tensor([[5.0, -torch.inf, 0.0, 1.0]])
     rows = rows_of(params(temperature=1e300))
     for uniform, expected in ((0.1, 0), (0.5, 2), (0.9, 3)):
@@ -195,15 +195,15 @@ def test_a_temperature_beyond_what_fp32_has_numbers_for_makes_all_tokens_alike()
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_the_ends_of_the_unit_interval_never_draw_what_was_cut(uniform: float) -> None:
-    """The kept tokens are in the middle: a rounding error at either end would land on a token of probability 0."""
+def test_ends_of_the_unit_interval_never_draw_cut_tokens(uniform: float) -> None:
+    """The kept tokens are in the middle: a rounding error at either end would draw a token of probability 0."""
     logits = torch.tensor([[-4.0, -2.0, 1.0, 2.0, 0.5, -1.0, -4.0]])
     tokens, _ = draw(logits, rows_of(params(top_k=3)), torch.tensor([uniform], dtype=torch.float64))
     assert tokens.item() in {2, 3, 4}
 
 
 def test_each_row_obeys_its_own_parameters() -> None:
-    """Rows mixed in one batch draw what each draws alone."""
+    """Rows mixed in one batch draw the same tokens as alone."""
     samplings = [params(**cut, temperature=t) for cut in CUTS for t in (0.0, 0.5, 1.5)]
     uniform = torch.rand(len(samplings), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     together = draw(LOGITS.expand(len(samplings), -1), rows_of(*samplings), uniform)
@@ -218,11 +218,9 @@ def test_each_row_obeys_its_own_parameters() -> None:
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_an_answer_that_may_not_end_yet_draws_as_if_there_were_no_end_tokens(
-    cut: dict[str, float], temperature: float
-) -> None:
-    """With the log-probs of all tokens; the rows beside it, which may end, draw from all."""
-    ends = [0, 3]  # the likeliest among them
+def test_answer_that_may_not_end_yet_draws_as_without_end_tokens(cut: dict[str, float], temperature: float) -> None:
+    """Log-probs cover all tokens. Neighbouring rows that may end draw from all tokens."""
+    ends = [0, 3]  # the likeliest one is among them
     sampling = params(temperature=temperature, **cut).model_copy(update={"stop_tokens": (0, 3)})
     uniform = torch.rand(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     count = torch.arange(400) % 2
@@ -242,7 +240,7 @@ def test_an_answer_that_may_not_end_yet_draws_as_if_there_were_no_end_tokens(
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_it_goes_on_where_the_model_is_certain_of_the_end() -> None:
+def test_answer_continues_although_the_model_is_certain_of_the_end() -> None:
     """All other probabilities are 0 in fp32."""
     logits = torch.full((1, 8), -1000.0)
     logits[0, END], logits[0, 4] = 0.0, -500.0

@@ -1,4 +1,4 @@
-"""Requests on their way through the rows: every sample gets its tokens in one row, and plans compute on no dead row."""
+"""Requests on their way through the rows: every sample gets its tokens in one row, and no plan computes ended rows."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ END = 0
 
 @dataclass
 class FakeRunner:
-    """Samples, for every row, the numbers 1, 2, ... and the end token last; how many, the request's key says."""
+    """Samples the numbers 1, 2, ... for every row, and the end token last; the request's key determines how many."""
 
     rows: dict[int, tuple[int, int, list[int], list[float]]] = field(default_factory=dict)
-    """row: key, sample, tokens, log-probs"""
+    """row -> key, sample, tokens, log-probs"""
     limits: dict[int, int] = field(default_factory=dict)
     computed: int = 0
 
     def execute(self, plan: StepPlan) -> list[int]:
-        plan = pickle.loads(pickle.dumps(plan))  # as if it had come from another rank
+        plan = pickle.loads(pickle.dumps(plan))  # a copy, as another rank would get it
         for source, target in plan.moves:
             self.rows[target] = self.rows.pop(source)
         free = iter(plan.rows)
@@ -83,10 +83,10 @@ def request(key: int, samples: int, limit: int, known: dict[int, AnswerPrefix] |
     sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(2, 6)), min_size=1, max_size=6),
     cancelled=st.dictionaries(st.integers(0, 12), st.integers(0, 5), max_size=4),
 )
-def test_every_request_that_is_not_cancelled_is_answered_and_no_row_is_left(
+def test_every_request_is_answered_unless_cancelled_and_no_row_is_left(
     max_batch: int, prefill_tokens: int, sizes: list[tuple[int, int]], cancelled: dict[int, int]
 ) -> None:
-    """cancelled: number of a step, and which request is cancelled before it."""
+    """cancelled: step -> request that is cancelled before it."""
     scheduler = Scheduler(InferenceConfig(max_batch=max_batch, prefill_tokens=prefill_tokens), Pages(64, 16), {END})
     runner = FakeRunner()
     requests = [request(key, samples, limit) for key, (samples, limit) in enumerate(sizes)]
@@ -110,7 +110,9 @@ def test_every_request_that_is_not_cancelled_is_answered_and_no_row_is_left(
         completions = scheduler.answered[each.id]
         assert len(completions) == each.num_samples
         for sample, completion in enumerate(completions):
-            assert completion.logprobs == [-float(sample)] * len(completion.tokens)  # its own row's, wherever it moved
+            assert completion.logprobs == [-float(sample)] * len(
+                completion.tokens
+            )  # from its own row, wherever that moved
             expected = "stop" if (each.key + sample) % 2 else "length"
             assert (completion.finish_reason, completion.tokens[-1] == END) == (expected, expected == "stop")
             assert completion.versions == [0] * len(completion.tokens)
@@ -118,7 +120,7 @@ def test_every_request_that_is_not_cancelled_is_answered_and_no_row_is_left(
         assert runner.computed == sum(len(one.tokens) for each in requests for one in scheduler.answered[each.id])
 
 
-def test_a_known_beginning_waits_by_itself_and_a_known_answer_not_at_all() -> None:
+def test_known_tokens_wait_separately_and_complete_answers_not_at_all() -> None:
     scheduler, runner = Scheduler(InferenceConfig(max_batch=8), Pages(64, 16), {END}), FakeRunner()
     known = {0: AnswerPrefix([1, END], [-1.0, -1.0], [4, 4]), 2: AnswerPrefix([1, 2], [-2.0, -2.0], [3, 4])}
     asked = request(1, 3, 4, known)
@@ -134,7 +136,7 @@ def test_a_known_beginning_waits_by_itself_and_a_known_answer_not_at_all() -> No
     assert [completion.versions for completion in scheduler.answered[asked.id]] == [[4, 4], [5] * 4, [3, 4, 5]]
 
 
-def test_it_knows_no_tensor() -> None:
+def test_scheduler_imports_no_torch() -> None:
     program = (
         "import sys, megatron_rl.inference.scheduler; print(sorted({'torch', 'numpy', 'asyncio'} & {*sys.modules}))"
     )

@@ -1,4 +1,4 @@
-"""The engine of tests answers what it is told, and ends answers as any engine does."""
+"""The scripted engine gives the given answers, and ends them as any engine does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ask(prompt: str = "1+1=", samples: int = 1, **sampling: Any) -> GenerationRe
 
 
 def answer(engine: ScriptedInference, request: GenerationRequest) -> list[Completion]:
-    """By both ways, which agree."""
+    """Return the answers of both methods, which must agree."""
 
     async def both() -> tuple[list[Completion], list[Delta]]:
         return await engine.generate(request), [delta async for delta in engine.stream(request)]
@@ -35,7 +35,7 @@ def answer(engine: ScriptedInference, request: GenerationRequest) -> list[Comple
     return whole
 
 
-def test_sample_i_gets_answer_i_and_the_requests_are_kept() -> None:
+def test_sample_i_gets_answer_i_and_requests_are_recorded() -> None:
     engine = ScriptedInference(TOKENIZER, ["2", "33"])
     engine.policy_version = 7
     request = ask(samples=3)
@@ -46,7 +46,7 @@ def test_sample_i_gets_answer_i_and_the_requests_are_kept() -> None:
     assert engine.requests == [request, request]
 
 
-def test_answers_may_follow_from_the_prompt() -> None:
+def test_answers_may_depend_on_the_prompt() -> None:
     engine = ScriptedInference(TOKENIZER, lambda prompt, sample: str(len(prompt) + sample))
     assert [TOKENIZER.decode(one.tokens) for one in answer(engine, ask("1+1=", 2))] == ["4", "5"]
 
@@ -68,7 +68,7 @@ def test_limits_stop_strings_and_stop_tokens_end_an_answer() -> None:
     )
 
 
-def test_what_it_cannot_do_is_refused_by_name() -> None:
+def test_unsupported_parameters_are_refused_by_name() -> None:
     engine = ScriptedInference(TOKENIZER, ["1"], max_length=12)
     for wrong, error, message in (
         (replace(ask(), top_logprobs=2), Unsupported, "top_logprobs"),
@@ -79,7 +79,7 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
             engine.stream(wrong)
 
 
-def test_a_stream_that_is_closed_is_under_way_no_more() -> None:
+def test_closed_stream_no_longer_counts_as_being_answered() -> None:
     async def read_one() -> None:
         engine = ScriptedInference(TOKENIZER, ["123456"])
         deltas = cast("AsyncGenerator[Delta]", engine.stream(ask()))

@@ -1,4 +1,4 @@
-"""What a recipe can ask of a server that samples by the run's weights."""
+"""Recipes whose answers come from a server with the run's weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recipe(*overrides: str) -> list[str]:
         (recipe("inference.server.kind=sglang"), "inference.server.kind"),
     ],
 )
-def test_what_no_server_can_do_is_refused_by_the_key(overrides: list[str], why: str) -> None:
+def test_unsupported_settings_are_refused_with_their_key(overrides: list[str], why: str) -> None:
     with pytest.raises(BadInput) as refused:
         load_recipe("qwen2.5-32b-dapo", overrides)
     assert why in str(refused.value)
@@ -47,7 +47,7 @@ def test_ranks_that_only_train_need_no_cache() -> None:
     assert {phase.name for phase in memory.phases} == {"build", "train", "update"}
 
 
-def test_requests_are_patient_for_as_long_as_the_server_may_be_away() -> None:
+def test_requests_are_retried_while_the_server_may_be_absent() -> None:
     server = ServerConfig(kind="vllm", url="http://gpu17:8000/v1", folder="/dev/shm/policy", token_variable="KEY")
     endpoint = endpoint_of(server, limit_s=1800)
     assert (endpoint.attempts, endpoint.timeout_s, endpoint.token_variable) == (66, 3600, "KEY")

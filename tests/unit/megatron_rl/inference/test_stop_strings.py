@@ -1,4 +1,4 @@
-"""Stop strings: an answer ends with the first token that completes one, however the text was cut into tokens."""
+"""Stop strings: an answer ends with the first token that completes one, however the text is split into tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXTS = st.text(alphabet=LETTERS, max_size=60)
 
 
 class Pieces:
-    """A tokenizer of bytes: token i is pieces[i], whatever those are."""
+    """A tokenizer of bytes: token i is pieces[i]."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = pieces
@@ -26,8 +26,8 @@ class Pieces:
 
 
 class ByteFallback(Pieces):
-    """As SentencePiece does where it has no token for a character: one for each of its bytes. If any of those that
-    follow one another is wrong, all of them are U+FFFD."""
+    """Like SentencePiece for characters without a token: one token per byte. If any of several adjacent bytes is
+    invalid, all of them are U+FFFD."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         text, pieces = "", [self.pieces[token] for token in tokens]
@@ -43,7 +43,7 @@ class ByteFallback(Pieces):
 
 @st.composite
 def tokenizers(draw: st.DrawFn, text: str) -> Pieces:
-    """The text cut into tokens anywhere, some of them empty as special ones are."""
+    """Split the text into tokens anywhere; some are empty, like special tokens."""
     if draw(st.booleans()):
         encoded = text.encode()
         cuts = sorted(draw(st.lists(st.integers(0, len(encoded)), max_size=len(encoded) + 3)))
@@ -56,7 +56,7 @@ def tokenizers(draw: st.DrawFn, text: str) -> Pieces:
 
 
 def looks(tokens: int, sizes: Sequence[int]) -> list[range]:
-    """The tokens in the order in which the host sees them, some at a time."""
+    """Yield the tokens in the order in which the host sees them, some at a time."""
     found, first = [], 0
     for size in [*sizes, tokens]:
         found.append(range(first, min(tokens, first + size)))
@@ -74,9 +74,7 @@ def by_definition(pieces: Sequence[bytes], stop: Sequence[str]) -> tuple[int, st
 
 @examples(150)
 @given(data=st.data(), text=TEXTS, stop=st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=3))
-def test_an_answer_ends_with_the_first_token_that_completes_one(
-    data: st.DataObject, text: str, stop: list[str]
-) -> None:
+def test_answer_ends_with_the_first_token_that_completes_one(data: st.DataObject, text: str, stop: list[str]) -> None:
     tokenizer = data.draw(tokenizers(text))
     pieces = tokenizer.pieces
     sizes = data.draw(st.lists(st.integers(1, 9), max_size=30))
@@ -89,8 +87,8 @@ def test_an_answer_ends_with_the_first_token_that_completes_one(
     assert (found and (taken + found[0], found[1])) == expected
 
 
-def test_a_character_that_is_not_finished_hides_no_stop_string_before_it() -> None:
-    """As it would from who decodes them together."""
+def test_incomplete_character_hides_no_stop_string_before_it() -> None:
+    """Decoding all tokens together would hide it."""
     pieces = ByteFallback([b"a", *(bytes([byte]) for byte in "\u20ac\u00e9".encode())])
     stops = StopStrings(["\u20ac"], pieces.decode)
     assert stops.push(range(5)) == (4, "\u20ac")
@@ -98,7 +96,7 @@ def test_a_character_that_is_not_finished_hides_no_stop_string_before_it() -> No
 
 @examples(80)
 @given(data=st.data(), text=st.text(alphabet=LETTERS, max_size=400))
-def test_text_is_told_in_parts_that_are_never_taken_back(data: st.DataObject, text: str) -> None:
+def test_text_comes_in_parts_that_are_never_taken_back(data: st.DataObject, text: str) -> None:
     tokenizer = data.draw(tokenizers(text))
     decoder, told = IncrementalDecoder(tokenizer.decode), ""
     for seen in looks(len(tokenizer.pieces), data.draw(st.lists(st.integers(1, 40), max_size=30))):
@@ -107,7 +105,7 @@ def test_text_is_told_in_parts_that_are_never_taken_back(data: st.DataObject, te
     assert told == text
 
 
-def test_each_part_decodes_a_few_tokens_however_many_there_were() -> None:
+def test_each_part_decodes_few_tokens_however_long_the_text() -> None:
     asked = []
 
     def decode(tokens: Sequence[int]) -> str:
@@ -117,4 +115,4 @@ def test_each_part_decodes_a_few_tokens_however_many_there_were() -> None:
     decoder = IncrementalDecoder(decode)
     text = "".join(decoder.push([token]) for token in range(5000))
     assert max(asked) < 300
-    assert len(text) > 4000  # bytes that are no character are told of in the end
+    assert len(text) > 4000  # invalid bytes are shown in the end

@@ -1,4 +1,4 @@
-"""Text of a growing answer: in pieces that are never taken back, and without what comes from a stop string on."""
+"""Text of a growing answer: in pieces that are never taken back, and without anything from a stop string on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def whole(backend: Backend) -> Tokenizer:
 
 @cache
 def of_bytes() -> Tokenizer:
-    """As GPT-2, Qwen and Llama 3 have it: a character may be cut anywhere between its bytes."""
+    """Like GPT-2, Qwen and Llama 3: a character may be split anywhere between its bytes."""
     vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Backend(models.BPE(vocabulary | {"ab": 256, "Ġa": 257, "Ã©": 258}, [("a", "b"), ("Ġ", "a"), ("Ã", "©")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,7 +37,7 @@ def of_bytes() -> Tokenizer:
 
 @cache
 def of_pieces() -> Tokenizer:
-    """As SentencePiece has it: what it has no piece for is bytes, and the first space is not the text's."""
+    """Like SentencePiece: text without a piece becomes bytes, and the first space is not part of the text."""
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "a", "b", "▁a", "ab"]
     merges = [("▁", "a"), ("a", "b")]
     backend = Backend(
@@ -66,7 +66,7 @@ cuts = st.lists(st.integers(0, 60), max_size=60)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(text=texts, cuts=cuts)
 @example(text="b" * 35 + " ", cuts=[36, 36])
-def test_the_pieces_are_the_text_wherever_the_answer_is_cut(kind: str, text: str, cuts: list[int]) -> None:
+def test_pieces_join_to_the_text_wherever_the_answer_is_split(kind: str, text: str, cuts: list[int]) -> None:
     tokenizer = TOKENIZERS[kind]()
     tokens = tokenizer.encode(text)
     pieces = pieces_of(tokenizer, [*tokens, tokenizer.eos_id], cuts)
@@ -75,14 +75,14 @@ def test_the_pieces_are_the_text_wherever_the_answer_is_cut(kind: str, text: str
 
 
 @given(tokens=st.lists(st.integers(0, 258), max_size=40), cuts=cuts)
-def test_bytes_that_are_no_text_are_shown_as_the_tokenizer_shows_them(tokens: list[int], cuts: list[int]) -> None:
+def test_invalid_bytes_are_shown_as_by_the_tokenizer(tokens: list[int], cuts: list[int]) -> None:
     assert "".join(pieces_of(of_bytes(), tokens, cuts)) == of_bytes().decode(tokens)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(text=texts, stop=st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=3), cuts=cuts)
 @example(text="€éa", stop=["é", "€éa"], cuts=[6])
-def test_nothing_is_told_from_the_first_whole_stop_string_on(
+def test_nothing_is_shown_from_the_first_complete_stop_string_on(
     kind: str, text: str, stop: list[str], cuts: list[int]
 ) -> None:
     tokenizer = TOKENIZERS[kind]()
@@ -93,7 +93,7 @@ def test_nothing_is_told_from_the_first_whole_stop_string_on(
     assert "".join(pieces_of(tokenizer, tokens, cuts, stop)) == told
 
 
-def test_text_is_told_as_soon_as_it_is_certain() -> None:
+def test_text_is_shown_as_soon_as_it_is_certain() -> None:
     tokenizer = of_bytes()
     stream = TextStream(tokenizer.decode, ["stop"])
     said = [stream.push([token]) for token in tokenizer.encode("x s€sto!sto")]
@@ -101,7 +101,7 @@ def test_text_is_told_as_soon_as_it_is_certain() -> None:
     assert (stream.finish(), stream.stopped) == ("sto", None)
 
 
-def test_the_stop_string_that_was_found_is_named() -> None:
+def test_stop_string_that_was_found_is_named() -> None:
     stream = TextStream(of_bytes().decode, ["zz", "ab"])
     assert stream.push(of_bytes().encode("xxabzz")) == "xx"
     assert (stream.stopped, stream.push([5]), stream.finish()) == ("ab", "", "")

@@ -1,4 +1,4 @@
-"""Where two groups may not use a device at once, a replica of several ranks samples nothing while weights come."""
+"""A replica of several ranks samples nothing while weights arrive, if two groups may not use a device at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.replica.leader import Leader
 
 
 class Replica:
-    """A leader whose engine always has something to do, and whose weights come when they are let to."""
+    """A leader whose engine always has work, and whose weights arrive on command."""
 
     def __init__(self, *, holds: bool) -> None:
         self.steps = [Future[None](), Future[None]()]
@@ -29,7 +29,7 @@ class Replica:
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_from_the_epoch_to_the_swap(holds: bool) -> None:
+def test_engine_pauses_from_the_epoch_to_the_swap(holds: bool) -> None:
     replica = Replica(holds=holds)
     leader, computes = replica.leader, [replica.leader.busy]
     leader.join({})
@@ -45,7 +45,7 @@ def test_from_the_epoch_to_the_swap(holds: bool) -> None:
     assert computes == ([True, False, False, False, False, True] if holds else [True] * 6)
 
 
-def test_not_for_weights_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_does_not_pause_for_weights_that_fail_to_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     failed, given_up = Replica(holds=True), Replica(holds=True)
     failed.leader.receive(1)
     failed.steps[1].set_exception(TransferFailed("a member is gone"))
@@ -54,4 +54,4 @@ def test_not_for_weights_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> No
     given_up.leader.join({})
     assert not given_up.leader.busy
     given_up.steps[0].set_result(None)
-    assert given_up.leader.busy, "nobody asks it to receive anything"
+    assert given_up.leader.busy, "no receive was requested"

@@ -1,4 +1,4 @@
-"""A replica ends when the run does, is gone, or has left; or with its engine."""
+"""A replica ends when the run ends, disappears or leaves, or when its engine fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.replica.attempt import GONE_S, LEFT_S, _until_over
 
 
 def over(limit_s: float = 1000.0, asked: bool = False, engine: Exception | None = None, **service: Any) -> bool:
-    """Whether it ends, or goes on."""
+    """Return whether it ends."""
     now = time.monotonic()
     silent = service.pop("silent", None)
     its: Any = SimpleNamespace(
@@ -35,14 +35,14 @@ def over(limit_s: float = 1000.0, asked: bool = False, engine: Exception | None 
     return asyncio.run(ends())
 
 
-def test_it_serves_as_long_as_the_run_asks() -> None:
+def test_replica_serves_as_long_as_the_run_asks() -> None:
     assert not over(silent=GONE_S / 2)
     assert not over(silent=GONE_S * 2, attended=1)
-    assert not over(), "the run may take long to come"
+    assert not over(), "the run may take long to start"
     assert not over(asked=True, silent=GONE_S * 2, attended=1), "the run leaves in its own time"
 
 
-def test_it_ends_when_it_is_told_to_or_nobody_is_there() -> None:
+def test_replica_ends_on_request_or_when_the_run_is_gone() -> None:
     told = asyncio.Event()
     told.set()
     assert over(ended=told)
@@ -52,14 +52,14 @@ def test_it_ends_when_it_is_told_to_or_nobody_is_there() -> None:
     assert over(limit_s=-1.0)
 
 
-def test_it_fails_with_its_engine() -> None:
+def test_replica_fails_with_its_engine() -> None:
     with pytest.raises(MemoryError):
         over(engine=MemoryError("out of memory"))
     with pytest.raises(RuntimeError):
         over(failure=RuntimeError("the other ranks are gone"))
 
 
-def test_the_limits_leave_room_for_the_questions_in_between() -> None:
+def test_limits_exceed_the_interval_of_requests() -> None:
     from megatron_rl.inference.replicas.link import LinkTimings
 
     assert 2 * (LinkTimings().poll_s + LinkTimings().silence_s) < attempt.GONE_S

@@ -1,4 +1,4 @@
-"""Our own server, asked as an engine: what it answers is what its engine would."""
+"""Our own server used as an engine: its answers are those of the engine behind it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def requests() -> Sequence[GenerationRequest]:
     return [*asked, GenerationRequest(prompt, 2, cut, 3, top_logprobs=2)]
 
 
-def test_its_answers_are_those_of_its_engine(policy: Policy) -> None:
+def test_answers_equal_those_of_the_engine(policy: Policy) -> None:
     async def both(inference: OpenAIInference) -> list[Any]:
         found = []
         for request in requests():
@@ -77,7 +77,7 @@ def test_its_answers_are_those_of_its_engine(policy: Policy) -> None:
         assert {version for one in whole for version in one.versions} == {5}
 
 
-def test_what_it_refuses_is_told_as_by_an_engine(policy: Policy) -> None:
+def test_refusals_raise_the_errors_of_an_engine(policy: Policy) -> None:
     async def too_long(inference: OpenAIInference) -> None:
         with pytest.raises(PromptTooLong, match="context"):
             await inference.generate(replace(requests()[0], prompt_tokens=[1] * 40))

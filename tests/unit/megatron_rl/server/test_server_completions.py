@@ -1,4 +1,4 @@
-"""/v1/completions: what is asked reaches the engine, and what the engine says is told, whole or streamed."""
+"""/v1/completions: parameters reach the engine, and its answers reach the client, whole or streamed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_parameter_reaches_the_engine() -> None:
     )  # fmt: skip
 
 
-def test_defaults_are_openais() -> None:
+def test_defaults_are_those_of_openai() -> None:
     engine = SayingEngine("a long answer that does not end soon")
     answer = completion(
         engine, max_tokens=None, stop=None, seed=None, n=None, presence_penalty=0, logit_bias={}, user="me"
@@ -44,10 +44,10 @@ def test_defaults_are_openais() -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
     keys = {completion(engine) and engine.asked[-1].key for _ in range(3)}
-    assert len(keys) == 3, "without a seed each request has random numbers of its own"
+    assert len(keys) == 3, "without a seed each request must get random numbers of its own"
 
 
-def test_the_text_ends_before_the_stop_string_and_the_tokens_with_it() -> None:
+def test_text_ends_before_the_stop_string_and_tokens_with_it() -> None:
     answer = completion(SayingEngine("one stop two"), stop="stop", return_token_ids=True)
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
@@ -56,7 +56,7 @@ def test_the_text_ends_before_the_stop_string_and_the_tokens_with_it() -> None:
     assert choice["policy_versions"] == [7] * len(choice["token_ids"])
 
 
-def test_token_ids_are_a_prompt_and_special_tokens_are_no_text() -> None:
+def test_prompt_may_be_token_ids_and_special_tokens_are_not_text() -> None:
     engine = SayingEngine("hi")
     answer = completion(engine, prompt=[5, 6, 7], return_token_ids=True)
     assert engine.asked[0].prompt_tokens == [5, 6, 7]
@@ -74,7 +74,7 @@ def test_several_prompts_have_their_choices_in_order(prompts: list[Any]) -> None
     assert engine.asked[0].key != engine.asked[1].key
 
 
-def test_what_changes_the_distribution_reaches_the_engine() -> None:
+def test_adjustments_reach_the_engine() -> None:
     engine = SayingEngine()
     asked: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1}
     completion(engine, **asked, logit_bias={"5": -100, "7": 2.5}, ignore_eos=True)
@@ -83,11 +83,11 @@ def test_what_changes_the_distribution_reaches_the_engine() -> None:
     assert adjusted == AdjustedSampling(
         max_new_tokens=100, **asked, logit_bias=((5, -100.0), (7, 2.5)), ignore_eos=True
     )
-    assert plain == Sampling(max_new_tokens=100), "what asks for nothing costs nothing"
+    assert plain == Sampling(max_new_tokens=100), "neutral values must not adjust anything"
 
 
-def test_a_text_begins_as_the_tokenizer_begins_any() -> None:
-    """Token ids stand as they are; special tokens that a text spells out are tokens, as a template's are."""
+def test_text_starts_as_the_tokenizer_starts_any_text() -> None:
+    """Token ids stay unchanged. Special tokens that a text spells out become tokens, as in a template."""
     begins = copy(byte_tokenizer())
     begins._beginning = [5]
     for asked, expected in (
@@ -105,8 +105,8 @@ def test_a_text_begins_as_the_tokenizer_begins_any() -> None:
     assert ask(SayingEngine(), "/tokenize", body, tokenizer=begins).json()["token_strs"] == ["a", "s", "k"]
 
 
-def test_an_echo_begins_with_the_prompt_and_its_logprobs() -> None:
-    """As lm-eval asks for log-likelihoods; the first token has none."""
+def test_echo_starts_with_the_prompt_and_its_logprobs() -> None:
+    """lm-eval requests log-likelihoods this way; the first token has none."""
     engine = SayingEngine("b")
     for asked, added in (({"max_tokens": 1}, "b"), ({"max_tokens": 0}, "")):
         answer = completion(engine, prompt="é ab", echo=True, logprobs=1, **asked)
@@ -123,7 +123,7 @@ def test_an_echo_begins_with_the_prompt_and_its_logprobs() -> None:
     assert engine.asked[-1].prompt_logprobs is None and choice["text"] == "é abb"
 
 
-def test_a_streamed_echo_is_the_whole_one() -> None:
+def test_streamed_echo_joins_to_the_whole_one() -> None:
     body = {"prompt": "é ab", "max_tokens": 9, "echo": True, "logprobs": 2, "n": 2, "return_token_ids": True}
     whole = completion(SayingEngine("héllo"), **body)["choices"]
     for choice in whole:
@@ -137,7 +137,7 @@ def test_a_streamed_echo_is_the_whole_one() -> None:
             assert [value for each in mine for value in each["logprobs"][name]] == values, name
 
 
-def test_prompt_logprobs_are_told_by_ids() -> None:
+def test_prompt_logprobs_are_by_token_id() -> None:
     engine = SayingEngine("b")
     (choice,) = completion(engine, prompt="ask", prompt_logprobs=2, max_tokens=1)["choices"]
     tokens = encode("ask")
@@ -150,7 +150,7 @@ def test_prompt_logprobs_are_told_by_ids() -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
 
 
-def test_special_tokens_and_the_stop_string_are_text_where_they_are_asked_for() -> None:
+def test_special_tokens_and_stop_strings_are_text_on_request() -> None:
     (choice,) = completion(SayingEngine("hi"), skip_special_tokens=False)["choices"]
     assert choice["text"] == "hi<end>"
     (choice,) = completion(SayingEngine("one stop two"), stop="stop", include_stop_str_in_output=True)["choices"]
@@ -158,7 +158,7 @@ def test_special_tokens_and_the_stop_string_are_text_where_they_are_asked_for() 
 
 
 class Likely(SayingEngine):
-    """Finds other tokens likelier than the one that it says."""
+    """Finds other tokens likelier than the sampled one."""
 
     def __init__(self, text: str, others: dict[int, float]) -> None:
         super().__init__(text)
@@ -169,8 +169,8 @@ class Likely(SayingEngine):
         return replace(delta, logprobs=[-9.0], top_logprobs=[dict(self._others)])
 
 
-def test_the_sampled_token_has_its_name_and_its_own_value_and_others_keep_theirs() -> None:
-    """Half characters, and the letters of a special token beside it, do not share a name."""
+def test_sampled_token_keeps_its_name_and_value_and_others_keep_theirs() -> None:
+    """Half characters, and the letters of a special token, do not share a name with others."""
     first, second = (byte_tokenizer().encode(text)[0] for text in ("🙂", "ñ"))
     engine = Likely("x", {first: -1.0, second: -2.0, EOS: -3.0})
     said = completion(engine, logprobs=3, max_tokens=1)["choices"][0]["logprobs"]
@@ -181,7 +181,7 @@ def test_the_sampled_token_has_its_name_and_its_own_value_and_others_keep_theirs
     assert (by_id["tokens"], [*by_id["top_logprobs"][0]]) == ([f"token_id:{x}"], [f"token_id:{each}" for each in ids])
 
 
-def test_tokens_of_one_name_are_told_apart_and_the_sampled_one_keeps_it() -> None:
+def test_tokens_with_the_same_name_are_distinguished_and_the_sampled_one_keeps_it() -> None:
     class Same(TokenNames):
         def __init__(self, tokenizer: Any, *, as_ids: bool) -> None:
             super().__init__(tokenizer, as_ids=as_ids)
@@ -191,8 +191,8 @@ def test_tokens_of_one_name_are_told_apart_and_the_sampled_one_keeps_it() -> Non
     assert named == {"token_id:5": -0.1, "same": -0.2, "token_id:7": -3.0}
 
 
-def test_the_text_after_a_prompt_keeps_the_space_before_its_first_word() -> None:
-    """SentencePiece has none before the first token of a text, which an answer's is not."""
+def test_text_after_a_prompt_keeps_the_space_before_its_first_word() -> None:
+    """SentencePiece drops it before the first token of a text, but an answer does not start one."""
     from transformers import PreTrainedTokenizerFast
 
     words = {"<unk>": 0, "</s>": 1, "▁one": 2, "▁two": 3}
@@ -210,11 +210,11 @@ def test_the_text_after_a_prompt_keeps_the_space_before_its_first_word() -> None
         assert choice["logprobs"]["text_offset"] == ([0, 3, 7] if echo else [0, 4])
 
 
-def test_any_name_of_a_model_is_answered_by_the_one_that_there_is() -> None:
+def test_any_model_name_is_answered_by_the_only_model() -> None:
     assert completion(SayingEngine(), model="gpt-5")["model"] == "tiny"
 
 
-def test_logprobs_are_of_all_tokens_in_order() -> None:
+def test_logprobs_cover_all_tokens_in_order() -> None:
     answer = completion(SayingEngine("aéb"), logprobs=2)
     said = answer["choices"][0]["logprobs"]
     tokens = [*encode("aéb"), EOS]
@@ -226,7 +226,7 @@ def test_logprobs_are_of_all_tokens_in_order() -> None:
 
 
 @pytest.mark.parametrize("asked", [{}, {"n": 3, "logprobs": 1, "return_token_ids": True, "stop": "ld"}])
-def test_a_streamed_answer_joined_is_the_whole_one(asked: dict[str, Any]) -> None:
+def test_streamed_answer_joins_to_the_whole_one(asked: dict[str, Any]) -> None:
     engine = SayingEngine(lambda request, sample: f"héllo🙂 wörld {sample}")
     body = {"prompt": "ask", "max_tokens": 100, "stream_options": {"include_usage": True}} | asked
     *chunks, last = events(engine, ROUTE, body)

@@ -1,4 +1,4 @@
-"""Connections on which no request comes: they are closed, however slowly somebody goes on to write one."""
+"""Connections without a complete request are closed, however slowly a client continues to write one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_S = 0.3
 
 @asynccontextmanager
 async def listening(engine: SayingEngine) -> AsyncIterator[str]:
-    """The address of a server."""
+    """Address of a server."""
     async with running(engine) as application:
         config = uvicorn.Config(application, timeout_keep_alive=PATIENCE_S, log_config=None)  # type: ignore[arg-type]
         state = ServerState()
@@ -32,7 +32,7 @@ async def listening(engine: SayingEngine) -> AsyncIterator[str]:
 
 
 async def drip(address: str, beginning: bytes, byte: bytes = b"x") -> bytes:
-    """What is said to somebody who writes a byte now and then, until the connection is closed."""
+    """Return the response to a client that writes a byte now and then, until the connection is closed."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
     writer.write(beginning)
     answer = asyncio.ensure_future(reader.read())
@@ -40,12 +40,12 @@ async def drip(address: str, beginning: bytes, byte: bytes = b"x") -> bytes:
         writer.write(byte)
         await asyncio.wait({answer}, timeout=PATIENCE_S / 10)
     writer.close()
-    with suppress(ConnectionError):  # what was written last was not read
+    with suppress(ConnectionError):  # the last byte was not read
         return answer.result()
     return b""
 
 
-def test_who_asks_nothing_holds_nothing() -> None:
+def test_connection_without_a_request_is_closed() -> None:
     async def ask() -> None:
         async with listening(SayingEngine()) as address:
             silent = [drip(address, b"", b"") for _ in range(100)]
@@ -57,8 +57,8 @@ def test_who_asks_nothing_holds_nothing() -> None:
     asyncio.run(asyncio.wait_for(ask(), 60))
 
 
-def test_who_asks_is_not_hurried() -> None:
-    """The answer takes longer than a connection without a request is held; the next one comes at once."""
+def test_slow_answers_keep_their_connection() -> None:
+    """The answer takes longer than a connection may be idle, and the next request follows immediately."""
 
     async def ask() -> None:
         engine = SayingEngine()

@@ -1,4 +1,4 @@
-"""What every request passes first, and what the server tells Prometheus."""
+"""Checks of every request before its body is read, and the server's metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUTES = ["/v1/models", "/health", "/metrics", COMPLETIONS, "/nothing"]
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_nothing_is_told_without_the_token(route: str) -> None:
+def test_nothing_is_revealed_without_the_token(route: str) -> None:
     for token in ("", TOKEN[:-1], TOKEN + "x"):
         response = ask(SayingEngine(), route, b"x" * 10**6, token=token)
         assert response.status_code == 401
@@ -27,12 +27,12 @@ def test_nothing_is_told_without_the_token(route: str) -> None:
         assert TOKEN not in response.text
 
 
-def test_any_of_several_tokens_opens() -> None:
+def test_any_of_several_tokens_gives_access() -> None:
     for token in (TOKEN, "another-of-the-tests"):
         assert ask(SayingEngine(), COMPLETIONS, BODY, token=token, tokens=[TOKEN, "another-of-the-tests"]).is_success
 
 
-def test_a_token_that_comes_by_another_scheme_is_none() -> None:
+def test_token_with_another_scheme_is_refused() -> None:
     async def come(given: str) -> httpx.Response:
         async with running(SayingEngine()) as application, client_of(application) as client:
             return await client.post(COMPLETIONS, json=BODY, headers={"Authorization": given})
@@ -41,8 +41,8 @@ def test_a_token_that_comes_by_another_scheme_is_none() -> None:
         assert asyncio.run(come(given)).status_code == status, given
 
 
-def test_a_body_that_is_too_large_is_not_read() -> None:
-    """Whether its length is said or not."""
+def test_too_large_body_is_not_read() -> None:
+    """Checked with and without a Content-Length."""
     taken = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -65,14 +65,14 @@ def test_a_body_that_is_too_large_is_not_read() -> None:
     assert taken < 20
 
 
-def test_a_token_has_so_many_requests_a_minute() -> None:
+def test_token_has_a_rate_limit() -> None:
     now = 0.0
     allowance = Allowance(2, clock=lambda: now)
     assert [allowance.take() for _ in range(3)] == [0, 0, 30]
     now = 45
     assert [allowance.take() for _ in range(2)] == [0, 15]
     now = 10**6
-    assert [allowance.take() for _ in range(3)] == [0, 0, 30], "what was not used for long is not saved up"
+    assert [allowance.take() for _ in range(3)] == [0, 0, 30], "unused requests are not saved up"
 
     async def many() -> list[httpx.Response]:
         limits = ServerLimits(requests_per_minute=2)
@@ -90,7 +90,7 @@ def test_a_token_has_so_many_requests_a_minute() -> None:
     assert fourth.is_success
 
 
-def test_what_would_wait_too_long_is_turned_away_and_comes_in_later() -> None:
+def test_request_that_would_wait_too_long_is_refused_and_accepted_later() -> None:
     async def crowd() -> None:
         engine = SayingEngine()
         engine.holds_at = 0
@@ -109,12 +109,12 @@ def test_what_would_wait_too_long_is_turned_away_and_comes_in_later() -> None:
     asyncio.run(asyncio.wait_for(crowd(), 60))
 
 
-def test_a_server_with_nothing_to_do_takes_on_whatever_one_request_asks_for() -> None:
+def test_idle_server_accepts_a_request_of_any_size() -> None:
     response = ask(SayingEngine(), COMPLETIONS, BODY | {"n": 5}, limits=ServerLimits(max_waiting=2))
     assert len(response.json()["choices"]) == 5
 
 
-def test_a_server_that_is_leaving_takes_nothing_more_and_finishes_what_it_has() -> None:
+def test_closing_server_refuses_new_requests_and_finishes_open_ones() -> None:
     async def leave() -> None:
         engine = SayingEngine()
         engine.holds_at = 0
@@ -132,7 +132,7 @@ def test_a_server_that_is_leaving_takes_nothing_more_and_finishes_what_it_has() 
     asyncio.run(asyncio.wait_for(leave(), 60))
 
 
-def test_requests_that_are_cut_off_are_told_so() -> None:
+def test_requests_that_are_cut_off_learn_it() -> None:
     async def cut() -> None:
         engine = SayingEngine()
         async with running(engine) as application, client_of(application) as client:
@@ -149,7 +149,7 @@ def test_requests_that_are_cut_off_are_told_so() -> None:
     asyncio.run(asyncio.wait_for(cut(), 60))
 
 
-def test_prometheus_is_told_of_requests_tokens_and_the_engine() -> None:
+def test_prometheus_gets_metrics_of_requests_tokens_and_engine() -> None:
     async def told() -> str:
         async with running(SayingEngine()) as application, client_of(application) as client:
             await client.post(COMPLETIONS, json=BODY)

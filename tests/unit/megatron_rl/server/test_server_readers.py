@@ -1,4 +1,4 @@
-"""Readers that leave, or are slow: their requests end, and nothing is kept for them without a limit."""
+"""Readers that leave or are slow: their requests end, and nothing is buffered for them without a limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 class Reader:
-    """A client of the ASGI application, as far as that sees one."""
+    """A client, as an ASGI application sees it."""
 
     def __init__(self, application: Application, **body: Any) -> None:
         self._application = application
@@ -71,7 +71,7 @@ def limited(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reader_that_leaves_frees_its_pages(stream: bool) -> None:
+def test_reader_that_leaves_frees_its_pages(stream: bool) -> None:
     async def leave() -> None:
         engine = SayingEngine(LONG)
         engine.holds_at = 3
@@ -95,18 +95,18 @@ def test_a_reader_that_leaves_frees_its_pages(stream: bool) -> None:
 
 
 @limited
-async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
+async def test_reader_that_takes_nothing_is_cut_off() -> None:
     engine = SayingEngine(LONG)
     async with running(engine, limits=ServerLimits(stall_s=0.05)) as application:
         reader = Reader(application, stream=True)
         reader.takes.clear()
         await reader.read()
         await until(lambda: engine.running == 0)
-        assert reader.got[-1].get("more_body", True), "it is not told that this is all"
+        assert reader.got[-1].get("more_body", True), "the end of the body must not look regular"
 
 
 @limited
-async def test_a_slow_reader_does_not_hold_up_another() -> None:
+async def test_slow_reader_does_not_delay_another() -> None:
     async with running(SayingEngine(LONG)) as application:
         slow = Reader(application, stream=True)
         slow.takes.clear()
@@ -120,7 +120,7 @@ async def test_a_slow_reader_does_not_hold_up_another() -> None:
         assert b"[DONE]" in slow.got[-2]["body"]
 
 
-def test_what_is_left_unread_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_deltas_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "MOST_UNREAD", 20)
 
     async def neglect() -> None:
@@ -130,7 +130,7 @@ def test_what_is_left_unread_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
         unread = thread.submit(
             GenerationRequest(encode("x"), 1, Sampling(max_new_tokens=300), 0), True, asyncio.Event()
         )
-        await until(lambda: unread._error is not None)  # nothing is read meanwhile
+        await until(lambda: unread._error is not None)  # nothing is read in the meantime
         with pytest.raises(ReaderTooSlow):
             unread.unread()
         await until(lambda: engine.running == 0)
@@ -141,7 +141,7 @@ def test_what_is_left_unread_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_whole_answer_is_told_of_once_and_a_streamed_one_as_it_grows(streamed: bool) -> None:
+def test_whole_answer_is_one_result_and_a_streamed_one_grows(streamed: bool) -> None:
     async def listen() -> None:
         engine = SayingEngine(LONG)
         engine.holds_at = 3
@@ -170,7 +170,7 @@ def test_a_whole_answer_is_told_of_once_and_a_streamed_one_as_it_grows(streamed:
 
 
 class BusyEngine(SayingEngine):
-    """In the middle of a step until it may go on."""
+    """An engine that stays in the middle of a step until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class BusyEngine(SayingEngine):
 
 
 @limited
-async def test_who_waits_is_counted_while_the_engine_computes() -> None:
+async def test_waiting_samples_are_counted_while_the_engine_computes() -> None:
     engine = BusyEngine()
     thread = EngineThread(engine)
     thread.start()
@@ -198,7 +198,7 @@ async def test_who_waits_is_counted_while_the_engine_computes() -> None:
 
 
 @limited
-async def test_an_engine_that_ends_leaves_nobody_waiting() -> None:
+async def test_stopped_engine_leaves_nobody_waiting() -> None:
     engine = SayingEngine()
     engine.fails = SystemExit()  # type: ignore[assignment]
     async with running(engine) as application, client_of(application) as client:

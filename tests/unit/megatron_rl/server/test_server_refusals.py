@@ -1,4 +1,4 @@
-"""Bad input: OpenAI's error format, the right status, the parameter by its name; the engine is not touched."""
+"""Invalid input: OpenAI's error format, the right status and parameter; the engine is not used."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refused(route: str, body: Any, status: int = 400, **options: Any) -> dict[st
         ("echo", "yes"), ("ignore_eos", 1),
     ],
 )  # fmt: skip
-def test_values_that_cannot_be(param: str, value: Any) -> None:
+def test_impossible_values_are_refused(param: str, value: Any) -> None:
     error = refused(COMPLETIONS, {"prompt": "ask", "max_tokens": 4, param: value})
     assert (error["param"] or "").split(".")[0] == param or param in error["message"]
 
@@ -65,7 +65,7 @@ def test_values_that_cannot_be(param: str, value: Any) -> None:
         ("top_logprobs", 3), ("service_tier", "flex"), ("stream_options", {"x": 1}),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(param: str, value: Any) -> None:
+def test_unsupported_parameters_are_refused_by_name(param: str, value: Any) -> None:
     error = refused(CHAT, {"messages": [USER], param: value})
     assert param in error["message"] and error["param"].split(".")[0] == param
 
@@ -81,11 +81,11 @@ OF_THE_CLIENT_ITSELF = {"self", "extra_headers", "extra_query", "extra_body", "t
     ],
     ids=[COMPLETIONS, CHAT],
 )
-def test_no_parameter_of_openais_client_is_ignored_unless_it_changes_no_answer(
+def test_every_parameter_of_openais_client_is_known(
     route: str, client: str, kind: type[CompletionBody | ChatBody], body: dict[str, Any]
 ) -> None:
-    """A client that has more of them than we know of fails here."""
-    from openai import resources  # takes long to import
+    """This fails if a newer client has further parameters."""
+    from openai import resources  # slow to import
 
     create = attrgetter(client)(resources).create
     params = inspect.signature(create).parameters.keys() - OF_THE_CLIENT_ITSELF
@@ -115,7 +115,7 @@ OF_VLLM = """
 
 
 def test_every_parameter_of_vllm_is_known_and_listed_in_the_docs() -> None:
-    """The table in docs/inference.md is what the code does."""
+    """The table in docs/inference.md must agree with the code."""
     both = CompletionBody.model_fields.keys() & ChatBody.model_fields.keys()
     known = {
         "honoured": both,
@@ -130,7 +130,7 @@ def test_every_parameter_of_vllm_is_known_and_listed_in_the_docs() -> None:
     assert {name: {*re.findall(r"`(\w+)`", row)} for name, row in rows.items()} == known
 
 
-def test_a_value_that_asks_for_nothing_is_accepted_and_any_other_is_refused_with_a_sentence() -> None:
+def test_neutral_values_are_accepted_and_others_refused_with_a_sentence() -> None:
     for name, (neutral, why) in REFUSED.items():
         if name in CompletionBody.model_fields:
             continue
@@ -150,7 +150,7 @@ def test_a_value_that_asks_for_nothing_is_accepted_and_any_other_is_refused_with
         [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}],
     ],
 )  # fmt: skip
-def test_messages_that_are_none(messages: Any) -> None:
+def test_invalid_messages_are_refused(messages: Any) -> None:
     assert refused(CHAT, {"messages": messages})["param"].startswith("messages")
 
 
@@ -162,11 +162,11 @@ def test_messages_that_are_none(messages: Any) -> None:
     ],
     ids=range(9),
 )  # fmt: skip
-def test_bodies_that_are_no_json(raw: bytes) -> None:
+def test_invalid_json_is_refused(raw: bytes) -> None:
     assert refused(COMPLETIONS, raw)["code"] == "invalid_json"
 
 
-def test_a_prompt_longer_than_the_context() -> None:
+def test_prompt_longer_than_the_context_is_refused() -> None:
     for body in (
         {"prompt": [1] * MAX_LENGTH},
         {"prompt": [1] * (MAX_LENGTH + 5), "max_tokens": 1},
@@ -177,20 +177,20 @@ def test_a_prompt_longer_than_the_context() -> None:
     assert refused(CHAT, {"messages": [{"role": "user", "content": "x" * 500}]})["code"] == "context_length_exceeded"
 
 
-def test_a_model_or_a_route_that_is_not_there() -> None:
+def test_unknown_model_or_route_is_refused() -> None:
     assert refused("/v1/models/gpt-5", b"", 404, method="GET")["code"] == "model_not_found"
     assert refused("/v1/embeddings", {}, 404)["code"] == "unknown_url"
     assert refused(COMPLETIONS, b"", 405, method="GET")["code"] == "unknown_url"
 
 
-def test_characters_that_the_tokenizer_has_no_token_for() -> None:
+def test_characters_without_a_token_are_refused() -> None:
     from megatron_rl.model.tokenizer import CharacterTokenizer
 
     error = refused(COMPLETIONS, {"prompt": "1x"}, tokenizer=CharacterTokenizer("012"))
     assert "no token for the character 'x'" in error["message"]
 
 
-def test_an_engine_that_fails_is_not_the_clients_fault(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_engine_is_a_server_error(caplog: pytest.LogCaptureFixture) -> None:
     engine = SayingEngine()
     engine.fails = RuntimeError("secret inner life")
     response = ask(engine, COMPLETIONS, {"prompt": "x"})
@@ -199,7 +199,7 @@ def test_an_engine_that_fails_is_not_the_clients_fault(caplog: pytest.LogCapture
 
 
 class FailsLater(SayingEngine):
-    """Once something was said."""
+    """An engine that fails after its first token."""
 
     def step(self) -> None:
         if any(saying.said for saying in self._under_way.values()):
@@ -207,23 +207,23 @@ class FailsLater(SayingEngine):
         super().step()
 
 
-def test_who_has_read_a_part_is_told_that_the_engine_has_failed() -> None:
+def test_reader_of_a_part_learns_that_the_engine_has_failed() -> None:
     response = ask(FailsLater(), COMPLETIONS, {"prompt": "x", "stream": True})
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert response.status_code == 200 and json.loads(lines[0])["choices"][0]["text"]
-    assert json.loads(lines[-1])["error"]["type"] == "server_error", "and not [DONE]"
+    assert json.loads(lines[-1])["error"]["type"] == "server_error", "an error, and not [DONE]"
     assert "secret" not in response.text
 
 
-def test_what_is_wrong_is_told_where_it_is_deepest() -> None:
-    """Of what may be text or a list, the other kind is wrong from the outset."""
+def test_deepest_error_is_reported() -> None:
+    """If a value may be text or a list, the type that does not fit is not reported."""
     content = [{"type": "text", "text": "hi"}, {"type": "text", "text": 5}]
     error = refused(CHAT, {"messages": [USER, {"role": "user", "content": content}]})
     assert error["param"] == "messages.1.content.1.text"
 
 
-def test_of_a_body_full_of_mistakes_one_is_told() -> None:
-    """It has room for millions."""
+def test_only_one_of_many_mistakes_is_reported() -> None:
+    """A body has room for millions."""
     for body in (
         {"prompt": [-1] * 1000},
         {"prompt": "x", "stop": [1] * 1000},
@@ -235,14 +235,14 @@ def test_of_a_body_full_of_mistakes_one_is_told() -> None:
         assert len(refused(COMPLETIONS, body)["message"]) < 200
 
 
-def test_prompts_that_are_too_many_are_not_encoded() -> None:
+def test_too_many_prompts_are_not_encoded() -> None:
     tokenizer = copy(byte_tokenizer())
     tokenizer.encode = None  # type: ignore[method-assign,assignment]
     error = refused(COMPLETIONS, {"prompt": ["x"] * 100_000}, tokenizer=tokenizer)
     assert error["param"] == "n" and "100000 prompts" in error["message"]
 
 
-def test_what_is_wrong_with_a_text_does_not_repeat_all_of_it() -> None:
+def test_error_about_a_text_does_not_repeat_all_of_it() -> None:
     tokenizer = copy(byte_tokenizer())
 
     def encode(text: str) -> list[int]:
@@ -253,7 +253,7 @@ def test_what_is_wrong_with_a_text_does_not_repeat_all_of_it() -> None:
     assert error["message"].startswith("prompt: cannot read xxx") and len(error["message"]) < 600
 
 
-def test_a_conversation_of_more_messages_than_anybody_writes() -> None:
+def test_too_many_messages_are_refused() -> None:
     assert refused(CHAT, {"messages": [USER] * 10_001})["param"] == "messages"
 
 
@@ -268,7 +268,7 @@ def test_tokens_to_text_and_back() -> None:
     assert refused("/tokenize", {})["param"] == "prompt"
 
 
-def test_the_model_says_its_name_and_its_context() -> None:
+def test_model_reports_its_name_and_context() -> None:
     engine = SayingEngine()
     (card,) = ask(engine, "/v1/models", b"", method="GET").json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", MAX_LENGTH)

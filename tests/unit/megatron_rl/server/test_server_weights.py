@@ -1,4 +1,4 @@
-"""A server that reads the weights that a run writes, when it is told to."""
+"""A server that reads the weights of a run on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.server.weights import WrittenWeights
 
 
 class Taking:
-    """An engine that keeps what it is given, or has another shape."""
+    """An engine that records the weights it is given, or has another shape."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.taken: tuple[int, dict[str, Tensor]] | None = None
@@ -41,7 +41,7 @@ def tell(folder: Path | None, engine: Taking, body: dict[str, Any]) -> httpx.Res
     return ask(SayingEngine(), "/update_weights", body, weights=weights)
 
 
-def test_it_reads_every_tensor_of_the_version(written: tuple[Path, Any]) -> None:
+def test_every_tensor_of_the_version_is_read(written: tuple[Path, Any]) -> None:
     folder, model = written
     engine = Taking()
     response = tell(folder, engine, {"version": 12})
@@ -62,7 +62,7 @@ def test_it_reads_every_tensor_of_the_version(written: tuple[Path, Any]) -> None
         ({}, 400, "version"),
     ],
 )
-def test_what_is_not_there_or_no_version_is_refused(
+def test_missing_or_invalid_version_is_refused(
     written: tuple[Path, Any], body: dict[str, Any], status: int, why: str
 ) -> None:
     engine = Taking()
@@ -71,11 +71,11 @@ def test_what_is_not_there_or_no_version_is_refused(
     assert engine.taken is None
 
 
-def test_weights_of_another_model_are_refused_with_what_is_wrong(written: tuple[Path, Any]) -> None:
+def test_weights_of_another_model_are_refused_with_the_difference(written: tuple[Path, Any]) -> None:
     response = tell(written[0], Taking(WrongWeights("the model has no tensor x")), {"version": 12})
     assert response.status_code == 409 and "the model has no tensor x" in response.json()["error"]["message"]
 
 
-def test_a_server_that_was_not_started_for_that_keeps_its_weights() -> None:
+def test_server_without_the_option_keeps_its_weights() -> None:
     response = tell(None, Taking(), {"version": 12})
     assert response.status_code == 404 and "--weights-from" in response.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Ranks that one process starts beside it: they end with it, and it never waits for one that is lost."""
+"""Ranks that one process starts: they end with it, and it never waits for a lost one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_S = 30.0
 
 
 class Ended(BaseException):
-    """Instead of the end of this process."""
+    """Raised instead of ending this process."""
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def unexpected(why: str) -> None:
     raise AssertionError(why)
 
 
-def test_a_process_without_siblings_is_alone(tmp_path: Path) -> None:
+def test_process_without_siblings_is_alone(tmp_path: Path) -> None:
     with siblings("nobody_starts_this", "", 1, unexpected) as place:
         assert (place.rank, place.size) == (0, 1)
 
 
-def test_they_end_with_the_body(rank: Path) -> None:
+def test_siblings_end_with_the_body(rank: Path) -> None:
     write(rank, "time.sleep(600)")
     with siblings("some_rank", str(rank), 2, unexpected) as place:
         assert (place.rank, place.size, place.local_rank) == (0, 2, 0)
@@ -76,7 +76,7 @@ def test_they_end_with_the_body(rank: Path) -> None:
         ("", "rank 1 ended with code 0"),
     ],
 )
-def test_who_waits_for_one_that_is_lost_is_ended_and_told_how_it_ended(rank: Path, end: str, said: str) -> None:
+def test_process_that_waits_for_a_lost_rank_ends_with_the_reason(rank: Path, end: str, said: str) -> None:
     write(rank, end)
     told: list[str] = []
     ended = threading.Event()
@@ -86,11 +86,11 @@ def test_who_waits_for_one_that_is_lost_is_ended_and_told_how_it_ended(rank: Pat
         ended.set()
 
     with siblings("some_rank", str(rank), 2, lost):
-        assert ended.wait(LIMIT_S), "this process would still wait"
+        assert ended.wait(LIMIT_S), "otherwise this process would still wait"
     assert told == [said]
 
 
-def test_what_a_rank_refuses_is_refused_in_its_words(rank: Path) -> None:
+def test_refusal_of_a_rank_keeps_its_message(rank: Path) -> None:
     write(rank, "sys.stderr.write('rank 1 of this node has no GPU\\n'); sys.exit(2)")
     with pytest.raises(ConfigurationError, match=r"^rank 1 of this node has no GPU$"):  # noqa: SIM117
         with siblings("some_rank", str(rank), 2, unexpected):
@@ -98,7 +98,7 @@ def test_what_a_rank_refuses_is_refused_in_its_words(rank: Path) -> None:
             raise RuntimeError("connection closed by peer")
 
 
-def test_a_failure_that_a_lost_rank_has_brought_about_is_told_as_that(rank: Path) -> None:
+def test_failure_caused_by_a_lost_rank_is_reported_as_its_loss(rank: Path) -> None:
     write(rank, "os.kill(os.getpid(), signal.SIGKILL)")
 
     def lost(why: str) -> None:
@@ -109,7 +109,7 @@ def test_a_failure_that_a_lost_rank_has_brought_about_is_told_as_that(rank: Path
             raise RuntimeError("connection closed by peer")
 
 
-def test_a_failure_of_this_process_stays_what_it_is(rank: Path) -> None:
+def test_own_failure_of_this_process_stays_unchanged(rank: Path) -> None:
     write(rank, "time.sleep(600)")
     with pytest.raises(RuntimeError, match="out of memory"):  # noqa: SIM117
         with siblings("some_rank", str(rank), 2, unexpected):

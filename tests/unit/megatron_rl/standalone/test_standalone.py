@@ -1,4 +1,4 @@
-"""A policy outside a run: what a path names, and that it is given those weights."""
+"""A policy outside a run: the meaning of its path, and its weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def theirs(folder: Path) -> Any:
 
 
 @torch.inference_mode()
-def test_published_weights_and_a_checkpoint_made_of_them_compute_what_transformers_does(
+def test_published_weights_and_their_checkpoint_compute_what_transformers_does(
     tmp_path: Path, theirs: Any, folder: Path, platform: Any, groups: Any
 ) -> None:
     checkpoint = tmp_path / "converted"
@@ -48,7 +48,7 @@ def test_published_weights_and_a_checkpoint_made_of_them_compute_what_transforme
         assert torch.allclose(ours, reference[:, : ours.shape[1]], atol=1e-4)
 
 
-def test_a_run_is_its_newest_good_checkpoint_with_its_tokenizer_and_policy_version(
+def test_run_is_its_newest_good_checkpoint_with_tokenizer_and_policy_version(
     tmp_path: Path, platform: Any, groups: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir, config = RunDir(tmp_path / "mine"), tiny_run()
@@ -72,9 +72,7 @@ def test_a_run_is_its_newest_good_checkpoint_with_its_tokenizer_and_policy_versi
     assert "checkpoint of step 4 passed over" in caplog.text
 
 
-def test_the_type_of_the_weights_is_the_published_one_or_what_was_asked_for(
-    theirs: Any, folder: Path, tmp_path: Path
-) -> None:
+def test_dtype_of_the_weights_is_the_published_or_the_requested_one(theirs: Any, folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     config = json.loads((folder / "config.json").read_text())
@@ -84,9 +82,7 @@ def test_the_type_of_the_weights_is_the_published_one_or_what_was_asked_for(
     assert find_source(str(tmp_path), "fp32").model.dtype == "fp32"
 
 
-def test_what_cannot_be_opened_says_what_it_is_and_what_it_would_have_to_be(
-    tmp_path: Path, theirs: Any, folder: Path
-) -> None:
+def test_error_says_what_a_path_is_and_what_it_should_be(tmp_path: Path, theirs: Any, folder: Path) -> None:
     run = make_run(tmp_path / "run")
     run.checkpoint(40).mkdir(parents=True)
     empty = tmp_path / "empty"
