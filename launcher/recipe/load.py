@@ -108,7 +108,9 @@ def refusal(recipe: Recipe, problems: Sequence[str]) -> BadInput:
 
 def place_of(recipe: Recipe, key: str) -> str:
     """Place of a key, or of the nearest section around it: `my.yaml:7`, or an override."""
-    return recipe.written.locate(tuple(key.split(".")))[0]
+    source = recipe.filled.get(key, "")
+    written = source if source in flat(recipe.written.values) else key  # the tokenizer of model.huggingface
+    return recipe.written.locate(tuple(written.split(".")))[0]
 
 
 def asked_text(recipe: Recipe) -> str:
