@@ -22,9 +22,10 @@ from megatron.core import parallel_state
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.admission import Prefill
 from megatron_rl.inference.api import Completion, GenerationRequest
-from megatron_rl.inference.broadcast import INLINE, PlanBroadcast, StepPlan
+from megatron_rl.inference.broadcast import INLINE, PlanBroadcast
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.scheduler import StepPlan
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
