@@ -107,12 +107,12 @@ class RolloutDriver:
                 groups, passed_over, dropped = self._settled(in_flight, choice, ordinals)
                 dropped_tokens = self._loop.do(lambda _: in_flight.settle(ordinals.stop))
             self._states = self._states[len(ordinals) :]
-            self._step += 1
-            if self._max_lag:
-                if batches := self._batches_after(self._step):
-                    self._begin(ordinals.stop, self._reach(ordinals.stop, batches))
-            else:
+            if not self._max_lag:
                 self._drawn = Drawn(self._below, passed_over=len(ordinals) - len(choice.trained))
+            elif batches := self._batches_after(self._step + 1):
+                # Before the step counts as done: until it is trained, the weights are those of the step before.
+                self._begin(ordinals.stop, self._reach(ordinals.stop, batches))
+            self._step += 1
             self._loop.pause()
         self._safe_points.timeline.move("generate", "reward", self._idle_s)
         self._idle_s = 0.0
@@ -177,7 +177,7 @@ class RolloutDriver:
             else:
                 # In rounds: which group is finished first must not decide how many are drawn.
                 known = len(self._states) == self._below - first and State.UNFINISHED not in self._states
-                if known and (more := self._to_draw()):
+                if known and (more := self._to_draw()) > 0:
                     rounds += 1
                     self._begin(first, self._below + more)
                 needed = range(first, self._below)

@@ -124,8 +124,8 @@ class InFlightGroups:
 
     def finished(self) -> list[TrajectoryGroup]:
         """All groups that are finished and not settled. Also after `stop`."""
-        finished = [ordinal for ordinal, task in self._tasks.items() if task.done() and not task.cancelled()]
-        return [*self.take(finished).values()]
+        done = {each: task for each, task in self._tasks.items() if task.done() and not task.cancelled()}
+        return [*self.take(each for each, task in done.items() if task.exception() is None).values()]
 
     def settle(self, below: int) -> int:
         """Forget all ordinals below, and cancel those that are unfinished. Returns the number of tokens these had."""

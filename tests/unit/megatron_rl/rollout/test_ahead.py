@@ -173,6 +173,20 @@ def test_what_is_overdue_is_given_up_where_that_is_asked_for(tmp_path: Path) -> 
         until(lambda: agent.cancelled == [4], "its answers are cancelled")
 
 
+def test_groups_begun_while_a_step_trains_are_as_old_as_the_weights_that_it_replaces(tmp_path: Path) -> None:
+    """Prompt 9 takes the place of the overdue 4, and is begun while step 2 trains, by the weights after step 1."""
+    agent = Agent(held=[4, 9])
+    with driver_of(agent, ahead(1, on_overdue="drop"), tmp_path) as driver:
+        second = driver.collect(driver.collect(0).next_ordinal)
+        assert (ordinals(second), second.next_ordinal) == ([3, 5, 6], 7)
+        until(lambda: 9 in agent.begun, "the next one is begun")
+        giving_up = threading.Timer(10, agent.let, [9])
+        giving_up.start()
+        third = driver.collect(7)
+        giving_up.cancel()
+        assert (ordinals(third), dict(third.dropped)) == ([7, 8, 10], {9: "overdue"})
+
+
 def test_ranks_agree_on_the_batch_and_each_answers_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, steps = 3, 4
     monkeypatch.setattr(driver_module, "dist", Threads(ranks))

@@ -221,6 +221,31 @@ def test_dynamic_batches_do_not_depend_on_the_ranks(dull: set[int], prompts: int
         assert (dropped(one), one[0].next_ordinal) == (dropped(many), many[0].next_ordinal)
 
 
+def test_surplus_groups_are_secured_by_a_checkpoint_that_begins_after_the_driver_has_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(driver_module, "dist", Threads(1))
+    monkeypatch.setattr(driver_module, "exchange", lambda made, *_: made)
+    with driver_of(Agent(dull={0, 1, 2}), dynamic(4, 8), folder=tmp_path) as driver:
+        batch = driver.collect(0)
+        assert (batch.next_ordinal, batch.drawn.below) == (7, 9)
+        driver.stop()
+        driver.begin_checkpoint(1, 7)()
+        heads = [entry.head for file in bank_files(tmp_path) for entry in scan(file).entries]
+        assert {7, 8} <= {head["ordinal"] for head in heads if head["kind"] == "group"}
+
+
+def test_a_step_whose_groups_all_waited_generates_in_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_module, "dist", Threads(1))
+    monkeypatch.setattr(driver_module, "exchange", lambda made, *_: made)
+    with driver_of(Agent(dull={*range(8)}), dynamic(4, 8)) as driver:
+        assert ordinals([driver.collect(0)]) == [8, 9, 10, 11]
+        second = driver.collect(12)  # after a step with so few of use, three times the batch is drawn at once
+        assert (second.drawn.below, second.rounds) == (24, 1)
+        third = driver.collect(16)
+        assert (ordinals([third]), third.rounds) == ([16, 17, 18, 19], 0)
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_what_was_drawn_too_much_begins_the_next_step_as_it_was_answered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, full: bool
