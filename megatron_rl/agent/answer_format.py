@@ -135,7 +135,6 @@ _HARMLESS = re.compile(  # possessive, so that no text makes it try the same cha
 
 
 def _adds_nothing(rest: str) -> bool:
-    """Whether the text after an answer adds nothing to it."""
     return _HARMLESS.fullmatch(rest) is not None
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from megatron_rl.agent.answer_format import FORMATS
 from megatron_rl.agent.text_rows import SUFFIXES, as_text, text_rows, value_at
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Taken = TypeVar("Taken", bound="Source")
-Row = TypeVar("Row")
+Found: TypeAlias = "Dataset | IterableDataset | list[str]"
+"""An opened data set, or the paths of its text files."""
 
 BATCH = 10_000
 """Rows read at a time."""
@@ -85,39 +86,42 @@ def read_questions(source: Source) -> Iterator[Question]:
     Raises ValueError if the data is missing or does not match `source`.
     """
     removed = [re.compile(r"\s+".join(map(re.escape, text.split()))) for text in source.remove]
-    if not isinstance(source, DataSet):
-        yield from _whole_rows(source, removed)
-        return
     seen = set()
     rows = lacking = 0
-    for text, solution in _rows(source, _questions_and_answers):
-        rows += 1
-        answer = None if text is None or solution is None else _answer_in(source, solution)
-        if text is None or not answer:
-            lacking += 1
-        elif (text, solution) not in seen:
-            seen.add((text, solution))
-            yield Question(_without(removed, text), answer)
+    with _opened(source) as found:
+        for question in _answered(source, found) if isinstance(source, DataSet) else _whole(source, found):
+            rows += 1
+            if question is None:
+                lacking += 1
+            elif (question.text, question.answer) not in seen:
+                seen.add((question.text, question.answer))
+                yield replace(question, text=_without(removed, question.text))
     if 0 < lacking < rows:
+        needed = f"a question ({source.question})"
+        if isinstance(source, DataSet):
+            needed += f" or an answer ({source.answer})"
         logger.warning(
-            "data set %s, split %s: %d of %d rows are skipped, because they lack a question (%s) or an answer (%s)",
-            *(source.path, source.split, lacking, rows, source.question, source.answer),
+            "data set %s, split %s: %d of %d rows are skipped, because they lack %s",
+            *(source.path, source.split, lacking, rows, needed),
         )
 
 
-def _whole_rows(source: Source, removed: Sequence[re.Pattern[str]]) -> Iterator[Question]:
-    rows = lacking = 0
-    for row in _rows(source, _whole):
-        rows += 1
-        text = as_text(value_at(row, source.question.split(".")))
-        if text:
-            yield Question(_without(removed, text), "", row, source)
-        else:
-            lacking += 1
-            if source.question.partition(".")[0] not in row:
-                _check_column(source.question.partition(".")[0], row)
-    if 0 < lacking < rows:
-        logger.warning("data set %s: %d of %d rows are skipped, because they lack a prompt", source.path, lacking, rows)
+def _answered(source: DataSet, found: Found) -> Iterator[Question | None]:
+    """Yield the question and answer of each row; None if it lacks one of them."""
+    for text, solution in _of_text(source, found) if isinstance(found, list) else _of_arrow(source, found):
+        answer = None if text is None or solution is None else _answer_in(source, solution)
+        yield Question(text, answer) if text is not None and answer else None
+
+
+def _whole(source: Source, found: Found) -> Iterator[Question | None]:
+    """Yield the question of each row, with all columns; None if it lacks the question."""
+    path = source.question.split(".")
+    rows = (row for file in found for _, row in text_rows(file)) if isinstance(found, list) else found
+    for row in rows:
+        text = as_text(value_at(row, path))
+        if not text:
+            _check_column(path[0], row)
+        yield Question(text, "", row, source) if text else None
 
 
 def _without(removed: Sequence[re.Pattern[str]], text: str) -> str:
@@ -151,10 +155,9 @@ def distinct(questions: Iterable[Question]) -> list[Question]:
     return list(first.values())
 
 
-def _rows(
-    source: Taken, take: Callable[[Taken, Dataset | IterableDataset | list[str]], Iterator[Row]]
-) -> Iterator[Row]:
-    """Yield the rows that `take` reads from the result of `_load`; at most a few thousand are in memory at a time."""
+@contextmanager
+def _opened(source: Source) -> Iterator[Found]:
+    """Open a data set with `_load`, and turn errors of reading it into ValueError."""
     try:
         # Imported here because it takes seconds; the launcher, which only checks the arguments, does not have them.
         import datasets
@@ -164,25 +167,11 @@ def _rows(
     datasets.disable_progress_bars()  # a rank's log is not a terminal
     try:
         with TemporaryDirectory(prefix="mrl-datasets-") as scratch:
-            yield from take(source, _load(source, scratch))
+            yield _load(source, scratch)
     except StopIteration as error:  # raised by `datasets` for a data set without rows
         raise ValueError(f"data set {source.path}: it has no rows") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
         raise ValueError(f"data set {source.path}: {error}") from error
-
-
-def _questions_and_answers(
-    source: DataSet, found: Dataset | IterableDataset | list[str]
-) -> Iterator[tuple[str | None, str | None]]:
-    return _of_text(source, found) if isinstance(found, list) else _of_arrow(source, found)
-
-
-def _whole(source: Source, found: Dataset | IterableDataset | list[str]) -> Iterator[Mapping[str, Any]]:
-    if not isinstance(found, list):
-        yield from found
-        return
-    for file in found:
-        yield from (row for _, row in text_rows(file))
 
 
 def _of_text(source: DataSet, files: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
@@ -222,7 +211,7 @@ def _no_text(source: DataSet) -> str:
     )
 
 
-def _load(source: Source, scratch: str) -> Dataset | IterableDataset | list[str]:
+def _load(source: Source, scratch: str) -> Found:
     """Return the data set, or the paths of its text files.
 
     Data is streamed unless `datasets` saved it to disk: otherwise `datasets` would write it again to its cache, on a

@@ -49,12 +49,10 @@ class HFDatasetConfig(PromptConfig):
         return prompt
 
     def datasets(self) -> list[str]:
-        """Return the names on the hub of the data sets to read."""
         sets = [*self.evaluate.values(), *([self.train] if self.train else [])]
         return sorted({data.path for data in sets if is_hub_name(data.path)})
 
     def extras(self) -> list[str]:
-        """Return the extras of mrl that the environment needs to read data sets."""
         return ["math"]
 
 
@@ -96,7 +94,6 @@ class HFDatasetAgent(RewardOnlyAgent):
         return {"answer": question.answer}
 
     def fields(self, question: Question) -> dict[str, Any]:
-        """Return the values of the prompt's fields."""
         return {"question": question.text}
 
     def _problems(self, source: str, questions: Sequence[Question]) -> list[Problem]:

@@ -37,20 +37,16 @@ class MultiTaskConfig(Section):
     environments: Environments
 
     def datasets(self) -> list[str]:
-        """Return the names on the hub of the data sets that any environment reads."""
         return sorted({*chain.from_iterable(map(required_datasets, self.environments))})
 
     def extras(self) -> list[str]:
-        """Return the extras of mrl that any environment needs."""
         return sorted({*chain.from_iterable(map(required_extras, self.environments))})
 
     def check_files(self) -> None:
-        """Raise ValueError if a file of user code of any environment is invalid."""
         for one in self.environments:
             check_files(one)
 
     def files(self) -> list[str]:
-        """Return the files of user code that any environment runs."""
         return sorted({*chain.from_iterable(map(used_files, self.environments))})
 
 
@@ -106,7 +102,6 @@ class WeightedMultiTask(Environment, Demonstrator):
         return self._members[problem.environment]
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
-        """Return the demonstrations of all trained environments."""
         trained = [self._members[each.environment] for each in self._training_sets]
         pairs = [pair for member in trained if isinstance(member, Demonstrator) for pair in member.demonstrations()]
         return [pair for pair in pairs if normalised(pair[0]) not in self._held_out_prompts]

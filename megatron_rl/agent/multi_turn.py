@@ -45,7 +45,6 @@ class MultiTurnAgent(RewardOnlyAgent):
     def get_reward(
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
     ) -> float | Awaitable[float]:
-        """Return the score of a conversation with a single response."""
         return self.get_trajectory_reward([response], golden, finish_reason)
 
     def tool_calls(self, responses: Sequence[str]) -> int | None:

@@ -57,7 +57,6 @@ class CodePoints:
 
 
 def main() -> int:
-    """Run the test; return the exit code."""
     die_with_parent()
     logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stderr)
     asked = json.loads(sys.stdin.read())

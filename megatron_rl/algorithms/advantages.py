@@ -26,7 +26,6 @@ class RewardMoments(NamedTuple):
 
     @classmethod
     def of(cls, rewards: Tensor) -> RewardMoments:
-        """Return the moments of rewards, [answers] of any floating type."""
         if not len(rewards):
             return cls()
         exact = rewards.detach().double()
@@ -35,13 +34,11 @@ class RewardMoments(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Iterable[RewardMoments]) -> RewardMoments:
-        """Return the moments of the answers of all parts."""
         answers, total, squares, lowest, highest = zip(*parts, strict=True)
         return cls(math.fsum(answers), math.fsum(total), math.fsum(squares), min(lowest), max(highest))
 
     @property
     def differ(self) -> bool:
-        """Whether the rewards differ by more than rounding."""
         return self.highest - self.lowest > SIGNAL_SPREAD * max(abs(self.highest), abs(self.lowest))
 
 

@@ -68,13 +68,11 @@ class Tree:
         return up_to(0) + sum(up_to(rest) - up_to(shared) for rest, shared in zip(self.rests, self.shared, strict=True))
 
     def cost(self, rows_per_token: int) -> int:
-        """Return the cost of all sequences together."""
         continued = [*(shared == rest for rest, shared in zip(self.rests, self.shared[1:], strict=False)), False]
         rows = sum(self.prefix + rest for rest, ends in zip(self.rests, continued, strict=True) if not ends)
         return (rows_per_token - 1) * self.tokens + rows
 
     def cost_alone(self, place: int, rows_per_token: int) -> int:
-        """Return the cost of the sequence at `place` alone."""
         return rows_per_token * (self.prefix + self.rests[place])
 
     def cost_beside(self, others: Sequence[int], place: int, rows_per_token: int) -> int:
@@ -137,7 +135,6 @@ def _halves(names: list[int], sizes: Sequence[int]) -> tuple[list[int], list[int
 
 
 def _orders(trees: Sequence[Tree], limit: BinLimit) -> Iterator[list[Unit]]:
-    """Yield the three orders of `fill`."""
     sequences = [[(number, (place,)) for place in range(len(tree.rests))] for number, tree in enumerate(trees)]
     costs = [tree.cost(limit.rows_per_token) for tree in trees]
 

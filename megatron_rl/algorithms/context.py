@@ -46,7 +46,6 @@ class ContextPart:
 
 
 def context_part(batch: MicroBatch, rank: int, ranks: int) -> ContextPart:
-    """Return the part of one of `ranks` ranks."""
     whole = _divisible(batch, ranks)
     places_of_ranks = cut(whole.cu_seqlens, ranks)
     places = places_of_ranks[rank]

@@ -234,7 +234,6 @@ def _tree(prefix: int, names: range, rests: Sequence[_Rest]) -> Tree:
 
 
 def _common_prefix(one: list[int], other: list[int]) -> int:
-    """Return the length of the common prefix."""
     if one == other:  # common for short answers
         return len(one)
     found, end, width = 0, min(len(one), len(other)), 8

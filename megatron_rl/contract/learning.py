@@ -101,7 +101,6 @@ class Recent:
         return f"the last {len(self.lines)} steps" if len(self.lines) > 1 else "the last step"
 
     def values(self, name: str) -> list[float]:
-        """Return the values of the steps that have one."""
         return [value for line in self.lines if (value := number(line, name)) is not None]
 
     def mean(self, name: str) -> float | None:

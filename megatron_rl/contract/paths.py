@@ -118,7 +118,6 @@ class RunDir:
         return _steps_in(self.exports)
 
     def attempt(self, number: int) -> Attempt:
-        """Return the paths of one attempt."""
         return Attempt(self, number)
 
     def last_attempt(self) -> int:
@@ -217,7 +216,6 @@ class Attempt(RankFiles):
         return self.folder / "unpacked" / host
 
     def replica(self, number: int) -> Replica:
-        """Return the paths of one inference replica of this attempt."""
         return Replica(self, number)
 
     def replicas(self) -> list[Replica]:

@@ -110,7 +110,6 @@ def write(path: AnyPath, value: Any, durable: bool = True) -> None:
 
 
 def encode(value: Any) -> str:
-    """Return the text of a record's file. Raises ValueError."""
     return json.dumps(to_json(value), indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 

@@ -67,11 +67,9 @@ class CountdownConfig(DrawnProblemsConfig, PromptConfig):
         return self
 
     def datasets(self) -> list[str]:
-        """Return the names on the hub of the data sets to read."""
         return [self.train.path] if self.train and is_hub_name(self.train.path) else []
 
     def extras(self) -> list[str]:
-        """Return the extras of mrl that the environment needs, if it reads a data set."""
         return ["math"] if self.train else []
 
 

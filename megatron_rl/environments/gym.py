@@ -49,7 +49,6 @@ class GymConfig(PromptConfig):
     episode: otherwise the model learns to avoid it by naming no action."""
 
     def extras(self) -> list[str]:
-        """Return the extras of mrl that the environment needs."""
         return ["gym"]
 
     @field_validator("actions")

@@ -145,7 +145,6 @@ class Judge:
         return value
 
     async def close(self) -> None:
-        """Close the connections of this event loop."""
         import asyncio
 
         client, _ = self._clients.pop(asyncio.get_running_loop(), (None, None))
@@ -181,7 +180,6 @@ class Judge:
         raise NoVerdict(f"the judge at {self.config.url} did not answer: {why}")
 
     def _client(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
-        """Return the client and the semaphore of the running event loop."""
         import asyncio
 
         import httpx

@@ -73,7 +73,6 @@ class PythonConfig(HFDatasetConfig):
     """Evaluation sets by name. Their problems are excluded from the training set."""
 
     def files(self) -> list[str]:
-        """Return the file of user code."""
         return [self.file]
 
     def check_files(self) -> None:
@@ -163,7 +162,6 @@ def _check(file: Path) -> None:
 
 
 def _loaded(file: Path) -> Scoring:
-    """Run a file and return its function. Raises ValueError."""
     _check(file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     name = f"mrl_reward_{digest[:16]}"

@@ -78,7 +78,6 @@ class RemoteAgent(Environment, Demonstrator):
         return self._evaluated
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
-        """Return the demonstrations of the agent; empty if it has none."""
         return self._served.demonstrations
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:

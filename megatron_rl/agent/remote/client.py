@@ -242,7 +242,6 @@ class AgentClient:
             raise AgentUnavailable(f"{self._url}: {error!r}") from error
 
     async def close(self) -> None:
-        """Close the connections of this event loop."""
         if self._client is not None and self._loop is asyncio.get_running_loop():
             await self._client.aclose()
             self._client = None

@@ -97,7 +97,6 @@ class ConfinedProcess:
         return self._process.returncode
 
     def end(self) -> int | None:
-        """Kill the process and close its pipes."""
         code = self.kill()
         for pipe in self._pipes():
             pipe.close()
