@@ -34,7 +34,7 @@ class TaskFailed(RuntimeError):
     """A task's code failed, and the original exception is unavailable: it was counted, or raised in another rank."""
 
     def __init__(self, message: str, trace: str = "") -> None:
-        """trace: traceback of the task's code: see `own_trace`."""
+        """trace: traceback of the task's code: see `task_traceback`."""
         super().__init__(message)
         self.trace = trace
 
@@ -48,7 +48,7 @@ def note_task_code(module: str) -> None:
         _task_code.add(f"{folder}/" if name == "__init__.py" else file)
 
 
-def own_place(error: BaseException) -> str:
+def task_location(error: BaseException) -> str:
     """Return the location of an error in the task's code, such as `reward.py:12: return row["answr"]`; empty if it
     arose elsewhere."""
     found = _own(error)
@@ -59,7 +59,7 @@ def own_place(error: BaseException) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno}" + (f": {source[:SOURCE_LIMIT]}" if source else "")
 
 
-def own_trace(error: BaseException) -> str:
+def task_traceback(error: BaseException) -> str:
     """Return the traceback of an error from the task's first frame on; empty if it arose elsewhere."""
     if isinstance(error, TaskFailed):
         return error.trace

@@ -21,7 +21,7 @@ from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
-from megatron_rl.errors import note_task_code, own_place
+from megatron_rl.errors import note_task_code, task_location
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import Section
 
@@ -199,7 +199,7 @@ def _load(entry: EntryPoint) -> type[Environment]:
         with redirect_stdout(sys.stderr):  # keep the output of a package's import out of a command's output
             cls = entry.load()
     except (Exception, SystemExit) as error:  # importing a plug-in runs its author's code, which may raise anything
-        place = own_place(error)
+        place = task_location(error)
         raise ValueError(
             f"environment {entry.name!r} of {_origin(entry)} cannot be imported: {type(error).__name__}: {error}"
             + (f" ({place})" if place else "")

@@ -21,7 +21,7 @@ from megatron_rl.agent.api import (
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.scoring import Reward, RolloutLimits, RolloutTimeout, run_within_limit, score_answer
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.errors import own_place, own_trace
+from megatron_rl.errors import task_location, task_traceback
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
 from megatron_rl.model.tokenizer import Tokenizer
 
@@ -137,11 +137,11 @@ class RewardOnlyAgent(Environment):
     def _reason(self, method: str, error: Exception, problem: Problem, text: str) -> str:
         """Return a short reason for the record, with the location in the task's code. The first error at each location
         is logged with its traceback."""
-        place = own_place(error).partition(": ")[0]
+        place = task_location(error).partition(": ")[0]
         kind = f"{method} at {place}: " if place else f"{method}: "
         kind += type(error).__name__
         if kind not in self._traces:
-            self._traces[kind] = own_trace(error)
+            self._traces[kind] = task_traceback(error)
             logger.error("%s failed on the answer %r to %r", method, text, problem.prompt, exc_info=error)
         first_line = str(error).partition("\n")[0]
         return f"{kind}: {first_line}"[:200]

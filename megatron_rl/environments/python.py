@@ -32,7 +32,7 @@ from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.agent.scoring import Reward
 from megatron_rl.agent.text_rows import value_at
-from megatron_rl.errors import own_place
+from megatron_rl.errors import task_location
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import HubPath, PathMark
@@ -172,7 +172,7 @@ def _loaded(file: Path) -> Scoring:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        why = f"{own_place(error) or file}: {type(error).__name__}: {error}"
+        why = f"{task_location(error) or file}: {type(error).__name__}: {error}"
         raise ValueError(f"environment.args.file: {why}") from error
     found = getattr(module, FUNCTION, None)
     if not callable(found):

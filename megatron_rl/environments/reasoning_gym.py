@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import math
 import pickle
 import re
 from collections.abc import Awaitable, Iterable, Iterator, Mapping
@@ -110,11 +109,7 @@ class ReasoningGymEnvironment(DrawnProblems):
         self.compares_answers = config.scoring != "dataset"
         self._warned = False  # about an answer that the scorer cannot parse
         super().__init__(config, tokenizer, _problems(_dataset(config), config, tokenizer))
-        limits = ProcessLimits(
-            wall_s=config.score_timeout_s,
-            cpu_s=math.ceil(config.score_timeout_s),
-            memory_bytes=int(config.score_memory_gib * 2**30),
-        )
+        limits = ProcessLimits.of(config.score_timeout_s, config.score_memory_gib)
         self._scorers = WorkerPool("megatron_rl.environments.reasoning_scores:score", config.scorers, limits)
         self.prompt_format = prompt_format(tokenizer, config)
 

@@ -36,7 +36,7 @@ from megatron_rl.contract.codes import (
 )
 from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import write
-from megatron_rl.errors import own_place, own_trace
+from megatron_rl.errors import task_location, task_traceback
 from megatron_rl.rank.activity import Activity
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class BlackBox:
         """
         misconfigured = exit_code == EXIT_CONFIG
         activity = self._activity
-        place = own_place(error)
+        place = task_location(error)
         whole_trace = "" if misconfigured else trace(error)
         report = RankError(
             rank=self._rank,
@@ -98,7 +98,7 @@ class BlackBox:
             step=activity.step,
             phase=activity.doing,
             error=summary(error, whole=misconfigured) + (f" ({place})" if place else ""),
-            traceback=shortened(own_trace(error)) or whole_trace,
+            traceback=shortened(task_traceback(error)) or whole_trace,
             waited=waited_in_vain(error),
             log=self._log.lines,
             exit_code=exit_code,

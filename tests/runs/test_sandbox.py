@@ -198,7 +198,7 @@ def test_network_is_removed_without_system_call_filter_or_the_log_warns() -> Non
 import resource, socket
 from megatron_rl.agent.sandbox import confine
 confine.MACHINES.clear()
-print(confine.shut_in())
+print(confine.confine())
 print(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
 try:
     socket.create_connection(("127.0.0.1", 9), 5.0)

@@ -5,6 +5,7 @@ No dataclasses: every program imports this module, and dataclasses would dominat
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -20,6 +21,10 @@ class ProcessLimits(NamedTuple):
     """Bytes of address space."""
     output_bytes: int = 2**24
     """Largest answer, in bytes; a longer one is not read."""
+
+    @classmethod
+    def of(cls, timeout_s: float, memory_gib: float) -> ProcessLimits:
+        return cls(timeout_s, math.ceil(timeout_s), int(memory_gib * 2**30))
 
 
 class Ending(StrEnum):

@@ -20,7 +20,7 @@ from types import CodeType
 from typing import Any
 
 from megatron_rl.agent.sandbox.api import Ending
-from megatron_rl.agent.sandbox.confine import limit_memory, limit_processor, raise_stack_limit, shut_in
+from megatron_rl.agent.sandbox.confine import confine, limit_memory, limit_processor, raise_stack_limit
 from megatron_rl.contract.children import death_with_parent
 
 LENGTH_DIGITS = 12
@@ -67,7 +67,7 @@ def work(function: str, cpu_s: int) -> None:
     os.dup2(2, 1)  # keep the prints of libraries out of the replies
     module, _, name = function.partition(":")
     answer = getattr(import_module(module), name)
-    _write(replies, ["ready", shut_in()])
+    _write(replies, ["ready", confine()])
     for line in sys.stdin.buffer:
         limit_processor(cpu_s, for_good=False)
         _write(replies, _reply(lambda line=line: answer(json.loads(line))))  # type: ignore[misc]
@@ -85,7 +85,7 @@ def run_program(cpu_s: int) -> None:
         rare = [f"import {name}\n" for name in RARE if name in job["source"]]
         exec(PRELUDE + "".join(rare), names)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    _write(replies, ["ready", shut_in()])
+    _write(replies, ["ready", confine()])
     limit_processor(cpu_s, for_good=True)
     raise_stack_limit()
     sys.setrecursionlimit(DEEPEST)

@@ -63,7 +63,7 @@ def limit_processor(seconds: int, *, for_good: bool) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, soft if for_good else hard))
 
 
-def shut_in() -> str | None:
+def confine() -> str | None:
     """Give up network, writing, processes and signals permanently. Return what could not be given up, in words; None if
     nothing."""
     why = _filter_calls()

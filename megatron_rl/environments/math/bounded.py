@@ -34,14 +34,14 @@ def close(one: Number, other: Number) -> bool:
     """Whether two values are equal: fractions exactly, others to 45 digits."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
-    one, other = inexact(one), inexact(other)
+    one, other = to_float(one), to_float(other)
     largest = max(abs(one), abs(other))
     return bool(abs(one - other) <= CLOSE * (largest if one and other else 1))
 
 
-def roughly(exact: Number, other: Number) -> bool:
+def within_a_percent(exact: Number, other: Number) -> bool:
     """Whether two values differ by at most one percent."""
-    return bool(abs(inexact(exact) - inexact(other)) <= abs(inexact(exact)) / 100)
+    return bool(abs(to_float(exact) - to_float(other)) <= abs(to_float(exact)) / 100)
 
 
 def rounds_to(exact: Number, written: str, least: int = 6) -> bool:
@@ -54,28 +54,28 @@ def rounds_to(exact: Number, written: str, least: int = 6) -> bool:
     unit = Fraction(1, 10**decimals)
     if isinstance(exact, Fraction):
         return abs(exact - Fraction(written)) < unit
-    return bool(abs(exact - inexact(Fraction(written))) < inexact(unit))
+    return bool(abs(exact - to_float(Fraction(written))) < to_float(unit))
 
 
-def inexact(number: Number) -> Number:
+def to_float(number: Number) -> Number:
     return mp.mpf(number.numerator) / number.denominator if isinstance(number, Fraction) else number
 
 
-def alike(one: Number, other: Number) -> tuple[Number, Number]:
+def promote(one: Number, other: Number) -> tuple[Number, Number]:
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one, other
-    return inexact(one), inexact(other)
+    return to_float(one), to_float(other)
 
 
-def times(one: Number, other: Number) -> Number:
-    one, other = alike(one, other)
+def multiply(one: Number, other: Number) -> Number:
+    one, other = promote(one, other)
     return bounded(one * other)
 
 
-def over(one: Number, other: Number) -> Number:
+def divide(one: Number, other: Number) -> Number:
     if other == 0:
         raise Undefined("division by zero")
-    one, other = alike(one, other)
+    one, other = promote(one, other)
     return bounded(one / other)
 
 

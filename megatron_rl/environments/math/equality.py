@@ -20,7 +20,7 @@ from itertools import product
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from megatron_rl.environments.math.bounded import Number, TooLarge, Undefined, close, roughly, rounds_to
+from megatron_rl.environments.math.bounded import Number, TooLarge, Undefined, close, rounds_to, within_a_percent
 from megatron_rl.environments.math.forms import (
     INFINITE,
     Form,
@@ -37,7 +37,7 @@ from megatron_rl.environments.math.forms import (
     is_prose,
 )
 from megatron_rl.environments.math.formulas import Unreadable, value, variables
-from megatron_rl.environments.math.notation import cleaned, european, readings
+from megatron_rl.environments.math.notation import normalise, readings, without_decimal_comma
 from megatron_rl.environments.math.units import quantity
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; the worker has one
@@ -50,7 +50,7 @@ ENOUGH = 3
 
 def equal(texts: Sequence[str]) -> bool:
     """Whether the second text is an answer equal to the first, the right one. Raises MemoryError."""
-    golden, answer = map(cleaned, texts)
+    golden, answer = map(normalise, texts)
     if golden == answer:
         return True
     if not golden or not answer:
@@ -59,8 +59,8 @@ def equal(texts: Sequence[str]) -> bool:
         pairs = product(map(form, _readings(golden)), map(form, _readings(answer)))
         if any(_same(one, other) for one, other in pairs):
             return True
-        decimal = european(answer)
-        return decimal is not None and european(golden) is None and _same(form(golden), Formula(decimal))
+        decimal = without_decimal_comma(answer)
+        return decimal is not None and without_decimal_comma(golden) is None and _same(form(golden), Formula(decimal))
     except RecursionError:
         return False  # hundreds of nested brackets
 
@@ -80,7 +80,7 @@ def _readings(text: str) -> Iterator[str]:
         else:
             if rounds_to(found, rounded.strip(), least=0):
                 yield rounded
-            elif not roughly(found, near):
+            elif not within_a_percent(found, near):
                 return
     yield from readings(exact)
 

@@ -18,14 +18,14 @@ from megatron_rl.environments.math.bounded import (
     Number,
     TooLarge,
     Undefined,
-    alike,
     binomial,
     bounded,
+    divide,
     factorial,
-    inexact,
+    multiply,
     negative,
-    over,
-    times,
+    promote,
+    to_float,
     whole_power,
 )
 
@@ -133,7 +133,7 @@ class _Reader:
             total = -total
         while sign := self.take("+", "-"):
             term = self.product()
-            one, other = alike(total, term if sign == "+" else -term)
+            one, other = promote(total, term if sign == "+" else -term)
             total = bounded(one + other)
         self._depth -= 1
         return total
@@ -144,11 +144,11 @@ class _Reader:
         total = self._mixed(total, begun)
         while True:
             if self.take("*", "cdot", "times"):
-                total = times(total, self.signed())
+                total = multiply(total, self.signed())
             elif self.take("/", "div", ":"):
-                total = over(total, self.signed())
+                total = divide(total, self.signed())
             elif self._begins_a_factor():
-                total = times(total, self.factor())
+                total = multiply(total, self.factor())
             else:
                 return total
 
@@ -163,7 +163,7 @@ class _Reader:
                 base = factorial(base, 1 if sign == "!" else 2)
             elif self.take("^", "**"):
                 if self._degree():
-                    base = times(base, mp.pi / 180) if self._in_angle else base
+                    base = multiply(base, mp.pi / 180) if self._in_angle else base
                 else:
                     base = self._power(base, self.exponent())
             else:
@@ -208,17 +208,17 @@ class _Reader:
         if word in GREEK and word in self._at:
             return self._at[word]
         if word == "frac":
-            return over(self._argument(), self._argument())
+            return divide(self._argument(), self._argument())
         if word == "sqrt":
             index = Fraction(2)
             if self.take("["):
                 index = self.sum()
                 self.need("]")
-            return self._power(self._argument(), over(Fraction(1), index))
+            return self._power(self._argument(), divide(Fraction(1), index))
         if word == "binom":
             return binomial(self._argument(), self._argument())
         if word == "log" and self.take("_"):
-            base = inexact(self._argument())
+            base = to_float(self._argument())
             return mp.log(self._real(self._applied_to(), above=0)) / mp.log(self._real(base, above=0))
         if word in FUNCTIONS:
             return self._function(word)
@@ -242,9 +242,9 @@ class _Reader:
             return self.factor()
         total = self.factor()
         while self._begins_a_factor() and self.word not in FUNCTIONS and self.word not in ("log", "("):
-            total = times(total, self.factor())
+            total = multiply(total, self.factor())
         if self.take("/"):
-            total = over(total, self.factor())
+            total = divide(total, self.factor())
         return total
 
     def _argument(self) -> Number:
@@ -303,7 +303,7 @@ class _Reader:
                 raise Undefined("root of a negative number")
             sign = -1 if exponent.numerator % 2 else 1
             return sign * self._power(-base, exponent)
-        base, exponent = inexact(base), inexact(exponent)
+        base, exponent = to_float(base), to_float(exponent)
         if base == 0:
             if negative(exponent):
                 raise Undefined("division by zero")
@@ -313,7 +313,7 @@ class _Reader:
         return base**exponent
 
     def _real(self, number: Number, above: int | None = None) -> Number:
-        number = inexact(number)
+        number = to_float(number)
         if abs(number) > 10**20:
             raise TooLarge
         if not self._complex and above is not None and number <= above:
@@ -325,7 +325,7 @@ def _literal(word: str) -> Fraction:
     digits, _, repeated = word.replace(" ", "").partition("\\overline")
     mantissa, _, exponent = digits.lower().partition("e")
     if exponent:
-        return times(Fraction(mantissa), whole_power(Fraction(10), int(exponent)))
+        return multiply(Fraction(mantissa), whole_power(Fraction(10), int(exponent)))
     _, _, decimals = digits.partition(".")
     if not repeated:
         return Fraction(f"{digits}0" if digits.endswith(".") else digits)

@@ -63,7 +63,7 @@ THOUSANDS = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:,[0-9]{3})+)(?![0-9,])")
 SPACED_THOUSANDS = re.compile(r"(?<![0-9.,])(?<![0-9] )([0-9]{1,3})((?: [0-9]{3})+)(?![0-9]| [0-9])")
 
 
-def cleaned(text: str) -> str:
+def normalise(text: str) -> str:
     """Normalise the spelling of a text, with blanks only where they separate."""
     text = re.sub(r"\\\\|\\cr(?![A-Za-z])", NEW_LINE, text.translate(SYMBOLS))
     if "matrix" not in text and "array" not in text:
@@ -131,7 +131,7 @@ def readings(text: str) -> Iterator[str]:
         yield text
 
 
-def european(text: str) -> str | None:
+def without_decimal_comma(text: str) -> str | None:
     """Return 3.5 for 3,5, and 1234.56 for 1.234,56; None if the text is not a number with a decimal comma."""
     match = re.fullmatch(r"(-?)([0-9]+|[0-9]{1,3}(?:[. ][0-9]{3})+),([0-9]+)", text)
     return match and f"{match[1]}{re.sub('[. ]', '', match[2])}.{match[3]}"

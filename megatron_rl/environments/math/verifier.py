@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 
 from megatron_rl.agent.sandbox.api import Ending, ProcessLimits
 from megatron_rl.agent.sandbox.pool import WorkerPool
@@ -25,8 +24,9 @@ class Verifier:
         """Raises ValueError if math-verify is not installed."""
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError(f"environment math needs math-verify: `{install_command('math')}`")
-        limits = ProcessLimits(wall_s=timeout_s, cpu_s=math.ceil(timeout_s), memory_bytes=int(memory_gib * 2**30))
-        self._pool = WorkerPool("megatron_rl.environments.math.equality:equal", processes, limits)
+        self._pool = WorkerPool(
+            "megatron_rl.environments.math.equality:equal", processes, ProcessLimits.of(timeout_s, memory_gib)
+        )
         self.close = self._pool.close
         """End the workers. They also end with this object and with the interpreter."""
 

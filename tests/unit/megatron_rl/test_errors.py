@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.agent.registry import environment_class
 from megatron_rl.agent.scoring import RolloutLimits, score_answer
 from megatron_rl.agent.trajectories import check_reward
-from megatron_rl.errors import PACKAGE, ConfigurationError, TaskFailed, own_place, own_trace
+from megatron_rl.errors import PACKAGE, ConfigurationError, TaskFailed, task_location, task_traceback
 from megatron_rl.inference.request_limits import refuse_duplicate
 
 REWARD = """
@@ -66,17 +66,17 @@ def raised(call: Callable[[], Any]) -> Exception:
 
 
 def test_location_is_the_tasks_own_line_however_deep_a_library_failed(mine: ModuleType) -> None:
-    assert own_place(raised(lambda: mine.reward({}))) == 'mine.py:6: return row["answr"]'
-    assert own_place(raised(lambda: mine.deep("{"))) == "mine.py:10: return json.loads(text)"
-    assert own_place(raised(lambda: mine.waits({}))) == 'mine.py:6: return row["answr"]'
+    assert task_location(raised(lambda: mine.reward({}))) == 'mine.py:6: return row["answr"]'
+    assert task_location(raised(lambda: mine.deep("{"))) == "mine.py:10: return json.loads(text)"
+    assert task_location(raised(lambda: mine.waits({}))) == 'mine.py:6: return row["answr"]'
 
 
 def test_invalid_value_is_attributed_to_the_line_that_passed_it(mine: ModuleType) -> None:
-    assert own_place(raised(lambda: mine.refused(1e30))) == "mine.py:20: check_reward(value)"
+    assert task_location(raised(lambda: mine.refused(1e30))) == "mine.py:20: check_reward(value)"
 
 
 def test_traceback_starts_in_the_tasks_code(mine: ModuleType) -> None:
-    lines = own_trace(raised(lambda: mine.deep("{"))).splitlines()
+    lines = task_traceback(raised(lambda: mine.deep("{"))).splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert [line for line in lines if f"{PACKAGE}/" in line] == []
     own = next(place for place, line in enumerate(lines) if "mine.py" in line)
@@ -91,33 +91,33 @@ def test_cause_of_a_bad_configuration_counts_too(mine: ModuleType) -> None:
         except KeyError as error:
             raise ConfigurationError(str(error)) from error
     wrapped.value.__traceback__ = None  # this test's own frame
-    assert own_place(wrapped.value).startswith("mine.py:6: ")
-    assert own_trace(wrapped.value).endswith("KeyError: 'answr'\n")
+    assert task_location(wrapped.value).startswith("mine.py:6: ")
+    assert task_traceback(wrapped.value).endswith("KeyError: 'answr'\n")
 
 
 def test_engine_that_fails_is_not_the_tasks_fault(mine: ModuleType) -> None:
     request: Any = SimpleNamespace(id="a", again=None)
     error = raised(lambda: mine.broken_engine(lambda: refuse_duplicate(request, {"a"})))
     assert "request a is already being answered" in str(error)
-    assert (own_place(error), own_trace(error)) == ("", "")
+    assert (task_location(error), task_traceback(error)) == ("", "")
 
 
 def test_error_inside_mrl_has_no_location() -> None:
     with pytest.raises(ValueError, match="the reward is nan") as found:
         check_reward(float("nan"))
     found.value.__traceback__ = found.tb.tb_next  # without this test's own frame
-    assert (own_place(found.value), own_trace(found.value)) == ("", "")
+    assert (task_location(found.value), task_traceback(found.value)) == ("", "")
 
 
 def test_syntax_error_has_its_location(tmp_path: Path) -> None:
     with pytest.raises(SyntaxError) as wrong:
         load(tmp_path / "typo.py", "x = 1\ndef reward(row)\n    return 1\n")
-    assert own_place(wrong.value) == "typo.py:2: def reward(row)"
+    assert task_location(wrong.value) == "typo.py:2: def reward(row)"
 
 
 def test_counted_error_keeps_its_traceback(tmp_path: Path) -> None:
-    assert own_trace(TaskFailed("no answer could be scored", "Traceback ...\n")) == "Traceback ...\n"
-    assert own_place(TaskFailed("no answer could be scored")) == ""
+    assert task_traceback(TaskFailed("no answer could be scored", "Traceback ...\n")) == "Traceback ...\n"
+    assert task_location(TaskFailed("no answer could be scored")) == ""
 
 
 def test_import_error_of_an_environment_has_its_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,4 +154,4 @@ def test_installed_environment_is_the_tasks_code(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="gone") as wrong:
         cls(cls.Config(), None)
     wrong.value.__traceback__ = wrong.tb.tb_next  # without this test's own frame
-    assert own_place(wrong.value) == "installed_task.py:8: neighbour.fails()"
+    assert task_location(wrong.value) == "installed_task.py:8: neighbour.fails()"
