@@ -186,7 +186,7 @@ class InferenceConfig(Section):
     max_batch: PositiveInt = 256
     """Sequences decoded together on one replica; others wait."""
     prefill_tokens: PositiveInt = 16384
-    """Prompt tokens computed at once, in tokens. Longer prompts are split, and other answers are decoded in between."""
+    """Prompt tokens computed at once. Longer prompts are split, and other answers are decoded in between."""
     cache_tokens: PositiveInt | None = None
     """Size of the KV cache of one replica, in tokens; default: max_batch sequences of full length. When a smaller cache
     is full, the youngest answers pause and resume later."""

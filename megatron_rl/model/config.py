@@ -197,7 +197,7 @@ class ModelConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """Tokenizer."""
+    """Tokenizer of prompts and answers."""
 
     type: Literal["characters", "huggingface"] = "huggingface"
     """huggingface: a tokenizer of the transformers library. characters: one token per character of `alphabet`."""

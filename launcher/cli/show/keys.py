@@ -16,6 +16,7 @@ from megatron_rl.config import RunConfig
 WIDTH = 100  # columns of the terminal
 PAGE_WIDTH = 120  # columns of docs/keys.md
 UNITS = {"_s": "seconds", "_gib": "GiB"}  # by the end of a key
+ENVIRONMENTS = ("environments",)
 ABSENT = object()
 
 PAGE = """\
@@ -66,8 +67,11 @@ class Keys:
         for section in (key for key in self.known if self._is_section(key)):
             lines += ["", f"{'#' * (len(section) + 1)} {_name(section)}", ""]
             lines += textwrap.wrap(self.meaning(section), PAGE_WIDTH, break_on_hyphens=False)
+            if section == ENVIRONMENTS:
+                lines += ["", "Each item has the keys of `environment`, and:"]
             for key in self.known:
-                if key[:-1] in (section, (*section, ITEM)) and not self._is_section(key):
+                again = section == ENVIRONMENTS and ("environment", key[-1]) in self.known
+                if key[:-1] in (section, (*section, ITEM)) and not self._is_section(key) and not again:
                     lines += self._bullet(key)
         return "\n".join(lines) + "\n"
 
@@ -140,4 +144,6 @@ def _written(value: Any) -> str:
     """A value as a recipe writes it."""
     if value is None:
         return "null"
+    if value == "":
+        return '""'
     return str(value).lower() if isinstance(value, bool) else str(value)
