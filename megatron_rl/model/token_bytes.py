@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
+@cache
 def _byte_letters() -> dict[str, int]:
     """GPT-2's letters, one per byte: printable ones represent themselves, others follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -37,7 +38,8 @@ class TokenBytes:
         if name is None:
             return b""
         if "ByteLevel" in self._decoders:
-            return b"".join(bytes([self._letters[each]]) if each in self._letters else each.encode() for each in name)
+            letters = _byte_letters()
+            return b"".join(bytes([letters[each]]) if each in letters else each.encode() for each in name)
         if "ByteFallback" in self._decoders and (one := _ONE_BYTE.fullmatch(name)):
             return bytes([int(one[1], 16)])
         before, both = self._decoded(self._some), self._decoded([*self._some, token])
@@ -56,10 +58,6 @@ class TokenBytes:
         """Tokens of a short text, which put the token behind them in the middle of a text."""
         tokens: list[int] = self._tokenizer.encode("a", add_special_tokens=False)
         return tokens
-
-    @cached_property
-    def _letters(self) -> dict[str, int]:
-        return _byte_letters()
 
     @cached_property
     def _decoders(self) -> set[str]:

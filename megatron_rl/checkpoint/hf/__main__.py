@@ -19,7 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_rl.checkpoint.publish import CheckpointError, newest_step
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.hf_config import CONFIG_FILE
+from megatron_rl.model.hub import local_folder
 from megatron_rl.rank.world import die_with_parent
 
 
@@ -43,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing was written\n")
         return EXIT_INTERRUPTED
-    except _refusals() as error:
+    except (CheckpointError, ConfigurationError) as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
     except OSError as error:
@@ -59,23 +64,11 @@ def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _refusals() -> tuple[type[Exception], ...]:
-    from megatron_rl.checkpoint.publish import CheckpointError
-    from megatron_rl.errors import ConfigurationError
-
-    return CheckpointError, ConfigurationError
-
-
 def _convert(options: argparse.Namespace) -> dict[str, Any]:
     """Convert, with imports that take seconds and so come after the signal handlers."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
     from megatron_rl.checkpoint.hf.to_megatron import to_megatron
-    from megatron_rl.checkpoint.publish import newest_step
-    from megatron_rl.contract.paths import RunDir
-    from megatron_rl.errors import ConfigurationError
-    from megatron_rl.model.hf_config import CONFIG_FILE
-    from megatron_rl.model.hub import local_folder
     from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
