@@ -37,9 +37,9 @@ class ContextPart:
     """[selected] the trained tokens."""
     trained: Tensor
     """[selected] see `MicroBatch.trained`."""
-    places: Tensor
+    indices: Tensor
     """[part] indices of the part's tokens in the whole, ascending."""
-    places_of_ranks: Tensor
+    indices_of_ranks: Tensor
     """[ranks, part] indices of each rank's tokens in the whole."""
     whole: PackedSequences
     """The whole micro-batch, padded with trees so that all ranks have the same number of tokens."""
@@ -47,17 +47,17 @@ class ContextPart:
 
 def context_part(batch: MicroBatch, rank: int, ranks: int) -> ContextPart:
     whole = _divisible(batch, ranks)
-    places_of_ranks = cut(whole.cu_seqlens, ranks)
-    places = places_of_ranks[rank]
-    predicted = torch.isin(whole.select, places)
+    indices_of_ranks = cut(whole.cu_seqlens, ranks)
+    indices = indices_of_ranks[rank]
+    predicted = torch.isin(whole.select, indices)
     return ContextPart(
-        tokens=whole.tokens[places],
-        positions=whole.positions[places],
-        select=torch.searchsorted(places, whole.select[predicted]),
+        tokens=whole.tokens[indices],
+        positions=whole.positions[indices],
+        select=torch.searchsorted(indices, whole.select[predicted]),
         targets=whole.targets[predicted],
         trained=whole.trained[predicted],
-        places=places,
-        places_of_ranks=places_of_ranks,
+        indices=indices,
+        indices_of_ranks=indices_of_ranks,
         whole=whole,
     )
 
@@ -74,8 +74,8 @@ def cut(cu_seqlens: Tensor, ranks: int) -> Tensor:
     front = of_rank // 2
     sizes = np.concatenate((front, (of_rank - front)[:, ::-1]), axis=1)  # of the chunks of each tree in order
     chunks = np.stack((edges[:-1, None] + sizes.cumsum(axis=1) - sizes, sizes), axis=-1)
-    places = [run_indices(chunks[:, [rank, 2 * ranks - 1 - rank]].reshape(-1, 2)) for rank in range(ranks)]
-    return torch.from_numpy(np.stack(places))
+    indices = [run_indices(chunks[:, [rank, 2 * ranks - 1 - rank]].reshape(-1, 2)) for rank in range(ranks)]
+    return torch.from_numpy(np.stack(indices))
 
 
 def _divisible(batch: MicroBatch, ranks: int) -> MicroBatch:

@@ -63,9 +63,9 @@ def sharded_adam_state(
     }
     state: dict[str, Any] = {}
     for share in _shares(optimizer, parameters):
-        place = of_parameter[id(share.parameter)]
+        sharded = of_parameter[id(share.parameter)]
         # Gate and up projection, two tensors of a checkpoint, are one parameter: a factory builds both.
-        parts = place.build() if isinstance(place, ShardedTensorFactory) else [place]
+        parts = sharded.build() if isinstance(sharded, ShardedTensorFactory) else [sharded]
         for part in parts:
             for name in share.tensors:
                 flat = held(share.tensors[name]).detach().view(-1)

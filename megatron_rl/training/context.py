@@ -23,14 +23,14 @@ class ContextLayout:
 
     part: Layout
     """Layout of this rank's queries and all keys."""
-    places_of_ranks: Tensor
+    indices_of_ranks: Tensor
     """[ranks, part] index of each rank's tokens among the packed ones."""
     group: dist.ProcessGroup
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend as in `Layout.attend`, all tensors [part, ...]. Collective over the group, also in the backward
         pass."""
-        key, value = _GatherContext.apply(key, value, self.places_of_ranks.flatten(), self.group)
+        key, value = _GatherContext.apply(key, value, self.indices_of_ranks.flatten(), self.group)
         return self.part.attend(layer, query, key, value)
 
 
@@ -41,17 +41,17 @@ class _GatherContext(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, places: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-        ctx.places, ctx.group = places, group
+    def forward(ctx: Any, key: Tensor, value: Tensor, indices: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        ctx.indices, ctx.group = indices, group
         both = torch.cat((key, value), dim=1)
-        gathered = both.new_empty((len(places), *both.shape[1:]))
+        gathered = both.new_empty((len(indices), *both.shape[1:]))
         dist.all_gather_into_tensor(gathered, both, group=group)
         # Separate tensors: the backward pass would keep the whole of what it has a view of.
-        return tuple(torch.empty_like(each).index_copy_(0, places, each) for each in gathered.chunk(2, dim=1))
+        return tuple(torch.empty_like(each).index_copy_(0, indices, each) for each in gathered.chunk(2, dim=1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_ranks = torch.cat(gradients, dim=1).index_select(0, ctx.places).float()
+        of_ranks = torch.cat(gradients, dim=1).index_select(0, ctx.indices).float()
         mine = of_ranks.new_empty((len(of_ranks) // ctx.group.size(), *of_ranks.shape[1:]))
         dist.reduce_scatter_tensor(mine, of_ranks, group=ctx.group)
         return *mine.to(gradients[0].dtype).chunk(2, dim=1), None, None

@@ -52,8 +52,8 @@ class ModelInput:
             layout = policy.layout(batch)
         else:
             part = context_part(batch, context.rank(), context.size())
-            of_part = policy.layout(part.whole, part.places)
-            layout = ContextLayout(of_part, part.places_of_ranks.to(policy.device), context)
+            of_part = policy.layout(part.whole, part.indices)
+            layout = ContextLayout(of_part, part.indices_of_ranks.to(policy.device), context)
         names = ("tokens", "positions", "select", "targets", "trained")
         return cls(layout=layout, **{name: getattr(part, name).to(policy.device) for name in names})
 

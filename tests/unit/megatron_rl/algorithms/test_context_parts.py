@@ -35,13 +35,13 @@ def parts_of(batch: MicroBatch, ranks: int) -> list[ContextPart]:
 def test_every_token_is_on_one_rank_and_gathering_restores_the_order(batch: MicroBatch, ranks: int) -> None:
     parts = parts_of(batch, ranks)
     gathered = torch.cat([part.tokens for part in parts])
-    packed = torch.full_like(gathered, -1).index_copy_(0, parts[0].places_of_ranks.flatten(), gathered)
+    packed = torch.full_like(gathered, -1).index_copy_(0, parts[0].indices_of_ranks.flatten(), gathered)
     assert torch.equal(packed[: len(batch.tokens)], batch.tokens)
     for part in parts:
-        assert torch.equal(part.places_of_ranks, parts[0].places_of_ranks)
-        real = part.places < len(batch.tokens)
-        assert torch.equal(part.positions[real], batch.positions[part.places[real]])
-        assert (part.places.diff() > 0).all()
+        assert torch.equal(part.indices_of_ranks, parts[0].indices_of_ranks)
+        real = part.indices < len(batch.tokens)
+        assert torch.equal(part.positions[real], batch.positions[part.indices[real]])
+        assert (part.indices.diff() > 0).all()
 
 
 @given(micro_batches(), RANKS)
@@ -63,7 +63,7 @@ def test_every_trained_token_is_predicted_once_by_the_rank_of_its_predecessor(ba
     found = []
     for part in parts_of(batch, ranks):
         for place, token, trained in zip(part.select, part.targets, part.trained, strict=True):
-            assert part.places[place] == predicting[int(trained)]
+            assert part.indices[place] == predicting[int(trained)]
             assert token == target[int(trained)]
             found.append(int(trained))
     assert sorted(found) == sorted(predicting)
@@ -74,17 +74,17 @@ def test_each_rank_has_equally_many_early_and_late_tokens_of_every_sequence(leng
     """So pairs of a token and one that it attends to differ between ranks by less than those of a few tokens, and not
     by a share of all, which grows with the square of the length."""
     lengths = [*lengths, -sum(lengths) % ranks + ranks]
-    places = cut(whole_sequences(lengths).cu_seqlens, ranks)
+    indices = cut(whole_sequences(lengths).cu_seqlens, ranks)
     for first, stop in pairwise(whole_sequences(lengths).cu_seqlens.tolist()):
-        of_ranks = [of_rank[(of_rank >= first) & (of_rank < stop)] - first + 1 for of_rank in places]
+        of_ranks = [of_rank[(of_rank >= first) & (of_rank < stop)] - first + 1 for of_rank in indices]
         pairs = [int(seen.sum()) for seen in of_ranks]
         assert max(pairs) - min(pairs) <= 2 * (stop - first)
         assert max(map(len, of_ranks)) - min(map(len, of_ranks)) <= 1
 
 
 def test_long_sequence_gives_each_rank_a_chunk_from_the_front_and_one_from_the_end() -> None:
-    places = cut(whole_sequences([12]).cu_seqlens, 3)
-    assert places.tolist() == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    indices = cut(whole_sequences([12]).cu_seqlens, 3)
+    assert indices.tolist() == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
 
 
 def test_micro_batch_without_tokens_to_train_on_has_a_token_for_each_rank() -> None:
