@@ -82,7 +82,9 @@ class _Conversation:
             if self._terminal:
                 step = "" if ready["step"] is None else f" after step {ready['step']}"
                 how = "" if ready["chat"] else ", which has no chat template and continues what you type"
-                click.echo(f"{ready['name']}{step}{how}; {CLEAR} starts again, {LEAVE} or Ctrl-D ends", err=True)
+                click.echo(
+                    f"{ready['name']}{step}{how}; {CLEAR} starts again, {LEAVE} or Ctrl-D ends the chat", err=True
+                )
             for line in self._lines():
                 if line.strip() == LEAVE:
                     break

@@ -67,7 +67,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(published: Path) -> N
         shown = shown.partition(text)[2]
 
     try:
-        until(b"Ctrl-D leaves\r\n")
+        until(b"Ctrl-D ends the chat\r\n")
         until(b"> ")
         for _ in range(2):  # the second is answered like the first
             os.write(terminal, b"12\n")

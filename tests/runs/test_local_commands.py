@@ -80,10 +80,10 @@ def test_cancel_without_drain_kills(call):
     assert json.loads(call("mrl", "status", "--json").stdout)["state"] in ("failed", "stopped")
 
 
-def test_what_only_slurm_can_do_is_refused_with_the_way_out(call):
+def test_options_for_slurm_are_refused_with_a_remedy(call):
     started(call)
     assert "mrl resume r" in call("mrl", "requeue", "r", code=1).stderr
-    assert "processes of this machine" in call("mrl", "attach", code=1).stderr
+    assert "processes on this machine" in call("mrl", "attach", code=1).stderr
     said = call("mrl-submit", "demo", "--follow", "--after", "7", code=2).stderr
     assert (
         said == "error: --follow, --after: only for Slurm clusters, but this run is local (choose one with --cluster)\n"
@@ -102,7 +102,7 @@ def test_ls_and_logs(call):
     said = call("mrl", "logs", "first", "--rank", "9", code=2).stderr
     assert said == "error: first: train has no rank 9; its ranks: 0, 1\n"
     said = call("mrl", "logs", "first", "--role", "nobody", code=2).stderr
-    assert said == "error: first: no log of the role nobody; there are: supervisor, train\n"
+    assert said == "error: first: no log of the role nobody; the roles are: supervisor, train\n"
 
 
 def test_a_resumed_run_has_only_the_documented_freedom(call):
@@ -158,7 +158,7 @@ def test_the_completion_is_a_script_of_that_shell(call, shell):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, env={"PATH": os.environ["PATH"]})
 
 
-def test_a_run_here_that_nobody_asked_to_be_one_says_why(call, monkeypatch, tmp_path):
+def test_a_run_that_is_local_by_default_says_why(call, monkeypatch, tmp_path):
     said = call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run").stderr.splitlines()[0]
     assert re.match(r"note: no cluster profile in \S+, so it runs on this machine; --cluster NAME .*h100", said)
     assert "note" not in call("mrl-submit", "demo", "--dry-run").stderr
@@ -167,7 +167,7 @@ def test_a_run_here_that_nobody_asked_to_be_one_says_why(call, monkeypatch, tmp_
     Path("clusters.yaml").write_text(json.dumps({"lab": lab, "other": lab}))
     monkeypatch.setenv("MRL_CLUSTERS", "clusters.yaml")
     said = call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run").stderr
-    assert "note: clusters.yaml has lab, other and no default:, so this means this machine" in said
+    assert "note: clusters.yaml has lab, other but sets no default, so it runs on this machine" in said
     Path("clusters.yaml").write_text(json.dumps({"lab": lab}))
     said = call("mrl-submit", "demo", "--dry-run").stderr
     assert re.match(r"note: runs on this machine because demo.yaml:\d+ says so; --cluster lab runs it there\n", said)

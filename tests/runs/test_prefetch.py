@@ -236,12 +236,12 @@ def test_half_a_download_does_not_count(hub, profile, capfd):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("org/nowhere", "the hub has none of that name, or it is private: export HF_TOKEN"),
-        ("org/model", "accept terms at https://huggingface.co/org/model"),
+        ("org/nowhere", "the hub has no repository of this name, or it is private: export HF_TOKEN"),
+        ("org/model", "accept its terms at https://huggingface.co/org/model"),
         ("not a name", "not a name on the hub"),
     ],
 )
-def test_a_refusal_is_one_line_that_says_what_to_do(hub, profile, capfd, name, words):
+def test_a_refusal_is_one_line_with_a_remedy(hub, profile, capfd, name, words):
     hub.gated.add("models/org/model")
     assert not fetch(Need("model", name), Cache.of(profile))
     said = capfd.readouterr().err
@@ -281,11 +281,11 @@ def test_a_recipe_needs_each_thing_once(profile):
     assert needs(load_recipe("demo").config, None) == []
 
 
-def test_a_dry_run_is_told_what_is_missing_and_what_to_do(profile):
+def test_a_dry_run_lists_missing_files_with_a_remedy(profile):
     config = load_recipe("qwen2.5-32b-dapo").config
     image, others = missing(config, profile)
     assert image.startswith("image org/image:1 is not in ")
-    assert "the job's first node imports it" in image
+    assert "the job's first node will import it" in image
     assert all(str(need) in others for need in needs(config, profile)[1:])
     assert "the job runs offline" in others
     assert "`mrl prefetch`" in others
@@ -298,7 +298,7 @@ def test_a_dry_run_is_told_what_is_missing_and_what_to_do(profile):
 def test_an_image_for_the_login_node_is_imported_before_submitting_or_nothing_is_submitted(profile, capfd, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     import_image_on_login(load_recipe("demo").config, profile)
-    with pytest.raises(BadInput, match=r"image org/image:1 cannot be imported here \(image\.import_on: login\)"):
+    with pytest.raises(BadInput, match=r"image org/image:1 could not be imported here \(image\.import_on: login\)"):
         import_image_on_login(load_recipe("demo", ["image.import_on=login"]).config, profile)
     assert "enroot is not on PATH" in capfd.readouterr().err
 
@@ -306,13 +306,13 @@ def test_an_image_for_the_login_node_is_imported_before_submitting_or_nothing_is
 PACKAGED = ["model.huggingface=package:no-such-weights", "tokenizer.path=package:no-such-weights"]
 
 
-def test_what_a_package_brings_along_is_exported_and_not_fetched(profile, capfd):
+def test_files_of_a_package_are_exported_and_not_fetched(profile, capfd):
     config = load_recipe(SMALL, PACKAGED).config
     cache, need = Cache.of(profile), Need("model", "package:no-such-weights")
     assert [each for each in needs(config, profile) if each.package] == [need]
     assert "model package:no-such-weights is not in" in missing(config, profile)[1]
     assert "mrl-submit will export it first" in missing(config, profile)[1]
-    with pytest.raises(BadInput, match="model package:no-such-weights cannot be exported here"):
+    with pytest.raises(BadInput, match="model package:no-such-weights could not be exported here"):
         export_packages(config, profile)
     assert "error: the Python package no-such-weights is not installed here" in capfd.readouterr().err
     folder = cache.huggingface / "mrl" / "packages" / "no-such-weights"

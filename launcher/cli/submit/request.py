@@ -124,7 +124,7 @@ def why_local(request: Request, clusters: Clusters, planned: PlannedRun) -> str 
         return None
     found = f"no cluster profile in {clusters.file}"
     if clusters.own:
-        found = f"{clusters.file} has {', '.join(clusters.own)} and no default:"
+        found = f"{clusters.file} has {', '.join(clusters.own)} but sets no default"
     names = ", ".join(name for name in clusters.names() if name != LOCAL)
     return f"{found}, so it runs on this machine; --cluster NAME or $MRL_CLUSTER chooses another cluster ({names})"
 
