@@ -1,4 +1,4 @@
-"""The pages that people read: their links lead somewhere, and the commands that they name exist."""
+"""Links of the documentation lead to files and headings, and the commands that it names exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def without_code(text: str) -> str:
-    """Without indented and fenced blocks and code spans, where brackets are not links."""
+    """Text without indented and fenced blocks and code spans, in which brackets are not links."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
     return re.sub(r"`[^`]*`", "code", text)
@@ -26,14 +26,14 @@ def without_code(text: str) -> str:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings: lower case, without punctuation, dashes for spaces."""
+    """Anchors as GitHub derives them from headings: lower case, no punctuation, dashes for spaces."""
     text = re.sub(r"^    .*$", "", page.read_text(), flags=re.MULTILINE)
     headings = re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @every_page
-def test_every_relative_link_leads_to_a_file_and_to_a_heading_of_it(page):
+def test_every_relative_link_leads_to_a_file_and_a_heading(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
         if re.match(r"[a-z]+:", target):
             continue
@@ -44,20 +44,20 @@ def test_every_relative_link_leads_to_a_file_and_to_a_heading_of_it(page):
 
 
 @every_page
-def test_every_command_that_is_named_exists(page):
+def test_every_named_command_exists(page):
     text = page.read_text()
     lines = re.findall(r"^ {4,}(?:\$ )?(?:.*(?:&&|\||\$\() )?mrl ([a-z][a-z-]*)", text, flags=re.MULTILINE)
     spans = re.findall(r"`mrl ([a-z][a-z-]*)[^`]*`", text)
     assert not {*lines, *spans} - set(COMMANDS)
 
 
-def test_every_page_is_reached_from_the_readme():
+def test_the_readme_links_every_page():
     readme = PAGES[0].read_text()
     assert not [page.name for page in PAGES[1:] if f"({page.relative_to(ROOT)}" not in readme]
 
 
 @every_page
-def test_no_page_has_pip_fetch_somebody_elses_mrl(page):
+def test_no_page_installs_another_project_called_mrl(page):
     assert not re.search(r"pip install (-\S+ )*'?mrl\b", page.read_text())
 
 
