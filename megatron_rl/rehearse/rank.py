@@ -42,27 +42,14 @@ A_MINUTE = timedelta(minutes=1)
 ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An error in a phase of the step."""
-
-    phase: str
-    error: str
-    """Class and message."""
-    where: str
-    """Innermost line of this project in the traceback."""
-
-    @classmethod
-    def of(cls, phase: str, error: Exception) -> Failure:
-        return cls(phase, f"{type(error).__name__}: {error}".strip().partition("\n")[0], _where(error.__traceback__))
-
-
 class PhaseFailed(Exception):
-    """A phase of the step failed, as it would in a run."""
+    """A phase of a step failed, as it would in a run."""
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(f"{failure.phase}: {failure.error}")
-        self.failure = failure
+    def __init__(self, phase: str, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        super().__init__(f"{phase}: {text}")
+        self.failure = {"phase": phase, "error": text, "where": _where(error.__traceback__)}
+        """`where` is the innermost line of this project in the traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +59,8 @@ class Rehearsal:
     parameters: int = 0
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     """Bytes at the peak of each phase, by holder such as "weights"; phases are in the order of their start."""
-    failure: Failure | None = None
+    failure: dict[str, str] | None = None
+    """See `PhaseFailed`."""
 
 
 class Phases:
@@ -95,7 +83,7 @@ class Phases:
         except PhaseFailed:
             raise
         except Exception as error:  # any error that a run's step would raise is a result of the rehearsal
-            raise PhaseFailed(Failure.of(name, error)) from error
+            raise PhaseFailed(name, error) from error
         if peak.bytes > sum(self.peaks.get(name, {}).values()):
             self.peaks[name] = {holder: size for holder, size in peak.held_by.items() if size}
 

@@ -14,8 +14,8 @@ def test_the_innermost_phase_is_reported() -> None:
     phases = Phases(Memory())
     with pytest.raises(PhaseFailed) as failed, phases.phase("train"), phases.phase("update"):
         Pipeline().not_there  # noqa: B018
-    assert failed.value.failure.phase == "update"
-    assert failed.value.failure.error.startswith("AttributeError: ")
+    assert failed.value.failure["phase"] == "update"
+    assert failed.value.failure["error"].startswith("AttributeError: ")
     assert phases.peaks == {}
 
 
