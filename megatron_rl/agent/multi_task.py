@@ -85,7 +85,7 @@ class WeightedMultiTask(Environment, Demonstrator):
             if one.evaluation_only and id not in evaluated:
                 raise ValueError(f"environment {id!r} is evaluation_only and has no evaluation problems")
         formats = {id: member.prompt_format for id, member in self._members.items() if member.prompt_format}
-        self.prompt_format = "; ".join(f"{id}: {asked}" for id, asked in formats.items())
+        self.prompt_format = "; ".join(f"{id}: {text}" for id, text in formats.items())
         self.compares_answers = all(member.compares_answers for member in self._members.values())
 
     def training_problems(self) -> Sequence[Problem]:
@@ -163,8 +163,8 @@ def _build(config: WeightedEnvironment, tokenizer: Tokenizer) -> Environment:
 
 def _held_out(environment: Environment) -> set[str]:
     """Return the normalised prompts that an environment evaluates on and does not train on itself."""
-    asked = chain.from_iterable(environment.evaluation_problems().values())
-    return {normalised(problem.prompt) for problem in asked} - {
+    evaluated = chain.from_iterable(environment.evaluation_problems().values())
+    return {normalised(problem.prompt) for problem in evaluated} - {
         normalised(problem.prompt) for problem in environment.training_problems()
     }
 

@@ -81,9 +81,9 @@ class MultiTurnAgent(RewardOnlyAgent):
             except BaseException as error:  # noqa: BLE001 - a task's own code may raise anything; it ends no run
                 return self._reason("get_observation", as_task_error(error), problem, responses[-1])
             key = turn_key(request.key, sample, len(responses))
-            asked = GenerationRequest(list(conversation.tokens), 1, request.sampling, key, request.ordinal)
+            next_request = GenerationRequest(list(conversation.tokens), 1, request.sampling, key, request.ordinal)
             try:
-                [completion] = await inference.generate(asked)
+                [completion] = await inference.generate(next_request)
             except PromptTooLong:
                 completion = conversation.cut_off()
                 break

@@ -40,31 +40,31 @@ def template_fields(template: str, known: Sequence[str] | None = None) -> set[st
     return fields
 
 
-def render_prompt(tokenizer: Tokenizer, message: str, asking: PromptConfig) -> str:
+def render_prompt(tokenizer: Tokenizer, message: str, config: PromptConfig) -> str:
     """Return the prompt that requests an answer to `message`.
 
     Raises ValueError if a chat template is required but missing, or if it does not support the system message.
     """
-    if _in_chat(tokenizer, asking):
-        system = [] if asking.system is None else [{"role": "system", "content": asking.system}]
+    if _in_chat(tokenizer, config):
+        system = [] if config.system is None else [{"role": "system", "content": config.system}]
         prompt = tokenizer.conversation([*system, {"role": "user", "content": message}])
         assert prompt is not None  # there is a template
         return prompt
-    needs = "chat: always" if asking.chat == "always" else "system" if asking.system is not None else None
+    needs = "chat: always" if config.chat == "always" else "system" if config.system is not None else None
     if needs:
         raise ValueError(f"environment.args.{needs}, but the tokenizer has no chat template")
     return tokenizer.as_prompt(message)
 
 
-def prompt_format(tokenizer: Tokenizer, asking: PromptConfig) -> str:
+def prompt_format(tokenizer: Tokenizer, config: PromptConfig) -> str:
     """Describe what `render_prompt` puts around a message, for an evaluation's record; "" if nothing."""
-    if not _in_chat(tokenizer, asking):
+    if not _in_chat(tokenizer, config):
         return ""
-    return "chat template" if asking.system is None else f"chat template, system message {asking.system!r}"
+    return "chat template" if config.system is None else f"chat template, system message {config.system!r}"
 
 
-def _in_chat(tokenizer: Tokenizer, asking: PromptConfig) -> bool:
-    return asking.chat != "never" and tokenizer.chat_template is not None
+def _in_chat(tokenizer: Tokenizer, config: PromptConfig) -> bool:
+    return config.chat != "never" and tokenizer.chat_template is not None
 
 
 def next_turn(tokenizer: Tokenizer, *messages: str, role: str = "user") -> str:

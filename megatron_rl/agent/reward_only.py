@@ -78,9 +78,9 @@ class RewardOnlyAgent(Environment):
 
         async def answer(index: int, problem: Problem) -> list[Trajectory]:
             prompt, key = self.tokenizer.encode(problem.prompt), stable_key("evaluation", request.key, index)
-            asked = GenerationRequest(prompt, request.samples_per_problem, request.sampling, key)
+            generation = GenerationRequest(prompt, request.samples_per_problem, request.sampling, key)
             try:
-                answers, lost = await self._answer(problem, asked, request.inference, request.limits)
+                answers, lost = await self._answer(problem, generation, request.inference, request.limits)
             except PromptTooLong as error:
                 logger.warning("problem %d of an evaluation is lost: %s", index, error)
                 answers, lost = [], Counter({"the prompt is too long": request.samples_per_problem})

@@ -59,10 +59,10 @@ class CodePoints:
 def main() -> int:
     die_with_parent()
     logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stderr)
-    asked = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.read())
     output, sys.stdout = sys.stdout, sys.stderr  # keep an environment's own prints out of the output
     try:
-        for found in try_environment(EnvironmentConfig(**asked["environment"]), asked["problems"]):
+        for found in try_environment(EnvironmentConfig(**request["environment"]), request["problems"]):
             output.write(json.dumps(found) + "\n")
             output.flush()
     except ValueError as error:
@@ -70,7 +70,7 @@ def main() -> int:
         return EXIT_USAGE
     except ImportError as error:
         brought = f"; `{install_command('train')}` installs what the environments of mrl import"
-        sys.stderr.write(f"environment {asked['environment']['name']}: {error}{brought}\n")
+        sys.stderr.write(f"environment {request['environment']['name']}: {error}{brought}\n")
         return EXIT_USAGE
     return EXIT_FINISHED
 

@@ -118,21 +118,21 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
         source, config = question.source, self.config
         assert isinstance(source, Rows)
         system = value_at(question.row, source.system.split(".")) if source.system else None
-        asking = config if system is None else config.model_copy(update={"system": str(system)})
+        prompt_config = config if system is None else config.model_copy(update={"system": str(system)})
         messages = value_at(question.row, source.question.split("."))
         if isinstance(messages, list):
-            return _conversation(self.tokenizer, messages, asking)
-        return render_prompt(self.tokenizer, config.prompt.format(**self.fields(question)), asking)
+            return _conversation(self.tokenizer, messages, prompt_config)
+        return render_prompt(self.tokenizer, config.prompt.format(**self.fields(question)), prompt_config)
 
 
-def _conversation(tokenizer: Tokenizer, messages: Sequence[Any], asking: PromptConfig) -> str:
+def _conversation(tokenizer: Tokenizer, messages: Sequence[Any], prompt_config: PromptConfig) -> str:
     """Return the prompt of a list of chat messages; without a chat template, their contents. Raises ValueError."""
     if not messages or not all(isinstance(one, Mapping) and {"role", "content"} <= {*one} for one in messages):
         raise ValueError("environment.args: a prompt that is a list must contain chat messages with role and content")
-    if asking.system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": asking.system}, *messages]
-    prompt = tokenizer.conversation(messages) if asking.chat != "never" else None
-    if prompt is None and asking.chat == "always":
+    if prompt_config.system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": prompt_config.system}, *messages]
+    prompt = tokenizer.conversation(messages) if prompt_config.chat != "never" else None
+    if prompt is None and prompt_config.chat == "always":
         raise ValueError("environment.args.chat: always, but the tokenizer has no chat template")
     return "\n\n".join(str(one["content"]) for one in messages) if prompt is None else prompt
 

@@ -17,15 +17,15 @@ from typing import Any
 from reasoning_gym.factory import DATASETS
 
 
-def score(asked: Mapping[str, Any]) -> tuple[float, str | None]:
+def score(request: Mapping[str, Any]) -> tuple[float, str | None]:
     """Return the score, and the error of a task that cannot parse the answer, which scores 0. Raises MemoryError.
 
-    asked: `dataset`, `dataset_args`, `seed` and `draws` of the environment; `task`, pickled; `answer`.
+    request: `dataset`, `dataset_args`, `seed` and `draws` of the environment; `task`, pickled; `answer`.
     """
-    dataset = _dataset(asked["dataset"], json.dumps(asked["dataset_args"]), asked["seed"], asked["draws"])
-    task = pickle.loads(base64.b64decode(asked["task"]))  # sent by a rank, which is trusted
+    dataset = _dataset(request["dataset"], json.dumps(request["dataset_args"]), request["seed"], request["draws"])
+    task = pickle.loads(base64.b64decode(request["task"]))  # sent by a rank, which is trusted
     try:
-        return float(dataset.score_answer(asked["answer"], task)), None
+        return float(dataset.score_answer(request["answer"], task)), None
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - some tasks raise anything

@@ -136,11 +136,11 @@ class RemoteAgent(Environment, Demonstrator):
         from megatron_rl.agent.remote.wire import AgentRequest, ProblemId
 
         ids = [ProblemId(problem.golden["set"], problem.golden["number"]) for problem in problems]
-        asked = AgentRequest(ids, samples, request.sampling, key, ordinal, request.limits)
+        agent_request = AgentRequest(ids, samples, request.sampling, key, ordinal, request.limits)
         for left in reversed(range(request.limits.retries + 1)):
             try:
                 return await self._client.run(
-                    route, asked, self._served.about.digest, request.inference.generate, self._vocab_size
+                    route, agent_request, self._served.about.digest, request.inference.generate, self._vocab_size
                 )
             except (AgentFailed, AgentUnavailable) as error:
                 reason = f"remote {self._served.about.environment}: {error}"[:200]

@@ -127,8 +127,8 @@ class AgentClient:
             name: _all(count, lambda first, name=name: get("/problems", set=name, first=first)["prompts"])  # type: ignore[misc]
             for name, count in about.sets.items()
         }
-        taught = _all(about.demonstrations, lambda first: get("/demonstrations", first=first)["pairs"])
-        return ServedAgent(about, prompts, [(str(prompt), str(answer)) for prompt, answer in taught])
+        demonstrations = _all(about.demonstrations, lambda first: get("/demonstrations", first=first)["pairs"])
+        return ServedAgent(about, prompts, [(str(prompt), str(answer)) for prompt, answer in demonstrations])
 
     def _get(self, client: httpx.Client, give_up: float, path: str, **query: Any) -> Any:
         pause = FIRST_PAUSE_S
