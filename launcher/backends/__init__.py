@@ -1,1 +1,1 @@
-"""Where the launcher touches the world: processes of this machine, Slurm's commands as a user has them, probes."""
+"""Side effects of the launcher: processes of this machine, Slurm's commands, probes."""

@@ -1,4 +1,4 @@
-"""A child process that has torch, which the launcher has not: JSON objects go in and come out, a line each."""
+"""Child processes with torch, which the launcher does not import: JSON objects go in and come out, a line each."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from megatron_rl.evaluate.config import Evaluation
 
 
 class Child:
-    """`python -m MODULE`. It has a session of its own, so a Ctrl-C reaches it by us alone, and ends when we do."""
+    """`python -m MODULE`, in a session of its own, so that Ctrl-C does not reach it directly. It ends with this
+    process. Raises Failed where it cannot be started."""
 
     def __init__(self, module: str) -> None:
-        """Raises Failed where it cannot be started."""
         self._module = module
         try:
             self.process = subprocess.Popen(
@@ -60,23 +60,19 @@ class Child:
         self.process.wait()
         self._reader.join()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            try:
+            with suppress(BrokenPipeError):  # unread input
                 if stream:
                     stream.close()
-            except BrokenPipeError:
-                pass  # what was not taken any more
 
     def send(self, text: str) -> None:
-        """Write one line; nothing where it has ended, which `said` and `wait` tell."""
+        """Write one line; a no-op where the child has ended, which `said` and `wait` show."""
         assert self.process.stdin
-        try:
+        with suppress(BrokenPipeError):
             self.process.stdin.write(text + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass
 
     def end_input(self) -> None:
-        """Have it see the end of its input."""
+        """Close its input."""
         assert self.process.stdin
         with suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -86,7 +82,7 @@ class Child:
             self.process.send_signal(number)
 
     def said(self) -> Iterator[dict[str, Any]]:
-        """The objects that it writes, until it ends; what libraries write is passed over."""
+        """Objects that it writes, until it ends; other output, such as of libraries, is skipped."""
         assert self.process.stdout
         for line in self.process.stdout:
             try:
@@ -97,13 +93,13 @@ class Child:
                 yield found
 
     def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for its end. Returns the exit code."""
         code = self.process.wait()
         self._reader.join()
         return code
 
     def failure(self, code: int) -> BadInput:
-        """The error that an exit code means, in its own last words."""
+        """Error for an exit code, with the child's last line on stderr."""
         last = self._complaints[-1] if self._complaints else ""
         if code == EXIT_USAGE:
             return BadInput(last)
@@ -111,9 +107,9 @@ class Child:
 
 
 def tried(environment: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
-    """Each of its first problems, as they are tried: see `megatron_rl.agent.trial.tried`.
+    """Try the first problems of an environment. Yields the results of `megatron_rl.agent.trial.tried`.
 
-    Raises BadInput where it cannot be built, Failed where the process did not end well.
+    Raises BadInput where the environment cannot be built, Failed where the process fails.
     """
     with Child("megatron_rl.agent.trial") as child:
         child.send(json.dumps({"environment": environment.model_dump(), "problems": problems}))
@@ -128,7 +124,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):
-    """The evaluation was asked to stop, and has; what had been answered is kept."""
+    """The evaluation was asked to stop and has stopped; its answers so far are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,32 +133,32 @@ class Done:
 
     result: EvaluationResult
     out: str
-    """Its file."""
+    """Path of the result file."""
 
 
 def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]) -> Done:
-    """Evaluate on this machine; Ctrl-C, SIGTERM and SIGHUP are passed on, and the second of them kills.
+    """Evaluate on this machine. The first Ctrl-C, SIGTERM or SIGHUP is passed on, the second kills the child.
 
     Args:
-        report: told how far it is, as megatron_rl.evaluate.blocks.Progress.
+        report: gets the progress, as megatron_rl.evaluate.blocks.Progress.
 
     Raises:
-        Interrupted: by one of those.
-        BadInput: the evaluation cannot be made as it is asked for.
+        Interrupted: by one of these signals.
+        BadInput: the evaluation is impossible as requested.
         Failed: something else went wrong.
     """
-    heard: list[int] = []
+    received: list[int] = []
     child: Child | None = None
 
     def forward(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        received.append(number)
         if child is not None:
-            child.signal(signal.SIGTERM if len(heard) == 1 else signal.SIGKILL)
+            child.signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
 
     before = {number: signal.signal(number, forward) for number in STOPPING}
     try:
         with Child("megatron_rl.evaluate") as child:
-            if heard:  # before there was a child to tell
+            if received:  # before the child existed
                 child.signal(signal.SIGTERM)
             child.send(evaluation.model_dump_json())
             child.end_input()
@@ -175,7 +171,7 @@ def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]
             code = child.wait()
             if code == EXIT_FINISHED and done:
                 return done
-            if code == EXIT_INTERRUPTED or heard:
+            if code == EXIT_INTERRUPTED or received:
                 raise Interrupted
             raise child.failure(code)
     finally:

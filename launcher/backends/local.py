@@ -1,4 +1,4 @@
-"""This machine as a cluster of one: what it has, and a supervisor process that outlives whoever started it."""
+"""This machine as a cluster of one: its resources, and a supervisor process that outlives its starter."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ REPLICA_COMMAND = module_command("megatron_rl.replica_main")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """This machine, as the ranks of a local run would find it."""
+    """Resources of this machine for the ranks of a local run."""
 
     cpus: int
     """Processors that this process may use."""
     gpus: int
     """GPUs that this process may use."""
     memory_bytes: int | None
-    """Memory that this process and its children may take at most; None where the kernel does not say."""
+    """Memory limit of this process and its children; None: unknown."""
     free_bytes: int | None
-    """The part of it that is free, or that the kernel would free; None likewise."""
+    """Memory that is free, or that the kernel would free; None: unknown."""
 
 
 def inspect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
-    """Look at this machine, without importing what the ranks import.
+    """Read the resources of this machine, without torch.
 
     Args:
-        root: of the file system, another one in tests.
+        root: root of the file system; another one in tests.
     """
     gpus = sum(device.name[6:].isdigit() for device in (root / "dev").glob("nvidia*"))
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -50,17 +50,17 @@ def inspect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> 
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """(bytes of the machine, bytes free)."""
+    """Yield (bytes of memory, free bytes) of the machine."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        told = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
-        yield told["MemTotal"], told["MemAvailable"]
+        found = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+        yield found["MemTotal"], found["MemAvailable"]
     except (OSError, ValueError, KeyError, IndexError):
         return
 
 
 def _memory_of_groups(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, what is left of it) of each control group around this process that has a limit."""
+    """Yield (limit, free bytes below it) of each control group of this process that has a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -75,20 +75,19 @@ def _memory_of_groups(root: Path) -> Iterator[tuple[int, int]]:
             try:
                 limit, used = (int((folder / f"memory.{name}").read_text(encoding="ascii")) for name in names)
                 yield limit, max(0, limit - used)
-            except (OSError, ValueError):  # no limit, or none of this kind
+            except (OSError, ValueError):  # no limit
                 continue
 
 
 class Supervisor:
-    """The process that supervises an attempt."""
+    """Process that supervises an attempt. Raises Failed where it cannot be started."""
 
     def __init__(self, command: list[str]) -> None:
-        """Raises Failed where it cannot be started."""
         try:
-            # A file without a name: unlike a pipe it breaks for nobody, and unlike a path it needs no removal.
+            # An unnamed file: unlike a pipe it cannot break, and unlike a path it needs no removal.
             self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
-            # A session of its own keeps the terminal's Ctrl-C and hang-up from it, and its output from being ours:
-            # `mrl-submit --detach | tee log` ends.
+            # A session of its own shields it from the terminal's Ctrl-C and hang-up. Without our output it does not
+            # keep `mrl-submit --detach | tee log` from ending.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -101,15 +100,14 @@ class Supervisor:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def ended(self) -> bool:
-        """Whether it is gone."""
+        """Whether it has ended."""
         return self._process.poll() is not None
 
     def complaint(self) -> str:
-        """What it said on its way out, where it never came to open its log."""
+        """Its error output before it opened its log."""
         self._said.seek(0)
         return self._said.read().decode("utf-8", "replace").strip()
 
@@ -117,12 +115,12 @@ class Supervisor:
 def supervisor_command(
     run: RunDir, attempt: Attempt, job: JobConfig, sizes: Sizes, drain_limit_s: float, owner: int | None
 ) -> list[str]:
-    """The command that supervises one attempt here.
+    """Command that supervises one attempt here.
 
     Args:
-        sizes: of the plan.
+        sizes: sizes of the plan.
         drain_limit_s: seconds the ranks have to save when they are asked to leave.
-        owner: process id whose death drains the run; None lets it live on.
+        owner: process id whose death drains the run; None: nobody's does.
     """
     supervisor = module_command("launcher.host.supervise")
     supervisor += ["--run-dir", str(run.root.absolute()), "--attempt", str(attempt.number)]

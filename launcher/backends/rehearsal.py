@@ -1,4 +1,4 @@
-"""Rehearsals in child processes, one for every kind of rank: the launcher itself imports no torch."""
+"""Rehearsals in child processes, one for every kind of rank, since the launcher itself imports no torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.children import module_command
 
 COMMAND = tuple(module_command("megatron_rl.rehearse"))
-LIMIT_S = 600.0
+LIMIT_S = 600.0  # seconds for one rank
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong with a rank."""
+    """Failure of a rehearsed rank."""
 
     phase: str
     error: str
@@ -29,13 +29,13 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What one rank did."""
+    """Result of one rank."""
 
     kind: RankKind
     parameters: int
-    """That it holds."""
+    """Number of parameters on it."""
     phases: Mapping[str, Mapping[str, int]]
-    """Bytes at the peak of each phase, by what held them."""
+    """Phase -> holder -> bytes at the phase's peak."""
     failure: Failure | None
 
     @property
@@ -47,20 +47,20 @@ def rehearse(config: RunConfig, vocab: int, kinds: Sequence[RankKind]) -> list[R
     """Rehearse one rank of each kind.
 
     Args:
-        vocab: tokens of the tokenizer.
+        vocab: size of the vocabulary.
     """
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda kind: _rehearse(config, vocab, kind), kinds))
 
 
 def request(config: RunConfig, vocab: int, kind: RankKind) -> str:
-    """The line by which COMMAND is asked for one rank."""
+    """Input line of COMMAND for one rank."""
     asked = {"world": kind.world, "rank": kind.rank, "role": kind.role, "vocab": vocab}
     return json.dumps({"config": config.model_dump(mode="json"), **asked}) + "\n"
 
 
 def answer(kind: RankKind, said: str) -> Rehearsal:
-    """What COMMAND answers to that, read. Before the answer there may be what a library says when it is imported."""
+    """Parse the last line of COMMAND's output; libraries may print something before it."""
     done: dict[str, Any] = json.loads(said.splitlines()[-1])
     failure = None if done["failure"] is None else Failure(**done["failure"])
     return Rehearsal(kind, done["parameters"], done["phases"], failure)

@@ -1,1 +1,1 @@
-"""Looks at this machine or a node, each look bounded in time: commands, disks, installed software."""
+"""Probes of this machine or a node, each with a time limit: commands, disks, installed software."""

@@ -1,4 +1,4 @@
-"""Ask a command for a fact; that it is missing, refuses or stays silent is a fact too."""
+"""Query a command for a fact. That the command is missing, fails or does not answer is a fact too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, run
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What a command said."""
+    """Answer of a command."""
 
     text: str = ""
     """Its standard output."""
     failure: str | None = None
-    """Why there is no answer, in one line; None: there is."""
+    """Why there is no answer, in one line."""
     there: bool = True
     """Whether the command could be started at all."""
 
@@ -28,7 +28,7 @@ def ask(command: Sequence[str], limit_s: float = 20.0) -> Fact:
     """Run a command that changes nothing.
 
     Args:
-        limit_s: longest wait for its answer; Slurm's own commands mostly give up after MessageTimeout, 10 s by default.
+        limit_s: seconds to wait for the answer. Slurm's own commands usually give up after MessageTimeout, 10 s.
     """
     try:
         answer = run(command, limit_s)

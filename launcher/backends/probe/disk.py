@@ -1,4 +1,4 @@
-"""Measure a directory that may be on a file system that hangs: in a child, which is left behind if it never answers.
+"""Measure a directory whose file system may hang: in a child, which is left behind if it never answers.
 
 The child is this file: `python -m launcher.backends.probe.disk DIRECTORY`.
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 from launcher.backends.probe.command import Fact, ask
 from megatron_rl.contract.children import module_command
 
-LIMIT_S = 20.0
-BLOCK = 1 << 20
+LIMIT_S = 20.0  # seconds for the child
+BLOCK = 1 << 20  # bytes
 BLOCKS = 16
 _NETWORK = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph-fuse", "wekafs", "panfs", "cifs", "orangefs"}
 _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "ramfs"}
@@ -28,14 +28,14 @@ _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "ra
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the child found."""
+    """Measurements of the child."""
 
     directory: str
     """The directory itself, or the nearest one above it that exists."""
     writable: bool
     free_bytes: int
     file_system: str
-    """Its type, such as lustre or ext4; empty where the kernel does not say."""
+    """Type, such as lustre or ext4; empty: unknown."""
     bytes_per_s: float | None
     """Speed of writing and flushing 16 MiB; None: not writable."""
     problem: str | None
@@ -49,17 +49,17 @@ class Disk:
     path: Path
     measured: Measured | None
     failure: str | None
-    """Why nothing could be measured; the child was left behind."""
+    """Why nothing could be measured."""
     quota: Fact
 
     @property
     def shared(self) -> bool | None:
-        """Whether its file system spans machines by its kind; None: the kind does not tell."""
+        """Whether its file system spans machines, by its type; None: unknown."""
         return spans_machines(self.measured.file_system if self.measured else "")
 
 
 def inspect(path: Path, limit_s: float = LIMIT_S) -> Disk:
-    """Look at `path` without leaving anything there; it need not exist yet."""
+    """Measure `path`, which need not exist yet, without leaving anything there."""
     child = subprocess.Popen(
         [*module_command("launcher.backends.probe.disk"), str(path)],
         stdin=subprocess.DEVNULL,
@@ -70,11 +70,11 @@ def inspect(path: Path, limit_s: float = LIMIT_S) -> Disk:
     try:
         out, complaint = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        child.kill()  # and not waited for: one that hangs on a dead file system does not even die
+        child.kill()  # without waiting: a child that hangs on a dead file system does not even die
         return _unknown(path, f"no answer within {limit_s:.0f} s")
     if child.returncode:
         return _unknown(path, complaint.strip().rpartition("\n")[2])
-    measured = Measured(**json.loads(out.splitlines()[-1]))  # below what a sitecustomize prints
+    measured = Measured(**json.loads(out.splitlines()[-1]))  # a sitecustomize may print something before it
     return Disk(path, measured, None, _quota(measured))
 
 
@@ -83,11 +83,11 @@ def _unknown(path: Path, why: str) -> Disk:
 
 
 def over_quota(text: str, free_wanted: int) -> str | None:
-    """What `quota -wp` or `lfs quota` says against `free_wanted` more bytes; None: nothing.
+    """Why the quota does not allow `free_wanted` more bytes, by the output of `quota -wp` or `lfs quota`; None: it
+    does.
 
-    Both print `name used quota limit grace files quota limit grace`, blocks of 1 KiB; a limit of 0 is none and `*`
-    marks what is over.
-    """
+    Both print `name used quota limit grace files quota limit grace` in blocks of 1 KiB. A limit of 0 means none, and
+    `*` marks an exceeded one."""
     for line in text.splitlines():
         fields = line.split()
         if len(fields) < 8 or not fields[1].rstrip("*").isdigit() or not fields[3].isdigit():
@@ -140,12 +140,12 @@ def _write(directory: Path) -> float:
 
 
 def spans_machines(kind: str) -> bool | None:
-    """Whether file systems of a kind, such as ext4 or lustre, span machines; None: the kind does not tell."""
+    """Whether file systems of a type, such as ext4 or lustre, span machines; None: unknown."""
     return True if kind in _NETWORK else False if kind in _LOCAL else None
 
 
 def file_system(directory: Path) -> str:
-    """Type of the mount that holds the directory; empty where the kernel does not say."""
+    """Type of the mount that holds the directory; empty: unknown."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""Look at a compute node from inside: one small srun step, which waits for a node no longer than a limit."""
+"""Probe of a compute node: one small srun step, which waits for a node for a limited time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from launcher.backends.probe.command import ask
 from launcher.backends.probe.software import PYTHON_PROBE
 from launcher.cluster.profile import Profile
 
-WAIT_S = 60  # for a free node
-RUN_S = 60  # for the step itself
+WAIT_S = 60  # seconds for a free node
+RUN_S = 60  # seconds for the step itself
 
 # $1: the canary, $2: a program, $3 and further: interpreters for it. Lines of the prolog in between do no harm.
 SCRIPT = """
@@ -33,10 +33,10 @@ fi
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What one compute node said."""
+    """Facts about one compute node."""
 
     failure: str | None = None
-    """Why it said nothing."""
+    """Why there are none."""
     host: str = ""
     python: str | None = None
     """Version of the interpreter for the host side there; None: not found or too broken to say."""
@@ -51,11 +51,11 @@ class NodeFacts:
 
 
 def probe(profile: Profile, directory: Path, gpus: bool) -> NodeFacts:
-    """Start the step, with the profile's prolog as jobs have it, and wait for it.
+    """Run the step, after the profile's prolog as in jobs.
 
     Args:
-        directory: an existing directory of the run root; a small file is there while the step runs.
-        gpus: whether to ask for one, as partitions of GPUs often want.
+        directory: an existing directory of the run root; it holds a small file while the step runs.
+        gpus: whether to request a GPU, which partitions of GPU nodes often demand.
     """
     canary = directory / f".mrl-doctor-{secrets.token_hex(6)}"
     try:
@@ -70,13 +70,9 @@ def probe(profile: Profile, directory: Path, gpus: bool) -> NodeFacts:
 
 
 def placed(profile: Profile, gpus: bool) -> list[str]:
-    """Options of srun: where a small step runs.
-
-    Args:
-        gpus: whether to ask for one, as partitions of GPUs often want.
-    """
-    places = ("partition", "account", "qos", "constraint", "reservation")
-    flags = [f"--{place}={value}" for place in places if (value := getattr(profile, place))]
+    """Options of srun that place a small step; `gpus`: with a GPU."""
+    names = ("partition", "account", "qos", "constraint", "reservation")
+    flags = [f"--{name}={value}" for name in names if (value := getattr(profile, name))]
     return flags + ([f"--{name}={value}" for name, value in profile.gpus(1).items()] if gpus else [])
 
 

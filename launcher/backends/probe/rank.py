@@ -1,5 +1,5 @@
-"""Start one rank as a job would, in the profile's container: one srun step, which waits for a node no longer than a
-limit."""
+"""Probe of one rank in the profile's container, started as in a job: one srun step, which waits for a node for a
+limited time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from launcher.host.image.cache import find
 from launcher.host.image.reference import ImageError
 from launcher.host.record.logs import reason_of_container
 
-RUN_S = 900  # for the step itself: a node unpacks the image, and imports from it
+RUN_S = 900  # seconds for the step itself: a node unpacks the image and imports from it
 
-# For the Python of the container, as text: nothing of it is imported here. $1: a file to write. What the image prints
-# beside these lines does no harm.
+# Program for the container's Python, as text, since torch is not imported here. Argument: a file to write. Further
+# output of the image does no harm.
 PROGRAM = """
 import os, sys
 print("mrl.cpus=" + ",".join(map(str, sorted(os.sched_getaffinity(0)))))
@@ -37,27 +37,27 @@ print("mrl.done=yes")
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What one rank said."""
+    """Facts about one rank."""
 
     failure: str | None = None
-    """Why it came to nothing."""
+    """Why it failed."""
     unasked: str | None = None
-    """Why none was started; no fault."""
+    """Why none was started, which is no fault."""
     versions: str = ""
-    """Of torch and megatron-core."""
+    """Versions of torch and megatron-core."""
     gpus: int = 0
-    """That torch sees."""
+    """Number of GPUs that torch sees."""
     cpus: str = ""
-    """That it may run on, joined by commas."""
+    """Processors that it may run on, joined by commas."""
 
 
 def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) -> RankFacts:
-    """Start the rank, and wait for it.
+    """Run the rank.
 
     Args:
-        reference: of the image; None: the profile's.
-        directory: an existing directory of the run root; a small file is there while the step runs.
-        gpus: whether to ask for one.
+        reference: reference of the image; None: the profile's.
+        directory: an existing directory of the run root; it holds a small file while the step runs.
+        gpus: whether to request a GPU.
     """
     if profile.container is None:
         return RankFacts(unasked="the profile has no container")
@@ -83,13 +83,13 @@ def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) 
 
 
 def _cause(lines: list[str]) -> str:
-    """Why the rank failed: what it said last, or pyxis; srun, which speaks after both, only where neither did."""
+    """Why the rank failed: its own last line, or pyxis's error; srun's last line only where there is neither."""
     own = [line for line in lines if not line.startswith(("srun: ", "mrl."))]
     return reason_of_container(own) or next(reversed(own or lines), "")
 
 
 def _command(profile: Profile, image: Path, canary: Path, gpus: bool) -> list[str]:
-    """The argv: srun's complaints come with the rank's output, in their order."""
+    """argv of the step, with srun's errors and the rank's output in one stream."""
     assert profile.container is not None
     mounts = ",".join([f"{profile.run_root}:{profile.run_root}", *profile.container.mounts])
     step = ["srun", "--job-name=mrl-doctor", "--nodes=1", "--ntasks=1", "--time=15", f"--immediate={WAIT_S}", "--quiet"]

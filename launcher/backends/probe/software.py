@@ -1,4 +1,4 @@
-"""What this login node has for containers and for the host side: pyxis, enroot's credentials, a python3."""
+"""Software of this login node for containers and the host side: pyxis, enroot's credentials, a python3."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ _DEPTH = 5  # of plug-in configurations that include others
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """The software of this machine that a run there would meet."""
+    """Software of this machine that matters to a run."""
 
     host_python: Fact
     """Version of the first of the profile's `host_pythons`, such as 3.9.21."""
     pyxis: str | None
-    """Its version, read from the plug-in that this machine's srun loads; None: not found."""
+    """Version, read from the plug-in that this machine's srun loads; None: not found."""
     registries: frozenset[str] | None
-    """Machines that enroot has credentials for; the credentials themselves are never kept. None: no such file."""
+    """Registries that enroot has credentials for; the credentials themselves are never kept. None: no such file."""
     credentials: Path
-    """Where enroot looks for them."""
+    """enroot's file of credentials."""
     exposed: bool
-    """Whether others may read that file."""
+    """Whether other users may read that file."""
 
 
 def inspect(host_python: str, plugstack: Path | None) -> Software:
-    """Look for all of it.
+    """Inspect this machine.
 
     Args:
+        host_python: interpreter of the host side.
         plugstack: Slurm's PlugStackConfig.
     """
     credentials = credentials_path()
@@ -54,7 +55,7 @@ def credentials_path() -> Path:
 
 
 def pyxis_version(plugstack: Path) -> str | None:
-    """Follow Slurm's plug-in configuration to pyxis and read the version that it would announce in slurmd's log."""
+    """Version of pyxis, read from the plug-in that Slurm's plug-in configuration names."""
     for library in _plugins(plugstack, _DEPTH):
         try:
             found = re.search(rb"pyxis: version v([0-9.]+)", library.read_bytes())
@@ -88,7 +89,7 @@ def _anchored(folder: Path, pattern: str) -> tuple[Path, str]:
 
 
 def _registries(credentials: Path) -> tuple[frozenset[str] | None, bool]:
-    """(machines, whether others may read them)."""
+    """Return (registries, whether other users may read the file)."""
     try:
         with credentials.open(encoding="utf-8", errors="replace") as file:
             tokens, mode = file.read().split(), os.fstat(file.fileno()).st_mode

@@ -1,1 +1,1 @@
-"""Slurm as the login side uses it: submission, the state of jobs, what its commands print."""
+"""Slurm as the login side uses it: submission, states of jobs, parsers of its output."""

@@ -1,4 +1,4 @@
-"""What this login node's Slurm says of itself: the texts of its own commands, not yet understood."""
+"""Facts about the Slurm of this login node: the unparsed output of its own commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NODE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class SlurmFacts:
-    """What each of Slurm's commands said."""
+    """Output of Slurm's commands."""
 
     version: Fact
     """sinfo --version"""
@@ -43,7 +43,7 @@ class SlurmFacts:
 
 
 def collect() -> SlurmFacts:
-    """Ask everything at once; each command has its own time limit."""
+    """Run all commands at once, each with its own time limit."""
     commands = {
         "version": ["sinfo", "--version"],
         "config": ["scontrol", "show", "config"],

@@ -1,9 +1,8 @@
-"""What Slurm knows of jobs, from squeue and sacct; correct with and without an accounting database.
+"""States of jobs, from squeue and sacct; correct with and without an accounting database.
 
-squeue knows a job until MinJobAge after its end (300 s by default), sacct for ever, where there is a
-slurmdbd. So a job that squeue does not list is looked up in sacct, and is gone when neither has it. A Slurm that cannot
-be asked makes a job "unknown", which is never "gone": its run may still be going on.
-"""
+squeue lists a job until MinJobAge (300 s by default) after its end, sacct for ever if there is a slurmdbd. So a job
+that squeue does not list is looked up in sacct, and is gone when neither lists it. Where Slurm does not answer a job is
+"unknown", never "gone": its run may still be active."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("SIGNALING", "STAGE_OUT", "RESIZING"), "running"),
     **dict.fromkeys(ENDED, "ended"),
 }
-"""Slurm's word for a state -> what it means for the run. COMPLETING still has processes, or is about to be requeued."""
+"""Slurm's state -> its meaning for the run. A COMPLETING job still has processes, or is about to be requeued."""
 
-AT_ONCE = 5000  # jobs
+AT_ONCE = 5000  # jobs in one query
 
 ENDED_ITSELF = ("COMPLETED", "FAILED")
 
@@ -40,8 +39,8 @@ SQUEUE_FIELDS = (
     *("TimeLimit", "Dependency", "NodeList", "Name", "Comment", "BatchFlag"),
 )
 SEPARATOR = "\x1f"
-"""Ends each field: job names and reasons may hold any printable separator. Columns of a fixed width do not do: squeue
-prints some fields beyond the width (NodeList) and, from 23.02 on, nothing at all for an exit code that is not set."""
+"""End of each field: job names and reasons may hold any printable character. Fixed widths do not work: squeue prints
+some fields (NodeList) beyond their width and, from 23.02 on, nothing at all for an exit code that is not set."""
 
 SQUEUE_COMMAND = (
     *("squeue", "--noheader", "--all", "--states=all"),
@@ -54,31 +53,31 @@ SACCT_COMMAND = ("sacct", "-X", "-P", "-D", "--noheader", "--format=" + ",".join
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """One job as Slurm sees it. Times are unix seconds."""
+    """State of one job. Times are unix seconds."""
 
     job_id: str
     word: str
-    """Slurm's own: PENDING, RUNNING, ...; empty where it said nothing."""
+    """Slurm's state: PENDING, RUNNING, ...; empty: unknown."""
     kind: Kind
     reason: str = ""
-    """Slurm's reason for a job that waits or has failed; why Slurm could not be asked (`unknown`)."""
+    """Slurm's reason for a job that waits or has failed; for `unknown`, why Slurm did not answer."""
     name: str = ""
     comment: str = ""
-    """Which run it is for, where mrl submitted it."""
+    """Comment, which names the run where mrl submitted the job."""
     restarts: int = 0
-    """Times it was requeued."""
+    """Number of requeues."""
     nodes: str = ""
     """Slurm's host list: `node[01-08]`."""
     dependency: str = ""
     submitted_at: float | None = None
     eligible_at: float | None = None
-    """Not before this time: the back-off of a requeue."""
+    """Time before which it does not start: the back-off of a requeue."""
     started_at: float | None = None
     """Expected start, for a pending job that the scheduler has planned."""
     ended_at: float | None = None
     """Time limit, for a running job that has one."""
     exit_code: int | None = None
-    """Of the batch script, once it ended without Slurm's doing; negative: the signal that killed it."""
+    """Exit code of a batch script that ended by itself; negative: the signal that killed it."""
     batch: bool = True
     """Whether it has a batch script; an salloc has none."""
 
@@ -89,7 +88,7 @@ class JobState:
 
 
 def read_jobs(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """The state of each job. Asks squeue, and sacct for those that it does not know, about many at once."""
+    """State of each job, from one query to squeue, and one to sacct for jobs that squeue does not list."""
     ids = list(dict.fromkeys(job_ids))
     found: dict[str, JobState] = {}
     try:
@@ -103,13 +102,13 @@ def read_jobs(job_ids: Sequence[str]) -> dict[str, JobState]:
 
 
 def batched(ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Parts of a list of job ids that fit on a command line: one argument is at most 128 KiB."""
+    """Split a list of job ids into parts that fit on a command line: one argument has at most 128 KiB."""
     return (ids[begin : begin + AT_ONCE] for begin in range(0, len(ids), AT_ONCE))
 
 
 def read_owners(owners: Sequence[Owner]) -> list[JobState]:
-    """The state of the job that each job.json names. One of another Slurm cluster than the one that answers here is
-    unknown; a job that has its id, here or since, is not it."""
+    """State of the job in each job.json. A job of another Slurm cluster than the one that answers here is unknown. A
+    job that reuses its id does not count."""
     this_cluster = cluster_name() if any(owner.slurm_cluster for owner in owners) else None
     ours = [owner.job_id for owner in owners if owner.slurm_cluster in (None, this_cluster)]
     found = read_jobs(ours)
@@ -117,10 +116,10 @@ def read_owners(owners: Sequence[Owner]) -> list[JobState]:
 
 
 def _job_of(owner: Owner, this_cluster: str | None, found: Mapping[str, JobState]) -> JobState:
-    """The state of one of these jobs.
+    """State of an owner's job.
 
     Args:
-        this_cluster: name of the cluster that answers; None: it does not say, or nobody has asked.
+        this_cluster: name of the cluster that answers; None: unknown.
     """
     job_id, theirs = owner.job_id, owner.slurm_cluster
     if theirs is not None and theirs != this_cluster:
@@ -129,15 +128,15 @@ def _job_of(owner: Owner, this_cluster: str | None, found: Mapping[str, JobState
     job = found[job_id]
     known = job.word and job.kind != "unknown"
     if known and not is_job_of(owner, job.comment, job.name, job.submitted_at, job.restarts):
-        job = JobState(job_id, "", "gone", reason=f"another job has its id by now ({job.name})")
+        job = JobState(job_id, "", "gone", reason=f"another job has its id now ({job.name})")
     if job.kind == "gone" and theirs is None:
-        why = "which cluster has it is not on record; remove job.json once it has ended"
+        why = "its cluster is not recorded; remove job.json once it has ended"
         return replace(job, kind="unknown", reason=why)
     return job
 
 
 def cluster_name() -> str | None:
-    """What the Slurm that answers here calls itself; None where it does not answer."""
+    """Name of the Slurm cluster that answers here; None where it does not answer."""
     try:
         return parse_config(run(["scontrol", "show", "config"]).out).get("ClusterName")
     except SlurmRefused:
@@ -154,16 +153,16 @@ def _ask_squeue(ids: Sequence[str]) -> dict[str, JobState]:
             raise unclear(command, answer.out) from None
         if not all(job_id.isdecimal() for job_id in found):
             raise unclear(command, answer.out)
-        if not found and _is_known(ids[0]):  # no word about any, and no error: nobody has asked the controller
+        if not found and _is_known(ids[0]):  # an empty answer without an error did not come from the controller
             raise unclear(command, answer.out)
         return found
-    if "Invalid job id" in answer.err:  # its answer where a single job is asked for and not known
+    if "Invalid job id" in answer.err:  # the answer for a single unknown job
         return {}
     raise SlurmSilent(_last_line(answer.err) or f"squeue failed with {answer.code}")
 
 
 def _is_known(job_id: str) -> bool:
-    """Whether the controller knows a job. Raises SlurmSilent where it does not say."""
+    """Whether the controller knows a job. Raises SlurmSilent where it does not answer."""
     try:
         show_job(job_id)
     except SlurmSilent:
@@ -176,7 +175,7 @@ def _is_known(job_id: str) -> bool:
 
 
 def _ask_sacct(ids: Sequence[str]) -> dict[str, JobState]:
-    """Ended jobs only: one that accounting believes to be alive and the controller does not know is gone."""
+    """Ended jobs of accounting. A job that it lists as alive, but the controller does not know, is gone."""
     try:
         answer = run([*SACCT_COMMAND, f"--jobs={','.join(ids)}"])
         jobs = parse_sacct(answer.out) if answer.code == 0 else []
@@ -186,7 +185,7 @@ def _ask_sacct(ids: Sequence[str]) -> dict[str, JobState]:
 
 
 def parse_squeue(text: str) -> list[JobState]:
-    """Records of `squeue --Format` with SQUEUE_FIELDS. Raises ValueError where they are something else."""
+    """Parse `squeue --Format` with SQUEUE_FIELDS. Raises ValueError."""
     *records, rest = text.split(f"{SEPARATOR}\n")
     if rest.strip():
         raise ValueError(rest)
@@ -212,7 +211,7 @@ def _from_squeue(record: str) -> JobState:
         submitted_at=time_of(field["SubmitTime"]),
         eligible_at=time_of(field["EligibleTime"]),
         started_at=time_of(field["StartTime"]),
-        # Slurm takes a job without a limit for one of a year.
+        # squeue shows the end of a job without a limit as a year from its start.
         ended_at=None if kind != "ended" and field["TimeLimit"] == "UNLIMITED" else time_of(field["EndTime"]),
         exit_code=_exit_code(word, field["exit_code"]),
         batch=field["BatchFlag"] != "0",
@@ -220,8 +219,8 @@ def _from_squeue(record: str) -> JobState:
 
 
 def parse_sacct(text: str) -> list[JobState]:
-    """Lines of `sacct -XPD` with SACCT_FIELDS: one a job, of its newest attempt; earlier ones count as restarts. Raises
-    ValueError where they are something else."""
+    """Parse `sacct -XPD` with SACCT_FIELDS: the newest start of each job; earlier ones count as restarts. Raises
+    ValueError."""
     newest: dict[str, JobState] = {}
     for line in filter(None, text.splitlines()):
         job_id, state, code, submit, start, end, nodes, name = line.split("|", len(SACCT_FIELDS) - 1)
@@ -242,13 +241,13 @@ def parse_sacct(text: str) -> list[JobState]:
     return list(newest.values())
 
 
-def _exit_code(word: str, told: str) -> int | None:
-    """Exit code of a script that ended by itself; None where Slurm does not say it in a way that is known.
+def _exit_code(word: str, text: str) -> int | None:
+    """Exit code of a script that ended by itself; None where it cannot be parsed.
 
     Args:
-        told: `CODE:SIGNAL`, or what waitpid(2) returns as squeue prints it before 23.02.
+        text: `CODE:SIGNAL`; from squeue before 23.02, the status of waitpid(2).
     """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", told)
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if word not in ENDED_ITSELF or found is None:
         return None
     if found[2] is None:

@@ -1,7 +1,7 @@
-"""Pure: what Slurm's commands print -> values. Written against 22.05 to 25.11, whose keys differ but not their form.
+"""Pure: parsers of the output of Slurm's commands, for 22.05 to 25.11, whose keys differ but not their form.
 
-Slurm writes "nothing" as `(null)`, `N/A`, `NONE` or an empty word, and "no limit" as UNLIMITED or INFINITE: here both
-are absent.
+Slurm writes "nothing" as `(null)`, `N/A`, `NONE` or an empty word, and "no limit" as UNLIMITED or INFINITE: keys with
+such values are absent from the result.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def options(text: str | None) -> dict[str, str]:
 
 
 def tres(text: str | None) -> dict[str, int]:
-    """`node=2,gres/gpu=16` -> counts; what is no plain number (memory with its unit) is left out."""
+    """`node=2,gres/gpu=16` -> counts; values that are no plain numbers, such as memory with its unit, are omitted."""
     return {key: int(value) for key, value in options(text).items() if value.isdecimal()}
 
 

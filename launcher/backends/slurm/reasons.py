@@ -9,11 +9,11 @@ from launcher.backends.slurm.jobs import JobState
 
 
 class Wait(NamedTuple):
-    """What a pending job waits for."""
+    """Condition that a pending job waits for."""
 
     what: str
     stuck: bool
-    """Nothing will start it unless somebody does something."""
+    """Whether it waits for ever unless somebody acts."""
 
 
 WAITS = {
@@ -66,7 +66,7 @@ HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT")
 
 
 def wait_of(job: JobState) -> Wait:
-    """What a pending job waits for; an unknown reason is shown as Slurm names it."""
+    """Condition that a pending job waits for; an unknown reason is shown as Slurm names it."""
     if job.reason == "Dependency":
         return Wait(_dependency(job.dependency), False)
     if job.reason == "BeginTime":

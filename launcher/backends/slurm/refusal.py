@@ -1,4 +1,4 @@
-"""Pure: what sbatch answered when it refused a job, or will -> one sentence that says what to change."""
+"""Pure: sbatch's refusal of a job -> one sentence that says what to change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ADVICE = {
         "Slurm is not set up on this machine; is it a login node, and SLURM_CONF right?"
     ),
 }
-"""What sbatch says, in any version from 22.05 on -> what to do; {name} is the value of that option of the job."""
+"""Pattern of sbatch's error (22.05 and later) -> what to do; {name} is the value of that option of the job."""
 
 
 class _Request(dict[str, str]):
@@ -46,14 +46,11 @@ class _Request(dict[str, str]):
 
 
 def translate(said: str, request: Mapping[str, str]) -> str:
-    """What to change about a job that sbatch refused.
+    """One line for a job that sbatch refused: what to change, and Slurm's own lines, each once.
 
     Args:
         said: sbatch's stderr.
-        request: long options of sbatch that the job was submitted with -> values.
-
-    Returns:
-        One line: what to change, and all of Slurm's own lines, each once. A site's own rules may take several.
+        request: long option of sbatch -> value, of the refused job.
     """
     lines = [HEADLINE.sub("", NOISE.sub("", line.strip())).rstrip(".") for line in said.splitlines()]
     lines = [line for line in dict.fromkeys(lines) if line and not line.startswith("Try ")]
@@ -65,7 +62,7 @@ def translate(said: str, request: Mapping[str, str]) -> str:
 
 
 def no_partition(name: str, partitions: Collection[str]) -> tuple[str, str | None]:
-    """Of a name that none of these has: what there is, and what it may mean."""
+    """Message about an unknown partition that lists the known ones, and a suggestion of a similar name."""
     names = sorted(partitions)
     close = difflib.get_close_matches(name, names, n=1)
     text = f"there is none called {name}; there are: {', '.join(names) or 'none that you may see'}"

@@ -1,4 +1,7 @@
-"""Submission to Slurm: submitit's executor with our script in place of its own, and sbatch's own estimate."""
+"""Submission to Slurm: submitit's executor with our script instead of its own, and sbatch's estimate of the start.
+
+submitit's public interface submits a pickled function with a script of its own. Ours is written already and must be
+what runs after every requeue, so `_submit_command`, a private hook of submitit, hands it to sbatch."""
 
 from __future__ import annotations
 
@@ -15,24 +18,24 @@ from launcher.host.slurm.call import NoSuchCommand, SlurmSilent, run, submitting
 from launcher.host.slurm.formats import id_of_job
 from launcher.host.slurm.queries import text_of_script
 
-SUBMIT_LIMIT_S = 120.0  # sbatch itself tries again while the controller is busy
-# The controller may have the request all the same, and take the job later.
+SUBMIT_LIMIT_S = 120.0  # seconds; sbatch itself retries while the controller is busy
+# Errors after which the controller may still accept the job.
 _LATE = re.compile(r"timed out|zero bytes", re.IGNORECASE)
 
 _ESTIMATE = re.compile(r"Job \d+ to start at (\S+) .*?(?:nodes (\S+))? in partition (\S+)")
 
 
 class SubmissionRefused(Exception):
-    """sbatch did not take the job; its text is what it answered."""
+    """sbatch refused the job; the text is its answer."""
 
 
 class ScriptExecutor(SlurmExecutor):
-    """Submits a script that is already written; the function that submitit pickles is never run.
+    """Submits an existing script; the function that submitit pickles never runs.
 
     Args:
-        folder: for submitit's own files; nothing reads them once the job is submitted.
+        folder: folder for submitit's own files, which nothing reads after the submission.
         script: path of the sbatch script, in its run directory.
-        flags: of sbatch, in front of the script.
+        flags: options of sbatch.
     """
 
     def __init__(self, folder: Path, script: Path, flags: Sequence[str]) -> None:
@@ -40,16 +43,16 @@ class ScriptExecutor(SlurmExecutor):
         self._script = script
         self._command = ["sbatch", "--parsable", *flags, str(script)]
         self.job_id: str | None = None
-        """Of the job, once Slurm has taken it."""
+        """Id of the job that Slurm accepted."""
 
     @classmethod
     def affinity(cls) -> int:
-        """submitit asks for srun, which submitting does not need."""
+        """Whether sbatch is there; submitit looks for srun, which a submission does not need."""
         return -1 if which("sbatch") is None else 2
 
     def _submit_command(self, command: str) -> SlurmJob[str]:
-        """submitit's own prints sbatch's error, and waits for it for ever."""
-        # A node that does not see the run directory must not make another one from the script.
+        """Run sbatch with a time limit; submitit's own method prints its error and waits for ever."""
+        # MRL_PREPARED: a node that does not see the run directory must not create another one from the script.
         environ = submitting_environment(text_of_script(str(self._script))) | {"MRL_PREPARED": str(self._script.parent)}
         try:
             answer = run(self._command, SUBMIT_LIMIT_S, environ)
@@ -67,12 +70,12 @@ class ScriptExecutor(SlurmExecutor):
 
 
 def submit(script: Path, flags: Sequence[str] = ()) -> str:
-    """Hand `script` to sbatch; the id of the job.
+    """Submit `script`. Returns the id of the job.
 
     Raises:
         SubmissionRefused: nothing was submitted.
         OSError: nothing was submitted; the script cannot be read, or submitit's files cannot be written.
-        SlurmSilent: sbatch did not answer in time, or not with an id; whether there is a job is not known.
+        SlurmSilent: sbatch did not answer in time, or without an id; there may be a job.
     """
     executor: ScriptExecutor | None = None
     try:
@@ -82,14 +85,14 @@ def submit(script: Path, flags: Sequence[str] = ()) -> str:
     except OSError:
         if executor is None or executor.job_id is None:
             raise
-        return executor.job_id  # what failed comes after: files of submitit's are put away, and then removed
+        return executor.job_id  # only submitit's files could not be moved or removed, after the submission
 
 
 def estimate(script: Path, flags: Sequence[str] = ()) -> tuple[str, str, str]:
     """Slurm's own estimate for `script`: (start as it writes it, nodes, partition). Submits nothing.
 
     Raises:
-        SubmissionRefused: Slurm would not take the job.
+        SubmissionRefused: Slurm would refuse the job.
         SlurmSilent: sbatch did not answer in time.
     """
     environ = submitting_environment(text_of_script(str(script)))

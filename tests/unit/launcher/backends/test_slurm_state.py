@@ -215,7 +215,7 @@ def test_a_job_that_has_the_id_of_an_earlier_one_is_not_taken_for_it(fake, tmp_p
     fake("scontrol", "echo 'ClusterName             = west'")
     ours, theirs = (Owner("7", "lab", 0.0, slurm_cluster="west", run_id=letter * 32) for letter in "ab")
     first, second = read_owners([ours, theirs])
-    assert (first.kind, first.reason) == ("gone", "another job has its id by now (theirs)")
+    assert (first.kind, first.reason) == ("gone", "another job has its id now (theirs)")
     assert second.kind == "running"
 
 
