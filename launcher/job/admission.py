@@ -1,4 +1,4 @@
-"""Whether a directory can hold the run that is asked for. Reads it and writes nothing."""
+"""Checks whether a directory can hold the requested run. They write nothing."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megatron_rl.contract.records import ABSENT, Unreadable, read_lines
 
 
 def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:
-    """What `run_directory.opened` would refuse, with BadInput, or change: for a dry run."""
+    """Changes that `run_directory.opened` would make, for a dry run. Raises BadInput where it would refuse."""
     run = RunDir(root)
     refuse_foreign(run)
     with disk_errors(root):
-        # The templates slurm/*.sbatch ask for their own script from inside the job that owns the run.
+        # The templates slurm/*.sbatch call mrl-submit from inside the job that owns the run.
         refuse_owned(run, os.environ.get("SLURM_JOB_ID"))
         return accepted_changes(run, with_date(recipe, run).config, change) if run.resolved.exists() else []
 
 
 def refuse_foreign(run: RunDir) -> None:
-    """Refuse a directory that holds something else than a run. Raises BadInput."""
+    """Raise BadInput where a directory holds something other than a run."""
     with disk_errors(run.root):
         if run.root.exists() and not run.root.is_dir():
             raise BadInput(f"{run.root}: is a file, not a directory")
@@ -39,44 +39,40 @@ def refuse_foreign(run: RunDir) -> None:
 
 
 def refuse_owned(run: RunDir, my_job: str | None) -> None:
-    """A run belongs to the Slurm job that it was submitted as, until Slurm itself says that the job has ended.
+    """Raise BadInput where another Slurm job owns the run, or may. A job owns its run until Slurm says that it has
+    ended.
 
     Args:
-        my_job: the Slurm job that this process is in, which may own the run.
-
-    Raises:
-        BadInput: another job owns it, or may.
+        my_job: Slurm job of this process, which may own the run.
     """
     if not run.job.exists():
         return
-    from launcher.backends.slurm.jobs import read_owners  # a new run asks nobody
+    from launcher.backends.slurm.jobs import read_owners  # imported late: a new run does not need it
     from launcher.runs.owner import Copy, recorded_owner
     from launcher.runs.state import has_left, last_line
 
     owner = recorded_owner(run)
     if isinstance(owner, Unreadable):
-        raise BadInput(f"{owner}: which job owns the run cannot be told; remove the file if none does (squeue --me)")
+        raise BadInput(f"{owner}, so the run's job is unknown; remove the file if the run has none (squeue --me)")
     if isinstance(owner, Copy) or owner is ABSENT or owner.job_id == my_job:
         return
     (job,) = read_owners([owner])
     if has_left(job, last_line(run)):
         return
     if job.kind == "unknown":
-        raise BadInput(f"{run.root}: belongs to job {job.job_id}, and Slurm cannot be asked about it: {job.reason}")
+        raise BadInput(f"{run.root}: belongs to job {job.job_id}, and Slurm does not answer about it: {job.reason}")
     if job.owns:
         nodes = f" on {job.nodes}" if job.nodes else ""
         what = f"see it with mrl status {run.root.name}, end it with mrl cancel --drain {run.root.name}"
         if job.word == "COMPLETING":
-            what = "Slurm is ending what is left of it there; try again in a moment"
+            what = "Slurm is ending it; try again in a moment"
         raise BadInput(f"{run.root}: belongs to job {job.job_id}, which is {job.word.lower()}{nodes}; {what}")
 
 
 def with_date(recipe: Recipe, run: RunDir) -> Recipe:
-    """Fix the day that the run's chat template takes for today, where the recipe leaves it open: the day that the run
-    has recorded, or today if it is new.
-
-    A template that asks the clock writes other prompts on another day, and a run goes on with the same problems only.
-    """
+    """Fix the date that the run's chat template shows as today, where the recipe leaves it open: the recorded date of
+    the run, or today if it is new. By the clock the template would write other prompts on another day, and a run can
+    only resume with the same ones."""
     tokenizer = recipe.config.tokenizer
     if tokenizer.type == "characters" or tokenizer.date:
         return recipe
@@ -87,15 +83,15 @@ def with_date(recipe: Recipe, run: RunDir) -> Recipe:
 
 
 def corrections(run: RunDir, config: RunConfig) -> list[Change]:
-    """Changes of `config` to a run in which nothing was trained yet: it may start over with any values, as that
-    loses nothing. Empty for any other run."""
+    """Changes of `config` to a run in which nothing was trained yet. Such a run may start over with any values. Empty
+    for other runs."""
     if not run.resolved.exists() or has_work(run):
         return []
     return changes(read_resolved(run.resolved), config)
 
 
 def has_work(run: RunDir) -> bool:
-    """Whether a run holds a step, or answers of an evaluation. What cannot be read is taken for work."""
+    """Whether a run holds a step, or answers of an evaluation. Unreadable files count as work."""
     if any(path.exists() for path in (run.done, run.fork)) or any(run.root.glob(f"{run.evaluation.stem}.*")):
         return True
     metrics = read_lines(MetricsLine, run.metrics)
@@ -105,13 +101,13 @@ def has_work(run: RunDir) -> bool:
 
 
 def accepted_changes(run: RunDir, config: RunConfig, change: bool) -> list[Change]:
-    """In what `config` differs from the run as it was asked for; BadInput where that may not be, or not yet."""
+    """Differences between `config` and the run's recipe. Raises BadInput where they are not allowed."""
     if corrected := corrections(run, config):
         return corrected
     before = read_resolved(run.resolved)
     found = changes(before, config)
     if not change:
-        _refuse(run, found, "go on with the values of before, or give --change")
+        _refuse(run, found, "continue with the earlier values, or give --change")
     refused = [one for one in found if not one.allowed]
     _refuse(run, refused, f"a run that has begun can change only {', '.join(CHANGEABLE)}; start a new one instead")
     reached = max(run.checkpoint_steps(), default=0)

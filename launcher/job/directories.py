@@ -1,4 +1,4 @@
-"""Directories for runs: a new one of a free name, made for a caller and gone again where the caller fails."""
+"""Directories for runs: a new one with a free name, removed again where the caller fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 
-PRIVATE = 0o700  # mode of a run directory: it holds the user's code and whatever the ranks wrote to their logs
+PRIVATE = 0o700  # mode of a run directory, which holds the user's code and the ranks' logs
 
 
 def run_name(name: str, now: time.struct_time) -> str:
@@ -19,13 +19,9 @@ def run_name(name: str, now: time.struct_time) -> str:
 
 
 def refuse_unusable(path: Path) -> None:
-    """Refuse a place where no directory is and none can be made: below a file, at a link that leads nowhere.
-
-    Raises:
-        BadInput
-    """
+    """Raise BadInput where `path` is no directory and cannot become one: below a file, or at a dangling link."""
     if not str(path.absolute()).isprintable():
-        raise BadInput(f"--run-dir {str(path)!r}: a path with control characters, or that is not UTF-8, is not taken")
+        raise BadInput(f"--run-dir {str(path)!r}: give a path in UTF-8 without control characters")
     for place in (path, *path.absolute().parents):
         with disk_errors(place):
             try:
@@ -40,8 +36,8 @@ def refuse_unusable(path: Path) -> None:
 
 @contextmanager
 def run_directory(given: Path | None, name: str, parent: Path) -> Iterator[Path]:
-    """The directory that a run was given; else a new PARENT/NAME, or NAME-2 and so on, which is gone again where the
-    caller fails and leaves it empty."""
+    """Yield the given directory, else a new PARENT/NAME (or NAME-2, ...), which is removed again where the caller fails
+    and leaves it empty."""
     if given is not None:
         yield given
         return
@@ -64,7 +60,7 @@ def _claim(stem: Path) -> Path:
 
 @contextmanager
 def made(path: Path, mode: int = 0o777) -> Iterator[None]:
-    """Make a directory, with this mode, and those above it."""
+    """Create a directory with this mode, and those above it; where the caller fails they are removed if empty."""
     missing = [one for one in (path, *path.parents) if not one.exists()]
     with _empty_ones_removed(missing):
         path.mkdir(mode, parents=True, exist_ok=True)
@@ -73,7 +69,7 @@ def made(path: Path, mode: int = 0o777) -> Iterator[None]:
 
 @contextmanager
 def _empty_ones_removed(made: Sequence[Path]) -> Iterator[None]:
-    """Where the caller fails, remove what was made for it, innermost first, as far as nothing is in there."""
+    """Remove these directories, innermost first and if empty, where the caller fails."""
     succeeded = False
     try:
         yield
@@ -85,7 +81,7 @@ def _empty_ones_removed(made: Sequence[Path]) -> Iterator[None]:
 
 
 def clear(root: Path) -> None:
-    """Remove all that is in a directory; the directory itself may be the user's."""
+    """Remove the contents of a directory; the directory itself may be the user's."""
     for path in root.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -95,11 +91,11 @@ def clear(root: Path) -> None:
 
 @contextmanager
 def disk_errors(path: Path, advice: str = "give a writable --run-dir") -> Iterator[None]:
-    """Tell the user in one line what the disk refuses.
+    """Turn an OSError into BadInput, in one line.
 
     Args:
-        path: named where the error names none.
-        advice: what to do about it.
+        path: path to name where the error names none.
+        advice: what to do.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""From a recipe to a job that could be submitted: place, render, look what stands in the way. Writes nothing."""
+"""Draft of a job from a recipe: place it, render the script, find obstacles. Writes nothing."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Draft:
 
     job: PlannedJob
     notes: tuple[str, ...]
-    """What the user should know and does not stop the job."""
+    """Remarks for the user that do not stop the job."""
     obstacles: tuple[str, ...]
-    """What a submission is refused for; a dry run shows them."""
+    """Reasons why a submission is refused; a dry run shows them."""
     script: str
 
 
 def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_code: bool = False) -> Draft:
-    """Everything that a submission to `cluster` does before it writes anything.
+    """Do everything that a submission to `cluster` does before it writes anything.
 
     Args:
-        recipe: with `config.cluster` already `cluster`.
-        root: the run directory, absolute.
-        update_code: take a new snapshot of the code where there is one already.
+        recipe: its `config.cluster` is `cluster`.
+        root: run directory, absolute.
+        update_code: whether to replace an existing snapshot of the code.
 
     Raises:
         BadInput: the recipe does not fit the cluster, or cannot be put into a script.
@@ -75,7 +75,7 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
 
 
 def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
-    """The same job for a run directory, whose name is a part of its plan too."""
+    """Return the job for another run directory, whose name is part of the plan too."""
     config, profile = job.recipe.config, job.profile
     seen = to_mount(config, profile, root)
     record = with_argv(plan_json(config, job.plan, profile), config, profile, job.plan, job.cluster, root, seen)
@@ -83,12 +83,12 @@ def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
 
 
 def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[CodeSource]:
-    """Where the code comes from; for a run that has a snapshot, the same places, wherever it is resumed from."""
+    """Sources of the code. A run that has a snapshot keeps its sources, wherever it is resumed from."""
     taken = read(CodeSnapshot, run.code_record)
     if taken is ABSENT or corrections(run, recipe.config):
         return code_sources(recipe, Path.cwd())
     if isinstance(taken, Unreadable):
-        raise BadInput(f"{taken}; what code the run has cannot be told")
+        raise BadInput(f"{taken}, so the run's code is unknown")
     if not update_code:
         return taken.sources
     ours = [source.path for source in taken.sources if source.kind in ("package", "metadata")]
@@ -112,7 +112,7 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
     if image and re.match(r"(?:docker://)?(?:[^@#/]+@)?nvcr\.io[#/]nvidia/pytorch:", image):
         notes.append(
             f"image: {image} is NVIDIA's own, which has no megatron-core: the ranks would end at their first import; "
-            "build yours from it (containers/README.md) and name it in container.image"
+            "build your own from it (containers/README.md) and name it in container.image"
         )
     fresh = update_code or read(CodeSnapshot, RunDir(job.run_dir).code_record) is ABSENT
     for source in job.sources if fresh else ():
@@ -127,15 +127,15 @@ def _obstacles(job: PlannedJob) -> list[str]:
     limit = time_limit_s(config.time_limit or profile.time_limit)
     if limit is not None and limit <= profile.signal_s:
         found.append(
-            f"job.time_limit {limit} s: the run is told to save {profile.signal_s} s before it (signal_s of "
-            f"{job.cluster}), so there is no time to train; a longer limit or a smaller signal_s"
+            f"job.time_limit {limit} s: the run begins to save {profile.signal_s} s before it (signal_s of "
+            f"{job.cluster}), which leaves no time to train; give a longer limit or a smaller signal_s"
         )
     log = RunDir(job.run_dir).batch_log
     place = log if log.exists() else log.parent
     if place.exists() and not os.access(place, os.W_OK):
         found.append(
-            f"{place} may not be written by you, and Slurm writes the job's log there, as {log.name}, before it starts "
-            "anything; give a --run-dir in a folder of your own"
+            f"you may not write to {place}, where Slurm writes the job's log ({log.name}) before it starts anything; "
+            "give a --run-dir in a folder of your own"
         )
     image = _image(job)
     if image and image.startswith("/") and not Path(image).is_file():
@@ -146,11 +146,12 @@ def _obstacles(job: PlannedJob) -> list[str]:
 
 
 def _image(job: PlannedJob) -> str | None:
-    """The reference of the image that the ranks run in; None where they run in none."""
+    """Reference of the ranks' image; None: they run without a container."""
     container = job.profile.container
     return (job.recipe.config.image.reference or container.image) if container else None
 
 
 def default_root(profile: Profile, name: str) -> Path:
-    """The directory of a run that was given none."""
-    return Path(profile.run_root) / name  # Slurm opens the log beside it, before the job can make a directory
+    """Default run directory. Its parent is the run root, which exists: Slurm opens the log there before the job
+    starts."""
+    return Path(profile.run_root) / name

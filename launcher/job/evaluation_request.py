@@ -1,4 +1,4 @@
-"""What `mrl evaluate` asks for: defaults from the run that a checkpoint is of, and the recipe of a job for it."""
+"""Request of `mrl evaluate`, with defaults from the checkpoint's run, and the recipe of a job for it."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.evaluate.config import Evaluation
 
 MAX_NEW_TOKENS = 512
-"""Of an answer, where no run says how long they may be."""
+"""Default limit of an answer's tokens for a checkpoint of no run."""
 
 OPTIONS = {"evaluate.sets": "--set", "evaluate.checkpoint": "CHECKPOINT"}
-"""Keys whose option is not called like them."""
+"""Key -> option, where their names differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a checkpoint's run says."""
+    """The run of a checkpoint."""
 
     run: RunDir
     config: RunConfig
 
 
 def origin_of(checkpoint: str) -> Origin | None:
-    """The run that a path is the directory or a checkpoint of; None: of none. Raises BadInput."""
+    """Run whose directory or checkpoint a path is; None: it is neither. Raises BadInput."""
     path = Path(checkpoint).absolute()
     for root in (path, path.parent.parent):
         run = RunDir(root)
@@ -61,19 +61,19 @@ def requested(
     sampling: Mapping[str, Any],
     asked: Mapping[str, Any],
 ) -> Evaluation:
-    """An evaluation in full.
+    """Complete an evaluation.
 
     Args:
-        environment: None: the run's. Its arguments are the run's too, unless it is another one.
+        environment: name; None: the run's. The run's own environment keeps its arguments.
         environment_args: laid over these, see `parse_args`.
-        sampling: what was given, laid over the run's.
-        asked: of EvaluateConfig.
+        sampling: given values, laid over the run's.
+        asked: values of EvaluateConfig.
 
     Raises BadInput.
     """
     config = origin.config if origin else None
     if environment is None and config is None:
-        raise BadInput("--env: is needed where CHECKPOINT is of no run; `mrl environments` lists them")
+        raise BadInput("--env is needed for a checkpoint that belongs to no run; `mrl environments` lists them")
     of_run = _environments_of(config, origin.run) if config and origin else {}
     found = of_run.get(environment or "")
     given: dict[str, Any] = found.model_dump() if found else {"name": environment}
@@ -89,13 +89,13 @@ def requested(
 
 
 def checked_environment(environment: EnvironmentConfig, option: str) -> EnvironmentConfig:
-    """The environment with its relative paths, which --env-args gave, made absolute from the current directory.
+    """Return the environment with relative paths in its arguments resolved from the current directory.
 
     Args:
-        option: the one that names the environment.
+        option: option that names the environment, for messages.
 
     Raises:
-        BadInput: there is no such environment, or it takes no such --env-args.
+        BadInput: there is no such environment, or it has no such arguments.
     """
     try:
         environment_arguments(environment)
@@ -111,8 +111,8 @@ def checked_environment(environment: EnvironmentConfig, option: str) -> Environm
 
 
 def _environments_of(config: RunConfig, run: RunDir) -> dict[str, EnvironmentConfig]:
-    """What `--env` may name of a run: nothing is all of it, and of several each goes by its id. Files of the user's
-    code are the run's copies."""
+    """Value of `--env` -> environment of a run: an id, a name, or "" for the whole task. Files of the user's code are
+    the run's copies."""
     known = {
         one.id: EnvironmentConfig(**one.model_dump(exclude={"id", "weight", "evaluation_only"}))
         for one in config.environments or ()
@@ -152,7 +152,7 @@ def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, 
 
 
 def _option(path: tuple[str, ...]) -> str:
-    if not path:  # several that do not fit together
+    if not path:  # a conflict between several values
         return "mrl evaluate"
     return OPTIONS.get(".".join(path[:2]), f"--{path[-1].replace('_', '-')}")
 
@@ -170,7 +170,7 @@ def _refusal(error: ValidationError, kind: type[BaseModel], name: Any) -> BadInp
 
 
 def code_version(environment: str) -> str:
-    """The commits of mrl and of the environment's package, as far as there are any."""
+    """Commits of mrl and of the environment's package, if they lie in repositories."""
     packages = {"megatron_rl", *(entry.module.partition(".")[0] for entry in registered(environment))}
     said = []
     for name in sorted(packages):
@@ -181,7 +181,7 @@ def code_version(environment: str) -> str:
             if tree and tree.commit:
                 said.append(f"{name} {tree.commit[:12]}{' with changes' if dirty(places[0]) else ''}")
         except GitError:
-            continue  # for the record only
+            continue  # it only documents the evaluation
     return ", ".join(said)
 
 
@@ -189,16 +189,17 @@ def code_version(environment: str) -> str:
 
 
 def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, caches: Sequence[Path]) -> Recipe:
-    """The recipe of a job of one node that evaluates. Raises BadInput.
+    """Recipe of a job of one node that evaluates. Raises BadInput.
 
-    caches: of the Hugging Face libraries, where the shape of published weights may be.
+    Args:
+        caches: Hugging Face caches, which may hold the config.json of published weights.
     """
     asked = evaluation.evaluate
     device = {"device": asked.device}
     if origin:
         values = origin.config.model_dump()
         values["job"] |= device
-        values["inference"] |= {"engine": "native"}  # what answers in one process, on a CPU too
+        values["inference"] |= {"engine": "native"}  # works in one process, also on a CPU
     else:
         folder = _published(asked.checkpoint)
         values = {
@@ -214,7 +215,7 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
     values |= {
         "name": f"evaluate-{re.sub('[^A-Za-z0-9._-]', '-', of)}",
         "cluster": cluster,
-        # How the model is cut, which for what only generates nothing else says.
+        # The layout of the model; a job that only generates has no other setting for it.
         "placement": {"training": {"tp": asked.tp, "sequence_parallel": asked.tp > 1}},
         "grpo": {},
         "save": {},
@@ -232,7 +233,7 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
 
 
 def refuse_ranks(config: RunConfig, profile: Profile) -> None:
-    """Raises BadInput where a node of the cluster cannot hold what an evaluation's job asks for."""
+    """Raise BadInput where a node of the cluster is too small for an evaluation's job."""
     asked, model = config.evaluate, config.model
     assert asked is not None
     if asked.ranks > profile.gpus_per_node:
@@ -251,6 +252,6 @@ def refuse_ranks(config: RunConfig, profile: Profile) -> None:
 
 
 def _published(checkpoint: str) -> str:
-    """Where the config.json of published or converted weights is."""
+    """Directory of the config.json of published or converted weights."""
     carried = Path(checkpoint) / CARRIED
     return str(carried if carried.is_dir() else checkpoint)

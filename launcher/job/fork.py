@@ -1,4 +1,5 @@
-"""A new run that begins as a checkpoint of another one: weights, optimizer, step and place in the prompt stream."""
+"""A new run that begins from a checkpoint of another one: weights, optimizer, step and position in the prompt
+stream."""
 
 from __future__ import annotations
 
@@ -27,31 +28,31 @@ from megatron_rl.contract.records import Unreadable, encode_line, read_lines, wr
 from megatron_rl.contract.run_records import Fork
 
 FIXED = ("model.", "tokenizer.")
-"""Keys below these describe the weights that the checkpoint holds."""
+"""Prefixes of keys that describe the checkpoint's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedFork:
-    """What a fork would be."""
+    """A fork before it is made."""
 
     source: RunDir
     step: int
     recipe: Recipe
     changes: tuple[Change, ...]
-    """Between the source's recipe and this one."""
+    """Differences between the source's recipe and this one."""
 
     def record(self, at: float) -> Fork:
-        """What fork.json will hold."""
+        """Content of fork.json."""
         source, by = str(self.source.root.absolute()), os.environ.get("USER", "")
         return Fork(source, self.step, as_json(self.changes), at, by)
 
 
 def plan_fork(run_at_step: str, overrides: Sequence[str], trusted: bool) -> PlannedFork:
-    """What `mrl fork` was asked for.
+    """Plan a fork.
 
     Args:
         run_at_step: `RUN@STEP`, or RUN for its newest checkpoint.
-        trusted: it may be a run of another user.
+        trusted: whether it may be a run of another user.
 
     Raises:
         BadInput: there is no such run or checkpoint, or it does not fit these values.
@@ -72,13 +73,13 @@ def plan_fork(run_at_step: str, overrides: Sequence[str], trusted: bool) -> Plan
 
 @contextmanager
 def forked(fork: PlannedFork, given: Path | None) -> Iterator[RunDir]:
-    """Make the run; where the caller is refused to start it, it is removed again.
+    """Make the run; it is removed again where the caller fails to start it.
 
     Args:
-        given: its directory; None: a new one beside that of the source.
+        given: its directory; None: a new one beside the source's.
 
     Raises:
-        BadInput: there is a run already.
+        BadInput: the directory holds a run already.
     """
     found_there = given is not None and given.exists()
     name = run_name(fork.recipe.config.name, time.localtime())
@@ -100,11 +101,7 @@ def forked(fork: PlannedFork, given: Path | None) -> Iterator[RunDir]:
 
 
 def checkpoint_of(run: RunDir, step: int | None) -> int:
-    """The step to fork from; the newest where None.
-
-    Raises:
-        BadInput: there is no such checkpoint.
-    """
+    """Step to fork from; None means the newest. Raises BadInput where there is no such checkpoint."""
     with disk_errors(run.checkpoints, "the checkpoints of that run cannot be listed"):
         steps = run.checkpoint_steps()
     if not steps:
@@ -118,25 +115,25 @@ def checkpoint_of(run: RunDir, step: int | None) -> int:
 
 
 def refuse_misfits(changed: Sequence[Change], step: int, steps: int) -> None:
-    """Refuse a change that the checkpoint cannot follow. Raises BadInput."""
+    """Raise BadInput for changes that the checkpoint does not allow."""
     problems = [f"{one}: the weights of the checkpoint fix it" for one in changed if one.key.startswith(FIXED)]
     if steps <= step:
-        problems.append(f"training.steps {steps}: the checkpoint is of step {step} already; give more")
+        problems.append(f"training.steps {steps}: the checkpoint is at step {step} already; give more")
     if problems:
         raise BadInput(problems)
 
 
 def fill(fork: PlannedFork, target: RunDir) -> None:
-    """Put into the prepared `target` what a run that has reached `step` has.
+    """Fill the prepared `target` with the files of a run that has reached `step`.
 
-    Files that are never written again are shared by hard links, so a fork of 500 GB takes no space of its own; where
-    the two are on different file systems they are copied.
+    Files that are never written again are hard links, so a fork of 500 GB takes no space; on another file system they
+    are copied.
     """
     source, step = fork.source, fork.step
     make_checkpoints(target)
     shutil.copytree(source.checkpoint(step), target.checkpoint(step), copy_function=_link)
     write_atomic(target.latest_checkpoint, target.checkpoint(step).name + "\n")
-    if source.code.exists():  # only what is on record differs between the two
+    if source.code.exists():
         snapshot = Path(os.path.realpath(source.code))
         shutil.copytree(snapshot, target.root / snapshot.name, copy_function=_link, symlinks=True)
         target.code.symlink_to(snapshot.name)
@@ -148,7 +145,7 @@ def fill(fork: PlannedFork, target: RunDir) -> None:
 
 
 def _copy_lines(source: Path, target: Path, step: int) -> None:
-    """Copy the record of the steps up to one. What a crash tore is left out: its step comes again."""
+    """Copy the lines up to a step. A line that a crash tore is omitted: its step is repeated."""
     found = read_lines(MetricsLine, source)
     if isinstance(found, Unreadable):
         raise BadInput(str(found))

@@ -1,4 +1,4 @@
-"""The run directory before an attempt: made, or opened again, and put back where the caller fails."""
+"""The run directory before an attempt: created or opened, and restored where the caller fails."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ class Prepared:
 
     run: RunDir
     attempt: Attempt | None
-    """The attempt to start; None: the run is finished and there is nothing to do."""
+    """Attempt to start; None: the run is finished."""
     changes: tuple[Change, ...]
     """Values that `--change`, or a correction, altered."""
     corrected: bool
-    """The changes correct a run in which nothing was trained yet."""
+    """Whether the changes correct a run in which nothing was trained yet."""
 
 
 @dataclass(slots=True)
 class Opened:
-    """A run directory that is ours for the moment, with what was asked for written into it."""
+    """A run directory whose lock this process holds, with the recipe written into it."""
 
     run: RunDir
     finished: bool
-    """There is nothing to do."""
+    """Whether the run is finished."""
     changes: tuple[Change, ...]
     """Values that `change`, or a correction, altered."""
     corrected: bool = False
-    """The changes correct a run in which nothing was trained yet: it begins anew, with nothing of before but the record
-    of its attempts."""
+    """Whether the changes correct a run in which nothing was trained yet: it starts over and keeps only the record of
+    its attempts."""
     run_id: str = ""
     handed_over: bool = False
-    """Set once somebody else may use the directory: from then on a failure leaves it as it is."""
+    """Set once a job may use the directory: from then on a failure leaves it as it is."""
 
 
 def prepare(recipe: Recipe, root: Path, change: bool) -> Prepared:
-    """Write what was asked into `root` and open the next attempt there, or find the run finished.
+    """Write the recipe into `root` and create the next attempt there, unless the run is finished.
 
     Raises:
-        BadInput: the directory is in use, foreign or unwritable, or its run was asked for with other values.
+        BadInput: the directory is in use, foreign or unwritable, or its run has other values.
     """
     with opened(recipe, root, change) as found:
         run = found.run
@@ -74,14 +74,14 @@ def prepare(recipe: Recipe, root: Path, change: bool) -> Prepared:
 
 @contextmanager
 def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) -> Iterator[Opened]:
-    """Hold `root` with what was asked for written into it; when the caller fails, everything is as it was before,
-    unless it has set `handed_over`.
+    """Lock `root` and write the recipe into it. Where the caller fails everything is restored, unless it has set
+    `handed_over`.
 
     Args:
-        my_job: the Slurm job that this process is in, which may own the run.
+        my_job: Slurm job of this process, which may own the run.
 
     Raises:
-        BadInput: the directory is in use, foreign or unwritable, or its run was asked for with other values.
+        BadInput: the directory is in use, foreign or unwritable, or its run has other values.
     """
     run = RunDir(root)
     refuse_foreign(run)
@@ -111,8 +111,8 @@ def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) 
 
 @contextmanager
 def _set_aside(found: Opened) -> Iterator[None]:
-    """Begin with nothing of before but the record of attempts: what was evaluated, answered and snapshotted was so by
-    the recipe that is corrected. Where the caller fails, all of it is back."""
+    """Move all files except the record of attempts aside, since they come from the recipe that is corrected. They
+    return where the caller fails, and are deleted otherwise."""
     run = found.run
     kept = {run.lock, run.job_lock, run.identity, run.job, run.attempts_ledger, run.attempt(1).folder.parent}
     kept |= {run.attempt(1).logs.parent, run.token}
@@ -157,7 +157,7 @@ def _put_back_on_failure(found: Opened) -> Iterator[None]:
                 shutil.rmtree(run.kept_files, ignore_errors=True)
             for path, (version, text) in before.items():
                 if _version_of(path) == version:
-                    continue  # what was read of it may not be what it holds
+                    continue  # unchanged
                 if text is None:
                     path.unlink(missing_ok=True)
                 else:
@@ -165,7 +165,7 @@ def _put_back_on_failure(found: Opened) -> Iterator[None]:
 
 
 def _version_of(path: Path) -> tuple[int, int] | None:
-    """Another one once the file was replaced; None where there is none."""
+    """Value that changes when the file is replaced; None where there is none."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -174,12 +174,12 @@ def _version_of(path: Path) -> tuple[int, int] | None:
 
 
 def _snapshot_of(run: RunDir) -> Path | None:
-    """What the link to the run's code says."""
+    """Target of the link to the run's code."""
     return run.code.readlink() if run.code.is_symlink() else None
 
 
 def _put_code_back(run: RunDir, before: Path | None, there: set[str]) -> None:
-    """Have the run's code lead to the snapshot of before, and remove the one that was taken since."""
+    """Link the run's code to its earlier snapshot, and remove the new one."""
     if _snapshot_of(run) != before:
         if before is None:
             run.code.unlink()
@@ -196,15 +196,15 @@ def _run_id(run: RunDir) -> str:
     try:
         return identify(run).id
     except UnreadableRecord as error:
-        raise BadInput(f"{error}: which run this is cannot be told; remove the file if it is no copy") from error
+        raise BadInput(f"{error}, so the run's identity is unknown; remove the file if this is no copy") from error
 
 
 def _record_changes(run: RunDir, altered: Sequence[Change], attempt: int) -> None:
-    from getpass import getuser  # seldom needed, and slow to import
+    from getpass import getuser  # slow to import
 
     append(run.changes, RecipeChange(attempt, as_json(altered), time.time(), getuser()))
     if any(one.key == "training.steps" for one in altered):
-        run.done.unlink(missing_ok=True)  # before resolved.yaml: DONE must never be seen with steps still to do
+        run.done.unlink(missing_ok=True)  # before resolved.yaml: DONE must never stand beside unfinished steps
 
 
 def _write_recipe(run: RunDir, recipe: Recipe) -> None:
@@ -233,24 +233,25 @@ def _locked(run: RunDir) -> Iterator[None]:
 
 
 def _remove_alone(lock: Path, ours: bool) -> None:
-    """Where nothing has come of a new run directory, remove what the lock has left there."""
+    """Remove a new lock file that is alone in its directory."""
     with suppress(OSError):
         if ours and [path.name for path in lock.parent.iterdir()] == [lock.name]:
             lock.unlink()
 
 
 def keep_files(run: RunDir, recipe: Recipe, renew: bool) -> list[Change]:
-    """Copy what the run's environments run. Returns by which copies earlier ones were replaced.
+    """Copy the files of the user's code that the run's environments use, so that all attempts run the same. Returns the
+    replaced copies.
 
     Args:
-        renew: replace a copy by the file of today; else a run that has one keeps it.
+        renew: whether to replace copies by the present files.
 
     Raises:
         BadInput: a file cannot be read.
     """
     found = read(KeptFiles, run.kept_files_record)
     if isinstance(found, Unreadable):
-        raise BadInput(f"{found}; which files of code the run has is not known")
+        raise BadInput(f"{found}, so the run's files of code are unknown")
     record = if_readable(found)
     before = {one.path: one for one in record.files} if record else {}
     kept, changed = [], []

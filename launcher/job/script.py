@@ -1,4 +1,4 @@
-"""Pure: recipe, plan and profile -> the text of the sbatch script, through the templates in slurm/."""
+"""Pure: recipe, plan and profile -> the text of the sbatch script, by the templates in slurm/."""
 
 from __future__ import annotations
 
@@ -34,37 +34,33 @@ from megatron_rl.contract.codes import EXIT_DRAINED, HOST_TRIES
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.run_records import CodeSource
 
-UNPACK_S = 1800  # that a node has to unpack an image
-END_S = 30  # seconds that an srun has to leave in order
+UNPACK_S = 1800  # seconds for a node to unpack an image
+END_S = 30  # seconds for an srun to end in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
-    """All that a script is made of."""
+    """Everything that goes into a script."""
 
     recipe: Recipe
     plan: Plan
     plan_json: dict[str, Any]
-    """What plan.json will hold."""
+    """Content of plan.json."""
     cluster: str
     profile: Profile
     run_dir: Path
     sources: Sequence[CodeSource]
-    """What the snapshot of the code is taken of."""
+    """Sources of the snapshot of the code."""
     seen: Sequence[Path]
-    """Places that the container has to see, beside the profile's mounts."""
+    """Paths that the container has to mount, beside the profile's mounts."""
     installed: Path
-    """Directory that holds the packages launcher and megatron_rl: the host side of the first attempt."""
+    """Directory of the packages launcher and megatron_rl, from which the first attempt's host side runs."""
     version: str
-    """Of mrl."""
+    """Version of mrl."""
 
 
 def render(job: PlannedJob) -> str:
-    """The script.
-
-    Raises:
-        BadInput: something cannot be written into a script, such as a path with a line break.
-    """
+    """Render the script. Raises BadInput where a value cannot stand in a script, such as a path with a line break."""
     documents = _documents(job)
     _refuse_unwritable(job, documents)
     config, profile = job.recipe.config, job.profile
@@ -103,7 +99,7 @@ def render(job: PlannedJob) -> str:
 
 
 def _host_options(job: PlannedJob) -> Iterator[Shell]:
-    """Options of the process that decides (launcher.host.job), by lines."""
+    """Options of launcher.host.job, by lines."""
     config, profile = job.recipe.config, job.profile
     outlives = " --outlives-nodes" if _outlives_nodes(job) else ""
     shared = f" --run-mode {RUN_MODES[profile.readable_by]:o}" if profile.readable_by != "me" else ""
@@ -138,7 +134,7 @@ def _harvest_options(job: PlannedJob) -> list[str]:
 
 
 def header(job: PlannedJob) -> list[str]:
-    """The options of sbatch, `--name=value`, quoted as sbatch reads them."""
+    """Options of sbatch, `--name=value`, quoted as sbatch reads them."""
     config, profile = job.recipe.config.job, job.profile
     log = str(RunDir(job.run_dir).batch_log).replace("%", "%%")  # sbatch expands %
     options = {
@@ -149,7 +145,7 @@ def header(job: PlannedJob) -> list[str]:
         "constraint": profile.constraint,
         "reservation": profile.reservation,
         "nodes": _asked_nodes(job),
-        # Slurm keeps the number of tasks over a requeue, and with it the number of nodes (seen on 22.05).
+        # Slurm keeps the number of tasks, and so of nodes, over a requeue (seen on 22.05).
         "ntasks-per-node": None if job.plan.smaller else config.gpus_per_node,
         **gpus_per_node(job.recipe.config, profile),
         "time": config.time_limit or profile.time_limit,
@@ -166,15 +162,15 @@ def header(job: PlannedJob) -> list[str]:
 
 
 def _asked_nodes(job: PlannedJob) -> str:
-    """What --nodes asks for. Spare nodes come on top at both ends of a range, so that with the fewest nodes too there
-    is one to stand in; of more than the fewest, all but the spare ones work."""
+    """Value of --nodes. Spare nodes are added to both ends of a range, so that even with the fewest nodes one can
+    replace a bad one."""
     config = job.recipe.config.job
     ends = {str(count + config.spare_nodes) for count in (config.fewest_nodes, config.most_nodes)}
     return "-".join(sorted(ends, key=int))
 
 
 def _outlives_nodes(job: PlannedJob) -> bool:
-    """Whether the job can go on, in what is left of its allocation, when a node dies."""
+    """Whether the job can continue on the rest of its allocation when a node dies."""
     return job.plan.mode == "partitioned" or job.plan.spare_nodes > 0 or bool(job.plan.smaller)
 
 
@@ -184,12 +180,12 @@ class _Step:
 
     function: Shell
     name: Shell
-    """Of the step: text, or the function's first argument."""
+    """Name of the step: text, or the function's first argument."""
     options: list[Shell]
     """Lines of options of srun."""
     command: Shell
     shown: Shell | None = None
-    """What Slurm calls it; None: its name."""
+    """Slurm's name of the step, if it differs."""
     comment: Shell | None = None
     limit_s: int | None = None
     """Seconds after which it is ended."""
@@ -212,7 +208,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
             name=Shell("fabric"),
             options=[
                 Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {tasks} {each}'),
-                # A rank of a bad node may die: the others have to find out whose it was.
+                # Ranks of a bad node may die; the others must report which node it was.
                 Shell(f'{bound} --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'.strip()),
             ],
             command=Shell(f"{python} -P -m megatron_rl.fabric.check {run}{slow}"),
@@ -262,8 +258,8 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
 
 
 def _limited(seconds: int) -> Shell:
-    """What goes before an srun: its --time begins with the step, for which it waits without end while a node is busy or
-    does not answer."""
+    """Command prefix that limits an srun. Its own --time begins with the step, for which it waits without end while a
+    node is busy or does not answer."""
     return Shell(f"timeout --kill-after={END_S} {seconds}")
 
 
@@ -272,7 +268,7 @@ def _shell(lines: Lines) -> list[Shell]:
 
 
 def _gpus_of_replica(step: Step, gpus_per_node: int) -> str:
-    """Shell that prints the GPUs of the replica `infer-K` in $1, which shares its node with others."""
+    """Shell expression of the GPUs of the replica `infer-K` in $1, which shares its node with others."""
     first = f"${{1#infer-}} * {step.tasks_per_node} % {gpus_per_node}"
     return f'"$(seq -s, $(({first})) $(({first} + {step.tasks_per_node - 1})))"'
 
@@ -293,10 +289,10 @@ def _health(job: PlannedJob) -> dict[str, Any] | None:
 
 
 def _documents(job: PlannedJob) -> dict[str, str]:
-    """What the first attempt makes the run directory of, by the name of the function that prints it."""
+    """Function that prints it -> document from which the first attempt makes the run directory."""
     ranks = job.plan_json["ranks"]
     head = {key: value for key, value in job.plan_json.items() if key != "ranks"}
-    rows = ",\n".join(json.dumps(row) for row in ranks)  # one line a rank, or a thousand nodes would be unreadable
+    rows = ",\n".join(json.dumps(row) for row in ranks)  # one line a rank, for readers
     return {
         "recipe_yaml": asked_text(job.recipe).rstrip("\n"),
         "resolved_yaml": dump_resolved(job.recipe.config).rstrip("\n"),

@@ -1,4 +1,4 @@
-"""Which code a job needs: mrl as it is installed here, the package of the recipe's environment, and `code.include`."""
+"""Code of a job: mrl as installed here, the package of the recipe's environment, and `code.include`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
 
 OURS = ("launcher", "megatron_rl")
-HEAVY_BYTES = 20 * 10**6  # code seldom is; data that git does not ignore is
+HEAVY_BYTES = 20 * 10**6  # a larger snapshot probably holds data that git does not ignore
 
 
 def code_sources(recipe: Recipe, directory: Path) -> list[CodeSource]:
-    """What the snapshot of this run is taken from; see launcher.host.code.sources.plan_sources.
+    """Sources of the run's snapshot, by launcher.host.code.sources.plan_sources.
 
     Args:
-        directory: the current directory, whose repository is taken along when the recipe's file lies in it.
+        directory: current directory; its repository is included when the recipe's file lies in it.
 
     Raises:
-        BadInput: included directories do not exist, or git refuses to look at one.
+        BadInput: an included directory does not exist, or git refuses to read it.
     """
     include = _included(recipe, directory)
     missing = [path for path in include if not path.is_dir()]
@@ -43,30 +43,30 @@ def code_sources(recipe: Recipe, directory: Path) -> list[CodeSource]:
 
 
 def heavy(snapshot: Path) -> str | None:
-    """A note where a snapshot is large for code: how large, and by which file; or that this cannot be told."""
+    """Note about a snapshot that is large for code, with its size and biggest file."""
     try:
         sizes = {path: path.lstat().st_size for path in snapshot.rglob("*") if path.is_symlink() or path.is_file()}
     except OSError as error:
-        return f"code: how large the snapshot is cannot be told: {error.filename or snapshot}: {error.strerror}"
+        return f"code: the size of the snapshot is unknown: {error.filename or snapshot}: {error.strerror}"
     total = sum(sizes.values())
     if total < HEAVY_BYTES:
         return None
     biggest = max(sizes, key=lambda path: sizes[path])
     return (
         f"code: the snapshot is {total / 1e6:.0f} MB; the biggest file is {biggest.relative_to(snapshot)} "
-        f"({sizes[biggest] / 1e6:.0f} MB). Have git ignore what is data, or name smaller directories in code.include"
+        f"({sizes[biggest] / 1e6:.0f} MB). Have git ignore data, or name smaller directories in code.include"
     )
 
 
 def left_out(run: RunDir) -> str | None:
-    """A note where a snapshot leaves out files whose names say credentials: which."""
+    """Note about files that a snapshot leaves out because their names say credentials."""
     record = if_readable(read(CodeSnapshot, run.code_record))
     notes = [note for source in record.sources for note in source.notes] if record else []
     files = [note.removeprefix("left out: ").partition(" (")[0] for note in notes if note.endswith(f"({SECRET})")]
     if not files:
         return None
     more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    return f"code: not taken along, as their names say credentials: {', '.join(files[:3])}{more} ({run.code_record})"
+    return f"code: left out, since their names say credentials: {', '.join(files[:3])}{more} ({run.code_record})"
 
 
 def _included(recipe: Recipe, directory: Path) -> list[Path]:
@@ -78,12 +78,12 @@ def _included(recipe: Recipe, directory: Path) -> list[Path]:
     try:
         tree = work_tree(str(directory))
     except GitError as error:
-        raise BadInput(f"{directory}: {error}; or say what to take along with code.include (`[]`: nothing)") from error
+        raise BadInput(f"{directory}: {error}; or name the code with code.include (`[]`: none)") from error
     return [Path(tree.top)] if tree and file.resolve().is_relative_to(Path(tree.top).resolve()) else []
 
 
 def _installed(config: RunConfig, include: list[Path]) -> list[Path]:
-    """Packages, and the metadata by which their entry points are found."""
+    """Installed packages, and the metadata that holds their entry points."""
     packages = {name: _package(name) for name in OURS}
     metadata = [_metadata(_distribution("mrl"))]
     for entry in entry_points_of(config.task):

@@ -1,7 +1,7 @@
-"""Pure: the srun of each step: its options, the container, the command of its ranks, and what the script exports.
+"""Pure: the srun of each step: options, container, command of the ranks, and the exported variables.
 
-Written twice from the same values: as shell text into the script, where what only an attempt knows is a variable of the
-shell (`"$image"`), and as argv into plan.json, where it is a placeholder (`{image}`; run_records.PlanStep).
+The same values are written twice: as shell text into the script, where a value that only an attempt knows is a shell
+variable (`"$image"`), and as argv into plan.json, where it is a placeholder (`{image}`; run_records.PlanStep).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ OURS = (
     "HF_HOME",
     "HF_HUB_OFFLINE",
 )
-"""Variables of the ranks that come from the script. Named to pyxis, or a value that the image sets would win."""
+"""Variables that the ranks get from the script. They are named to pyxis, or a value of the image would win."""
 
 LIMITS = 'for of in l n; do ulimit -S -$of "$(ulimit -H -$of)"; done 2>/dev/null'
-"""Shell that raises the limits of locked memory, which NCCL's network needs, and of open files as far as the node lets
-it: Slurm brings those of the login node along."""
+"""Shell code that raises the limits of locked memory, which NCCL's network needs, and of open files to the node's hard
+limits: Slurm passes on those of the login node."""
 
 TRAINING = "megatron_rl.rank_main"
 INFERENCE = "megatron_rl.replica_main"
@@ -50,33 +50,33 @@ class Option:
     value: str | None = None
     """None: a flag."""
     variable: str | None = None
-    """How the script writes a value that only the attempt knows."""
+    """Shell expression of a value that only the attempt knows."""
 
     @property
     def argv(self) -> str:
-        """The word that srun gets."""
+        """Argument of srun."""
         return f"--{self.name}" if self.value is None else f"--{self.name}={self.value}"
 
     @property
     def shell(self) -> str:
-        """The same as the script writes it."""
+        """Argument of srun as shell code."""
         return self.argv if self.value is None else f"--{self.name}={self.variable or shlex.quote(self.value)}"
 
 
 Lines = list[list[Option]]
-"""Options as the script breaks them into lines."""
+"""Options by lines of the script."""
 
 
 def shell_lines(lines: Lines) -> list[str]:
-    """The lines of a script."""
+    """Lines of a script."""
     return [" ".join(option.shell for option in line) for line in lines]
 
 
 def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: str) -> Lines:
-    """Where a step runs, with how many ranks, and where their output goes.
+    """Options for the nodes, ranks and output of a step.
 
     Args:
-        name: of the step as the script knows it: itself, or `$1` in the function that all replicas share.
+        name: name of the step in the script; `$1` in the function that all replicas share.
     """
     nodes, ranks = str(len(step.nodes)), str(len(step.nodes) * step.tasks_per_node)
     counts = [Option("nodes", nodes), Option("nodelist", HOSTS, '"$nodes"'), Option("ntasks", ranks)]
@@ -85,46 +85,45 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
         counts[2] = Option("ntasks", TASKS, f'"$((${{#hosts[@]}} * {step.tasks_per_node}))"')
     log = Option("output", f"{LOGS}/{step.name}.%t.log", f'"$logs/{name}.%t.log"')
     ending = [Option("kill-on-bad-exit", "1"), Option("unbuffered"), Option("open-mode", "append"), log]
-    # Slurm counts the CPUs of a node as taken by another replica there, and by one that was killed, for a while.
+    # Slurm counts the CPUs of a node as busy for another replica there, and for a while for one that was killed.
     beside = [Option("overlap")] if step.replica is not None else []
     return [[*counts, *per_node(config, profile, step.tasks_per_node)], [*binding(profile), *ending, *beside]]
 
 
 def per_node(config: RunConfig, profile: Profile, tasks: int) -> list[Option]:
-    """Ranks and GPUs of each node."""
+    """Options for the ranks and GPUs of each node."""
     asked = gpus_per_node(config, profile)
     return [Option("ntasks-per-node", str(tasks)), *(Option(name, value) for name, value in asked.items())]
 
 
 def binding(profile: Profile) -> list[Option]:
-    """Which CPUs of a node each rank has, and what else the profile says of the ranks' steps."""
+    """Options for the CPUs of each rank, and the profile's own options of srun."""
     asked = {"distribution": profile.distribution, "cpu-bind": profile.cpu_bind}
     flags = [flag for flag in profile.srun if not _is_of_container(flag)]
     return [*(Option(name, value) for name, value in asked.items() if value), *map(_flag, flags)]
 
 
 def _is_of_container(flag: str) -> bool:
-    """Whether a flag of srun is for pyxis: then it is for every step in the container, that of `mrl attach` too."""
+    """Whether a flag of srun is for pyxis, so that every step in the container gets it, `mrl attach` included."""
     return re.match(r"--(no-)?container-", flag) is not None
 
 
 def _flag(text: str) -> Option:
-    """A flag of srun as the profile writes it: --name or --name=value."""
+    """Parse a flag of srun: --name or --name=value."""
     name, equals, value = text.removeprefix("--").partition("=")
     return Option(name, value if equals else None)
 
 
 def gpus_per_node(config: RunConfig, profile: Profile) -> dict[str, str]:
-    """The option that asks for the GPUs of a node, by name; none for processes on CPUs."""
+    """Option for the GPUs of a node, name -> value; empty for processes on CPUs."""
     return {} if config.job.device == "cpu" else profile.gpus(config.job.gpus_per_node)
 
 
 def container(config: RunConfig, profile: Profile, seen: Sequence[Path]) -> Lines:
-    """Options of a step that runs in the container, without its name; none where the ranks run on the nodes as they
-    are.
+    """Options of pyxis, without the container's name; empty without a container.
 
     Args:
-        seen: places that the container has to see as the nodes do, beside the profile's mounts.
+        seen: paths to mount, beside the profile's mounts.
     """
     asked = profile.container
     if asked is None:
@@ -143,20 +142,20 @@ def container(config: RunConfig, profile: Profile, seen: Sequence[Path]) -> Line
 
 
 def name_of_container(profile: Profile) -> Lines:
-    """The option that gives the container of an attempt its name; none where the profile wants none."""
+    """Option for the name of an attempt's container; empty where the profile wants none."""
     if profile.container is None or not profile.container.named:
         return []
     name = container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT")
-    # A step has namespaces of its own, but for `mrl attach`.
+    # no_exec: each step gets namespaces of its own, except that of `mrl attach`.
     return [[Option("container-name", CONTAINER, f'"{name}:no_exec"')]]
 
 
 def variables(config: RunConfig, profile: Profile) -> dict[str, str]:
-    """What the script exports for everything that it starts, beside the names of run and cluster."""
-    # void: enroot's hook would end with an error on a node without a driver
+    """Variables that the script exports to all its processes, beside the names of run and cluster."""
+    # void: without it enroot's hook fails on a node without a driver
     hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"} if config.job.device == "cpu" else {}
     return {
-        "PYTHONNOUSERSITE": "1",  # packages in a home directory would come before those of the image
+        "PYTHONNOUSERSITE": "1",  # packages in a home directory would precede those of the image
         "PYTHONUNBUFFERED": "1",
         SILENCE_VARIABLE: str(config.job.silence_limit_s),
         "HF_HOME": f"{profile.run_root}/cache/huggingface",
@@ -167,11 +166,11 @@ def variables(config: RunConfig, profile: Profile) -> dict[str, str]:
 
 
 def rank_variables(config: RunConfig, profile: Profile) -> dict[str, str]:
-    """What only the ranks have, set inside the container. Of the container's tools, enroot would unpack an image with
-    as many processors as OMP_NUM_THREADS says, and would look for its configuration in HOME."""
+    """Variables of the ranks alone, set inside the container. Outside, enroot would limit its threads to
+    OMP_NUM_THREADS and look for its configuration in HOME."""
     threads = str(config.job.threads_per_rank)
     values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **HASH_SEED}
-    if profile.container is not None:  # its root is read-only, and no home directory is mounted
+    if profile.container is not None:  # its root is read-only, and the home directory is not mounted
         cache = f"{profile.run_root}/cache"
         values |= {"HOME": f"{cache}/home", CACHE_VARIABLE: f"{cache}/mrl", "XDG_CACHE_HOME": cache}
         values |= {"TRITON_CACHE_DIR": f"{cache}/triton", "MPLCONFIGDIR": f"{cache}/matplotlib"}
@@ -179,7 +178,7 @@ def rank_variables(config: RunConfig, profile: Profile) -> dict[str, str]:
 
 
 def in_front_of_ranks(config: RunConfig, profile: Profile) -> str:
-    """What `sh` does before it becomes a rank, which ignores the signals until it has handlers of its own."""
+    """Shell code before each rank. Signals are ignored until the rank has handlers of its own."""
     values = rank_variables(config, profile)
     home = [f"mkdir -p {shlex.quote(values['HOME'])}"] if "HOME" in values else []
     exports = "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
@@ -187,7 +186,7 @@ def in_front_of_ranks(config: RunConfig, profile: Profile) -> str:
 
 
 def _wrapping(profile: Profile) -> list[str]:
-    """Shell that puts the profile's wrapper in front of the command of the ranks that it is for."""
+    """Shell code that puts the profile's wrapper in front of the command of its ranks."""
     wrapper = profile.wrapper
     if wrapper is None:
         return []
@@ -196,7 +195,7 @@ def _wrapping(profile: Profile) -> list[str]:
 
 
 def rank_python(profile: Profile) -> str:
-    """The Python of the ranks."""
+    """Python of the ranks."""
     return profile.python or ("python3" if profile.container else sys.executable)
 
 
@@ -209,11 +208,11 @@ def with_argv(
     run_dir: Path,
     seen: Sequence[Path],
 ) -> dict[str, Any]:
-    """What plan.json holds: the plan, what the script exports, and each step's argv.
+    """Content of plan.json: the plan, the exported variables, and each step's argv.
 
     Args:
-        record: of the plan, without these (launcher.plan.summary.plan_json).
-        seen: places that the container has to see.
+        record: plan without these (launcher.plan.summary.plan_json).
+        seen: paths to mount into the container.
     """
     exported = {RUN_DIR_VARIABLE: str(run_dir), CLUSTER_VARIABLE: cluster, **variables(config, profile)}
     smaller = zip(record["alternatives"], plan.smaller, strict=True)
@@ -247,7 +246,7 @@ def _argv(lines: Lines) -> list[str]:
 
 
 def _command(profile: Profile, plan: Plan, step: Step, run_dir: Path) -> list[str]:
-    """The argv of each rank of a step."""
+    """argv of each rank of a step."""
     module = TRAINING if step.replica is None else INFERENCE
     command = [rank_python(profile), "-P", "-m", module, "--run-dir", str(run_dir), "--attempt", ATTEMPT]
     if step.replica is None:
@@ -255,6 +254,6 @@ def _command(profile: Profile, plan: Plan, step: Step, run_dir: Path) -> list[st
     command += ["--replica", str(step.replica)]
     if step.tasks_per_node == plan.gpus_per_node:
         return command
-    # Slurm would show every replica on a node the same first GPUs.
+    # Slurm would give all replicas on a node the same first GPUs.
     mine = ",".join(str(step.gpu_offset + gpu) for gpu in range(step.tasks_per_node))
     return ["env", f"CUDA_VISIBLE_DEVICES={mine}", *command]

@@ -1,4 +1,4 @@
-"""From a draft to a Slurm job: prepare the run directory, hand the script to sbatch. Nothing is left half-done."""
+"""Submission of a draft: prepare the run directory, hand the script to sbatch. A failure leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -36,20 +36,19 @@ from megatron_rl.contract.shapes import from_json
 
 @dataclass(frozen=True, slots=True)
 class SubmittedJob:
-    """A run that Slurm has."""
+    """Result of a submission."""
 
     run: RunDir
     job_id: str | None
-    """None: the run is finished and there was nothing to submit."""
+    """None: the run is finished, so nothing was submitted."""
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
     fresh_code: bool
-    """Whether a snapshot of the code was taken for it."""
+    """Whether a new snapshot of the code was taken."""
 
 
 def refuse_unfit(drafts: Sequence[Draft]) -> None:
-    """Refuse what cannot be submitted, as far as that shows before anything is: of a sweep all or none. Raises
-    BadInput."""
+    """Raise BadInput where one of the drafts cannot be submitted, before any of them is."""
     if obstacles := dict.fromkeys(obstacle for drafted in drafts for obstacle in drafted.obstacles):
         raise BadInput([*obstacles])
     if which("sbatch") is None:
@@ -66,17 +65,17 @@ def submit(
     after: Sequence[str] = (),
     update_code: bool = False,
 ) -> SubmittedJob:
-    """Prepare the run directory and hand its script to sbatch. Not of a draft that `refuse_unfit` refuses.
+    """Prepare the run directory and submit its script. The draft has passed `refuse_unfit`.
 
     Args:
-        given: the run directory that the user named; None: a new one of the draft's name.
-        change: accept other values than those of a run that has begun.
+        given: run directory that the user named; None: a new one of the draft's name.
+        change: whether a run that has begun may get other values.
         after: ids of jobs that must have ended before this one starts.
-        update_code: take a new snapshot of the code where there is one already.
+        update_code: whether to replace an existing snapshot of the code.
 
     Raises:
-        BadInput: anything, Slurm included, does not accept it; the disk is as it was before.
-        Unsure: Slurm did not say whether it takes it.
+        BadInput: Slurm or a check refuses it; the disk is as before.
+        Unsure: Slurm did not say whether it accepted the job.
     """
     prefetch.export_packages(drafted.job.recipe.config, drafted.job.profile)
     prefetch.import_image_on_login(drafted.job.recipe.config, drafted.job.profile)
@@ -90,7 +89,7 @@ def submit(
             before = read(CodeSnapshot, run.code_record)
             write_files(run, job, update_code)
             fresh = read(CodeSnapshot, run.code_record) != before
-            found.handed_over = True  # from here on there may be a job that needs it
+            found.handed_over = True  # from now on there may be a job that needs the directory
             try:
                 job_id = _hand_over(job, run, found.run_id, after)
             except sbatch.SubmissionRefused as error:
@@ -103,16 +102,16 @@ def submit(
     complaint = note_submission(run, job.cluster, job_id)
     notes = (*drafted.notes, *([complaint] if complaint else []))
     if found.corrected:
-        notes = (*notes, f"nothing was trained in {run.root} yet: it begins with the recipe as it is now")
+        notes = (*notes, f"nothing was trained in {run.root} yet: it starts over with the present recipe")
     return SubmittedJob(run, job_id, found.changes, notes, fresh)
 
 
 def _hand_over(job: PlannedJob, run: RunDir, run_id: str, after: Sequence[str]) -> str:
-    """Submit the script and record its job; the job's id.
+    """Submit the script and record its job. Returns the job's id.
 
     Raises:
         SubmissionRefused, OSError: there is no job.
-        Unsure: there may be one, or is one that is not on record.
+        Unsure: there may be a job, or there is one that could not be recorded.
     """
     flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
     flags.append(f"--comment={comment_of(run_id, flags_by_name(header(job)).get('comment', ''))}")
@@ -121,7 +120,7 @@ def _hand_over(job: PlannedJob, run: RunDir, run_id: str, after: Sequence[str]) 
         job_id = sbatch.submit(run.script, flags)
     except (SlurmSilent, KeyboardInterrupt) as error:
         raise Unsure(
-            f"cluster {job.cluster}: {str(error) or 'interrupted'}; whether it took the job is not known: see "
+            f"cluster {job.cluster}: {str(error) or 'interrupted'}; Slurm may have accepted the job: see "
             f"`squeue --me` before you try again; the job would run {run.root}, which stays"
         ) from error
     _record(run, Owner(job_id, job.cluster, time.time(), by, slurm_cluster, run_id=run_id, name=job.run_dir.name))
@@ -129,7 +128,7 @@ def _hand_over(job: PlannedJob, run: RunDir, run_id: str, after: Sequence[str]) 
 
 
 def _record(run: RunDir, owner: Owner) -> None:
-    """Enter a job as the owner of its run, if need be a little later. Raises Unsure."""
+    """Record a job as the owner of its run, with retries. Raises Unsure."""
     give_up = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -140,13 +139,13 @@ def _record(run: RunDir, owner: Owner) -> None:
                 continue
             why = error.strerror if isinstance(error, OSError) else "interrupted"
             raise Unsure(
-                f"job {owner.job_id} is submitted, and {run.job} is not written: {why}; the job writes it when it "
-                f"starts. Until then mrl does not know it: `scancel {owner.job_id}` ends it, and {run.root} stays"
+                f"job {owner.job_id} is submitted, but {run.job} could not be written: {why}; the job writes it when "
+                f"it starts. Until then mrl does not know it: `scancel {owner.job_id}` ends it, and {run.root} stays"
             ) from error
 
 
 def write_files(run: RunDir, job: PlannedJob, update_code: bool) -> None:
-    """All that the job's first attempt would otherwise make from its script."""
+    """Write the files that the job's first attempt would otherwise make from its script."""
     if not run.script.exists() and job.profile.readable_by != "me":
         run.root.chmod(RUN_MODES[job.profile.readable_by])
     write(run.plan, from_json(PlanRecord, job.plan_json))
@@ -161,11 +160,8 @@ def write_files(run: RunDir, job: PlannedJob, update_code: bool) -> None:
 
 
 def estimate(drafted: Draft, after: Sequence[str] = ()) -> tuple[str, str, str]:
-    """When Slurm thinks it would start the job: (time, nodes, partition). Submits and keeps nothing.
-
-    Raises:
-        BadInput: Slurm would not take it.
-    """
+    """Slurm's estimate of the job's start: (time, nodes, partition). Submits nothing. Raises BadInput where Slurm would
+    refuse the job."""
     refuse_unknown_partitions([drafted.job])
     flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
     with TemporaryDirectory(prefix="mrl-test-only-") as folder:
@@ -187,7 +183,8 @@ def flags_by_name(options: Sequence[str]) -> dict[str, str]:
 
 
 def refuse_unknown_partitions(jobs: Sequence[PlannedJob]) -> None:
-    """Raises BadInput. Where Slurm cannot be asked it says nothing: the submission itself does."""
+    """Raise BadInput where Slurm has no partition of a recipe's `harvest.partition`. The run itself submits those jobs,
+    when it is on its nodes: a wrong name would only show in its log. A Slurm that does not answer is no error here."""
     harvesting = [(job.recipe, job.recipe.config.harvest) for job in jobs if job.recipe.config.harvest]
     if not harvesting:
         return
@@ -196,7 +193,7 @@ def refuse_unknown_partitions(jobs: Sequence[PlannedJob]) -> None:
     except SlurmRefused:
         return
     for recipe, harvest in harvesting:
-        for name in harvest.partition.split(","):  # Slurm takes several: the job starts in the first that has room
+        for name in harvest.partition.split(","):  # the job starts in the first partition that has room
             if name not in known:
                 text, hint = no_partition(name, known)
                 raise refusal(recipe, [f"harvest.partition: {text}{f'; {hint}' if hint else ''}"])

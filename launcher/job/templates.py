@@ -1,4 +1,4 @@
-"""The templates of slurm/, in which every value is quoted for the shell unless it is shell text already."""
+"""The templates in slurm/. Every value is quoted for the shell unless it is of type Shell."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jinja2
 
 
 class Shell(str):
-    """Text that is shell already: not quoted again."""
+    """Text that is shell code already, so it is not quoted."""
 
 
 @cache
 def templates() -> jinja2.Environment:
-    """Those of the source tree, or of the installed package."""
+    """Templates of the source tree, or of the installed package."""
     beside, packaged = Path(__file__).parents[2] / "slurm", Path(__file__).parents[1] / "slurm"
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader([packaged, beside]),
@@ -31,5 +31,5 @@ def templates() -> jinja2.Environment:
 
 
 def _quoted(value: object) -> str:
-    """A value as one shell word, whatever it holds."""
+    """Quote a value as one shell word."""
     return value if isinstance(value, Shell) else shlex.quote(str(value))

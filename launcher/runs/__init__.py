@@ -1,1 +1,1 @@
-"""Runs that exist: found, looked at, told what to do."""
+"""Existing runs: find, inspect and control them."""

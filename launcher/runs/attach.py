@@ -1,4 +1,4 @@
-"""Pure: the srun that opens a shell beside the ranks of a running job, in the container that they run in."""
+"""Pure: the srun that opens a shell beside the ranks of a running job, in their container."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import PlanRecord
 
 SHELL = ("sh", "-c", "command -v bash >/dev/null && exec bash; exec sh")
-"""Not every image has bash."""
+"""A shell; not every image has bash."""
 
 IGNORING_DRAIN = 'trap "" USR1 USR2; exec "$@"'
-"""A drain signals every step of the job, and only the ranks know what to do about it."""
+"""Shell code that ignores the signals of a drain, which reach every step of the job."""
 
 
 def host_of(rank: int, role: str, plan: PlanRecord, nodes: NodeAssignment) -> str:
-    """The node of one rank of a step.
+    """Node of one rank of a step.
 
     Args:
-        rank: within the step.
-        role: the step's name: train, infer-0, ...
-        nodes: of the attempt: which host plays which node.
+        rank: rank within the step.
+        role: name of the step: train, infer-0, ...
+        nodes: assignment of the attempt.
 
     Raises:
-        LookupError: no such step or rank; its text says which there are.
+        LookupError: there is no such step or rank; the text lists those there are.
     """
     steps = {step.name: step for step in plan.steps}
     if role not in steps or role not in nodes.steps:
@@ -37,7 +37,7 @@ def host_of(rank: int, role: str, plan: PlanRecord, nodes: NodeAssignment) -> st
 
 
 def harvested(role: str, attempt: Attempt) -> ReplicaState | None:
-    """Record of a replica that runs in a job of its own; None: the role is not one of those."""
+    """State of a replica that runs in a job of its own; None: the role is no such replica."""
     kind, _, number = role.partition("-")
     if kind != "infer" or not number.isdecimal():
         return None
@@ -46,10 +46,10 @@ def harvested(role: str, attempt: Attempt) -> ReplicaState | None:
 
 
 def completed(options: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Options of srun with what an attempt knows.
+    """Complete options of srun.
 
     Args:
-        values: placeholder -> what stands in its place where it is the whole value of an option.
+        values: placeholder -> value, where the placeholder is the whole value of an option.
     """
     parts = (option.partition("=") for option in options)
     return [name + equals + values.get(value, value) for name, equals, value in parts]
@@ -63,13 +63,13 @@ def command_line(
     command: Sequence[str],
     terminal: bool,
 ) -> list[str]:
-    """The argv of srun.
+    """argv of srun.
 
     Args:
-        container: its options, completed.
-        variables: that only the ranks have.
-        command: what to run there; empty: a shell.
-        terminal: whether there is somebody at a terminal.
+        container: completed options of the container.
+        variables: variables of the ranks alone.
+        command: command to run; empty: a shell.
+        terminal: whether to open a pseudo terminal.
     """
     inside = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
     shell = ["sh", "-c", IGNORING_DRAIN, "attach", *inside, *(command or SHELL)]

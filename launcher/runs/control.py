@@ -1,4 +1,4 @@
-"""Control of a run from outside: save and leave, leave at once, come back elsewhere."""
+"""Control of a run from outside: cancel it, with or without a save, or requeue it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from megatron_rl.contract.records import (
     write,
 )
 
-DRAIN_MARGIN_S = 60  # beside the save itself: the step that is under way
-SAVE_LIMIT_S = 600.0  # of a save, where the recipe of the run does not say it
+DRAIN_MARGIN_S = 60  # seconds for the unfinished step, beside the save itself
+SAVE_LIMIT_S = 600.0  # seconds of a save, where the recipe of the run has no limit
 
 
 def cancel(status: RunStatus, drain: bool) -> str:
-    """End a run that is alive; says what was done.
+    """End a run that is alive. Returns what was done.
 
     Args:
-        drain: let it save first, if it has begun.
+        drain: whether it saves first, if it has begun.
 
     Raises:
-        Failed: it could not be done, or whether the run is alive is not known.
+        Failed: it failed, or it is unknown whether the run is alive.
     """
     _refuse_unsure(status)
     job = status.job
@@ -47,28 +47,28 @@ def cancel(status: RunStatus, drain: bool) -> str:
     if drain and begun:
         _ask_to_leave(status, begun, CANCELLED, None)
         if job.kind == "pending":  # it was killed and has come back; or Slurm's answer is older than its start
-            _tell(orders.cancel_waiting, job.job_id)
+            _order(orders.cancel_waiting, job.job_id)
             return f"job {job.job_id} is cancelled; if it runs again already, it saves and leaves"
         return f"job {job.job_id} was asked to save and to leave; it will not be requeued{_signal(job.job_id)}"
     if not job.batch:
         if not begun:
-            raise Failed(f"{status.name}: job {job.job_id} is an allocation that somebody works in; it stays")
+            raise Failed(f"{status.name}: job {job.job_id} is an interactive allocation, which is not cancelled")
         _ask_to_leave(status, begun, CANCELLED, 0.0)
         return f"its ranks are ended; the allocation, job {job.job_id}, stays"
-    if begun:  # or a drain that is under way for another cause would bring the job back
+    if begun:  # a drain for another cause would bring the job back
         _ask_to_leave(status, begun, CANCELLED, None)
-    _tell(orders.cancel, job.job_id)
+    _order(orders.cancel, job.job_id)
     return f"job {job.job_id} is cancelled" + (", it had nothing to save" if drain else "")
 
 
 def requeue(status: RunStatus, now: bool) -> str:
-    """Give the nodes back and wait in the queue again; says what was done.
+    """Release the nodes and wait in the queue again. Returns what was done.
 
     Args:
-        now: without saving first.
+        now: whether to skip the save.
 
     Raises:
-        Failed: it could not be done, or whether the run is alive is not known.
+        Failed: it failed, or it is unknown whether the run is alive.
     """
     _refuse_unsure(status)
     job, resume = status.job, pasteable_command("resume", status.name)
@@ -89,7 +89,7 @@ def requeue(status: RunStatus, now: bool) -> str:
             orders.requeue(job.job_id)
         except SlurmRefused as error:
             raise Failed(f"{status.name}: {error}") from error
-        return f"job {job.job_id} is requeued; it goes on from its newest checkpoint"
+        return f"job {job.job_id} is requeued; it resumes from its newest checkpoint"
     _ask_to_leave(status, begun, REQUEUE, None)
     return f"job {job.job_id} was asked to save; then it is requeued{_signal(job.job_id)}"
 
@@ -100,23 +100,23 @@ def _refuse_unsure(status: RunStatus) -> None:
 
 
 def _open_attempt(status: RunStatus) -> int | None:
-    """Number of the attempt of this very job whose end is not on record; None: there is nobody to hear and nothing to
-    save. Raises Failed where that cannot be told: what is at work must not be ended without a save."""
+    """Number of the job's attempt that has not ended; None: there is nothing to save. Raises Failed where that is
+    unknown: a working attempt must not be ended without a save."""
     job = status.job
     if job is None:
         return None
     ledger = read_lines(LEDGER, status.run.attempts_ledger, PATIENCE_S)
-    doubt = "whether there is something to save cannot be told"
+    doubt = "so it is unknown whether there is something to save"
     if isinstance(ledger, Unreadable):
-        raise Failed(f"{status.name}: {ledger}; {doubt}")
+        raise Failed(f"{status.name}: {ledger}, {doubt}")
     if ledger.damaged and ledger.damaged[-1].line >= len(ledger.records) + len(ledger.damaged):
-        raise Failed(f"{status.name}: the last line of {status.run.attempts_ledger} cannot be read; {doubt}")
+        raise Failed(f"{status.name}: the last line of {status.run.attempts_ledger} cannot be read, {doubt}")
     last = ledger.records[-1] if ledger.records else None
     return last.attempt if isinstance(last, AttemptStart) and last.job_id == job.job_id else None
 
 
 def _attempt_to_warn(status: RunStatus) -> int | None:
-    """The same where nothing is to be saved; where it cannot be told, the newest attempt there is."""
+    """Number of the attempt to ask to leave without a save; the newest one where `_open_attempt` fails."""
     try:
         return _open_attempt(status)
     except Failed:
@@ -124,19 +124,19 @@ def _attempt_to_warn(status: RunStatus) -> int | None:
 
 
 def _request(status: RunStatus, number: int) -> Drain | None:
-    """What an attempt has been asked already. Raises Failed where that cannot be told."""
+    """Earlier request to an attempt, if there is one. Raises Failed where it cannot be read."""
     try:
         return read_or_raise(Drain, status.run.attempt(number).drain)
     except UnreadableRecord as error:
-        raise Failed(f"{status.name}: {error}; what it was asked before cannot be told") from error
+        raise Failed(f"{status.name}: {error}, so an earlier request to it is unknown") from error
 
 
 def _ask_to_leave(status: RunStatus, number: int, cause: str, limit_s: float | None) -> None:
-    """Write why, or write it instead of an earlier cause, whose deadline is still that of the job.
+    """Write a request to leave. It replaces the cause of an earlier request and keeps its deadline.
 
     Args:
-        number: of the attempt.
-        limit_s: seconds from now to the deadline; None: the job's own.
+        number: number of the attempt.
+        limit_s: seconds from now to the deadline; None: the job's own deadline.
     """
     attempt, at = status.run.attempt(number), time.time()
     before = if_readable(read(Drain, attempt.drain, PATIENCE_S))
@@ -149,7 +149,8 @@ def _ask_to_leave(status: RunStatus, number: int, cause: str, limit_s: float | N
 
 
 def _signal(job_id: str) -> str:
-    """The batch host reminds the ranks every few seconds, so a signal that is lost here only costs time."""
+    """Signal the steps of a job. Returns a remark where that fails, which only costs time: the batch host signals the
+    ranks every few seconds."""
     try:
         orders.signal_steps(job_id, "USR1")
     except SlurmRefused as error:
@@ -157,7 +158,8 @@ def _signal(job_id: str) -> str:
     return ""
 
 
-def _tell(order: Callable[[str], None], job_id: str) -> None:
+def _order(order: Callable[[str], None], job_id: str) -> None:
+    """Give Slurm an order about a job. Raises Failed."""
     try:
         order(job_id)
     except SlurmRefused as error:

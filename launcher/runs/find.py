@@ -1,6 +1,6 @@
-"""Which runs there are: an index of everything this account submitted, and how a run is named on the command line.
+"""Lookup of runs: an index of everything this account submitted, and names of runs on the command line.
 
-A run is its directory, nothing else: the index only helps to find it, and may be deleted.
+A run is its directory and nothing else. The index only helps to find it, and may be deleted.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 from megatron_rl.contract.run_records import Submission
 
-NEAR = 5  # names to offer where one was not found
-AHEAD = 64  # directories that are looked at before it is known whether they are asked for
+NEAR = 5  # names to suggest where one was not found
+AHEAD = 64  # directories to check ahead of the caller
 LOOKERS = 16  # threads
 
 T = TypeVar("T")
 
 
 def newest_first(begun: str = "", unread: list[str] | None = None) -> Iterator[Submission]:
-    """The last submission of each run whose directory is still there, the newest run first. Directories are looked at
-    as they are needed: on a network file system ten thousand looks take long.
+    """Last submission of each run whose directory still exists, newest run first. Directories are checked as needed: on
+    a network file system ten thousand checks take long.
 
     Args:
-        begun: the beginning of their names.
-        unread: gets what of the index could not be read.
+        begun: prefix of the names.
+        unread: gets messages about lines of the index that cannot be read; they are skipped.
 
     Raises:
-        BadInput: the index cannot be read. Lines of it that cannot are left out.
+        BadInput: the index cannot be read.
     """
     newest: dict[str, Submission] = {}
     for entry in reversed(_submissions(unread)):
@@ -51,21 +51,15 @@ def newest_first(begun: str = "", unread: list[str] | None = None) -> Iterator[S
 
 
 def at_once(look: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
-    """What a look at the files of each run tells, many at a time: a network file system answers each one late.
-
-    Args:
-        arguments: of `look`, a sequence for each, as `map` takes them.
-    """
+    """Map `look`, which reads files of a run, over sequences of arguments in many threads: a network file system
+    answers each call late."""
     with ThreadPoolExecutor(LOOKERS) as threads:
         return list(threads.map(look, *arguments))
 
 
 def find(name: str | None) -> RunDir:
-    """The run that is meant by a name, the beginning of one, a path, a job id, or by nothing: the newest.
-
-    Raises:
-        BadInput: there is none, or more than one.
-    """
+    """Run of a name, a prefix of one, a path or a job id; None: the newest run. Raises BadInput where there is none, or
+    more than one."""
     if name is not None and not name.strip():
         raise BadInput("RUN is empty; give a name, a directory or a job id (`mrl ls` lists the runs)")
     if name is not None and is_run(name):
@@ -79,7 +73,7 @@ def find(name: str | None) -> RunDir:
 
 
 def names_run(text: str) -> bool:
-    """Whether a text is the directory or the whole name of a run, so that it is not to be read as anything else."""
+    """Whether a text is the directory or the whole name of a run."""
     if is_run(text):
         return True
     try:
@@ -89,19 +83,19 @@ def names_run(text: str) -> bool:
 
 
 def pasteable_command(subcommand: str, run: str, more: str = "") -> str:
-    """`mrl cancel --drain 'my run'`: whatever the run is called, a shell and mrl take it for that one word.
+    """Command such as `mrl cancel --drain 'my run'`, quoted for a shell.
 
     Args:
-        subcommand: with its options.
+        subcommand: subcommand with its options.
         run: name or path.
-        more: what follows the run, as it is.
+        more: further arguments, which are not quoted.
     """
     dashes = "--" if run.startswith("-") else ""
     return " ".join(filter(None, ("mrl", subcommand, dashes, shlex.quote(run), more)))
 
 
 def _submissions(unread: list[str] | None = None) -> list[Submission]:
-    """All of the index, oldest first, whether or not the run directory is still there. Raises BadInput."""
+    """All entries of the index, oldest first, including those of deleted runs. Raises BadInput."""
     lines = read_lines(Submission, index_file())
     if isinstance(lines, Unreadable):
         raise BadInput(f"{lines}; name a run by its directory, or remove that file: it only lists runs")
@@ -115,11 +109,11 @@ def _of_job(job_id: str) -> str:
         entry.run_dir for entry in reversed(_submissions()) if job_id in (entry.job_id, Path(entry.run_dir).name)
     )
     paths = [path for path in dict.fromkeys(submitted) if is_run(path)]
-    if len(paths) > 1:  # of two clusters, an id that was used again, or a run with a number for a name
+    if len(paths) > 1:  # two clusters, a reused id, or a run whose name is a number
         raise BadInput(f"{job_id} is the job or the name of {len(paths)} runs; give the path:{_listed(paths)}")
     if paths:
         return paths[0]
-    try:  # it may have been submitted by plain sbatch: its log stands beside its run directory
+    try:  # a job of plain sbatch is not in the index; its log stands beside its run directory
         log = Path(show_job(job_id).get("StdOut", ""))
     except SlurmRefused:
         log = Path()
@@ -138,7 +132,7 @@ def _named(name: str) -> str:
     absent = [entry.run_dir for entry in _submissions() if name in (Path(entry.run_dir).name, entry.run_dir)]
     if absent:
         log = RunDir(absent[-1]).batch_log
-        more = f"; {log} may say what became of its ranks" if log.is_file() else ""
+        more = f"; {log} may say how its ranks ended" if log.is_file() else ""
         raise BadInput(f"the directory of the run {name!r} is gone: {absent[-1]}{more}")
     names = [Path(entry.run_dir).name for entry in newest_first()]
     close = difflib.get_close_matches(name, names, n=NEAR)
@@ -152,7 +146,7 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def is_run(path: str) -> bool:
-    """Whether a directory is a run's, or may be one that we are not allowed to look into."""
+    """Whether a directory is a run's, or may be one that this user cannot read."""
     try:
         return bool(path) and RunDir(path).resolved.is_file()
     except OSError as error:

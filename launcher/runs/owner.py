@@ -1,4 +1,4 @@
-"""Which Slurm job owns a run, by the run's own record."""
+"""Owner of a run: the Slurm job in the run's own record, and the user whose files it consists of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.contract.run_records import Owner, RunIdentity
 
 
 class Copy(NamedTuple):
-    """A directory is a copy of that of another run."""
+    """The directory is a copy of another run's."""
 
     original: str
 
@@ -25,7 +25,7 @@ class Copy(NamedTuple):
 
 
 def recorded_owner(run: RunDir) -> Owner | Copy | Absent | Unreadable:
-    """The Slurm job that owns the run, or was the last to; ABSENT for a local run."""
+    """Slurm job that owns the run, or was the last to; ABSENT for a local run."""
     identity = read(RunIdentity, run.identity)
     if isinstance(identity, Unreadable):
         return identity
@@ -40,14 +40,14 @@ def recorded_owner(run: RunDir) -> Owner | Copy | Absent | Unreadable:
 
 
 def job_id_of(run: RunDir) -> str | None:
-    """The Slurm job that owns the run, or was the last to; None for a local run. Raises BadInput where job.json cannot
-    be read, and for a copy of a run."""
+    """Id of the Slurm job that owns the run, or was the last to; None for a local run. Raises BadInput where job.json
+    cannot be read, and for a copy of a run."""
     owner = _owner_or_refusal(run)
     return None if owner is None else owner.job_id
 
 
 def read_job(run: RunDir) -> JobState | None:
-    """What Slurm says of the run's job; None for a run without one. Raises BadInput where it cannot be told which."""
+    """State of the run's job; None for a run without one. Raises BadInput as `job_id_of`."""
     owner = _owner_or_refusal(run)
     return read_owners([owner])[0] if owner is not None else None
 
@@ -61,18 +61,15 @@ def _owner_or_refusal(run: RunDir) -> Owner | None:
     return None if owner is ABSENT else owner
 
 
-ROOT = 0  # could do what it likes anyway
+ROOT = 0  # user id; root could do anything without our help
 
 
 def refuse_others(run: RunDir, trusted: bool) -> None:
-    """Refuse a run of somebody else: parts of its checkpoints are unpickled, and its snapshot of the code is run, as
-    the user who goes on with it.
+    """Raise BadInput for a run of another user: to resume it means to run its snapshot of the code, and to unpickle
+    parts of its checkpoints, as oneself.
 
     Args:
-        trusted: the user has said --trust.
-
-    Raises:
-        BadInput: it, or a part of it that is run or unpickled, belongs to another user.
+        trusted: whether the user has given --trust.
     """
     if trusted or not is_run(str(run.root)):
         return
@@ -82,11 +79,11 @@ def refuse_others(run: RunDir, trusted: bool) -> None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            raise BadInput(f"{path}: whose it is cannot be told: {error.strerror}; try again, or --trust it") from error
+            raise BadInput(f"{path}: its owner is unknown: {error.strerror}; try again, or give --trust") from error
         if owner not in (os.geteuid(), ROOT):
             raise BadInput(
-                f"{path}: belongs to {_name(owner)}; what is in that run would act as you: its code is run, and parts "
-                "of its checkpoints are unpickled, which can run anything. Give --trust if you trust whoever wrote it"
+                f"{path}: belongs to {_name(owner)}; that run would act as you: its code is run, and parts of its "
+                "checkpoints are unpickled, which can run anything. Give --trust if you trust its author"
             )
 
 

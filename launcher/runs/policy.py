@@ -1,4 +1,4 @@
-"""What a path must be that a command is to load a policy from, before it starts a process with torch."""
+"""Checks of a path to load a policy from, before a command starts a process with torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megatron_rl.model.config import is_hub_name, package_of
 from megatron_rl.model.hf_config import CONFIG_FILE
 
 HOLDS = ("manifest.json", CONFIG_FILE, "release")
-"""One of them is in a directory that is no run's: a checkpoint, Hugging Face weights, Megatron-LM's shards."""
+"""Files of which a directory of weights holds one: a checkpoint, Hugging Face weights, Megatron-LM's shards."""
 
 
 def prepare_policy(path: str, trusted: bool) -> str:
     """Return the path to load a policy from: for the name of a run its directory, else `path` itself.
 
-    Refuse a path that names no policy, which takes milliseconds here and seconds in a child, or one of another user.
-    Export what a Python package brings along.
+    A path that names no policy is refused here in milliseconds, instead of in a child in seconds. Weights in a Python
+    package are exported.
 
     Args:
         path: a run's directory or name, a checkpoint, a directory of Hugging Face weights, their name in the cache of
-            the hub, or package:NAME. Whoever reads it finds out whether it is whole.
-        trusted: the user has said --trust.
+            the hub, or package:NAME. Its files are not checked.
+        trusted: whether the user has given --trust.
 
     Raises:
         BadInput: nothing of that name holds a policy, or it is another user's.
@@ -51,7 +51,7 @@ def prepare_policy(path: str, trusted: bool) -> str:
 
 
 def run_named(path: str) -> RunDir | None:
-    """The run that a path or a name means; None for a path that leads to something else, or for no run's name."""
+    """Run of a path or a name; None: it is no run's."""
     return find(path) if is_run(path) or (not Path(path).exists() and names_run(path)) else None
 
 
@@ -67,7 +67,7 @@ def _check_directory(folder: Path, trusted: bool) -> None:
         else:
             known = True
     except OSError as error:
-        raise BadInput(f"{folder} cannot be looked into: {error.strerror}") from error
+        raise BadInput(f"{folder} cannot be read: {error.strerror}") from error
     if not known:
         raise BadInput(
             f"{folder} is neither a run directory (resolved.yaml), nor a checkpoint (manifest.json), nor a directory "

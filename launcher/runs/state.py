@@ -1,4 +1,4 @@
-"""The state of a run: its own record and Slurm's word for its job, brought together."""
+"""The state of a run, from its own record and Slurm's state of its job."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ State = Literal[
     "copy",
 ]
 """new: prepared and never started. queued, requeued: waits in the queue, for the first time or again. saving: asked to
-stop. stopped: saved and left. failed: crashed or wrongly configured. lost: ended without a record. unknown: Slurm
-cannot be asked. unreadable: what the run itself has on record cannot be read. copy: of the directory of
-another run, to which the job on record there belongs."""
+stop. stopped: saved and left. failed: crashed or wrongly configured. lost: ended without a record. unknown: Slurm does
+not answer. unreadable: the run's own record cannot be read. copy: copy of the directory of another run, to which the
+recorded job belongs."""
 
 UNSURE = ("unknown", "unreadable")
-"""States in which the run may be going on, for all we know."""
+"""States in which the run may be active."""
 
 ALIVE = ("queued", "requeued", "running", "saving", *UNSURE)
 
-NO_LOG = -53  # as slurmd has it for a script whose output it could not open (ExitCode=0:53, seen on 22.05)
+NO_LOG = -53  # exit code of a script whose output slurmd could not open (ExitCode=0:53, seen on 22.05)
 
 _CLUSTER = re.compile(r"^cluster: (?!null$)([A-Za-z][A-Za-z0-9._-]*)$", re.MULTILINE)
 _EVALUATES = re.compile(r"^evaluate:$", re.MULTILINE)
@@ -60,38 +60,37 @@ _STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d{1,12})$", re.MULTILIN
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """How a run is."""
+    """Status of a run."""
 
     run: RunDir
     cluster: str
-    """Name of its profile; empty where its files do not say."""
+    """Name of its profile; empty: unknown."""
     state: State
     reason: str
-    """Why, in plain words; empty where the state says it all."""
+    """Explanation of the state; may be empty."""
     waits_for: str
-    """What has to happen before it goes on; empty for a run that does not wait."""
+    """Condition that it waits for; empty for a run that does not wait."""
     job: JobState | None
-    """None for a local run."""
+    """State of its job; None for a local run."""
     attempt: int
-    """Number of the newest one; 0 before the first."""
+    """Number of the newest attempt; 0 before the first."""
     steps: int
-    """That the run is to make; 0 where its recipe cannot be read."""
+    """Number of training steps in its recipe; 0 where that cannot be read."""
     unread: tuple[str, ...] = ()
-    """Which of the files that tell all this could not be read, and why."""
+    """Files of the run that could not be read, and why."""
 
     @property
     def name(self) -> str:
-        """Name of its directory."""
         return str(self.run.root.absolute().name)
 
     @property
     def alive(self) -> bool:
-        """Whether it may go on without anybody's doing, for all we know."""
+        """Whether it may be active, or become so by itself."""
         return self.state in ALIVE
 
 
 def read_statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
-    """The status of each of these runs; Slurm is asked once for all of them."""
+    """Status of each run, with one query to Slurm for all of them."""
     owners = at_once(recorded_owner, runs)
     jobs = iter(read_owners([owner for owner in owners if isinstance(owner, Owner)]))
     of_runs = [next(jobs) if isinstance(owner, Owner) else None for owner in owners]
@@ -108,10 +107,10 @@ def _status(run: RunDir, owner: Owner | Copy | Absent | Unreadable, job: JobStat
 
 
 def read_status(run: RunDir, job: JobState | None) -> RunStatus:
-    """The status of a run whose job has been asked about.
+    """Status of a run.
 
     Args:
-        job: what Slurm says of the job in RunDir.job; None for a run without one.
+        job: state of the job in RunDir.job; None for a run without one.
     """
     unread: list[str] = []
     cluster, steps, attempt = "", 0, 0
@@ -140,8 +139,8 @@ def read_status(run: RunDir, job: JobState | None) -> RunStatus:
 
 
 def _cluster_and_steps(run: RunDir) -> tuple[str, int]:
-    """Of the recipe. As mrl writes resolved.yaml they can be read without parsing all of it, which would take half a
-    minute for ten thousand runs. Raises BadInput as `resolved_values`."""
+    """Return the cluster and the number of steps in the recipe. They are found by pattern, since parsing resolved.yaml
+    would take half a minute for ten thousand runs. Raises BadInput as `resolved_values`."""
     text = read_text(run.resolved)
     cluster, steps = _CLUSTER.search(text), _STEPS.search(text)
     if cluster and steps:
@@ -153,14 +152,14 @@ def _cluster_and_steps(run: RunDir) -> tuple[str, int]:
 
 
 def resolved_values(run: RunDir) -> dict[str, Any]:
-    """The sections of resolved.yaml, without the checks, which its writer has made and which are slow for many runs.
-    Raises BadInput where there are none."""
+    """Sections of resolved.yaml, without validation: its writer has validated it, and that is slow for many runs.
+    Raises BadInput."""
     values: dict[str, Any] = read_mapping(str(run.resolved), read_text(run.resolved), "the sections of a recipe").value
     return values
 
 
 def result_file(run: RunDir) -> Path | None:
-    """File of the result of a job that evaluates; None for a run that trains, or whose recipe cannot be read."""
+    """Result file of a job that evaluates; None for a run that trains, or whose recipe cannot be read."""
     try:
         if not _EVALUATES.search(read_text(run.resolved)):
             return None
@@ -171,18 +170,17 @@ def result_file(run: RunDir) -> Path | None:
 
 
 def last_line(run: RunDir) -> LedgerLine | None:
-    """The newest line of the ledger; None where there is none or it cannot be read, so that nothing says what became of
-    the newest attempt."""
+    """Newest line of the ledger; None where there is none, or the ledger cannot be read."""
     found = read_lines(LEDGER, run.attempts_ledger)
     return None if isinstance(found, Unreadable) or not found.records else found.records[-1]
 
 
 def has_left(job: JobState, last: LedgerLine | None) -> bool:
-    """Whether the run has ended within a job that goes on, or may do so for all we know: an allocation that somebody
-    works in, or a job that is about to end. One whose ledger says that it starts again is about to do that instead.
+    """Whether the run has ended although its job may still be active: an interactive allocation, or a job that is about
+    to end. False where the ledger says that the job starts again.
 
     Args:
-        last: the newest line of the run's ledger.
+        last: newest line of the run's ledger.
     """
     if job.kind not in ("running", "unknown"):
         return False
@@ -190,10 +188,10 @@ def has_left(job: JobState, last: LedgerLine | None) -> bool:
 
 
 def _state(run: RunDir, job: JobState | None, unread: list[str]) -> tuple[State, str, str]:
-    """(state, reason, what it waits for). Raises OSError.
+    """Return (state, reason, condition that it waits for). Raises OSError.
 
     Args:
-        unread: gets what could not be read, and why.
+        unread: gets messages about files that could not be read.
     """
     ledger = read_lines(LEDGER, run.attempts_ledger)
     if run.done.exists():
@@ -209,7 +207,7 @@ def _state(run: RunDir, job: JobState | None, unread: list[str]) -> tuple[State,
     if has_left(job, last):
         return _ended(run, last, "failed", "its script was killed")
     if job.kind == "unknown":
-        return "unknown", f"Slurm cannot be asked about job {job.job_id}: {job.reason}", ""
+        return "unknown", f"Slurm does not answer about job {job.job_id}: {job.reason}", ""
     if job.kind == "pending":
         return _pending(job, last)
     if job.kind == "running":
@@ -224,9 +222,9 @@ def _state(run: RunDir, job: JobState | None, unread: list[str]) -> tuple[State,
 def _of_local_run(run: RunDir, last: LedgerLine | None, unread: list[str]) -> tuple[State, str, str]:
     try:
         held = owner_of(run.lock) is not None
-    except OSError as error:  # no locks there, or a run of somebody else
+    except OSError as error:  # no locks there, or a run of another user
         if isinstance(last, AttemptStart):
-            why = f"whether its supervisor runs cannot be told: {run.lock}: {error.strerror}"
+            why = f"it is unknown whether its supervisor runs: {run.lock}: {error.strerror}"
             unread.append(why)
             return "unreadable", why, ""
         held = False
@@ -250,12 +248,12 @@ def _of_running_job(run: RunDir, job: JobState, last: LedgerLine | None, unread:
     if isinstance(last, AttemptEnd) and _ended_in(job, last) and job.batch and last.then in STARTS_AGAIN:
         return "requeued", _sentence(last), "its earlier attempt to be cleaned up"  # on its way back into the queue
     begun = isinstance(last, AttemptStart) and last.job_id == job.job_id
-    # Else the newest attempt is an earlier one's, and so is its request to leave.
+    # Otherwise the newest attempt, and its request to leave, are of an earlier job.
     return _running(run, unread) if begun else ("running", "", "its attempt to begin")
 
 
 def _ended_in(job: JobState, last: AttemptEnd) -> bool:
-    """Whether the ledger's newest line is the end of an attempt of this very start of the job."""
+    """Whether the ledger's newest line is the end of an attempt of the job's present start."""
     return last.job_id == job.job_id and (job.started_at is None or last.at >= job.started_at - CLOCK_S)
 
 
@@ -269,10 +267,10 @@ def _running(run: RunDir, unread: list[str]) -> tuple[State, str, str]:
 
 
 def _ended(run: RunDir, last: LedgerLine | None, state: State, reason: str) -> tuple[State, str, str]:
-    """By the ledger's last line; by `state` and `reason`, which is how its job ended, where that has no end."""
+    """State by the ledger's last line; where that is no end, the given state and reason of its job."""
     if not isinstance(last, AttemptEnd):
         return state, reason, ""
-    back = last.then in STARTS_AGAIN  # and yet the job has ended
+    back = last.then in STARTS_AGAIN  # but the job has ended
     ending = _sentence(last._replace(then=None, why="") if back else last)
     if back:
         done = if_readable(read(Requeued, run.attempt(last.attempt).requeued))
@@ -287,7 +285,7 @@ def _sentence(end: AttemptEnd) -> str:
 
 
 def _end_of_job(job: JobState) -> str:
-    """How a job ended, in a sentence."""
+    """Sentence about how a job ended."""
     if job.kind == "gone":
         return f"job {job.job_id} is gone, and {job.reason or 'Slurm does not remember how it ended'}"
     if job.word == "CANCELLED":

@@ -1,4 +1,4 @@
-"""Which run is meant by a command that ends something, and what leaves doubt about it."""
+"""The run that a command ends, and whether the user may have meant another one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from megatron_rl.contract.paths import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The run that a command is about."""
+    """Run that a command is about."""
 
     status: RunStatus
     doubt: str
-    """Why another one may be meant; empty where it was named."""
+    """Why another run may be meant; empty where this one was named in full."""
 
 
 def target_of(name: str | None) -> Target:
-    """The run that is meant by its directory, its name, the beginning of one, or the id of the job that it has now.
+    """Run of a directory, a name, a prefix of one, or the id of its present job.
 
     Args:
-        name: None: the only one that is queued or running.
+        name: None: the only run that is queued or running.
 
     Raises:
-        BadInput: there is none, or more than one, or what was named is a copy of it.
+        BadInput: there is none, or more than one, or the directory is a copy of a run's.
     """
     if name is None:
         runs = [RunDir(one.run_dir) for one in newest_first()]
@@ -41,9 +41,9 @@ def target_of(name: str | None) -> Target:
         job_id = status.job.job_id if status.job else None
         if job_id != name and status.alive:
             now = f"has job {job_id} now" if job_id else "is a local run now"
-            raise BadInput(f"job {name} was one of {status.name}, which {now}; name the run, or that job")
+            raise BadInput(f"job {name} was an earlier job of {status.name}, which {now}; name the run, or that job")
         return Target(status, "")
-    return Target(status, "" if Path(status.run.root).name == name else f"{name!r} is only the beginning of its name")
+    return Target(status, "" if Path(status.run.root).name == name else f"{name!r} is only the start of its name")
 
 
 def _only(alive: list[RunStatus]) -> RunStatus:

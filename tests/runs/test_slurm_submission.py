@@ -145,7 +145,7 @@ def test_a_refused_update_of_the_code_leaves_the_old_code(cluster, tmp_path):
 def test_a_job_that_sbatch_may_have_taken_keeps_its_directory(cluster, tmp_path):
     cluster("sbatch", "kill -INT $PPID; sleep 20")
     done = submit("--run-dir", "r", code=1)
-    assert "interrupted; whether it took the job is not known: see `squeue --me`" in done.stderr
+    assert "interrupted; Slurm may have accepted the job: see `squeue --me`" in done.stderr
     run = RunDir(tmp_path / "r")
     assert run.script.is_file()
     assert run.code_record.is_file()
@@ -158,7 +158,7 @@ def test_a_job_that_slurm_may_take_later_keeps_its_directory(cluster, tmp_path):
         "sbatch",
         "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1",
     )
-    assert "whether it took the job is not known" in submit("--run-dir", "r", code=1).stderr
+    assert "Slurm may have accepted the job" in submit("--run-dir", "r", code=1).stderr
     assert RunDir(tmp_path / "r").script.is_file()
 
 
@@ -170,7 +170,7 @@ def test_a_job_is_told_that_its_directory_was_made(cluster, tmp_path):
 @pytest.mark.parametrize("answer", ["", "Submitted", "12a"])
 def test_where_sbatch_succeeds_and_says_no_job_id_there_may_be_a_job(cluster, tmp_path, answer):
     cluster("sbatch", f"echo '{answer}'")
-    assert "whether it took the job is not known" in submit("--run-dir", "r", code=1).stderr
+    assert "Slurm may have accepted the job" in submit("--run-dir", "r", code=1).stderr
     assert RunDir(tmp_path / "r").script.is_file()
 
 
@@ -243,7 +243,7 @@ def queued(**facts: str) -> str:
 @pytest.mark.parametrize(
     ("squeue", "said"),
     [
-        ("echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1", ", and Slurm cannot be asked"),
+        ("echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1", ", and Slurm does not answer"),
         (
             queued(JobID="101", State="RUNNING", NodeList="n1"),
             ", which is running on n1; see it with mrl status r",

@@ -46,9 +46,9 @@ def test_a_slurm_that_cannot_be_asked_is_no_ended_job(owner: Login, run: Run) ->
     assert (status["state"], status["attempt"]) == ("unknown", 1)
     assert status["step"] >= 2
     said = owner.call("mrl-submit", *STUB, "--run-dir", run.dir.root, code=2, **nowhere).stderr
-    assert f"belongs to job {run.job}, and Slurm cannot be asked" in said
+    assert f"belongs to job {run.job}, and Slurm does not answer" in said
     said = owner.call("mrl", "attach", run.dir.root, code=1, **nowhere).stderr
-    assert f"Slurm cannot be asked about job {run.job}" in said
+    assert f"Slurm does not answer about job {run.job}" in said
 
 
 def test_a_live_job_owns_its_run(owner: Login, run: Run) -> None:

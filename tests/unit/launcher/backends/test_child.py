@@ -24,7 +24,7 @@ def test_each_draws_its_problems_in_one_order(
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     with Child("says_its_order") as child:
         asked = [said["order"] for said in child.said()]
-    serve([sys.executable, "-c", SAYS_ITS_ORDER], tmp_path / "tokens", how_to_ask=None)
+    serve([sys.executable, "-c", SAYS_ITS_ORDER], tmp_path / "tokens", usage=None)
     served = json.loads(capsys.readouterr().out)["order"]
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     with Child("says_its_order") as child:

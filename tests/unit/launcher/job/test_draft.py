@@ -20,7 +20,7 @@ def test_a_place_where_slurm_cannot_write_the_log_is_an_obstacle(tmp_path, monke
     assert obstacles() == ()
     monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)
     (told,) = obstacles()
-    assert told.startswith(f"{tmp_path} may not be written by you, and Slurm writes the job's log there")
+    assert told.startswith(f"you may not write to {tmp_path}, where Slurm writes the job's log")
     (tmp_path / "run.log").touch()
     assert obstacles() == ()
 

@@ -87,7 +87,7 @@ def test_what_the_weights_fix_cannot_change():
     refuse_misfits([Change("training.seed", 0, 1), Change("grpo.group_size", 16, 8)], step=3, steps=10)
     with pytest.raises(BadInput, match=r"model\.num_layers: 2 -> 3"):
         refuse_misfits([Change("model.num_layers", 2, 3)], step=3, steps=10)
-    with pytest.raises(BadInput, match="the checkpoint is of step 3 already"):
+    with pytest.raises(BadInput, match="the checkpoint is at step 3 already"):
         refuse_misfits([], step=3, steps=3)
 
 

@@ -173,7 +173,7 @@ def test_flags_of_srun_are_for_the_ranks_and_those_of_the_container_for_all_that
     assert "--no-container-entrypoint" in plan.container  # which mrl attach goes by
     assert {"--mpi=pmix", "--label"} <= set(plan.steps[0].srun)
     assert "--mpi" not in drafted.script.partition("fabric()")[0], "not for the check of the nodes"
-    with pytest.raises(ValueError, match="no flag of srun"):
+    with pytest.raises(ValueError, match="not a flag of srun"):
         Profile(gpus_per_node=8, run_root="/x", srun=["-K"])
 
 

@@ -94,7 +94,7 @@ def test_a_run_whose_directory_was_removed_is_known_and_its_log_is_named(tmp_pat
     shutil.rmtree(root)
     assert refusal("demo") == f"the directory of the run 'demo' is gone: {root}"
     (tmp_path / "demo.log").touch()
-    assert refusal(str(root)).endswith(f"is gone: {root}; {root}.log may say what became of its ranks")
+    assert refusal(str(root)).endswith(f"is gone: {root}; {root}.log may say how its ranks ended")
 
 
 def test_every_job_id_of_a_run_names_it(tmp_path):

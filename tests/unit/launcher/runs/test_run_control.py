@@ -77,7 +77,7 @@ def test_a_run_that_may_be_going_on_is_left_alone(tmp_path, scancel, damaged):
         run.attempts_ledger.mkdir()
     status = read_status(run, JobState("7", "RUNNING", "running") if damaged else JobState("7", "", "unknown"))
     for command in (lambda: cancel(status, drain=True), lambda: requeue(status, now=True)):
-        with pytest.raises(Failed, match="attempts.jsonl" if damaged else "Slurm cannot be asked"):
+        with pytest.raises(Failed, match="attempts.jsonl" if damaged else "Slurm does not answer"):
             command()
     assert not (scancel / "said").exists()
 

@@ -125,7 +125,7 @@ def test_a_slurm_that_is_silent_leaves_the_run_alive(tmp_path):
     run = slurm_run(tmp_path)
     begin(run, 1, job_id="7")
     status = read_status(run, job("", "unknown", reason="squeue did not answer within 30 s"))
-    assert told(status)[:2] == ("unknown", "Slurm cannot be asked about job 7: squeue did not answer within 30 s")
+    assert told(status)[:2] == ("unknown", "Slurm does not answer about job 7: squeue did not answer within 30 s")
     assert status.alive
 
 

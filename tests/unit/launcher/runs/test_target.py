@@ -50,13 +50,13 @@ def test_a_beginning_of_a_name_leaves_doubt_and_a_name_a_path_and_a_job_do_not(t
         assert (target_of(name).status.name, target_of(name).doubt) == ("demo-1", ""), name
     monkeypatch.chdir("/")
     assert target_of("demo-1").doubt == ""
-    assert target_of("demo").doubt == "'demo' is only the beginning of its name"
+    assert target_of("demo").doubt == "'demo' is only the start of its name"
 
 
 def test_an_earlier_job_of_a_run_does_not_stand_for_the_one_it_has_now(tmp_path):
     run = submitted(tmp_path / "a", job_id="9", cluster="lab")
     note_submission(run, "lab", "7")
-    assert refusal("7") == "job 7 was one of a, which has job 9 now; name the run, or that job"
+    assert refusal("7") == "job 7 was an earlier job of a, which has job 9 now; name the run, or that job"
 
 
 def test_a_job_id_that_two_runs_had_means_neither(tmp_path):
