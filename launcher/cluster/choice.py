@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.recipe.located_yaml import locator, read_mapping, read_text
-from launcher.recipe.problems import Locate, validation_problems
+from launcher.recipe.problems import KeyPath, Locate, validation_problems
 
 LOCAL = "local"
 """This machine, without Slurm; not a profile."""
@@ -129,14 +129,14 @@ def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.envi
             problems += validation_problems(error, Profile, locate, prefix=(*prefix, name))
     if problems:
         raise BadInput(problems)
-    clusters = Clusters(str(file), default, own, shipped, environ, lambda path: locate(_in_file(path, prefix)))
+
+    def place(path: KeyPath) -> tuple[str, bool]:
+        return locate(path if path == ("default",) else (*prefix, *path))
+
+    clusters = Clusters(str(file), default, own, shipped, environ, place)
     if default is not None:
         clusters._check("default", default)
     return clusters
-
-
-def _in_file(path: tuple[str, ...], prefix: tuple[str, ...]) -> tuple[str, ...]:
-    return path if path == ("default",) else (*prefix, *path)
 
 
 def _split(values: Mapping[str, Any], nested: bool, locate: Locate) -> tuple[str | None, dict[str, Any], list[str]]:

@@ -211,7 +211,8 @@ def _walk(
                 _walk(value, path, (*above, node), lines, problems)
                 continue
             if key.tag != "tag:yaml.org,2002:str":
-                problems.append((line, f"keys are text, got {_quoted(key)}"))
+                given = repr(key.value) if isinstance(key, yaml.ScalarNode) else "a collection"
+                problems.append((line, f"keys are text, got {given}"))
                 continue
             name = ".".join((*path, key.value))
             if key.value in seen:
@@ -236,10 +237,6 @@ def _doubt(node: yaml.ScalarNode) -> str:
             "and put text in quotes"
         )
     return ""
-
-
-def _quoted(node: yaml.Node) -> str:
-    return repr(node.value) if isinstance(node, yaml.ScalarNode) else "a collection"
 
 
 def _explain(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:

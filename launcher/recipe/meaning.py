@@ -21,13 +21,14 @@ from megatron_rl.section import Section
 def meanings(model: type[Section], path: KeyPath = ()) -> dict[KeyPath, str]:
     """Meanings of the keys of a section and of the sections in it; keys without one are left out."""
     found: dict[KeyPath, str] = {}
+    texts = _texts(model)
     for name, field in model.model_fields.items():
         key = (*path, field.alias or name)
-        if said := _said_of_fields(model).get(name):
-            found[key] = said
+        if name in texts:
+            found[key] = texts[name]
         for section, is_item in _sections(field.annotation):
-            if not is_item and key not in found and (said := _source(section).get(section.__name__, {}).get("")):
-                found[key] = said
+            if not is_item and (text := _texts(section)[""]):
+                found.setdefault(key, text)
             found |= meanings(section, (*key, ITEM) if is_item else key)
     return found
 
@@ -40,16 +41,13 @@ def _sections(annotation: Any, is_item: bool = False) -> Iterator[tuple[type[Sec
         yield from _sections(part, is_item or getattr(annotation, "__origin__", None) is list)
 
 
-def _said_of_fields(model: type[Section]) -> Mapping[str, str]:
-    said: dict[str, str] = {}
+def _texts(model: type[Section]) -> dict[str, str]:
+    """Field -> its docstring, inherited fields included; the empty field has that of the class."""
+    texts: dict[str, str] = {}
     for one in reversed(model.__mro__):
         if issubclass(one, Section):
-            said |= _source(one).get(one.__name__, {})
-    return said
-
-
-def _source(model: type[Section]) -> Mapping[str, Mapping[str, str]]:
-    return _classes(model.__module__)
+            texts |= _classes(one.__module__).get(one.__name__, {})
+    return texts
 
 
 @cache
