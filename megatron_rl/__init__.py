@@ -1,1 +1,1 @@
-"""What runs where the GPUs are: GRPO on a Megatron model. Never imports launcher."""
+"""GRPO on a Megatron model: the code that runs on GPUs. Never imports launcher."""

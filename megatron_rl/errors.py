@@ -69,7 +69,7 @@ def task_traceback(error: BaseException) -> str:
     cause, _ = found
     summary = traceback.TracebackException.from_exception(cause)
     frames = [*summary.stack]
-    first = next((place for place, frame in enumerate(frames) if _is_own(frame.filename)), len(frames))
+    first = next((index for index, frame in enumerate(frames) if _is_own(frame.filename)), len(frames))
     summary.stack = StackSummary.from_list(frames[first:])
     return "".join(summary.format(chain=False))
 
@@ -83,7 +83,7 @@ def _own(error: BaseException) -> tuple[BaseException, FrameSummary] | None:
         if isinstance(cause, SyntaxError) and cause.filename and _is_own(cause.filename):
             return cause, FrameSummary(cause.filename, cause.lineno or 0, "<module>", line=cause.text or "")
         frames = traceback.extract_tb(cause.__traceback__)
-        own = [place for place, frame in enumerate(frames) if _is_own(frame.filename)]
+        own = [index for index, frame in enumerate(frames) if _is_own(frame.filename)]
         if own and not any(_is_core(frame.filename) for frame in frames[own[-1] :]):
             return cause, frames[own[-1]]
     return None

@@ -1,9 +1,10 @@
-"""Entry of every process that trains:
+"""Entry point of each training rank:
 
     python -m megatron_rl.rank_main --run-dir RUN_DIR --attempt N
 
-Started once per rank by the launcher, with RANK, WORLD_SIZE and LOCAL_RANK in the environment, or Slurm's. Exit codes
-are those of contract/codes.py: finished, drained (saved and left on request), bad configuration, else a crash.
+The launcher starts it once per rank, with RANK, WORLD_SIZE and LOCAL_RANK in the environment, or Slurm's variables.
+Exit codes are those of contract/codes.py: finished, drained (saved and left on request), bad configuration; all others
+are crashes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from megatron_rl.platform.implementation import choose_implementation
 
         config = read_config(run_dir)
-        choose_implementation(config)  # before megatron-core is imported, with what a run does
+        choose_implementation(config)  # before the imports below import megatron-core
         if config.evaluate:
             from megatron_rl.evaluate.attempt import run_evaluation
 

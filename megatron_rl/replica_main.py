@@ -1,10 +1,10 @@
-"""Entry of every process of an inference replica:
+"""Entry point of each rank of an inference replica:
 
     python -m megatron_rl.replica_main --run-dir RUN_DIR --attempt N --replica K
 
-Started once per rank of the replica, with RANK, WORLD_SIZE and LOCAL_RANK in the environment, or Slurm's, and with
-MRL_START, which says how often this replica was started in this attempt before. Exit codes are a rank's: finished (the
-run needs it no more), drained, bad configuration, else a crash.
+The launcher starts it once per rank of the replica, with RANK, WORLD_SIZE and LOCAL_RANK in the environment, or Slurm's
+variables, and with MRL_START, the number of earlier starts of this replica in this attempt. Exit codes are those of
+contract/codes.py: finished (the run does not need it any more), drained, bad configuration; all others are crashes.
 """
 
 from __future__ import annotations

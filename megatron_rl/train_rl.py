@@ -1,7 +1,7 @@
-"""The training loop: generate and score, train, refit, record a step; now and then evaluate and save.
+"""The training loop: each step generates and scores, trains, refits and records; some steps also evaluate and save.
 
-Every rank runs it, and all enter the same phases in the same order. Between them are safe points, where the ranks agree
-whether to leave; `LeaveAgreed` may come out of any phase, with the run as it was after the step before.
+Every rank runs it, and all ranks enter the same phases in the same order. Between phases are safe points, where the
+ranks agree whether to leave. Any phase may raise `LeaveAgreed`, which leaves the run as it was after the last step.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from megatron_rl.metrics.names import StepReport
 from megatron_rl.metrics.report import step_lines
 from megatron_rl.rank.entry import gc_between_steps
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed
-from megatron_rl.rollout.view import GroupsView
 from megatron_rl.run.setup import Run
 
 logger = logging.getLogger("megatron_rl")
 
 
 def train(run: Run) -> str:
-    """Train to the last step, or until asked to leave. Returns FINISHED or DRAINED. A run that is beyond its last step,
-    which was changed to an earlier one, has finished."""
+    """Train to the last step, or until asked to leave. Returns FINISHED or DRAINED. A run beyond its last step, because
+    `training.steps` was lowered, has finished."""
     last = run.config.training.steps
     if run.step > last:
         logger.warning(
@@ -48,7 +47,7 @@ def train(run: Run) -> str:
 
 
 def train_step(run: Run) -> None:
-    """One step. Where LeaveAgreed comes between two updates of it, `run.trainer.between_steps` is false."""
+    """Run one step. If LeaveAgreed interrupts its updates, `run.trainer.between_steps` is false."""
     step = run.step + 1
     run.safe_points.activity.enter("training", step)
 
@@ -78,7 +77,7 @@ def train_step(run: Run) -> None:
     metrics, line = step_lines(report, run.safe_points.timeline, run.groups.control)
     run.writer.step(step, metrics | save_metrics(run) | run.generation.metrics())
     run.writer.timeline(line)
-    run.writer.rollouts(step, GroupsView(batch.groups))
+    run.writer.rollouts(step, batch)
 
 
 def evaluation_due(step: int, every: int, last: int) -> bool:
@@ -93,7 +92,7 @@ def evaluate(run: Run) -> None:
 
 
 def save(run: Run) -> None:
-    """Start a checkpoint of the current step, once the one before is written; it is written behind the next steps."""
+    """Start a checkpoint of the current step, after the last one is written. It is written in the background."""
     with run.safe_points.phase("save"):
         while run.checkpointer.under_way is not None and not run.safe_points.poll():
             run.checkpointer.wait(until=time.monotonic() + POLL_S)
@@ -102,7 +101,7 @@ def save(run: Run) -> None:
 
 
 def begin_save(run: Run) -> None:
-    """Block for the copy to the host's memory."""
+    """Start a checkpoint of the current step. Blocks until its tensors are copied to host memory."""
     run.writer.sync()
     needed = run.driver.begin_checkpoint(run.step, run.next_ordinal)
     run.checkpointer.save(run.step, run.sharded_state(), run.counters(), needed)
@@ -110,8 +109,8 @@ def begin_save(run: Run) -> None:
 
 
 def save_metrics(run: Run) -> dict[str, float]:
-    """What became of the checkpoints begun in earlier steps, and of exports. One that failed is logged and counted, no
-    more: the one before it is untouched."""
+    """Return metrics of checkpoints and exports that have ended. Failures are logged and counted, but do not end the
+    run: the last checkpoint is untouched."""
     metrics: dict[str, float] = {}
     for outcome in run.checkpointer.poll():
         if isinstance(outcome, Published):

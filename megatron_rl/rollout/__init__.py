@@ -1,2 +1,2 @@
-"""From prompts of the stream to scored groups on the ranks that train on them: a rank's driver, the exchange of groups,
-evaluation, what people look at, the bank."""
+"""Rollouts: the driver turns prompts of the stream into scored groups, and ranks exchange these for training; also
+evaluation, and the bank of generated work."""

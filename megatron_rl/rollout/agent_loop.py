@@ -1,4 +1,4 @@
-"""The asyncio loop in which a rank's agents run: in turn with its training, or in a thread beside it."""
+"""The asyncio loop in which a rank's agents run: alternately with its training, or in a thread beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import POLL_S, SafePoints
 
 STOP_S = 10.0
-"""Seconds the agents' thread has to end."""
+"""Seconds that the agents' thread has to end."""
 
 Result = TypeVar("Result")
 
@@ -53,7 +53,7 @@ class TrainingDriver:
 
 
 class RemoteRefit(Protocol):
-    """The way of weights to those who answer on other machines: the part of `Refit` that a loop needs, and more."""
+    """Weight transfer to engines on other machines: the methods of `Refit` that a loop needs, and more."""
 
     @property
     def starved(self) -> bool:
@@ -61,7 +61,7 @@ class RemoteRefit(Protocol):
         ...
 
     def finish(self) -> None:
-        """Return when the newest version is published. Collective over all ranks."""
+        """Wait until the newest version is published. Collective over all ranks."""
 
     def renew(self) -> None:
         """Publish the newest version again. Collective over all ranks."""
@@ -73,10 +73,11 @@ class AgentLoop(ABC):
     continues: bool
     """Whether the agents run while the rank does something else."""
     spare_s: float
-    """Seconds for which agents continue when this driver's share of a batch is done and another's is not."""
+    """Seconds for which agents continue at a time while this driver's share of a batch is finished and another's is
+    not."""
 
     def __init__(self, role: DriverRole, inference: ResumableInference, safe_points: SafePoints) -> None:
-        """inference: answers the agents of this loop."""
+        """inference: engine that the agents of this loop query."""
         self.role = role
         self._inference, self._safe_points = inference, safe_points
 
@@ -87,20 +88,20 @@ class AgentLoop(ABC):
 
     @abstractmethod
     def do(self, work: Callable[[asyncio.AbstractEventLoop], Result]) -> Result:
-        """Call `work` with the loop while none of its tasks runs. On a rank that drives."""
+        """Call `work` with the loop while none of its tasks runs, and return its result. Only on a rank that drives."""
 
     @abstractmethod
     def advance(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Let the agents run until `work`, on a rank that drives, is done. Collective over the ranks that generate
-        together."""
+        """Let the agents run until `work` is done, which only a rank that drives executes. Collective over the ranks
+        that generate together."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Make room for training. Collective over the ranks that generate together."""
+        """Free resources for training. Collective over the ranks that generate together."""
 
     @abstractmethod
     def catch_up(self) -> None:
-        """Return when those who answer have the newest weights. Collective over all ranks."""
+        """Wait until the engines have the newest weights. Collective over all ranks."""
 
     @abstractmethod
     def feed(self) -> None:
@@ -110,9 +111,11 @@ class AgentLoop(ABC):
     def close(self) -> None: ...
 
     async def wait(self, tasks: Sequence[asyncio.Task[Any]], *, once: bool = False) -> None:
-        """Wait until these tasks are done, one fails, this rank is asked to leave, or the loop is starved; for
-        POLL_S at most with `once`, or if the agents continue meanwhile: other ranks may leave. A heartbeat is
-        sent whenever the tasks progress."""
+        """Wait until these tasks are done, one fails, this rank is asked to leave, or the loop is starved.
+
+        Wait at most POLL_S seconds with `once`, or if the agents continue meanwhile: other ranks may be asked to leave.
+        Every progress of the tasks sends a heartbeat.
+        """
         seen = None
         while pending := [task for task in tasks if not task.done()]:
             done, _ = await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
@@ -132,7 +135,7 @@ class AgentLoop(ABC):
         tasks = [self.do(lambda loop: loop.create_task(work()))] if self.role.drives else []
         try:
             while True:
-                unfinished, starved = self._looked(tasks)
+                unfinished, starved = self._poll(tasks)
                 if not unfinished:
                     break
                 if starved:
@@ -144,9 +147,9 @@ class AgentLoop(ABC):
             self.pause()
         return tasks[0].result() if tasks else None
 
-    def _looked(self, tasks: Sequence[asyncio.Task[Any]]) -> tuple[bool, bool]:
-        """Let the tasks run; whether any rank's are unfinished, and any rank is starved. Collective. Raises what a task
-        of this rank has raised."""
+    def _poll(self, tasks: Sequence[asyncio.Task[Any]]) -> tuple[bool, bool]:
+        """Let the tasks run. Return whether any rank has unfinished tasks, and whether any rank is starved. Collective.
+        Raises the exception of a task of this rank."""
         self.advance(partial(self.wait, tasks))
         for task in tasks:
             if task.done():
@@ -163,12 +166,12 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 class EngineInTurn(AgentLoop):
-    """The loop of a rank that trains and generates in turn. While it trains, unfinished answers hold no cache; they
+    """Loop of a rank that trains and generates alternately. While it trains, unfinished answers hold no cache; they
     resume from their tokens in the next phase."""
 
     continues = False
     spare_s = 0.05
-    starved = False  # the weights are those of this rank
+    starved = False  # the engine has this rank's weights
 
     def __init__(self, role: DriverRole, engine: RankEngine, safe_points: SafePoints) -> None:
         super().__init__(role, engine, safe_points)
@@ -190,7 +193,7 @@ class EngineInTurn(AgentLoop):
         self._engine.end_phase()
 
     def catch_up(self) -> None:
-        """Do nothing: the weights are those of this rank."""
+        """Do nothing: the engine has this rank's weights."""
 
     def feed(self) -> None:
         """Do nothing: no request waits for weights."""
@@ -200,7 +203,7 @@ class EngineInTurn(AgentLoop):
 
 
 class AgentThread(AgentLoop):
-    """The loop of a rank that only trains: it runs in a thread of its own, and replicas or a server answer."""
+    """Loop of a rank that only trains. It runs in its own thread, and replicas or a server generate."""
 
     continues = True
     spare_s = 0.0
@@ -234,7 +237,7 @@ class AgentThread(AgentLoop):
             asyncio.run_coroutine_threadsafe(work(), self._loop).result()
 
     def pause(self) -> None:
-        """Do nothing: the agents are not in the way of training."""
+        """Do nothing: the agents share no resources with training."""
 
     def catch_up(self) -> None:
         self._refit.finish()

@@ -1,8 +1,8 @@
-"""What one step trains on."""
+"""The batch of one step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
@@ -12,24 +12,24 @@ from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """What one step trains on, as this rank sees it."""
+    """This rank's part of the batch that one step trains on. Implements `RolloutView` for the metrics writer."""
 
     groups: list[TrajectoryGroup]
-    """Those that its replica of the trained model trains on, whole, in ordinal order; the same on every rank of it."""
+    """Groups that this rank's training replica trains on, whole, in ordinal order; the same on every rank of it."""
     positions: list[int]
     """Position of each of them in the global batch: 0, 1, 2, ... in ordinal order."""
     first_ordinal: int
     next_ordinal: int
     dropped: Mapping[int, str] = field(default_factory=dict)
-    """Ordinals that this driver has settled without training, and why."""
+    """Ordinal -> reason, for ordinals that this driver settled without training."""
     dropped_tokens: int = 0
-    """Of the answers under way to those that were overdue."""
+    """Tokens of unfinished answers that were cancelled as overdue."""
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Answers that this driver has lost, by reason, in all groups that the batch settles."""
+    """Answers that this driver lost, by reason, in all groups that the batch settles."""
     rounds: int = 1
     drawn: Drawn = NOTHING_DRAWN
     rewards: RewardMoments | None = None
-    """Of all answers of the batch, where the baseline is made of them."""
+    """Moments of the rewards of the whole batch, if the baseline is computed from them."""
 
     @property
     def components(self) -> Mapping[str, tuple[float, int]]:
@@ -41,3 +41,23 @@ class RolloutBatch:
             total, answers = found.get(name, (0.0, 0))
             found[name] = total + value, answers + 1
         return found
+
+    def histograms(self) -> Mapping[str, Sequence[float]]:
+        rewards = [[answer.reward for answer in group.trajectories] for group in self.groups if group.trajectories]
+        return {
+            "histograms/rewards": [reward for group in rewards for reward in group],
+            "histograms/group_means": [sum(group) / len(group) for group in rewards],
+            "histograms/answer_lengths": [
+                answer.answer_length for group in self.groups for answer in group.trajectories
+            ],
+        }
+
+    def texts(self, limit: int) -> list[str]:
+        return [_text(group) for group in self.groups if group.trajectories][:limit]
+
+
+def _text(group: TrajectoryGroup) -> str:
+    answers = (
+        f"  reward {answer.reward:g}  {answer.finish_reason}  {answer.text!r}\n" for answer in group.trajectories
+    )
+    return f"prompt {group.ordinal}: {group.problem.prompt!r}\n{''.join(answers)}\n"

@@ -1,11 +1,10 @@
-"""One rollout driver: this rank's share of every batch, from prompts of the stream to scored groups.
+"""The rollout driver: rolls out this rank's share of every batch, from prompts of the stream to scored groups.
 
-    agents' loop    begin groups as far as they may be     answer, score                 also while the ranks train,
-                                                                                         if async.max_lag allows it
-    collect()       wait until the next batch is there  -> which groups it has, begin the next ones    between steps
+    between steps    collect()        begin groups, wait for the next batch, choose its groups, begin further ones
+    meanwhile        agents' loop     generate and score; also while the ranks train, if async.max_lag > 0
 
-window.py says which groups may be begun and which make a batch. With `async.max_lag: 0` nothing is begun beyond the
-batch, except what dynamic sampling draws too much.
+window.py decides which groups may be begun and which make a batch. With `async.max_lag: 0` no group is begun beyond the
+batch, except the surplus of dynamic sampling, which is carried into the next step.
 """
 
 from __future__ import annotations
@@ -35,17 +34,16 @@ from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.exchange import exchange
 from megatron_rl.rollout.in_flight import InFlightGroups
-from megatron_rl.rollout.mixture import Mixture
-from megatron_rl.rollout.stream import shares
+from megatron_rl.rollout.stream import Mixture, shares
 from megatron_rl.rollout.window import NOTHING_DRAWN, Choice, Drawn, State, begun_below, choose, to_draw
 
 DROP_REASONS = {State.UNUSABLE: PROMPT_TOO_LONG, State.NO_SIGNAL: NO_SIGNAL, State.OVERDUE: OVERDUE_ANSWERS}
-"""Why a settled ordinal is not trained on."""
+"""Reasons for settling an ordinal without training on it."""
 
 
 class RolloutDriver:
     """Runs the agent on this driver's share of the ordinals, or follows the rank that does so for its engine replica.
-    All drivers agree on what a batch is."""
+    All drivers agree on each batch."""
 
     def __init__(
         self,
@@ -61,10 +59,10 @@ class RolloutDriver:
         drawn: Drawn = NOTHING_DRAWN,
     ) -> None:
         """
-        sets: those of the agent's problems that are trained on.
+        sets: training sets of the agent's problems.
         bank: None on a rank that follows.
-        step: the last step that is done.
-        drawn: by the steps that are done.
+        step: last finished step.
+        drawn: state of dynamic sampling after that step.
         """
         self._agent, self._inference, self._bank, self._config = agent, inference, bank, config
         self._groups, self._safe_points, self._loop = groups, safe_points, loop
@@ -76,20 +74,21 @@ class RolloutDriver:
         self._step, self._last = step, config.training.steps
         self._drawn = drawn
         self._below = 0  # all ordinals below it were begun
-        self._states: list[State] = []  # of the ordinals from the next batch's first on, as all drivers knew them last
-        self._idle_s = 0.0  # of the step: agents ran, and nothing was generated
+        self._states: list[State] = []  # last agreed states, from the next batch's first ordinal on
+        self._idle_s = 0.0  # seconds of the step in which agents ran but the engine did not
         self._in_flight: InFlightGroups | None = None
         if bank is not None:
             self._in_flight = InFlightGroups(agent, self._stream.problem, inference, bank, config)
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
-        """The batch of the next step: the first `prompts_per_step` usable ordinals from `first_ordinal` on. Collective.
+        """Return the batch of the next step: the first `prompts_per_step` usable ordinals from `first_ordinal` on.
+        Collective.
 
-        With dynamic sampling a group without signal is passed over, until `max_rounds` times that many are drawn: then
-        the last groups without signal are taken, with advantages of 0. A prompt that is too long is dropped; without
-        dynamic sampling the batch is smaller by it.
+        Dynamic sampling passes over groups without signal. Once `max_rounds * prompts_per_step` ordinals are finished,
+        the last groups without signal fill the batch, with advantages of 0. A prompt that is too long is dropped, and
+        without dynamic sampling not replaced: the batch is smaller.
 
-        Raises LeaveAgreed if a rank is asked to leave: nothing has changed.
+        Raises LeaveAgreed if a rank is asked to leave. Then no ordinal is settled.
         """
         groups: dict[int, TrajectoryGroup] = {}
         passed_over: list[TrajectoryGroup] = []
@@ -120,7 +119,7 @@ class RolloutDriver:
             rewards = self._moments(groups.values()) if self._config.grpo.baseline == "batch" else None
             trained = exchange(groups, self._config, self._groups, self._stream.problem, self._gather, rewards)
         failures: Counter[str] = Counter()
-        for group in (*groups.values(), *passed_over):  # a group may have no signal only because it lost answers
+        for group in (*groups.values(), *passed_over):  # lost answers may be the reason that a group has no signal
             failures.update(group.failures)
         return RolloutBatch(
             groups=[*trained.values()],
@@ -136,20 +135,23 @@ class RolloutDriver:
         )
 
     def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
-        """See `Bank.begin_checkpoint`: groups that wait for the next step are on disk before it is published."""
+        """Start to secure surplus groups, which have to be on disk before the checkpoint of `step` is published.
+
+        Returns a function for any thread that waits for that, as `Bank.begin_checkpoint` does.
+        """
         if (bank := self._bank) is None or (in_flight := self._in_flight) is None:
             return _nothing_to_wait_for
-        # Ahead of training, a resumed run may answer again what is lost: nothing depends on these groups.
+        # If generation runs ahead of training, no record depends on these groups: they may be generated again.
         waiting = [] if self._max_lag else self._loop.do(lambda _: in_flight.finished())
         return self._loop.do(lambda _: bank.begin_checkpoint(step, next_ordinal, waiting))
 
     def end_checkpoint(self, step: int) -> None:
-        """See `Bank.end_checkpoint`."""
+        """Forget generated work that the published checkpoint of `step` settles."""
         if (bank := self._bank) is not None:
             self._loop.do(lambda _: bank.end_checkpoint(step))
 
     def stop(self) -> None:
-        """Generate no more. Collective over the ranks that generate together."""
+        """Stop generating. Collective over the ranks that generate together."""
         self._loop.advance(self._stop)
 
     async def _stop(self) -> None:
@@ -158,16 +160,17 @@ class RolloutDriver:
         await self._agent.close()
 
     def close(self) -> None:
-        """Write what is banked, and end the loop."""
+        """Finish writing the bank, and close the loop."""
         if (bank := self._bank) is not None:
             self._loop.do(lambda _: bank.close())
         self._loop.close()
 
     def _next_choice(self, first: int) -> tuple[Choice, int]:
-        """The choice of the next batch when its groups are there, and how often it was drawn from. Collective."""
+        """Wait for the next batch. Return the choice of its groups, and the number of rounds in which new ordinals were
+        drawn. Collective."""
         if not self._max_lag:
-            self._loop.catch_up()  # the newest weights answer, and their version is part of every group's key
-        if self._below < first or self._drawn.below > self._below:  # a new driver: the bank has what waited
+            self._loop.catch_up()  # the newest weights generate, and their version is part of every group's key
+        if self._below < first or self._drawn.below > self._below:  # a new driver: the bank has the surplus groups
             self._begin(first, max(first, self._drawn.below), waiting=True)
         rounds = 1 if self._max_lag else 0
         for look in count():
@@ -175,9 +178,9 @@ class RolloutDriver:
                 self._begin(first, self._reach(first, 1 + self._batches_after(self._step + 1)))
                 needed = range(first, self._reach(first, 1))
             else:
-                # In rounds: which group is finished first must not decide how many are drawn.
+                # In rounds: the number of ordinals drawn must not depend on which group finishes first.
                 known = len(self._states) == self._below - first and State.UNFINISHED not in self._states
-                if known and (more := self._to_draw()) > 0:
+                if known and (more := to_draw(self._states, self._wanted, self._rounds, self._drawn.passed_over)) > 0:
                     rounds += 1
                     self._begin(first, self._below + more)
                 needed = range(first, self._below)
@@ -187,19 +190,16 @@ class RolloutDriver:
                 return choice, rounds
         raise AssertionError("unreachable")
 
-    def _to_draw(self) -> int:
-        return to_draw(self._states, self._wanted, self._rounds, self._drawn.passed_over)
-
     def _reach(self, first: int, batches: int) -> int:
-        """The ordinal below which groups may be begun for this many batches."""
+        """Return the ordinal below which groups may be begun for this many batches."""
         return begun_below(first, self._states, batches, self._wanted, self._rounds)
 
     def _batches_after(self, step: int) -> int:
-        """How many batches after that of `step` may be begun: the run needs none after its last step."""
+        """Return how many batches after that of `step` may be begun: at most max_lag, and none after the last step."""
         return max(0, min(self._max_lag, self._last - step))
 
     def _begin(self, first: int, below: int, *, waiting: bool = False) -> None:
-        """Begin this driver's ordinals of [first, below) that were not begun before."""
+        """Begin this driver's share of the ordinals in [first, below) that are not begun yet."""
         start = max(first, self._below)
         if below > start and (in_flight := self._in_flight) is not None:
             own = shares(start, below - start, self._loop.role.count)[self._loop.role.index]
@@ -207,8 +207,11 @@ class RolloutDriver:
         self._below = max(start, below)
 
     def _advance(self, needed: range, *, again: bool) -> None:
-        """Let the agents run until this driver's groups among `needed` are finished. Collective over the ranks that
-        generate together."""
+        """Let the agents run until this driver's groups among `needed` are finished, or until `AgentLoop.wait` returns
+        early. Collective over the ranks that generate together.
+
+        again: whether this is not the first call for the batch.
+        """
         began, busy_s = time.perf_counter(), self._inference.busy_s
         self._loop.advance(partial(self._wait, needed, again))
         self._idle_s += max(0.0, time.perf_counter() - began - (self._inference.busy_s - busy_s))
@@ -217,11 +220,11 @@ class RolloutDriver:
         unfinished = [] if self._in_flight is None else self._in_flight.unfinished(needed)
         if unfinished:
             await self._loop.wait(unfinished, once=self._max_lag > 0)
-        elif again:  # the other drivers' groups are waited for
+        elif again:  # other drivers' groups are missing
             await asyncio.sleep(self._loop.spare_s)
 
     def _agreed(self, first: int) -> list[State]:
-        """State of each begun ordinal from `first` on, as any driver knows it. Collective.
+        """Return the state of each begun ordinal from `first` on, as its own driver knows it. Collective.
 
         Raises LeaveAgreed if a rank is asked to leave.
         """
@@ -244,8 +247,8 @@ class RolloutDriver:
     def _settled(
         self, in_flight: InFlightGroups, choice: Choice, ordinals: range
     ) -> tuple[dict[int, TrajectoryGroup], list[TrajectoryGroup], dict[int, str]]:
-        """This driver's groups of a batch, by position; its finished groups that are passed over; and the reason for
-        every ordinal of its own that is dropped."""
+        """Return this driver's part of a batch: its groups by position, its finished groups that are passed over, and
+        the reason for each of its ordinals that is dropped."""
         trained = {*choice.trained}
         groups = self._loop.do(lambda _: in_flight.take(each for each in ordinals if each not in choice.overdue))
         by_position = {position: groups[each] for position, each in enumerate(choice.trained) if each in groups}
@@ -255,15 +258,15 @@ class RolloutDriver:
         return by_position, [groups[each] for each in dropped if each in groups], reasons
 
     def _moments(self, groups: Collection[TrajectoryGroup]) -> RewardMoments:
-        """Moments of the rewards of all drivers' groups. Collective."""
+        """Return the moments of the rewards of all drivers' groups. Collective."""
         rewards = group_rewards([*groups], self._config.sampling.max_new_tokens, self._config.grpo.overlong)
         own = torch.tensor(RewardMoments.of(rewards.shaped), dtype=torch.float64)
         return RewardMoments.joined(RewardMoments(*part.tolist()) for part in self._gather(own))
 
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """[ranks] the tensor of each rank. No safe point: the batch is settled. Collective."""
+        """[ranks] the tensor of each rank. Collective. Not a safe point, because the batch is already settled."""
         return gathered(own, self._groups.control)
 
 
 def _nothing_to_wait_for() -> None:
-    """Return at once, on a rank without a bank."""
+    """Return at once: this rank has no bank."""

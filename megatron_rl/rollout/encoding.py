@@ -1,7 +1,5 @@
-"""Scored groups as bytes, bit for bit what was sampled: for the bank's files, and from rank to rank.
-
-Tokens are int32 and log-probs float32, as the engine has them.
-"""
+"""Scored groups as bytes, for the bank's files and for messages between ranks. Bits are exact: tokens are int32 and
+log-probs float32, as the engine has them."""
 
 from __future__ import annotations
 
@@ -22,17 +20,17 @@ _FLAG = np.dtype("?")
 _HEAD_BYTES = struct.Struct("<I")
 
 Head = dict[str, Any]
-"""What a body is, in JSON."""
+"""Description of a body, as a JSON object."""
 
 
 def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
-    """A group without its problem, which is the prompt stream's to know."""
+    """Encode a group without its problem: the prompt stream knows it."""
     trajectories = group.trajectories
     texts = [trajectory.text.encode("utf-8", "surrogatepass") for trajectory in trajectories]
     head: Head = {
         "ordinal": group.ordinal,
         "failures": dict(group.failures),
-        # Of each trajectory:
+        # Lists with an entry for each trajectory:
         "tokens": [len(trajectory.tokens) for trajectory in trajectories],
         "turns": [[(turn.start, turn.stop) for turn in trajectory.turns] for trajectory in trajectories],
         "text": [len(text) for text in texts],
@@ -72,8 +70,8 @@ def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
             text=reader.text(head["text"][i]),
             reward=head["reward"][i],
             finish_reason=head["finish_reason"][i],
-            tool_calls=head["tool_calls"][i] if "tool_calls" in head else None,  # banks of before had none
-            components=head["components"][i] if "components" in head else {},  # likewise
+            tool_calls=head["tool_calls"][i] if "tool_calls" in head else None,  # older banks have none
+            components=head["components"][i] if "components" in head else {},  # older banks have none
         )
         for i, length in enumerate(lengths)
     ]
@@ -81,7 +79,7 @@ def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
 
 
 def joined(head: Head, body: bytes) -> bytes:
-    """Head and body in one message, see `parted`."""
+    """Join head and body in one message, which `parted` splits again."""
     text = json.dumps(head, separators=(",", ":")).encode()
     return b"".join((_HEAD_BYTES.pack(len(text)), text, body))
 
@@ -93,12 +91,12 @@ def parted(message: bytes) -> tuple[Head, bytes]:
 
 
 def _packed(lists: Iterable[Iterable[float]], kind: np.dtype[Any]) -> bytes:
-    """Bytes of all lists as one array: of short answers there are many."""
+    """Bytes of all lists as one array: one per list would be slow with many short answers."""
     return np.array(list(chain.from_iterable(lists)), kind).tobytes()
 
 
 def _spread(sampled: list[Any], turns: Iterable[range], length: int, elsewhere: float) -> list[Any]:
-    """[length] the values of sampled tokens at their places, `elsewhere` between them."""
+    """[length] values of sampled tokens at their positions, `elsewhere` at all others."""
     values: list[Any] = [elsewhere] * length
     taken = 0
     for turn in turns:
@@ -108,7 +106,7 @@ def _spread(sampled: list[Any], turns: Iterable[range], length: int, elsewhere: 
 
 
 class Reader:
-    """Takes a body apart from its beginning."""
+    """Reads a body from its start."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body

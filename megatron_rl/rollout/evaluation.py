@@ -28,15 +28,19 @@ def evaluate(
     groups: Groups,
     loop: AgentLoop,
 ) -> dict[str, float]:
-    """`eval/SET/greedy_accuracy`: of the likeliest answers to each set's problems, the share that has reward 1; absent
-    where there is none. `eval/SET/failed_rollouts`: answers lost, which are in no share; absent where none is.
-    Collective. Raises LeaveAgreed where a rank was asked to leave."""
-    asked = config.sampling
+    """Answer each evaluation set greedily, and return its metrics. Collective.
+
+    `eval/SET/greedy_accuracy`: share of answers with reward 1; absent if there is no answer.
+    `eval/SET/failed_rollouts`: number of lost answers, which no share includes; absent if none is lost.
+
+    Raises LeaveAgreed if a rank is asked to leave.
+    """
+    sampling = config.sampling
     greedy = Sampling(
-        temperature=0.0, max_new_tokens=asked.max_new_tokens, stop=asked.stop, stop_tokens=asked.stop_tokens
+        temperature=0.0, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop, stop_tokens=sampling.stop_tokens
     )
     sets = {name: problems[: config.evaluation.prompts] for name, problems in agent.evaluation_problems().items()}
-    counts = torch.zeros(len(sets), 2, dtype=torch.float64)  # right ones, and all
+    counts = torch.zeros(len(sets), 2, dtype=torch.float64)  # right answers, all answers
     role = loop.role
     for index, (name, problems) in enumerate(sets.items()):
         own = shares(0, len(problems), role.count)[role.index] if role.drives else range(0)

@@ -1,12 +1,12 @@
-"""Groups on their way from the drivers that made them to the training replicas that train on them.
+"""Exchange of groups between the drivers that rolled them out and the training replicas that train on them.
 
-    every driver -> everyone    position and cost of each of its groups
-    everyone                    computes the same assignment: see `algorithms.balance`
-    driver -> one rank          of another replica that is to train on it, a group
-    that rank, or the driver    -> the other ranks of the replica
+    every driver -> every rank              position and cost of each of its groups
+    every rank                              computes the same assignment, by `algorithms.balance`
+    driver -> one rank of another replica   a group assigned to that replica
+    that rank, or the driver                -> the other ranks of the replica
 
-What goes from one rank to another goes in one message of bytes, over gloo. Where a replica is one rank, which is its
-own driver, most of it stays, and costs nothing.
+All groups that one rank sends to another travel in one message of bytes, over gloo. If each replica is one rank, its
+own driver, most groups stay where they are and cost nothing.
 """
 
 from __future__ import annotations
@@ -31,58 +31,58 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.encoding import decode_group, encode_group, joined, parted
 
 NEGLIGIBLE_FLOPS = 2e9
-"""Work that the slowest replica must lose at least before any group moves: 30 ms of a CPU core, where messages take one
-or two; on a GPU it is next to nothing, and so are steps that are that short."""
+"""Floating-point operations that the slowest replica must save before any group moves. They are 30 ms of a CPU core,
+where messages take one or two; on a GPU they are negligible, as are steps that short."""
 
 Gather = Callable[[Tensor], list[Tensor]]
-"""What this rank tells all ranks -> [ranks] what each tells: see `gathered`."""
+"""A tensor of this rank -> [ranks] the tensor of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A group that some rank's driver has made."""
+    """A finished group of some driver."""
 
     position: int
-    """In the global batch; no two have the same."""
+    """Unique position in the global batch."""
     cost: float
     """Floating-point operations of a training pass over it."""
     driver: int
-    """Rank."""
+    """Rank of the driver."""
 
 
 def exchange(
-    made: Mapping[int, TrajectoryGroup],
+    finished: Mapping[int, TrajectoryGroup],
     config: RunConfig,
     groups: Groups,
     problem: Callable[[int], Problem],
     gather: Gather,
     batch: RewardMoments | None = None,
 ) -> dict[int, TrajectoryGroup]:
-    """The groups that this rank's training replica trains on, in the order of their positions. Collective over all
-    ranks.
+    """Return the groups that this rank's training replica trains on, by position, ascending. Collective over all ranks.
 
-    Every group is on exactly one replica, and there on all ranks. Which, follows from all drivers' groups alone. Where
-    a step has several updates, replicas have as much to do in all of them together.
+    Every group is on exactly one replica, on all ranks of it. The assignment depends only on the groups of all drivers.
+    If a step has several updates, the replicas have equal work in all updates together, not in each.
 
     Args:
-        made: by this rank's driver, by position in the global batch; nothing on a rank that is no driver.
-        problem: of an ordinal: see `Mixture.problem`.
-        gather: over all ranks.
-        batch: see `assign_credit`.
+        finished: groups of this rank's driver, by position in the global batch; empty on a rank that does not drive.
+        problem: returns the problem of an ordinal.
+        gather: gathers a tensor over all ranks.
+        batch: moments of the batch's rewards, as for `assign_credit`.
     """
-    costs = [0.0] * len(made)
+    costs = [0.0] * len(finished)
     if (replicas := groups.data.size()) > 1:
-        # The slowest replica may be one rank's groups alone, and would keep its share of them.
+        # The slowest replica may have only groups of one rank. Balanced, it would keep its share of them and lose
+        # (replicas - 1) / replicas, so below this sum no move saves NEGLIGIBLE_FLOPS.
         negligible = NEGLIGIBLE_FLOPS * replicas / (replicas - 1)
-        costs = group_costs([*made.values()], config, batch, negligible=negligible)
-    offers, replica_of = _offers(made, costs, gather, config.grpo.prompts_per_step, groups.data.rank())
+        costs = group_costs([*finished.values()], config, batch, negligible=negligible)
+    offers, replica_of = _offers(finished, costs, gather, config.grpo.prompts_per_step, groups.data.rank())
     members = [[rank for rank, its in enumerate(replica_of) if its == number] for number in range(1 + max(replica_of))]
     homes = [replica_of[offer.driver] for offer in offers]
     assigned = balance([offer.cost for offer in offers], homes, len(members), negligible=NEGLIGIBLE_FLOPS)
     routes = _routes(offers, [members[replica] for replica in assigned])
-    held = {**made}
+    held = {**finished}
     if any(routes):
-        held |= _travel(routes, made, groups.control, 1 + max(offer.position for offer in offers), problem)
+        held |= _send_along(routes, finished, groups.control, 1 + max(offer.position for offer in offers), problem)
     own = replica_of[dist.get_rank(groups.control)]
     return {offer.position: held[offer.position] for offer, its in zip(offers, assigned, strict=True) if its == own}
 
@@ -94,12 +94,13 @@ def group_costs(
     *,
     negligible: float = 0.0,
 ) -> list[float]:
-    """Floating-point operations of a training pass over each group: what answers share counts once, as it is computed,
-    and an answer without a gradient, which is not run, not at all. Where all of it is `negligible`, an upper bound,
-    which is had for less.
+    """Return the floating-point operations of a training pass over each group. A shared prefix counts once, because it
+    is computed once; an answer without a gradient is not run and counts nothing.
 
-    The output layer counts where the recipe says how many rows it has."""
-    at_most = [_answers_apart(group, config) for group in groups]
+    If the sum is at most `negligible`, return upper bounds instead, which cost less to compute. The output layer counts
+    only if the recipe says how many rows it has.
+    """
+    at_most = [_sharing_prompts_only(group, config) for group in groups]
     if sum(at_most) <= negligible:
         return at_most
     has_gradient = iter(assign_credit(groups, config, batch).has_gradient)
@@ -113,8 +114,8 @@ def group_costs(
     return costs
 
 
-def _answers_apart(group: TrajectoryGroup, config: RunConfig) -> float:
-    """Operations for all answers of a group where they share the prompt alone."""
+def _sharing_prompts_only(group: TrajectoryGroup, config: RunConfig) -> float:
+    """Operations for all answers of a group, if they share no more than the prompt."""
     prompts = {tuple(each.tokens[: each.prompt_length]) for each in group.trajectories}
     shared = len(prompts.pop()) if len(prompts) == 1 else 0
     lengths = [len(each.tokens) for each in group.trajectories]
@@ -124,7 +125,7 @@ def _answers_apart(group: TrajectoryGroup, config: RunConfig) -> float:
 
 
 def _pairs(length: int) -> int:
-    """Of tokens that attend and are attended to, in a sequence."""
+    """Pairs of an attending and an attended token in a sequence."""
     return length * (length + 1) // 2
 
 
@@ -137,12 +138,13 @@ def _flops(config: RunConfig, tokens: int, pairs: int, predictions: int) -> floa
 def _offers(
     positions: Collection[int], costs: Sequence[float], gather: Gather, most: int, replica: int
 ) -> tuple[list[Offer], list[int]]:
-    """All drivers' groups in the order of their positions, and the training replica of every rank. Collective.
+    """Return all drivers' groups by position, ascending, and the training replica of every rank. Collective.
 
     Args:
-        positions: of this driver's groups, which have these costs.
-        most: groups of the global batch.
-        replica: that this rank trains in.
+        positions: positions of this driver's groups.
+        costs: their costs.
+        most: largest number of groups in the global batch.
+        replica: number of this rank's training replica.
     """
     mine = torch.zeros(1 + most, 2, dtype=torch.float64)
     rows = [(replica, len(costs)), *zip(positions, costs, strict=True)]
@@ -155,13 +157,13 @@ def _offers(
 
 
 Routes = Mapping[tuple[int, int], Sequence[int]]
-"""(source, destination) -> positions of the groups that go there, ascending."""
+"""(source rank, destination rank) -> positions of the groups sent, ascending."""
 
 
 def _routes(offers: Sequence[Offer], trained_on: Sequence[Sequence[int]]) -> tuple[Routes, Routes]:
-    """Between replicas, and then within them.
+    """Return the routes between replicas, and the routes within them that follow.
 
-    trained_on: for each group the ranks that are to have it.
+    trained_on: ranks of each group's training replica.
     """
     between: dict[tuple[int, int], list[int]] = defaultdict(list)
     within: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -176,20 +178,20 @@ def _routes(offers: Sequence[Offer], trained_on: Sequence[Sequence[int]]) -> tup
     return between, within
 
 
-def _travel(
+def _send_along(
     routes: Sequence[Routes],
-    made: Mapping[int, TrajectoryGroup],
+    finished: Mapping[int, TrajectoryGroup],
     control: dist.ProcessGroup,
     positions: int,
     problem: Callable[[int], Problem],
 ) -> dict[int, TrajectoryGroup]:
-    """What arrives on this rank along the routes, one set of them after the other. Collective.
+    """Send groups along one set of routes after the other, and return those that arrive here, by position. Collective.
 
-    made: by this rank's driver, by position.
-    positions: one more than the last.
+    finished: groups of this rank's driver, by position.
+    positions: number of positions in the global batch.
     """
-    travelling = {position for each in routes for moved in each.values() for position in moved}
-    messages = {position: joined(*encode_group(made[position])) for position in sorted(travelling & made.keys())}
+    moving = {position for each in routes for moved in each.values() for position in moved}
+    messages = {position: joined(*encode_group(finished[position])) for position in sorted(moving & finished.keys())}
     sizes = torch.zeros(positions, dtype=torch.int64)
     for position, message in messages.items():
         sizes[position] = len(message)
@@ -207,7 +209,7 @@ def _travel(
 def _deliver(
     routes: Routes, messages: Mapping[int, bytes], sizes: Sequence[int], control: dist.ProcessGroup
 ) -> dict[int, bytes]:
-    """Send what this rank has to send, and return what it gets, by position."""
+    """Send this rank's messages, and return those it receives, by position."""
     rank = dist.get_rank(control)
     outgoing = {destination: positions for (source, destination), positions in routes.items() if source == rank}
     incoming = {source: positions for (source, destination), positions in routes.items() if destination == rank}
@@ -215,21 +217,25 @@ def _deliver(
         destination: torch.frombuffer(bytearray(b"".join(messages[each] for each in positions)), dtype=torch.uint8)
         for destination, positions in outgoing.items()
     }
-    got = {
+    received = {
         source: torch.empty(sum(sizes[each] for each in positions), dtype=torch.uint8)
         for source, positions in incoming.items()
     }
-    under_way = [(f"to rank {other}", dist.isend(buffer, other, group=control)) for other, buffer in sent.items()]
-    under_way += [(f"from rank {other}", dist.irecv(buffer, other, group=control)) for other, buffer in got.items()]
-    for where, work in under_way:
+    transfers = [(f"to rank {other}", dist.isend(buffer, other, group=control)) for other, buffer in sent.items()]
+    transfers += [
+        (f"from rank {other}", dist.irecv(buffer, other, group=control)) for other, buffer in received.items()
+    ]
+    for where, work in transfers:
         assert work is not None, "all ranks are in the control group"
         try:
             work.wait()
         except RuntimeError as error:
-            error.add_note(f"while groups of the step were under way {where}")
+            error.add_note(f"during the exchange of the step's groups, {where}")
             raise
     return {
         position: message.numpy().tobytes()
         for source, positions in incoming.items()
-        for position, message in zip(positions, got[source].split([sizes[each] for each in positions]), strict=True)
+        for position, message in zip(
+            positions, received[source].split([sizes[each] for each in positions]), strict=True
+        )
     }

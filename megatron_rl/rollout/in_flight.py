@@ -24,8 +24,8 @@ GroupTask = asyncio.Task[TrajectoryGroup | None]
 
 
 class InFlightGroups:
-    """Tasks of the agents' loop, one for each ordinal of this driver. Functions that are not coroutines may only be
-    called while the loop does not run."""
+    """Tasks in the agents' loop, one for each ordinal of this driver. Call functions that are not coroutines only while
+    no task of the loop runs, as in `AgentLoop.do`."""
 
     def __init__(
         self,
@@ -38,17 +38,17 @@ class InFlightGroups:
         """problem: returns the problem of an ordinal."""
         self._agent, self._problem, self._inference, self._bank, self._config = agent, problem, inference, bank, config
         self._tasks: dict[int, GroupTask] = {}
-        self._begun_after: dict[int, int] = {}  # ordinal: step of the weights with which it was begun
+        self._begun_after: dict[int, int] = {}  # ordinal: step whose weights were the newest when it was begun
         self._states: dict[int, State] = {}  # of finished groups
         self._recording = bank.recording(inference)
         self._writer: asyncio.Task[None] | None = None
 
     def begin(self, loop: asyncio.AbstractEventLoop, ordinals: range, step: int, *, waiting: bool = False) -> None:
-        """Begin these ordinals; those scored by an earlier attempt are finished at once.
+        """Begin these ordinals. Groups scored by an earlier attempt are finished at once.
 
         Args:
-            step: the step whose weights answer them.
-            waiting: see `Bank.scored`.
+            step: step after which the present weights are the newest.
+            waiting: whether they are surplus groups of an earlier step, as for `Bank.scored`.
         """
         self._writer = self._writer or loop.create_task(self._bank.flush_regularly(self._recording))
         scored = self._bank.scored(ordinals, self._problem, waiting=waiting) if ordinals else {}
@@ -77,11 +77,11 @@ class InFlightGroups:
         return group
 
     def states(self, ordinals: range, overdue_after: int | None) -> dict[int, State]:
-        """State of each begun ordinal among these. Raises what an agent has raised.
+        """Return the state of each begun ordinal among these. Raises an agent's exception.
 
         Args:
-            overdue_after: an unfinished group is overdue if it was begun with the weights of this step or older ones;
-                None: no group is.
+            overdue_after: unfinished groups begun with the weights after this step or an older one are overdue; None:
+                no group is.
         """
         return {
             ordinal: self._state(ordinal, task, overdue_after)
@@ -98,8 +98,8 @@ class InFlightGroups:
         return self._states[ordinal]
 
     def _finished_state(self, group: TrajectoryGroup | None) -> State:
-        """Judge signal by the rewards as scored, as DAPO filters by accuracy: among answers that are all wrong, a
-        penalty on long ones would teach length alone."""
+        """Judge signal by the rewards as scored, as DAPO filters by accuracy. With a penalty on long answers, a group
+        whose answers are all wrong would have a signal that teaches nothing but length."""
         grpo = self._config.grpo
         if group is None:
             return State.UNUSABLE
@@ -110,25 +110,25 @@ class InFlightGroups:
         return State.USABLE
 
     def begun(self, ordinals: range) -> list[int]:
-        """Those of these ordinals that this driver has begun and not settled."""
+        """Return the ordinals among these that this driver has begun and not settled."""
         return [ordinal for ordinal in self._tasks if ordinal in ordinals]
 
     def unfinished(self, ordinals: range) -> list[GroupTask]:
-        """Unfinished tasks of these ordinals."""
+        """Return the unfinished tasks of these ordinals."""
         return [task for ordinal, task in self._tasks.items() if ordinal in ordinals and not task.done()]
 
     def take(self, ordinals: Iterable[int]) -> dict[int, TrajectoryGroup]:
-        """Groups of those of these ordinals that were begun, all of which are finished."""
+        """Return the groups of these ordinals, as far as this driver has begun them; all of them must be finished."""
         groups = {ordinal: self._tasks[ordinal].result() for ordinal in ordinals if ordinal in self._tasks}
         return {ordinal: group for ordinal, group in groups.items() if group is not None}
 
     def finished(self) -> list[TrajectoryGroup]:
-        """All groups that are finished and not settled. Also after `stop`."""
+        """Return all groups that are finished and not settled, also after `stop`."""
         done = {each: task for each, task in self._tasks.items() if task.done() and not task.cancelled()}
         return [*self.take(each for each, task in done.items() if task.exception() is None).values()]
 
     def settle(self, below: int) -> int:
-        """Forget all ordinals below, and cancel those that are unfinished. Returns the number of tokens these had."""
+        """Forget all ordinals below, and cancel the unfinished ones. Return how many tokens the cancelled ones had."""
         settled = [ordinal for ordinal in self._tasks if ordinal < below]
         unfinished = {ordinal for ordinal in settled if not self._tasks[ordinal].done()}
         tokens = self._recording.tokens_of(unfinished) if unfinished else 0
@@ -141,7 +141,7 @@ class InFlightGroups:
         return tokens
 
     def flush(self) -> None:
-        """Write, behind the caller, what is new."""
+        """Write new records in the background."""
         self._bank.flush(self._recording)
 
     async def stop(self) -> None:

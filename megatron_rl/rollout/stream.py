@@ -1,8 +1,8 @@
-"""The prompt stream: which problem each ordinal 0, 1, 2, ... stands for, and who answers it.
+"""The prompt stream: the problem of each ordinal 0, 1, 2, ..., and the driver that answers it.
 
-Everything here is a function of its arguments, and rests only on a hash with a published standard (SHAKE256, FIPS 202).
-Python's and numpy's shuffles may change between versions; it cannot, so a run that resumes on another machine or
-interpreter goes on with the same prompts.
+Every function here depends on its arguments alone, and on one hash with a published standard (SHAKE256, FIPS 202).
+Python's and numpy's shuffles may change between versions; this hash cannot, so a run that resumes on another machine
+or interpreter continues with the same prompts.
 """
 
 from __future__ import annotations
@@ -13,23 +13,44 @@ from functools import lru_cache
 from hashlib import shake_256
 from itertools import pairwise
 
+from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.trajectories import Problem
 
 
+class Mixture:
+    """Prompt stream of several sets. Each step's prompts are split over the sets by weight, and each set is visited in
+    passes of its own.
+
+    A step with fewer prompts than sets cannot have a prompt of each: then several steps are split together. For
+    example, three sets and two prompts per step: every two steps have the same split of four prompts.
+    """
+
+    def __init__(self, sets: Sequence[TrainingSet], seed: int, prompts_per_step: int) -> None:
+        """Raises ValueError for a set without problems."""
+        self._streams = [PromptStream(each.problems, seed, each.environment) for each in sets]
+        steps = -(-len(sets) // prompts_per_step)
+        self._counts = split([each.weight for each in sets], steps * prompts_per_step)
+        self._cycle = interleaved(self._counts)
+
+    def problem(self, ordinal: int) -> Problem:
+        cycle, position = divmod(ordinal, len(self._cycle))
+        chosen, number = self._cycle[position]
+        return self._streams[chosen].problem(cycle * self._counts[chosen] + number)
+
+
 class PromptStream:
-    """Endless passes over `problems`, each in an order of its own."""
+    """Endless passes over the problems of one set, each pass in its own order."""
 
     def __init__(self, problems: Sequence[Problem], seed: int, environment: str = "") -> None:
-        """environment: whose problems they are, where there are several: each has orders of its own."""
+        """environment: owner of the problems, where there are several: each environment has its own orders."""
         if not problems:
             name = f"environment {environment!r}" if environment else "the environment"
             raise ValueError(f"{name} has no training problems")
         self._problems = problems
-        # One step may span the end of a pass, and passes over millions of problems take long to order.
+        # One step may span the end of a pass, and ordering a pass over millions of problems takes long.
         self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(len(problems), seed, epoch, environment))
 
     def problem(self, ordinal: int) -> Problem:
-        """That `ordinal` stands for: as many as there are visit each once."""
         epoch, position = divmod(ordinal, len(self._problems))
         return self._problems[self._order(epoch)[position]]
 
@@ -41,9 +62,39 @@ def epoch_order(count: int, seed: int, epoch: int, environment: str = "") -> tup
     return tuple(sorted(range(count), key=sort_keys.__getitem__))
 
 
+def split(weights: Sequence[float], total: int) -> list[int]:
+    """Split `total` in proportion to positive weights; each part is at least 1.
+
+    The largest remainders are rounded up, the first among equal ones. A part of 0 gets its 1 from the part furthest
+    above its proportion. Example: weights 0.5, 0.3, 0.2 and total 4 give 2, 1, 1.
+
+    Raises ValueError if `total` is less than the number of weights.
+    """
+    if total < len(weights):
+        raise ValueError(f"{total} cannot be split into {len(weights)} parts")
+    whole = sum(weights)
+    exact = [weight / whole * total for weight in weights]
+    parts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda index: parts[index] - exact[index])
+    for index in by_remainder[: total - sum(parts)]:
+        parts[index] += 1
+    while 0 in parts:
+        giving = max((index for index, part in enumerate(parts) if part > 1), key=lambda i: parts[i] - exact[i])
+        parts[giving] -= 1
+        parts[parts.index(0)] += 1
+    return parts
+
+
+def interleaved(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """[sum(counts)] (part, number within the part), each part spread evenly over the list. Drivers have contiguous
+    shares and environments take different times, so every driver should get some of each. Counts 4, 2: abaaba."""
+    members = [(part, number) for part, count in enumerate(counts) for number in range(count)]
+    return sorted(members, key=lambda member: ((2 * member[1] + 1) / counts[member[0]], member[0]))
+
+
 def shares(start: int, count: int, drivers: int) -> list[range]:
     """Shares of the ordinals [start, start + count), one per rollout driver; sizes differ by at most 1. They are
-    contiguous, except where there are fewer ordinals than drivers: then these take turns."""
+    contiguous, unless there are fewer ordinals than drivers: then the drivers take turns."""
     if count < drivers:
         return [range(start + (driver - start) % drivers, start + count, drivers) for driver in range(drivers)]
     edges = [start + count * driver // drivers for driver in range(drivers + 1)]

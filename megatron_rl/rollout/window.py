@@ -1,15 +1,16 @@
-"""Which prompts may be begun, and which make the next batch. Pure.
+"""The window of ordinals that a driver may begin, and the choice of the next batch. Pure.
 
-Prompts are trained on in the order of the stream, however long their answers take: so a step's batch leans neither to
-short answers nor to easy prompts, and an ordinal is all that a checkpoint needs to know of what is settled.
+Prompts are trained on in the order of the stream, however long their answers take. So a batch favours neither short
+answers nor easy prompts, and a checkpoint describes all settled prompts by one ordinal.
 
-Where generation runs ahead of training, that bounds the age of every token too. While the weights are those after step
-w, prompts are begun only as far as the batches of steps w + 1 ... w + 1 + max_lag reach, each of prompts_per_step that
-may be trained on. What is begun then is trained on by step w + 1 + max_lag, whose weights before it are those after
-step w + max_lag.
+If generation runs ahead of training, this order also bounds the age of every token. While the weights are those after
+step w, prompts are begun only for the batches of steps w + 1 ... w + 1 + max_lag, each of prompts_per_step prompts that
+may be trained on. A prompt begun then is trained on by step w + 1 + max_lag, which starts from the weights after step
+w + max_lag. Example: with max_lag 1, a prompt begun with the weights after step 7 is trained on in step 9 at the
+latest, which starts from the weights after step 8.
 
-In the terms of Megatron-RL's pipeline both the submission and the consumption unit are the batch; but for a prompt that
-dynamic sampling passes over another one is begun at once, as with the group as unit.
+In the terms of Megatron-RL's pipeline, both the submission and the consumption unit are the batch, with one difference:
+if dynamic sampling passes over a prompt, another one is begun at once, as with the group as the unit.
 """
 
 from __future__ import annotations
@@ -19,31 +20,32 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 MOST_FOR_ONE = 4
-"""Prompts that are drawn at once for one that is missing, at most."""
+"""Largest number of prompts drawn at once for each prompt that is missing."""
 
 
 class State(IntEnum):
-    """What is known of an ordinal. Of the states that drivers know, the largest holds."""
+    """State of an ordinal. If drivers report different states, the largest holds: those that do not own the ordinal
+    report UNFINISHED."""
 
     UNFINISHED = 0
     OVERDUE = 1
-    """Not finished, though it may be trained on in the next step at the latest, and dropped for that."""
+    """Unfinished, though the next step is the last that may train on it; therefore dropped."""
     UNUSABLE = 2
-    """Its prompt is too long."""
+    """The prompt is too long."""
     NO_SIGNAL = 3
-    """Its rewards are all equal, and dynamic sampling draws another one for it."""
+    """All rewards are equal, and dynamic sampling draws another prompt instead."""
     USABLE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What dynamic sampling has left for the next step. It is saved with the weights: what is drawn next follows from
-    it, and an interrupted run is to draw the same."""
+    """State of dynamic sampling between two steps. It is saved with the weights, so that an interrupted run draws the
+    same prompts as an undisturbed one."""
 
     below: int = 0
-    """All ordinals below it are drawn; those that are not settled are answered, and wait for that step."""
+    """Ordinal below which all are drawn. Those not settled yet are surplus groups of the next step."""
     passed_over: int = 0
-    """Ordinals that the last step settled without training."""
+    """Number of ordinals that the last step settled without training."""
 
 
 NOTHING_DRAWN = Drawn()
@@ -56,17 +58,19 @@ class Choice:
     trained: list[int]
     """Ordinals, ascending."""
     next_ordinal: int
-    """All below it are settled."""
+    """Ordinal below which all are settled."""
     overdue: list[int]
-    """Those dropped because they are not finished."""
+    """Ordinals dropped because they are unfinished."""
 
 
 def choose(first: int, states: Sequence[State], wanted: int, rounds: int) -> Choice | None:
-    """The next batch: the first `wanted` usable ordinals; None where it has to be waited for.
+    """Return the next batch, the first `wanted` usable ordinals; None until it is complete.
 
     Args:
         first: ordinal of the first state.
-        rounds: of as many times `wanted` ordinals none is passed over any more: the last ones without signal stand in.
+        wanted: prompts per step.
+        rounds: largest number of batches drawn for one. Once `rounds * wanted` ordinals are finished, the last ones
+            without signal fill the batch.
     """
     usable: list[int] = []
     without_signal: list[int] = []
@@ -91,23 +95,24 @@ def choose(first: int, states: Sequence[State], wanted: int, rounds: int) -> Cho
 
 
 def to_draw(states: Sequence[State], wanted: int, rounds: int, passed_over: int) -> int:
-    """How many further ordinals to draw at once where the batch is not complete, so that probably no more are needed:
-    the share that is usable is taken to be that of this step and the last one together.
+    """Return how many further ordinals to draw at once so that probably no more are needed; 0 or less if the batch is
+    complete. The usable share is estimated from this step and the last one together.
+
+    Example: 8 are wanted and the last step passed over 8, so half of its ordinals were usable: 16 are drawn.
 
     Args:
-        states: known ones, all finished.
-        wanted, rounds: see `choose`.
-        passed_over: see `Drawn`.
+        states: states of the ordinals drawn so far, all finished.
+        wanted, rounds: as for `choose`.
+        passed_over: ordinals that the last step settled without training.
     """
     usable = states.count(State.USABLE)
     missing = wanted - usable
-    seen, of_use = len(states) + wanted + passed_over, usable + wanted
-    expected = -(-missing * seen // of_use)
+    expected = -(-missing * (len(states) + wanted + passed_over) // (usable + wanted))  # rounded up
     return min(expected, MOST_FOR_ONE * missing, rounds * wanted - len(states))
 
 
 def begun_below(first: int, states: Sequence[State], batches: int, wanted: int, rounds: int) -> int:
-    """The ordinal below which prompts may be begun, for that many batches from `first` on: others take the place of
-    those that are known to be of no use, where there are further rounds."""
+    """Return the ordinal below which prompts may be begun for this many batches from `first` on. If there are further
+    rounds, others replace the prompts known to be unusable or without signal."""
     passed_over = sum(state in (State.NO_SIGNAL, State.UNUSABLE) for state in states) if rounds > 1 else 0
     return first + batches * wanted + passed_over

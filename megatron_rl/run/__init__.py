@@ -1,1 +1,1 @@
-"""From a configuration to a run: problems, models, who generates, and one attempt from start to exit."""
+"""Setup of a run from its configuration: problems, models, generation, and one attempt from start to exit."""

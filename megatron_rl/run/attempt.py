@@ -1,6 +1,6 @@
-"""One attempt on one rank, from its configuration to its outcome: connect, set up, train, save what there is to save.
+"""One attempt on one rank, from its configuration to its outcome: connect, set up, train, save.
 
-Ranks leave only together, after the outcome is on the disk: an exit code alone proves nothing.
+Ranks leave only together, after the outcome is on disk: an exit code alone proves nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger("megatron_rl")
 def run_attempt(
     run_dir: RunDir, attempt: Attempt, world: World, activity: Activity, drain: DrainListener, timeline: Timeline
 ) -> str:
-    """Everything between start and exit of a rank. Returns FINISHED or DRAINED, once rank 0 has written so."""
+    """Run one rank from start to exit. Returns FINISHED or DRAINED, after rank 0 has written the outcome."""
     config = read_config(run_dir)
     check_installed(config.logging)
     made_of = choose_implementation(config)
@@ -59,8 +59,8 @@ def run_attempt(
         leave_early(attempt, world.rank, drain)
         return DRAINED
     except RuntimeError:
-        # A request that comes while the ranks meet may find one that has not met the others yet. It leaves by itself,
-        # and the connection to it is lost.
+        # A request to leave may arrive before all ranks have connected. A rank that has not connected leaves alone, and
+        # the others lose the connection to it.
         if not (drain.asked or attempt.outcome.name in names_in(attempt.folder)):
             raise
         leave_early(attempt, world.rank, drain)
@@ -74,7 +74,7 @@ def run_attempt(
     activity.enter("saving", run.step)
     if outcome == FINISHED:
         with safe_points.phase("save"):
-            finish(safe_points, run.checkpointer)
+            finish_save(safe_points, run.checkpointer)
     else:
         with safe_points.phase("drain"):
             leave(run, run_dir)
@@ -88,14 +88,13 @@ def run_attempt(
         step = run.step if outcome == FINISHED else run.checkpointer.published
         once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, Outcome(outcome, step)))
     run.writer.close()
-    dist.barrier(groups.control)  # nobody leaves before the outcome is on disk
+    dist.barrier(groups.control)  # no rank leaves before the outcome is on disk
     disconnect()
     return outcome
 
 
 def note_kernels(attempt: Attempt, config: RunConfig, made_of: Implementation, platform: Platform) -> None:
-    """Say what the device's work is done by, in the log and in kernels.json, for whoever reads the run later: a disk
-    that does not take it costs nothing else."""
+    """Record the kernels that the device uses in the log and in kernels.json. A failed write is only logged."""
     _, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
     fp8 = made_of.fp8 is not None
     against = why_not_recorded(platform, config.model, config.inference, page_tokens, fp8=fp8)
@@ -109,10 +108,9 @@ def note_kernels(attempt: Attempt, config: RunConfig, made_of: Implementation, p
 
 
 def write_timeline(run: Run, resumed: int | None = None) -> None:
-    """Write where the time since the last line of the attempt's timeline went. Collective.
+    """Write a line of the attempt's timeline: the seconds of each phase since the last line. Collective.
 
-    Args:
-        resumed: see Timeline.line.
+    resumed: step that the attempt resumed from, for its first line.
     """
     tally, timeline = Tally(), run.safe_points.timeline
     timeline.tally(tally)
@@ -120,10 +118,10 @@ def write_timeline(run: Run, resumed: int | None = None) -> None:
     run.writer.timeline(timeline.line(total, dist.get_world_size(run.groups.control), run.step, resumed))
 
 
-def finish(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
-    """See the last save of the run through, which has until save.timeout_s.
+def finish_save(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
+    """Wait for the last save of the run, at most save.timeout_s.
 
-    Raises CheckpointError where it fails: without it the run is not finished.
+    Raises CheckpointError if it fails: without it the run is not finished.
     """
     while checkpointer.under_way is not None:
         checkpointer.wait(until=time.monotonic() + POLL_S)
@@ -132,9 +130,11 @@ def finish(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
 
 
 def finish_export(run: Run) -> None:
-    """See the exports of a finished run through, which have until save.timeout_s each, unless asked to leave. What had
-    failed is tried once more; one that fails is said, and the run is finished all the same. Collective: nobody waits
-    for rank 0 in another collective, which has a limit."""
+    """Wait for the exports of a finished run, at most save.timeout_s each, unless asked to leave. Failed exports are
+    tried once more; if one fails again, that is logged, and the run is finished nevertheless.
+
+    Collective, in short steps: a rank that waited for rank 0 in another collective could run into its timeout.
+    """
     run.exporter.retry()
     flag = torch.ones(1, dtype=torch.int32)
     with run.safe_points.phase("save"):
@@ -147,27 +147,27 @@ def finish_export(run: Run) -> None:
 
 
 def leave(run: Run, run_dir: RunDir) -> None:
-    """See the write that is under way through, and save what is newer than it, each if there is time. Collective.
+    """Wait for the save in progress, then save newer work, each if there is time. Collective.
 
-    A save that the deadline overtakes is given up: the checkpoint before it and the bank are what stays. One that
-    failed is tried once more: there may be room for it by now.
+    A save that passes the deadline is abandoned; the checkpoint before it and the bank remain. A failed save is tried
+    once more: the disk may have room by now.
     """
-    see_through(run.safe_points, run.checkpointer)
+    finish_write(run.safe_points, run.checkpointer)
     flag = torch.zeros(1, dtype=torch.int32)
-    # Rank 0 decides: the others may not know yet what became of a save.
+    # Rank 0 decides: the other ranks may not know yet whether a save failed.
     if dist.get_rank() == 0 and run.step > run.checkpointer.newest and run.trainer.between_steps:
         flag += time_to_save(run_dir, run.checkpointer, run.safe_points.drain)
     dist.broadcast(flag, src=0, group=run.groups.control)
     if flag.item():
         begin_save(run)
-        see_through(run.safe_points, run.checkpointer)
+        finish_write(run.safe_points, run.checkpointer)
 
 
-def see_through(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
-    """Wait until nothing is being written, or the deadline is there."""
+def finish_write(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
+    """Wait until the save in progress is written; abandon it at the deadline."""
     first = dist.get_rank() == 0
     while checkpointer.under_way is not None:
-        deadline = safe_points.drain.deadline() if first else None  # the host side may still be finding out
+        deadline = safe_points.drain.deadline() if first else None  # None while the host does not know it
         if deadline is not None and time.time() > deadline - MARGIN_S:
             checkpointer.abandon("there is no time left")
         checkpointer.wait(until=time.monotonic() + POLL_S)
@@ -175,8 +175,8 @@ def see_through(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
 
 
 def time_to_save(run_dir: RunDir, checkpointer: Checkpointer, drain: DrainListener) -> bool:
-    """Whether a save fits before the deadline, by how long the last one took; before the first, by what it should
-    take according to the plan and the cluster profile's fs_bandwidth. Where nobody knows it is tried."""
+    """Whether a save fits before the deadline, judged by the duration of the last save or, before the first one, by the
+    plan's estimate from the cluster profile's fs_bandwidth. Without an estimate, true."""
     plan = if_readable(read(PlanRecord, run_dir.plan))
     planned = plan and plan.checkpoint.seconds
     seconds = checkpointer.estimate_s() or planned or 0.0

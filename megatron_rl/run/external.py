@@ -1,5 +1,5 @@
-"""Generation by a server that somebody else started (`inference.engine: server`), as the training ranks see it: they
-write weights, the server reads them, and answers requests."""
+"""Generation by a server that the run did not start (`inference.engine: server`): the training ranks write weights, and
+the server reads them and answers requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AskedToLeave(Exception):
 
 
 class ServerRefit:
-    """Implements `Refit`: when `publish` returns, the server has read the weights, and every driver knows so."""
+    """Implements `Refit`: when `publish` returns, the server has read the weights, and every driver knows it."""
 
     starved = False
     """Whether requests wait for weights. The server always has some."""
@@ -53,8 +53,8 @@ class ServerRefit:
         return self._refit.moved_bytes
 
     def publish(self, policy_version: int) -> None:
-        """Publish a version. Ranks that are asked to leave while the server is away do so at the next safe point: the
-        step that led to these weights is done, and is recorded first. Raises ReloadFailed."""
+        """Publish a version. Ranks that are asked to leave while the server is away leave at the next safe point, after
+        they have recorded the step that led to these weights. Raises ReloadFailed."""
         with suppress(AskedToLeave):
             self._refit.publish(policy_version)
         self._served.policy_version = policy_version
@@ -67,12 +67,12 @@ class ServerRefit:
 
 
 class ServerWait:
-    """Waits for a server that is away, on all ranks alike."""
+    """Wait of all ranks for a server that is away."""
 
     def __init__(self, safe_points: SafePoints, groups: Groups, start: str, limit_s: float) -> None:
         """
         start: command that starts the server, for the message.
-        limit_s: seconds it may be away.
+        limit_s: seconds that the server may be away.
         """
         self._safe_points, self._groups = safe_points, groups
         self._start, self._limit_s = start, limit_s
@@ -83,7 +83,7 @@ class ServerWait:
         """Wait before the next attempt. Collective. Raises AskedToLeave if a rank is asked to leave, and
         ServerAway after the limit."""
         now = time.monotonic()
-        if self._since is None or now - self._asked_at > WARN_EVERY_S:  # it was there in between
+        if self._since is None or now - self._asked_at > WARN_EVERY_S:  # it was back in between
             self._since = now
         self._asked_at = now
         if now - self._warned_at > WARN_EVERY_S and dist.get_rank() == 0:
@@ -102,9 +102,9 @@ class ServerWait:
 def generate_by_server(
     policy: Policy, config: RunConfig, tokenizer: Tokenizer, groups: Groups, safe_points: SafePoints
 ) -> Generation:
-    """Connect to a server, which answers by the weights of `policy` once they are published. Collective.
+    """Connect to a server, which generates with the weights of `policy` once they are published. Collective.
 
-    Raises ConfigurationError if the files of the published model are missing.
+    Raises ConfigurationError if the files of `model.huggingface` are missing.
     """
     server, model = config.inference.server, config.model
     assert server is not None and model.huggingface is not None  # checked by the configuration

@@ -1,5 +1,5 @@
-"""Generation of a run: by an engine on the training ranks, as here, by replicas on other ranks (partitioned.py), or by
-a server (external.py). The driver does not distinguish between them."""
+"""Generation of a run: by an engine on the training ranks, as set up here, by replicas on other ranks (partitioned.py),
+or by a server (external.py). The driver does not distinguish between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Generation:
     engine: ResumableInference
     """Engine this rank's driver queries, or its part of the engine on a rank that follows."""
     refit: Refit
-    """Way from the trained weights to the engine's."""
+    """Transfer of the trained weights to the engine."""
     loop: AgentLoop
     end: Callable[[], None] = lambda: None
     """Called after the last request."""
@@ -43,7 +43,7 @@ def generate_here(
     groups: Groups,
     safe_points: SafePoints,
 ) -> Generation:
-    """Build an engine on the training ranks, which answers by the weights of `policy` once they are published.
+    """Build an engine on the training ranks, which generates with the weights of `policy` once they are published.
     Collective."""
     timeout = timedelta(seconds=config.job.collective_timeout_s)
     ranks = EngineRanks.form(groups, config.placement.inference.tp or config.placement.training.tp, timeout)

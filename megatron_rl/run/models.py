@@ -1,4 +1,4 @@
-"""What a run trains, and the frozen weights beside it: built, given the weights it begins with, restored."""
+"""The models of a run, the policy and its frozen reference: built, initialised and restored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_rl.training.optimizer import PolicyOptimizer
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What a checkpoint holds as tensors, and the frozen weights beside it."""
+    """Policy, optimizer and reference of a run. A checkpoint holds the tensors of the first two."""
 
     policy: Policy
     optimizer: PolicyOptimizer
@@ -52,7 +52,7 @@ class Models:
         """Load a checkpoint of this run, written by any number of ranks. Collective."""
         wanted = self.sharded_state()
         if checkpoint.manifest.world_size != dist.get_world_size():
-            # The states are those of other ranks. Nothing that training draws rests on them: see inference/sampling.
+            # The random states belong to other ranks. Sampling does not use them: see inference/sampling.
             del wanted["rng"]
         state, _ = read(checkpoint, wanted, self.groups.data_context, self.groups.expert_data)
         self.policy.load_state_dict(state["model"])
@@ -71,10 +71,11 @@ def build_models(
     *,
     resumes: bool,
 ) -> tuple[Models, str | None]:
-    """The models before the first step, and the digest of what they began with, where it was read.
+    """Build the models before the first step, and return them with the digest of their initial weights, if read.
+    Collective.
 
-    resumes: whether they are about to be restored. Then the initial weights are needed for the KL penalty alone, and
-        without one the run depends no longer on where they came from.
+    resumes: whether they are about to be restored. Then only the KL penalty needs the initial weights; without one, the
+        run no longer depends on their source.
     """
     platform.seed(initial_seed(config.model))
     policy = build_part(config, tokenizer, platform, config.training.recompute)
@@ -83,7 +84,7 @@ def build_models(
     if not resumes or penalised:
         digest = load_initial_weights(policy, config, environment, tokenizer, platform, groups, safe_points)
     safe_points.agree()
-    share_weights(policy, groups)  # before anything is copied from them
+    share_weights(policy, groups)  # before the reference and the optimizer copy them
     reference = frozen_copy(policy, config, tokenizer, platform) if penalised else None
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates, config.offload)
@@ -100,11 +101,11 @@ def load_initial_weights(
     groups: Groups,
     safe_points: SafePoints,
 ) -> str | None:
-    """Put the weights training starts from in the place of the random ones. Returns the digest of the checkpoint or
-    files that they are from, None where they are from none.
+    """Replace the random weights by the initial weights of training. Return the digest of the checkpoint or files that
+    they come from; None for random weights or those trained from them by supervised learning.
 
-    Weights that are random, or were taught from random ones, are made as one rank alone makes them, all of them on each
-    rank, so that a run begins with the same ones in every layout.
+    Random weights and supervised ones are made as on a single rank, all of them on each rank, so that a run starts with
+    the same weights in every layout.
     """
     model = config.model
     if model.init == "huggingface":
@@ -141,10 +142,12 @@ def load_initial_weights(
 
 
 def share_weights(policy: Policy, groups: Groups) -> None:
-    """Give all ranks that hold the same weights those of the first of them. Each may have made its own, and a GPU adds
-    up in any order: what differs at the beginning would differ for ever. Collective."""
+    """Copy each weight from the first of the ranks that hold it to the others. Collective.
+
+    Ranks may have made their own weights, and a GPU sums in any order: a difference at the start would never vanish.
+    """
     for weight in policy.parameters():
-        # The attributes are megatron-core's: `allreduce` is false of experts that not all replicas have.
+        # The attributes are megatron-core's: `allreduce` is false for experts that only some replicas hold.
         holders = [groups.data_context if getattr(weight, "allreduce", True) else groups.expert_data]
         if not getattr(weight, "tensor_model_parallel", False):
             holders.append(groups.tensor)
@@ -155,26 +158,26 @@ def share_weights(policy: Policy, groups: Groups) -> None:
 
 
 def initial_seed(model: ModelConfig) -> int:
-    """Of the random weights that a run begins with."""
+    """Seed of the random weights at the start of a run."""
     return model.supervised.seed if model.init == "supervised" else model.init_seed
 
 
 def build_part(config: RunConfig, tokenizer: Tokenizer, platform: Platform, recompute: Recompute = "none") -> Policy:
-    """This rank's part of a model of the recipe's shape, with random weights.
+    """Build this rank's part of a model of the recipe's shape, with random weights.
 
-    Raises ConfigurationError where the layout does not fit the model.
+    Raises ConfigurationError if the layout does not fit the model.
     """
     sequence_parallel = config.placement.training.sequence_parallel
     if config.model.num_experts is not None and config.placement.training.tp > 1 and not sequence_parallel:
         raise ConfigurationError(
             f"placement.training.tp {config.placement.training.tp} with model.num_experts needs "
-            "placement.training.sequence_parallel: else every tensor-parallel rank would send the experts all tokens"
+            "placement.training.sequence_parallel: otherwise every tensor-parallel rank sends the experts all tokens"
         )
     return build_policy(config.model, tokenizer.vocab_size, platform, recompute, sequence_parallel=sequence_parallel)
 
 
 def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platform: Platform) -> Policy:
-    """The same weights in a model of its own, without gradients."""
+    """Copy a policy without gradients."""
     copy = build_part(config, tokenizer, platform)
     copy.load_state_dict(policy.state_dict())
     return copy.requires_grad_(False)

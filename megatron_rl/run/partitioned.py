@@ -1,4 +1,4 @@
-"""Generation of a partitioned run, as its training ranks see it: replicas on other ranks answer."""
+"""Generation by replicas on other ranks, in a partitioned run: the part of the training ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from megatron_rl.run.generation import Generation
 
 
 def open_pool(run_dir: RunDir, attempt: Attempt, config: RunConfig, groups: Groups) -> ReplicaPool:
-    """Open the pool of replicas that this rank's driver queries. Called early, since replicas wait for it.
+    """Open the pool of replicas that this rank's driver queries. Called early, because replicas wait for it.
 
-    Raises ConfigurationError where the run has no token.
+    Raises ConfigurationError if the run has no token.
     """
     role = TrainingDriver.of(groups)
     dispatch = Dispatch(
@@ -51,9 +51,10 @@ def generate_elsewhere(
     groups: Groups,
     safe_points: SafePoints,
 ) -> Generation:
-    """Set up replicas, which answer by the weights of `policy` once they are published. Collective.
+    """Set up the refit of the replicas, which generate with the weights of `policy` once they are published.
+    Collective.
 
-    pool: see `open_pool`.
+    pool: opened by `open_pool`.
     """
     timeout = timedelta(seconds=config.job.collective_timeout_s)
     keeps = config.placement.inference.transfer == "changed"

@@ -1,41 +1,50 @@
-"""What a run is trained on: chosen when it starts, the same on all ranks, and the same in every attempt.
+"""The problems a run trains on: chosen at the start, the same on all ranks and in every attempt.
 
-The prompt stream counts problems. Where others stand behind its ordinals than before (the data were edited, the package
-that makes them was updated), some would be trained on twice and others never, held-out ones perhaps among them, and
-nothing in the record would show it.
+The prompt stream counts problems. If an ordinal meant another problem than before (the data were edited, or the package
+that makes them was updated), some problems would be trained on twice and others never, held-out ones perhaps among
+them, and nothing in the record would show it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.problem_digest import ProblemDigest, differences
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read
 from megatron_rl.contract.run_records import Fork
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.rollout.fitting import fitting
 
 logger = logging.getLogger("megatron_rl")
 
-PATIENCE_S = 30.0
-"""For a fork.json that cannot be read: a stale mount."""
+STALE_MOUNT_S = 30.0
+"""Seconds to retry a file of the run directory that cannot be read, as on a stale mount."""
+
+MOST_TOKENISED = 20_000
+"""Prompts of a set that are tokenised at the start, at most; these take some seconds. Other prompts that are too long
+are dropped when their turn comes."""
+
+SPARE = 8
+"""Tokens by which a text may exceed its bytes: some tokenizers put a blank first."""
 
 
 def choose_problems(
     environment: Environment, config: RunConfig, tokenizer: Tokenizer
 ) -> tuple[list[TrainingSet], dict[str, int]]:
-    """What is trained on, and how many problems are not, because their prompt leaves no room for an answer.
+    """Return the training sets without problems whose prompt leaves no room for an answer, and the number of problems
+    left out, by environment. Leaving them out here costs no step an answer.
 
-    Raises ConfigurationError where none of an environment's is left.
+    Raises ConfigurationError if no problem of an environment is left.
     """
     longest = config.sequence_length - config.sampling.max_new_tokens
     room = f"training.sequence_length {config.sequence_length} less sampling.max_new_tokens"
@@ -44,38 +53,59 @@ def choose_problems(
     for each in environment.training_sets():
         name = each.environment or config.task.name
         try:
-            found = fitting(each, longest, tokenizer.encode)
+            fitting = without_long_prompts(each, longest, tokenizer.encode)
         except ValueError as error:
             raise ConfigurationError(f"environment {name!r}: {error}") from error
-        if not found.training_set.problems:
+        if not fitting.problems:
             raise ConfigurationError(
-                f"environment {name!r}: the prompts of all its {found.problems} training problems are longer than "
+                f"environment {name!r}: the prompts of all its {len(each.problems)} training problems are longer than "
                 f"{longest} tokens, {room} {config.sampling.max_new_tokens}: nothing is left to train on"
             )
-        if found.left_out:
-            left_out[name] = found.left_out
+        if missing := len(each.problems) - len(fitting.problems):
+            left_out[name] = missing
             logger.warning(
                 "environment %r: %d of %d training problems left out, their prompts are longer than %d tokens (%s %d)",
-                *(name, found.left_out, found.problems, longest, room, config.sampling.max_new_tokens),
+                *(name, missing, len(each.problems), longest, room, config.sampling.max_new_tokens),
             )
-        chosen.append(found.training_set)
+        chosen.append(fitting)
     return chosen, left_out
 
 
+def without_long_prompts(whole: TrainingSet, longest: int, encode: Callable[[str], Sequence[int]]) -> TrainingSet:
+    """Return the set without the problems whose prompt has more than `longest` tokens, or the set itself if it has
+    none.
+
+    Most prompts are not tokenised, because a text has at most one token per byte, plus SPARE. A tokenizer that first
+    lengthens a text may break that rule; such prompts are dropped when their turn comes.
+    """
+    problems = whole.problems
+    doubtful = [index for index, problem in enumerate(problems) if not _surely_fits(problem, longest)]
+    too_long = {index for index in doubtful[:MOST_TOKENISED] if len(encode(problems[index].prompt)) > longest}
+    if not too_long:
+        return whole
+    return replace(whole, problems=[each for index, each in enumerate(problems) if index not in too_long])
+
+
+def _surely_fits(problem: Problem, longest: int) -> bool:
+    text = problem.prompt
+    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    return size + SPARE <= longest
+
+
 def digests_of(training_sets: Sequence[TrainingSet], only: str) -> dict[str, ProblemDigest]:
-    """By environment. only: what the one is called that has no id, where it is the only one."""
+    """Digest of each set, by environment. only: name of the environment if there is a single one, which has no id."""
     return {each.environment or only: ProblemDigest.of(each.problems) for each in training_sets}
 
 
 def check_alike(problems: Mapping[str, ProblemDigest], control: dist.ProcessGroup) -> None:
-    """Raises RuntimeError on the ranks that have other problems than most. Collective over all ranks.
+    """Raises RuntimeError on ranks whose problems differ from those of most ranks. Collective over all ranks.
 
-    It is a crash and no bad configuration: a file system that shows a node an older file catches up, and a node where
-    it happens again is avoided. The other ranks, whose nodes are not to blame, leave when they lose these.
+    This is a crash, not a bad configuration: a file system that shows one node an older file catches up, and a node
+    where it happens again is avoided. The other ranks, whose nodes are not to blame, leave when they lose these.
     """
     of_ranks: list[Any] = [None] * dist.get_world_size(control)
     dist.all_gather_object(of_ranks, tuple(problems.items()), group=control)
-    ((of_most, _),) = Counter(of_ranks).most_common(1)  # of equally many, what the lowest rank has
+    ((of_most, _),) = Counter(of_ranks).most_common(1)  # in a tie, the problems of the lowest rank
     if differing := differences(dict(of_most), problems):
         raise RuntimeError(
             "this rank has other training problems than most: its node shows it other data or has another package, or "
@@ -86,25 +116,23 @@ def check_alike(problems: Mapping[str, ProblemDigest], control: dist.ProcessGrou
 def check_unchanged(
     run_dir: RunDir, step: int, trained: Mapping[str, ProblemDigest], now: Mapping[str, ProblemDigest]
 ) -> None:
-    """Refuse to go on after `step` with other problems than before; but for a fork that begins there, which somebody
-    has asked for and which takes those that there are.
+    """Refuse to continue after `step` with other problems than before. A fork that begins at this step is an exception:
+    its user asked for it.
 
-    Nobody watches a run that starts again by itself, and a retry would find the same: so it waits for somebody to look.
+    trained: problems trained on up to the checkpoint; empty if there is no checkpoint, or it does not record them.
 
-    trained: what was trained on up to the checkpoint; empty where it does not say, or there is none.
-
-    Raises ConfigurationError.
+    Raises ConfigurationError, which no retry follows: a retry would find the same, and a user has to decide.
     """
     changed = "; ".join(differences(trained, now) if trained else [])
     if not changed:
         return
-    fork = read(Fork, run_dir.fork, PATIENCE_S)
+    fork = read(Fork, run_dir.fork, STALE_MOUNT_S)
     if isinstance(fork, Fork) and fork.step == step:
-        logger.warning("goes on with other training problems than %s: %s", fork.source, changed)
+        logger.warning("this fork trains on other problems than %s: %s", fork.source, changed)
         return
     name = run_dir.root.name
     raise ConfigurationError(
-        f"the training problems are not those that the run had up to step {step}: some would be trained on twice, "
-        "others never. Bring back the data, or the package that makes the problems, and `mrl resume "
-        f"{name}`; or go on with those that there are now, in a new run: `mrl fork {name}@{step}`. Changed: {changed}"
+        f"the training problems differ from those that the run had up to step {step}: some would be trained on twice, "
+        f"others never. Restore the data, or the package that makes the problems, and `mrl resume {name}`; or continue "
+        f"with the present problems in a new run: `mrl fork {name}@{step}`. Changed: {changed}"
     )

@@ -1,4 +1,4 @@
-"""From a configuration to a run: the models are built and restored first, and what works with them is built on that."""
+"""Setup of a run from its configuration: models are built and restored first, then the parts that use them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.rollout.window import Drawn
 from megatron_rl.run.generation import Generation, generate_here
 from megatron_rl.run.models import Models, build_models
-from megatron_rl.run.problems import PATIENCE_S, check_alike, check_unchanged, choose_problems, digests_of
+from megatron_rl.run.problems import STALE_MOUNT_S, check_alike, check_unchanged, choose_problems, digests_of
 from megatron_rl.training.trainer import Trainer
 
 logger = logging.getLogger("megatron_rl")
@@ -38,31 +38,31 @@ logger = logging.getLogger("megatron_rl")
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a checkpoint holds as numbers: how far the run is."""
+    """Progress of a run, as the numbers in a checkpoint."""
 
     step: int = 0
-    """The last one that is done."""
+    """Last finished step."""
     next_ordinal: int = 0
     drawn_below: int = 0
+    """`rollout.window.Drawn.below`."""
     passed_over: int = 0
-    """See `rollout.window.Drawn`."""
+    """`rollout.window.Drawn.passed_over`."""
     evaluated: int = -1
     """Step of the last evaluation; -1: none."""
     policy_version: int = 0
     nonfinite_in_a_row: int = 0
     initial_weights: str | None = None
-    """Digest of the checkpoint (`model.checkpoint`) or files (`model.huggingface`) that the run began with, where it
-    began with some."""
+    """Digest of the checkpoint (`model.checkpoint`) or files (`model.huggingface`) that the run started from."""
     problems: Mapping[str, ProblemDigest] = field(default_factory=dict)
-    """What was trained on, by environment; empty in a checkpoint of before this was noted."""
+    """Digests of the training problems, by environment; empty in old checkpoints, which do not record them."""
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Counters:
-        """Those that a checkpoint holds. Raises ConfigurationError where a later version of mrl wrote others."""
+        """Read the counters of a checkpoint. Raises ConfigurationError for counters of a later version of mrl."""
         if unknown := meta.keys() - {known.name for known in fields(cls)}:
             raise ConfigurationError(
-                f"the newest checkpoint counts {', '.join(sorted(unknown))}, which this version of mrl does not know: "
-                "go on with the version that wrote it"
+                f"the newest checkpoint has {', '.join(sorted(unknown))}, unknown to this version of mrl: continue with "
+                "the version that wrote it"
             )
         problems = {name: ProblemDigest(**its) for name, its in meta.get("problems", {}).items()}
         return cls(**{**meta, "problems": problems})
@@ -70,7 +70,7 @@ class Counters:
 
 @dataclass(slots=True)
 class Run:
-    """One rank's share of a run. `step`, `next_ordinal`, `saved` and `evaluated` say how far it is."""
+    """One rank's share of a run. Progress is in `step`, `next_ordinal`, `saved` and `evaluated`."""
 
     config: RunConfig
     platform: Platform
@@ -80,7 +80,7 @@ class Run:
     left_out: Mapping[str, int]
     """Training problems whose prompt is too long, by environment."""
     problems: Mapping[str, ProblemDigest]
-    """The others, likewise."""
+    """Digests of the other training problems, by environment."""
     models: Models
     initial_weights: str | None
     trainer: Trainer
@@ -90,22 +90,22 @@ class Run:
     exporter: Exporter
     writer: Writer
     step: int
-    """The last one that is done."""
+    """Last finished step."""
     next_ordinal: int
     drawn: Drawn
     saved: int
-    """The last one that a checkpoint was begun of, or that the run was restored from."""
+    """Last step whose checkpoint was begun, or from which the run was restored."""
     evaluated: int
     """Step of the last evaluation; -1: none."""
 
     @property
     def engine(self) -> ResumableInference:
-        """That the driver asks."""
+        """Engine that the driver queries."""
         return self.generation.engine
 
     @property
     def refit(self) -> Refit:
-        """The way to its weights."""
+        """Transfer of weights to the engine."""
         return self.generation.refit
 
     def sharded_state(self) -> dict[str, Any]:
@@ -127,24 +127,26 @@ class Run:
         )
 
     def evaluate(self) -> dict[str, Any]:
-        """Greedy accuracy on the environment's evaluation sets, and how it was asked for. Collective."""
-        asked = self.environment.prompt_format
-        accuracies = evaluate(self.environment, self.engine, self.config, self.groups, self.generation.loop)
-        return {**accuracies, "eval/prompt_format": asked} if asked else {**accuracies}
+        """Return the greedy accuracy on each evaluation set, and the format of the prompts. Collective."""
+        metrics: dict[str, Any] = evaluate(
+            self.environment, self.engine, self.config, self.groups, self.generation.loop
+        )
+        if prompt_format := self.environment.prompt_format:
+            metrics["eval/prompt_format"] = prompt_format
+        return metrics
 
 
 def set_up(
     run_dir: RunDir, attempt: Attempt, config: RunConfig, platform: Platform, groups: Groups, safe_points: SafePoints
 ) -> Run:
-    """A run at its newest checkpoint, or at its beginning. Collective.
+    """Set up a run at its newest checkpoint, or at its start. Collective.
 
-    Raises ConfigurationError where the recipe does not fit together, CheckpointError where the run has checkpoints and
-    none can be used, RuntimeError where this rank has other problems than most, and LeaveAgreed where a rank was asked
-    to leave.
+    Raises ConfigurationError for an inconsistent recipe, CheckpointError if the run has checkpoints but none is usable,
+    RuntimeError if this rank's problems differ from those of most ranks, and LeaveAgreed if a rank is asked to leave.
     """
     try:
         tokenizer = build_tokenizer(config.tokenizer)
-        environment = build_environment(with_kept_files(config.task, run_dir, PATIENCE_S), tokenizer)
+        environment = build_environment(with_kept_files(config.task, run_dir, STALE_MOUNT_S), tokenizer)
         if not all(each.problems for each in environment.training_sets()):
             raise ValueError(f"environment {config.task.name!r} has no training problems")
     except ValueError as error:
@@ -152,7 +154,7 @@ def set_up(
     training_sets, left_out = choose_problems(environment, config, tokenizer)
     pool = None
     if config.placement.mode == "partitioned":
-        from megatron_rl.run import partitioned  # and with it an HTTP client, which takes a while
+        from megatron_rl.run import partitioned  # slow to import: it needs an HTTP client
 
         pool = partitioned.open_pool(run_dir, attempt, config, groups)
     problems = digests_of(training_sets, config.task.name)
@@ -177,7 +179,7 @@ def set_up(
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
     )
     if config.inference.engine == "server":
-        from megatron_rl.run.external import generate_by_server  # and with it an HTTP client
+        from megatron_rl.run.external import generate_by_server  # slow to import: it needs an HTTP client
 
         generation = generate_by_server(models.policy, config, tokenizer, groups, safe_points)
     elif pool is None:
@@ -240,11 +242,11 @@ def set_up(
 def restore(
     checkpointer: Checkpointer, models: Models, initial_weights: str | None, safe_points: SafePoints
 ) -> Counters:
-    """Restore the models from the newest good checkpoint, if the run has any, and say how far it is. Collective.
+    """Restore the models from the newest good checkpoint, if any, and return the run's counters. Collective.
 
-    initial_weights: digest of `model.checkpoint` or `model.huggingface` as it is now, where it was read. Raises
-        ConfigurationError where the run began with another one: the KL penalty would be towards weights that are not
-        its own.
+    initial_weights: digest of the present `model.checkpoint` or `model.huggingface`, if read.
+
+    Raises ConfigurationError if the run started from other weights: the KL penalty would pull to the wrong ones.
     """
     safe_points.activity.enter("loading the checkpoint", 0)
     with safe_points.timeline.phase("load"):
@@ -254,8 +256,8 @@ def restore(
     counters = Counters.of(checkpoint.manifest.meta)
     if initial_weights is not None and initial_weights != counters.initial_weights:
         raise ConfigurationError(
-            "model.checkpoint (or huggingface) is not what this run began with, and the KL penalty (grpo.kl_beta) is "
-            "towards that: bring it back, or start another run"
+            "model.checkpoint (or huggingface) has changed since this run started, and the KL penalty (grpo.kl_beta) "
+            "needs the original weights: restore them, or start another run"
         )
     logger.info("going on after step %d", counters.step)
     return counters

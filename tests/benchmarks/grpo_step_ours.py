@@ -25,7 +25,7 @@ from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.groups import connect
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World, die_with_parent
-from megatron_rl.rollout.view import GroupsView
+from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.run.setup import Run, set_up
 from megatron_rl.train_rl import train
 
@@ -46,7 +46,7 @@ class TakingTurns(MetricsWriter):
 
     def rollouts(self, step: int, view: RolloutView) -> None:
         super().rollouts(step, view)
-        assert isinstance(view, GroupsView)
+        assert isinstance(view, RolloutBatch)
         self._turns.step_ended(
             answer_length=self._metrics["answer_length"],
             generate_s=self._metrics["time/generate_s"],

@@ -29,7 +29,7 @@ from megatron_rl.rollout.agent_loop import EngineInTurn
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.records import Lineage
 from megatron_rl.rollout.driver import RolloutDriver
-from megatron_rl.rollout.fitting import fitting
+from megatron_rl.run.problems import choose_problems
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 from core_helpers import quiet_safe_points, tiny_run
@@ -81,8 +81,7 @@ def driver(max_lag: int, environment: ManyProblems, folder: Path, answers: int) 
     )
     groups: Any = SimpleNamespace(control=dist.group.WORLD, data=dist.group.WORLD)
     role: Any = SimpleNamespace(index=0, count=1, drives=True)
-    longest = config.sequence_length - config.sampling.max_new_tokens
-    sets = [fitting(each, longest, environment.tokenizer.encode).training_set for each in environment.training_sets()]
+    sets, _ = choose_problems(environment, config, environment.tokenizer)
     engine, safe_points = NullEngine(), quiet_safe_points()
     bank = Bank(folder, config.resume, Lineage("run", 1, 0, 0, "r"), next_ordinal=0, driver=0, drivers=1)
     loop = EngineInTurn(role, engine, safe_points)

@@ -21,7 +21,7 @@ from megatron_rl.rollout.bank.records import Lineage
 from megatron_rl.rollout.config import ResumeConfig
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.in_flight import InFlightGroups
-from megatron_rl.rollout.mixture import Mixture
+from megatron_rl.rollout.stream import Mixture
 from megatron_rl.run.setup import Run
 
 NOWHERE = Path("nowhere.bank")

@@ -1,1 +1,1 @@
-"""What generation has paid for outlives the process: recorded while it is made, on disk, and chosen from afterwards."""
+"""The durable bank: generated work is recorded on disk, and a later attempt reuses it."""

@@ -1,17 +1,17 @@
-"""The durable bank: what generation has paid for outlives the process.
+"""The durable bank: generated work outlives the process.
 
-    bank.scored(ordinals, problem)    by earlier attempts: nothing of these groups is done again
+    bank.scored(ordinals, problem)                        groups scored by earlier attempts: not generated again
     recording = bank.recording(inference)
-    recording.generate(request)       an interrupted answer goes on from the tokens it had
-    recording.add(group)              scored
-    bank.begin_checkpoint(step, next_ordinal, waiting)    it settles all below this ordinal, and needs what waits ...
-    bank.end_checkpoint(step)                             ... and is published: they are forgotten
+    recording.generate(request)                           an interrupted answer resumes from its tokens
+    recording.add(group)                                  records a scored group
+    bank.begin_checkpoint(step, next_ordinal, waiting)    secures the groups that the checkpoint needs
+    bank.end_checkpoint(step)                             forgets the groups that the published checkpoint settles
 
-What is being recorded is written every `resume.flush_s`, after each batch unless that was moments ago, and when the
-driver stops. One file per attempt and driver (file.py); every driver reads those of all, since another number of ranks
-has other shares. Losing any of it costs repeated work, never a wrong record: what is damaged, torn or of a line of
-training that was given up is as if it had not been. What would make the record another one is on disk before a
-checkpoint is published.
+Records are written every `resume.flush_s`, after each batch that took long enough, and when the driver stops. Each
+attempt has one file per driver (file.py). Every driver reads all files, because shares differ with another number of
+ranks. A lost record costs repeated work, never a wrong result: records that are damaged, torn or from an abandoned
+line of training are ignored. Groups that a resumed run could not generate again are on disk before a checkpoint is
+published.
 """
 
 from __future__ import annotations
@@ -42,23 +42,25 @@ from megatron_rl.rollout.config import ResumeConfig
 logger = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 3.0
+"""Seconds that the last write has when the bank is closed."""
 SECURE_TIMEOUT_S = 60.0
-"""That what a checkpoint needs may take to be on disk, before the checkpoint counts as failed."""
+"""Seconds in which the records that a checkpoint needs have to be on disk; otherwise the checkpoint fails."""
 WORTH_WRITING_S = 1.0
-"""What took less than this to generate waits for more: to write every step of a tiny model takes a tenth of it."""
+"""Seconds of generation that are worth a write after a batch. Writing every step of a tiny model takes a tenth of
+it."""
 
 
 class Bank:
-    """What one driver knows of earlier attempts, and the file it writes."""
+    """Records of earlier attempts as one driver knows them, and the file that it writes."""
 
     def __init__(
         self, folder: Path, resume: ResumeConfig, lineage: Lineage, *, next_ordinal: int, driver: int, drivers: int
     ) -> None:
-        """Reads what there is.
+        """Read the files of earlier attempts.
 
         Args:
-            next_ordinal: all below it are settled.
-            driver: number of this driver among `drivers`; the first one tidies up.
+            next_ordinal: ordinal below which all are settled.
+            driver: number of this driver among `drivers`; the first one cleans up.
         """
         self._folder = folder
         self._resume = resume
@@ -71,43 +73,49 @@ class Bank:
         self._first_record = [attempt_record(lineage)]
         self._unwritten: list[ScoredGroup] = []
         self._flushed_at = time.monotonic()
-        self._checkpoints: dict[int, int] = {}  # step: ordinal below which all is settled
+        self._checkpoints: dict[int, int] = {}  # step: ordinal below which it settles all
         self._read()
         if self._first:
-            for debris in folder.glob(".*.tmp"):
-                debris.unlink(missing_ok=True)
+            for leftover in folder.glob(".*.tmp"):
+                leftover.unlink(missing_ok=True)
 
     def scored(
         self, ordinals: Sequence[int], problem: Callable[[int], Problem], *, waiting: bool = False
     ) -> dict[int, TrajectoryGroup]:
-        """What earlier attempts have scored of a driver's share. With `resume.partial: regenerate` that is all of it or
-        nothing, unless they were `waiting`, see `begin_checkpoint`: then what is not there is no group."""
+        """Return the groups of a driver's share that earlier attempts scored. With `resume.partial: regenerate`, return
+        all of the share or nothing.
+
+        waiting: whether they are surplus groups, which a checkpoint secured. Then the missing ones have no group,
+            because their prompts are too long, and all that are found are returned.
+        """
         if any(not path.exists() for path in {entry.path for entry in self._entries}):
-            self._read()  # the first driver has folded them into its own file
+            self._read()  # the first driver has moved the records into its own file
         groups = self._earlier.scored(ordinals, problem)
         return groups if self._keeps_parts or waiting else whole_share(ordinals, groups)
 
     def recording(self, inference: ResumableInference) -> Recording:
-        """The inference of a driver's agents."""
+        """Wrap the engine of a driver's agents, so that their work is recorded."""
         return Recording(
             inference, lambda: self._earlier, self._lineage, self._unwritten.append, with_parts=self._keeps_parts
         )
 
     def flush_if_due(self, recording: Recording) -> None:
-        """Write, behind the caller, what is new. Called after each batch: the loop may stop while it is trained."""
+        """Write new records in the background, unless that was moments ago. Call it after each batch: the loop and
+        `flush_regularly` in it may stop while the ranks train."""
         if time.monotonic() - self._flushed_at > min(self._resume.flush_s, WORTH_WRITING_S):
             self.flush(recording)
 
     def begin_checkpoint(
         self, step: int, next_ordinal: int, waiting: Iterable[TrajectoryGroup] = ()
     ) -> Callable[[], None]:
-        """A checkpoint of `step` is being saved: it settles all ordinals below `next_ordinal`.
+        """Prepare for a checkpoint of `step`, which settles all ordinals below `next_ordinal`.
 
-        waiting: groups beyond, with which a run goes on from there as they are: its weights would sample others.
+        waiting: surplus groups, which a run that resumes from the checkpoint has to use: newer weights would sample
+            other answers.
 
-        Returns what has to have returned before the checkpoint is published, for any thread. It waits until these are
-        on disk, and with them where this attempt went on from, without which a later one could take work of a line that
-        was given up for its own. Raises OSError where that cannot be.
+        Returns a function for any thread that has to return before the checkpoint is published. It waits until these
+        groups are on disk, and the record of this attempt's origin too. Without that record, a later attempt could
+        mistake work from an abandoned line of training for its own. Raises OSError if they cannot be written.
         """
         self._checkpoints[step] = next_ordinal
         groups = [group for group in waiting if group.ordinal not in self._earlier.groups]
@@ -122,7 +130,7 @@ class Bank:
         return wait
 
     def _missing(self, groups: Sequence[TrajectoryGroup], there: Sequence[Entry]) -> Iterator[Record]:
-        """Of the record of this attempt and those of these groups."""
+        """Yield the record of this attempt and those of these groups, unless the file has them."""
         begun = {entry.head["lineage"]["attempt"] for entry in there if entry.head["kind"] == "attempt"}
         known = {entry.head["ordinal"] for entry in there if entry.head["kind"] == "group"}
         if self._lineage.attempt not in begun:
@@ -133,7 +141,7 @@ class Bank:
                 yield group_record(group, newest, newest, self._lineage)
 
     def end_checkpoint(self, step: int) -> None:
-        """It is published: forget what it settles, behind the caller."""
+        """Forget, in the background, all work that the published checkpoint of `step` settles."""
         below = self._settled_below = max(self._settled_below, self._checkpoints.pop(step))
         self._index([entry for entry in self._entries if entry.head["ordinal"] >= below])
         self._unwritten[:] = [each for each in self._unwritten if each.group.ordinal >= below]
@@ -146,19 +154,19 @@ class Bank:
         self._file.compact(lambda entries: unsettled_records(entries, below), folded, superseded)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining records, and close the file."""
         self.flush()
         if not self._file.wait(WRITE_TIMEOUT_S):
             logger.warning("%s was not written within %g s", self._file.path, WRITE_TIMEOUT_S)
         self._file.close()
 
-    # What earlier attempts left
+    # Records of earlier attempts
 
     def _read(self) -> None:
         entries: list[Entry] = []
         damaged = 0
         for path in bank_files(self._folder):
-            with suppress(OSError):  # folded into another one meanwhile, or unreadable: then it is generated again
+            with suppress(OSError):  # meanwhile moved into another file, or unreadable: then it is generated again
                 found = scan(path)
                 entries += found.entries
                 damaged += found.damaged
@@ -175,25 +183,25 @@ class Bank:
     def _report(self, discarded: Counter[str], damaged: int) -> None:
         earlier = self._earlier
         parts = [f"{len(earlier.groups)} scored groups and {len(earlier.parts)} answers of earlier attempts"]
-        parts += [f"{count} records put aside, {reason}" for reason, count in sorted(discarded.items())]
+        parts += [f"{count} records ignored, {reason}" for reason, count in sorted(discarded.items())]
         if damaged:
-            parts.append(f"{damaged} damaged or torn places skipped")
+            parts.append(f"{damaged} damaged or torn records skipped")
         logger.info("bank: %s", "; ".join(parts))
 
-    # What this one leaves
+    # Records of this attempt
 
     async def flush_regularly(self, recording: Recording) -> None:
-        """Write what is new every `resume.flush_s`, until cancelled."""
+        """Write new records every `resume.flush_s`, until cancelled."""
         while True:
             await asyncio.sleep(self._resume.flush_s)
             self.flush(recording)
 
     def flush(self, recording: Recording | None = None) -> None:
-        """Write, behind the caller, what is new."""
+        """Write new records in the background."""
         scored = [(each.group, each.version, each.newest, self._lineage) for each in self._unwritten]
         parts = recording.new_parts() if recording else []
         if scored or parts or self._first_record:
-            # Packed by the file's thread: in here it would be a pause of generation, on one rank at a time.
+            # The file's thread encodes them: here, that would pause generation, on one rank at a time.
             self._file.append(chain(self._first_record, starmap(group_record, scored), parts))
         self._first_record = []
         self._unwritten.clear()
@@ -211,10 +219,9 @@ def open_bank(
     policy_version: int,
     next_ordinal: int,
 ) -> Bank:
-    """The bank of a run that goes on after `step`, whose weights are those of `policy_version`, for this rank, which
-    drives.
+    """Open the bank of a driver, for a run that continues after `step` with the weights of `policy_version`.
 
-    problems: trained on, by environment.
+    problems: digests of the training problems, by environment.
     """
     lineage = Lineage(run_dir.root.name, attempt, step, policy_version, fingerprint(config, problems))
     return Bank(

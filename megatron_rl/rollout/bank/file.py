@@ -1,12 +1,12 @@
-"""Files of the durable bank: records one after the other, each with checksums, written behind the generation loop.
+"""Files of the durable bank: a sequence of records with checksums, written in the background.
 
     prefix   magic, length of the head, length of the body, CRC-32 of the body, CRC-32 of prefix and head
-    head     JSON: what the record is
-    body     its arrays and text
+    head     description of the record, in JSON
+    body     arrays and text
 
-A file has one writer and only grows, until it is replaced by a compacted one. Whoever reads takes every record that
-is whole: a torn tail ends a file, a damaged record is stepped over by looking for the next one that is good. Bodies
-stay on disk until they are asked for.
+A file has one writer and only grows, until a compacted file replaces it. Readers accept every intact record: a torn
+tail ends a file, and the search for the next good record skips a damaged one. Bodies stay on disk until they are
+needed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = b"mrlB"
 _PREFIX = struct.Struct("<4sIQII")
-_LONGEST_HEAD = 1 << 26
-_LOOK = 1 << 20
+_LONGEST_HEAD = 1 << 26  # bytes
+_LOOK = 1 << 20  # bytes
 
 Record = tuple[Head, bytes]
 
@@ -54,7 +54,7 @@ class Entry:
         return self.body_start + self.body_bytes
 
     def read(self) -> bytes | None:
-        """The body; None where it is damaged. Raises OSError, FileNotFoundError where the file was replaced."""
+        """Return the body; None if it is damaged. Raises OSError, for example if the file was deleted meanwhile."""
         with self.path.open("rb") as file:
             file.seek(self.body_start)
             body = file.read(self.body_bytes)
@@ -65,7 +65,7 @@ class Entry:
 class Scan:
     entries: list[Entry]
     damaged: int
-    """Places that are no record, a torn tail included."""
+    """Stretches of the file that are no record, including a torn tail."""
 
 
 def encode(head: Head, body: bytes) -> bytes:
@@ -79,13 +79,13 @@ def bank_file(folder: Path, attempt: int, driver: int) -> Path:
 
 
 def bank_files(folder: Path) -> list[Path]:
-    """Those of all attempts and drivers, the oldest attempt first."""
+    """Return the files of all attempts and drivers, oldest attempt first."""
     found = folder.glob("attempt-*.driver-*.bank") if folder.is_dir() else []
     return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
 def scan(path: Path) -> Scan:
-    """All records of a file, without their bodies. Raises OSError."""
+    """Find all records of a file, without reading their bodies. Raises OSError."""
     entries: list[Entry] = []
     damaged = 0
     with path.open("rb") as file:
@@ -105,7 +105,7 @@ def scan(path: Path) -> Scan:
 
 
 def _entry_at(path: Path, file: BinaryIO, position: int, size: int) -> Entry | None:
-    """The record that begins at `position`; None where none does."""
+    """Return the record that begins at `position`; None if none does."""
     file.seek(position)
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
@@ -121,7 +121,7 @@ def _entry_at(path: Path, file: BinaryIO, position: int, size: int) -> Entry | N
 
 
 def _next_magic(file: BinaryIO, position: int, size: int) -> int:
-    """Where the magic comes next, from `position` on; `size` where it does not."""
+    """Return the position of the next magic from `position` on; `size` if there is none."""
     while position < size:
         file.seek(position)
         found = file.read(_LOOK + len(_MAGIC) - 1).find(_MAGIC)
@@ -132,17 +132,17 @@ def _next_magic(file: BinaryIO, position: int, size: int) -> int:
 
 
 class BankFile:
-    """The one file that this driver writes in this attempt, by a thread of its own.
+    """The one file that this driver writes in this attempt, in its own thread.
 
-    A disk that is full or fails costs a warning and what was to be written, never the run; the next `secure` or
-    `compact` tries again.
+    A full or failing disk costs a warning and the unwritten records, never the run. After a failure, only `secure` and
+    `compact` try to write again.
     """
 
     def __init__(self, path: Path, limit: int, within: Callable[[Sequence[Entry], int], list[Entry]]) -> None:
         """
         Args:
-            limit: bytes the file may have.
-            within: which records of a file that would exceed them stay, given the bytes they may have.
+            limit: largest size of the file, in bytes.
+            within: returns the records to keep of those in a file that has become too large, given a limit in bytes.
         """
         self.path = path
         self._limit = limit
@@ -154,23 +154,23 @@ class BankFile:
         self._last: Future[None] | None = None
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write and fsync these records, which may be lazy, behind the caller."""
+        """Write and fsync these records, which may be lazy, in the background."""
         self._submit(self._append, records)
 
     def secure(self, missing: Callable[[Sequence[Entry]], Iterable[Record]]) -> Future[None]:
-        """Write what is `missing` among the records that are there, however large the file becomes. It is on disk when
-        the future has ended; that raises OSError where it could not be written."""
+        """Write the records that `missing` returns for those in the file, however large the file becomes. They are on
+        disk when the future is done, which raises OSError if they cannot be written."""
         return self._thread.submit(self._secure, missing)
 
     def compact(
         self, unsettled: Callable[[Sequence[Entry]], list[Entry]], folded: Sequence[Entry], superseded: Iterable[Path]
     ) -> None:
-        """Keep of the own records those that `unsettled` returns, add `folded` ones of other files, then delete the
-        `superseded` files, behind the caller."""
+        """Add the `folded` records of other files to those of this file, keep only the records that `unsettled` returns
+        for all of them, then delete the `superseded` files, in the background."""
         self._submit(self._compact, unsettled, list(folded), list(superseded))
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all that was asked for is done within `timeout_s`."""
+        """Wait for all work in the background, at most `timeout_s` seconds. Return whether it is done."""
         try:
             if self._last is not None:
                 self._last.result(timeout_s)
@@ -183,7 +183,7 @@ class BankFile:
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._last is not None and self._last.done():
-            self._last.result()  # no fault of the disk, but of what was to be written: not to be lost in the thread
+            self._last.result()  # raises if a record could not be encoded: an error of the caller, not of the disk
         self._last = self._thread.submit(self._guarded, work, *arguments)
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -193,8 +193,8 @@ class BankFile:
         except OSError as error:
             if not self._failed:
                 logger.warning(
-                    "%s cannot be written (%s): the run goes on, but what it generates from now on would be generated "
-                    "again after a restart",
+                    "%s cannot be written (%s): the run continues, but after a restart it would repeat the generation "
+                    "from now on",
                     self.path,
                     error,
                 )
@@ -208,7 +208,7 @@ class BankFile:
         if self._size + needed > self._limit:
             self._replace(self._within(self._entries, max(0, self._limit - needed)))
         if self._size + needed > self._limit:
-            raise OSError(f"resume.bank_gib is used up: {self._size} of {self._limit} bytes are of finished work")
+            raise OSError(f"resume.bank_gib is used up: finished work has {self._size} of {self._limit} bytes")
         self._write(records)
 
     def _secure(self, missing: Callable[[Sequence[Entry]], Iterable[Record]]) -> None:
@@ -218,10 +218,10 @@ class BankFile:
         self._failed = False
 
     def _write(self, records: Sequence[tuple[Record, bytes]]) -> None:
-        """records: each with its frame."""
+        """Append records, each given with its encoded frame."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
-            # A write that failed may have left the beginning of a record.
+            # A failed write may have left the start of a record.
             file.truncate(self._size)
             for _, frame in records:
                 file.write(frame)
@@ -244,7 +244,7 @@ class BankFile:
             path.unlink(missing_ok=True)
 
     def _replace(self, kept: Sequence[Entry]) -> None:
-        """Replace the file by one of these records; one that cannot be read is left out."""
+        """Replace the file by one with these records, except those that cannot be read."""
         temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written: list[Entry] = []
@@ -268,7 +268,7 @@ class BankFile:
 
 
 def _frame(entry: Entry) -> bytes | None:
-    """The whole record as it stands on disk; None where it cannot be read."""
+    """Return the whole record as it is on disk; None if it cannot be read."""
     with suppress(OSError), entry.path.open("rb") as file:
         file.seek(entry.start)
         frame = file.read(entry.end - entry.start)

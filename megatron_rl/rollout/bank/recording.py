@@ -1,5 +1,5 @@
-"""An inference interface whose work outlives the process: what earlier attempts left of it is gone on with, and what
-there is of it can be written at any time."""
+"""An inference interface whose work outlives the process: it resumes answers of earlier attempts, and can be written to
+disk at any time."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from megatron_rl.rollout.encoding import decode_group
 
 @dataclass(frozen=True, slots=True)
 class EarlierWork:
-    """What earlier attempts left: records on disk, whose bodies are read when they are needed. One that is gone or
-    cannot be read costs generating it again."""
+    """Reusable records of earlier attempts. Their bodies stay on disk until they are needed; work whose body is missing
+    or unreadable is generated again."""
 
     groups: dict[int, Entry]
-    """By ordinal."""
+    """Ordinal -> record of its scored group."""
     parts: dict[AnswerKey, list[Entry]]
-    """In the order in which they were written."""
+    """Answer -> records of its parts, in the order in which they were written."""
     versions: dict[int, int]
     """Policy version under which an ordinal with parts was submitted."""
 
     @classmethod
     def index(cls, entries: Iterable[Entry], *, with_parts: bool) -> EarlierWork:
-        """entries: a later one takes precedence over an earlier one."""
+        """Index records, of which a later one takes precedence over an earlier one."""
         groups: dict[int, Entry] = {}
         parts: dict[AnswerKey, list[Entry]] = defaultdict(list)
         versions: dict[int, int] = {}
@@ -50,7 +50,7 @@ class EarlierWork:
         return cls(groups, dict(parts), versions)
 
     def scored(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, TrajectoryGroup]:
-        """Groups of these ordinals."""
+        """Return the scored groups of these ordinals."""
         found = {}
         for ordinal in ordinals:
             entry = self.groups.get(ordinal)
@@ -59,7 +59,7 @@ class EarlierWork:
                 found[ordinal] = decode_group(entry.head, body, problem(ordinal))
         return found
 
-    def beginning(self, answer: AnswerKey) -> AnswerPrefix | None:
+    def prefix(self, answer: AnswerKey) -> AnswerPrefix | None:
         return join((entry.head, _body(entry)) for entry in self.parts.get(answer, []))
 
 
@@ -75,8 +75,9 @@ class ScoredGroup:
 
     group: TrajectoryGroup
     version: int
+    """Policy version under which it was submitted."""
     newest: int
-    """See `group_record`."""
+    """Newest policy version that sampled any of its tokens."""
 
 
 @dataclass(slots=True)
@@ -86,9 +87,9 @@ class _OpenRequest:
     request: GenerationRequest
     ordinal: int
     prompt: int
-    """Its checksum."""
+    """Checksum of the prompt."""
     written: dict[int, int]
-    """Tokens of each sample that are on disk or on their way there."""
+    """Sample -> number of its tokens that are on disk or being written."""
     completions: list[Completion] | None = None
 
 
@@ -106,9 +107,9 @@ class Recording:
     ) -> None:
         """
         Args:
-            earlier: what there is of it by now.
-            scored: is told every group of this attempt.
-            with_parts: whether interrupted answers are gone on with.
+            earlier: returns the records of earlier attempts that are still reusable.
+            scored: called with every scored group of this attempt.
+            with_parts: whether interrupted answers resume from their tokens.
         """
         self._inference = inference
         self._earlier = earlier
@@ -119,77 +120,76 @@ class Recording:
         self._open: dict[str, _OpenRequest] = {}
 
     def policy_version(self, ordinal: int) -> int:
-        """The one that an ordinal's keys are made of: that under which it was first submitted."""
+        """Return the policy version that an ordinal's keys depend on: the one under which it was first submitted."""
         earlier = self._earlier().versions.get(ordinal, self._inference.policy_version)
         return self._versions.setdefault(ordinal, earlier)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`."""
         ordinal = request.ordinal
         if ordinal is None or not self._with_parts:
             return await self._inference.generate(request)
         prompt = prompt_checksum(request)
         answers = ((sample, (request.key, prompt, sample)) for sample in range(request.num_samples))
         earlier = self._earlier()
-        beginnings = ((sample, earlier.beginning(answer)) for sample, answer in answers)
-        known = {sample: beginning for sample, beginning in beginnings if beginning is not None}
+        prefixes = ((sample, earlier.prefix(answer)) for sample, answer in answers)
+        known = {sample: prefix for sample, prefix in prefixes if prefix is not None}
         request = replace(request, known=known)
-        written = {sample: len(beginning.tokens) for sample, beginning in known.items()}
+        written = {sample: len(prefix.tokens) for sample, prefix in known.items()}
         work = self._open[request.id] = _OpenRequest(request, ordinal, prompt, written)
         work.completions = await self._inference.generate(request)
         return work.completions
 
     def add(self, group: TrajectoryGroup) -> None:
-        """A group is scored: the parts of its answers are of no more use."""
+        """Record a scored group, and forget the parts of its answers."""
         ordinal = group.ordinal
         newest = self._newest(chain.from_iterable(each.versions for each in group.trajectories))
         self._scored(ScoredGroup(group, self.policy_version(ordinal), newest))
         self.forget({ordinal})
 
     def forget(self, ordinals: Collection[int]) -> None:
-        """Nothing of these is written any more."""
+        """Stop recording these ordinals."""
         self._open = {request_id: work for request_id, work in self._open.items() if work.ordinal not in ordinals}
         for ordinal in ordinals:
             self._versions.pop(ordinal, None)
 
     def tokens_of(self, ordinals: Collection[int]) -> int:
-        """How many tokens there are of answers to these, which are not scored."""
+        """Return the number of tokens sampled so far for these ordinals, which are not scored."""
         return sum(
-            len(beginning.tokens)
-            for request_id, _, beginning in self._known()
+            len(prefix.tokens)
+            for request_id, _, prefix in self._known()
             if (work := self._open.get(request_id)) and work.ordinal in ordinals
         )
 
     def new_parts(self) -> list[Record]:
-        """Parts of answers that are not written yet, of groups that are not scored."""
+        """Return the parts of unscored answers that are not written yet."""
         if not self._open:
             return []
         records = []
-        for request_id, sample, beginning in self._known():
-            work_of = self._open.get(request_id)  # none: not a prompt of the stream
-            if work_of is None or len(beginning.tokens) <= (written := work_of.written.get(sample, 0)):
+        for request_id, sample, prefix in self._known():
+            work = self._open.get(request_id)  # None for requests outside the stream, such as an evaluation's
+            if work is None or len(prefix.tokens) <= (written := work.written.get(sample, 0)):
                 continue
             records.append(
                 part_record(
-                    work_of.ordinal,
-                    self.policy_version(work_of.ordinal),
-                    self._newest(beginning.versions[written:]),
-                    (work_of.request.key, work_of.prompt, sample),
+                    work.ordinal,
+                    self.policy_version(work.ordinal),
+                    self._newest(prefix.versions[written:]),
+                    (work.request.key, work.prompt, sample),
                     written,
-                    beginning,
+                    prefix,
                     self._lineage,
                 )
             )
-            work_of.written[sample] = len(beginning.tokens)
+            work.written[sample] = len(prefix.tokens)
         return records
 
     def _newest(self, versions: Iterable[int]) -> int:
-        """Of the weights behind tokens of these versions: the first replicas sample by the next ones while the last
-        still get them, and until then those are not the inference's."""
+        """Return the newest of these versions and the engine's own. Tokens may be newer than the engine's version:
+        while weights are published, the first replicas sample with them before the last one has them."""
         return max(self._inference.policy_version, max(versions, default=0))
 
     def _known(self) -> list[tuple[str, int, AnswerPrefix]]:
-        """By request and sample, what there is of the answers of groups that are not scored."""
+        """Return the tokens so far of all unscored answers, as (request id, sample, prefix)."""
         found = [(each.request_id, each.sample, each.prefix) for each in self._inference.partial_answers()]
         for request_id, work in self._open.items():
             for sample, one in enumerate(work.completions or []):

@@ -1,10 +1,10 @@
-"""What stands in the bank's records. No files here.
+"""Contents of the bank's records. Pure: file.py has the files, and `rollout/encoding.py` the exact encoding of groups.
 
-    attempt   one per driver and attempt: from which checkpoint it went on
+    attempt   one per driver and attempt: the checkpoint that the attempt resumed from
     group     a scored group: tokens, log-probs, versions, texts, rewards
-    part      the tokens start..start+count of one answer; an answer is as many of them as it saw flushes
+    part      tokens [start, start + count) of one answer; every flush adds a part
 
-What is read is bit for bit what was sampled, see `rollout/encoding.py`.
+An answer that was flushed after 10 and after 25 tokens has the parts [0, 10) and [10, 25).
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from megatron_rl.rollout.bank.file import Record
 from megatron_rl.rollout.encoding import LOG_PROB, TOKEN, VERSION, Head, Reader, encode_group
 
 AnswerKey = tuple[int, int, int]
-"""Key of the request, checksum of its prompt, sample: tokens with the same are tokens of the same answer."""
+"""Key of the request, checksum of its prompt, number of the sample: together they identify an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Where a record comes from. It stands in every record."""
+    """Origin of a record, stored in every record."""
 
     run: str
     attempt: int
     step: int
-    """Of the checkpoint that the attempt went on from; 0: none."""
+    """Step of the checkpoint that the attempt resumed from; 0: none."""
     policy_version: int
-    """Of that checkpoint."""
+    """Policy version of that checkpoint."""
     recipe: str
-    """Fingerprint of all in the recipe that answers depend on."""
+    """Fingerprint of everything in the recipe that answers depend on."""
 
 
 def fingerprint(config: RunConfig, problems: Mapping[str, ProblemDigest]) -> str:
-    """Hash of what shapes answers besides key and weights: `mrl resume` may have changed it.
+    """Return a hash of everything besides key and weights that answers depend on: `mrl resume` may change it.
 
-    problems: trained on, by environment. A group is found by its place in the prompt stream, and other problems may
-        stand there now.
+    problems: digests of the training problems, by environment. Groups are found by ordinal, and an ordinal may mean
+        another problem now.
     """
     shaping = config.model_dump(
         mode="json",
@@ -64,41 +64,38 @@ def fingerprint(config: RunConfig, problems: Mapping[str, ProblemDigest]) -> str
     return blake2b(json.dumps(shaping, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-# Records
-
-
 @cache
-def _told(lineage: Lineage) -> Mapping[str, Any]:
-    """Once for all records of an attempt, of which a small model makes hundreds a second."""
+def _lineage_json(lineage: Lineage) -> Mapping[str, Any]:
+    """JSON object of a lineage. Cached, because a small model makes hundreds of records a second."""
     return asdict(lineage)
 
 
 def attempt_record(lineage: Lineage) -> Record:
-    return {"kind": "attempt", "lineage": _told(lineage)}, b""
+    return {"kind": "attempt", "lineage": _lineage_json(lineage)}, b""
 
 
 def group_record(group: TrajectoryGroup, version: int, newest: int, lineage: Lineage) -> Record:
-    """A scored group; its problem is the prompt stream's to know.
+    """Record a scored group, without its problem: the prompt stream knows it.
 
-    version: policy version under which it was submitted, from which its keys follow.
-    newest: of the weights that sampled any of it.
+    version: policy version under which it was submitted, which its keys depend on.
+    newest: newest policy version that sampled any of its tokens.
     """
     head, body = encode_group(group)
-    origin = {"kind": "group", "version": version, "newest": newest, "lineage": _told(lineage)}
+    origin = {"kind": "group", "version": version, "newest": newest, "lineage": _lineage_json(lineage)}
     return origin | head, body
 
 
 def prompt_checksum(request: GenerationRequest) -> int:
-    """An agent that asks two things under one key must not get the one's answer for the other."""
+    """Checksum of the prompt. It keeps apart the answers of an agent that sends two prompts under one key."""
     return zlib.crc32(np.array(request.prompt_tokens, TOKEN).tobytes())
 
 
 def part_record(
-    ordinal: int, version: int, newest: int, answer: AnswerKey, start: int, beginning: AnswerPrefix, lineage: Lineage
+    ordinal: int, version: int, newest: int, answer: AnswerKey, start: int, prefix: AnswerPrefix, lineage: Lineage
 ) -> Record:
-    """The tokens of `beginning` from `start` on; the other arguments as of `group_record`."""
+    """Record the tokens of `prefix` from `start` on. `version` and `newest` are as for `group_record`."""
     key, prompt, sample = answer
-    count = len(beginning.tokens) - start
+    count = len(prefix.tokens) - start
     head: Head = {
         "kind": "part",
         "ordinal": ordinal,
@@ -109,26 +106,27 @@ def part_record(
         "sample": sample,
         "start": start,
         "count": count,
-        "lineage": _told(lineage),
+        "lineage": _lineage_json(lineage),
     }
     arrays = (
-        np.array(beginning.tokens[start:], TOKEN),
-        np.array(beginning.versions[start:], VERSION),
-        np.array(beginning.logprobs[start:], LOG_PROB),
+        np.array(prefix.tokens[start:], TOKEN),
+        np.array(prefix.versions[start:], VERSION),
+        np.array(prefix.logprobs[start:], LOG_PROB),
     )
     return head, b"".join(array.tobytes() for array in arrays)
 
 
 def answer_key(head: Head) -> AnswerKey:
-    """Whose tokens a part is."""
+    """Key of the answer that a part belongs to."""
     return head["key"], head["prompt"], head["sample"]
 
 
 def join(parts: Iterable[tuple[Head, bytes | None]]) -> AnswerPrefix | None:
-    """One answer of its parts in the order they were written; a body that cannot be read is None.
+    """Join the parts of one answer, given in the order in which they were written. An unreadable body is None.
 
-    What follows a hole is of no use. A part that starts before the end of what there is has replaced it: an attempt
-    that did not find the rest went on from there, and its tokens may be others.
+    Parts after a gap are ignored. A part that starts before the present end replaces the tokens from there on: its
+    attempt did not find the rest, resumed there, and may have sampled other tokens. For example, [0, 10), [10, 20) and
+    a later [10, 12) give 12 tokens.
     """
     tokens: list[int] = []
     logprobs: list[float] = []

@@ -1,4 +1,4 @@
-"""Which of the bank's records may be used again, and which stay in a file. No files here."""
+"""Selection of the bank's records: those an attempt may reuse, and those that stay in a file. Pure."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from megatron_rl.rollout.bank.records import AnswerKey, Lineage, answer_key
 @dataclass(frozen=True, slots=True)
 class Selection:
     entries: list[Entry]
-    """In the order in which a later one takes precedence over an earlier one."""
+    """Reusable records; a later one takes precedence over an earlier one."""
     discarded: Counter[str]
-    """Records put aside, by reason."""
+    """Number of ignored records, by reason."""
 
 
 def reusable_records(
     entries: Sequence[Entry], now: Lineage, settled_below: int, newer: Literal["discard", "reuse"] = "discard"
 ) -> Selection:
-    """What the attempt `now` may use of the records of the attempts before it.
+    """Select the records of earlier attempts that the attempt `now` may use.
 
-    Every attempt goes on from a checkpoint, and what was sampled by newer weights than that one's belongs to a line of
-    training that was given up there: a record is on the line of `now` where its newest version is not above that of
-    any checkpoint from which an attempt after its own went on. `reuse` takes whole groups off that line too, for
-    ordinals that have none on it; parts of answers are never mixed with those of other weights.
+    Every attempt resumes from a checkpoint, and abandons the line of training beyond it. So a record is on the line of
+    `now` if no later attempt, including `now`, resumed from a checkpoint older than the record's newest version. For
+    example, attempt 1 sampled up to version 47, and attempt 2 resumed from version 40: records of attempt 1 with
+    versions 41 to 47 are abandoned, even when attempt 3 resumes from version 45.
+
+    `reuse` also accepts whole groups that are off the line, for ordinals that have none on it. Parts of answers off the
+    line are never used: tokens of different lines must not mix in one answer.
     """
     attempts = {entry.head["lineage"]["attempt"]: entry.head["lineage"]["policy_version"] for entry in entries}
     attempts[now.attempt] = now.policy_version
-    newest_of: dict[int, int] = {}  # attempt: newest version of it that is on the line
+    newest_of: dict[int, int] = {}  # attempt: newest of its versions that is on the line
     lowest = now.policy_version
     for attempt in sorted(attempts, reverse=True):
         newest_of[attempt] = lowest
@@ -56,18 +59,18 @@ def reusable_records(
 
 
 def whole_share(ordinals: Iterable[int], known: dict[int, TrajectoryGroup]) -> dict[int, TrajectoryGroup]:
-    """The known groups of a driver's share where they are all of it, else none: `resume.partial: regenerate`.
+    """Return the known groups if they are a driver's whole share, else none, for `resume.partial: regenerate`.
 
-    The last bits of a log-prob may depend on how many rows the engine decodes beside it (on a GPU matrix products of
-    another shape sum in another order, and of experts everywhere) and on what it finds in the cache, and so on which of
-    the share's prompts are generated at all. Only an all or nothing has every answer decoded among the neighbours that
-    it would have had without the interruption.
+    The last bits of a log-prob may depend on the number of rows that the engine decodes together (on a GPU, matrix
+    products of another shape sum in another order; products of experts do everywhere) and on the contents of the cache.
+    So they depend on which prompts of the share are generated. Only all or nothing decodes every answer among the same
+    neighbours as without the interruption.
     """
     return known if all(ordinal in known for ordinal in ordinals) else {}
 
 
 def unsettled_records(entries: Sequence[Entry], settled_below: int) -> list[Entry]:
-    """The records without what is settled, and without parts of answers whose group is scored."""
+    """Return the records without settled ones, and without parts of answers whose group is scored."""
     scored = {entry.head["ordinal"] for entry in entries if entry.head["kind"] == "group"}
     attempts: set[int] = set()
     kept = []
@@ -83,8 +86,8 @@ def unsettled_records(entries: Sequence[Entry], settled_below: int) -> list[Entr
 
 
 def records_within(entries: Sequence[Entry], limit: int) -> list[Entry]:
-    """What is kept where all of it needs more than `limit` bytes: all finished work, and of the unfinished answers
-    those begun last, as many as leave some room."""
+    """Return the records to keep in a file of at most `limit` bytes: all, if they fit. Otherwise all finished work and
+    the newest unfinished answers, so many that a quarter of the file stays free."""
     kept = unsettled_records(entries, settled_below=0)
     size = sum(entry.end - entry.start for entry in kept)
     if size <= limit:

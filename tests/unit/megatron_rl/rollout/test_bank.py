@@ -388,7 +388,7 @@ def test_it_says_what_it_found(run: Run, tmp_path: Path, caplog: pytest.LogCaptu
             file.write(b"torn")
         bank_of(run, tmp_path, 3, version=2).close()
     assert re.fullmatch(
-        r"bank: 4 scored groups and 0 answers of earlier attempts; \d records put aside, newer than the checkpoint; "
-        "1 damaged or torn places skipped",
+        r"bank: 4 scored groups and 0 answers of earlier attempts; \d records ignored, newer than the checkpoint; "
+        "1 damaged or torn records skipped",
         caplog.messages[-1],
     )

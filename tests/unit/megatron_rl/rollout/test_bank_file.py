@@ -151,8 +151,8 @@ def test_a_full_disk_is_said_once_and_leaves_what_was_written(
         file.compact(lambda entries: [], [], [])
         assert file.wait(20)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{file.path} cannot be written ([Errno 28] No space left on device): the run goes on, but what it generates "
-        "from now on would be generated again after a restart"
+        f"{file.path} cannot be written ([Errno 28] No space left on device): the run continues, but after a "
+        "restart it would repeat the generation from now on"
     ]
     assert read(file.path)[:1] == [RECORDS[1]]
     assert sorted(tmp_path.iterdir()) == [file.path]  # no debris of the compaction

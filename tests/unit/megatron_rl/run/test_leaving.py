@@ -27,7 +27,7 @@ from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World
 from megatron_rl.run import attempt as attempt_module
-from megatron_rl.run.attempt import finish, leave, run_attempt
+from megatron_rl.run.attempt import finish_save, leave, run_attempt
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -112,7 +112,7 @@ def test_a_run_that_waits_for_its_last_save_is_not_silent(tmp_path: Path, monkey
     monkeypatch.setattr(safe_points.activity, "beat", lambda: beats.append(time.monotonic()))
     saver = checkpointer(tmp_path)
     saver.save(20, sharded_state(1.0), {})
-    finish(safe_points, saver)
+    finish_save(safe_points, saver)
     assert saver.published == 20
     assert len(beats) > 3
 
@@ -122,7 +122,7 @@ def test_a_run_whose_last_save_failed_is_not_finished(tmp_path: Path, monkeypatc
     saver = checkpointer(tmp_path)
     saver.save(20, sharded_state(1.0), {})
     with pytest.raises(CheckpointError, match="of step 20, was not saved"):
-        finish(quiet_safe_points(), saver)
+        finish_save(quiet_safe_points(), saver)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,13 +1,18 @@
-"""A run goes on with the problems that it was trained on, on all ranks, unless somebody has asked for others."""
+"""Training problems: those whose prompt leaves room for an answer, the same on all ranks and in every attempt."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from core_helpers import tiny_run
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.problem_digest import ProblemDigest
@@ -16,8 +21,10 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.contract.run_records import Fork
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.metrics.names import STEP_METRICS
+from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.run import problems as problems_module
-from megatron_rl.run.problems import check_alike, check_unchanged, digests_of
+from megatron_rl.run.problems import check_alike, check_unchanged, choose_problems, digests_of, without_long_prompts
 from megatron_rl.run.setup import Counters
 
 BEFORE = {"sums": ProblemDigest(1500, "a"), "puzzles": ProblemDigest(10, "b")}
@@ -30,45 +37,111 @@ def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "mine")
 
 
+# Prompts that are too long
+
+
+def words(text: str) -> list[int]:
+    """Tokens of a text: fewer than its characters."""
+    return [*range(len(text.split()))]
+
+
+def training_set(*prompts: str, environment: str = "") -> TrainingSet:
+    return TrainingSet(environment, 1.0, [Problem(prompt, {}, environment) for prompt in prompts])
+
+
+@given(st.lists(st.text(max_size=30)), st.integers(1, 30))
+def test_problems_that_fit_keep_their_order(prompts: list[str], longest: int) -> None:
+    fitting = without_long_prompts(training_set(*prompts), longest, lambda text: [*text.encode()])
+    assert [problem.prompt for problem in fitting.problems] == [
+        prompt for prompt in prompts if len(prompt.encode()) <= longest
+    ]
+
+
+def test_a_prompt_with_fewer_bytes_than_the_limit_of_tokens_is_not_tokenised() -> None:
+    tokenised: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        tokenised.append(text)
+        return words(text)
+
+    whole = training_set("three words only", "é" * 20, "a b c")
+    assert without_long_prompts(whole, 30, encode) is whole
+    assert tokenised == ["é" * 20]
+
+
+def test_the_number_of_tokenised_prompts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problems_module, "MOST_TOKENISED", 2)
+    assert len(without_long_prompts(training_set(*["a b c d"] * 5), 3, words).problems) == 3
+
+
+class Environment:
+    def __init__(self, *sets: TrainingSet) -> None:
+        self._sets = sets
+
+    def training_sets(self) -> Sequence[TrainingSet]:
+        return self._sets
+
+
+def test_problems_left_out_are_counted_by_environment(caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny_run(training={"sequence_length": 14}, sampling={"max_new_tokens": 10})
+    tokenizer = build_tokenizer(config.tokenizer)
+    short, long = training_set("1+2=", environment="short"), training_set("1+2=", "12345+67=", environment="long")
+    environment: Any = Environment(short, long)
+    sets, left_out = choose_problems(environment, config, tokenizer)
+    assert [[problem.prompt for problem in each.problems] for each in sets] == [["1+2="], ["1+2="]]
+    assert left_out == {"long": 1}
+    assert "environment 'long': 1 of 2 training problems left out, their prompts are longer than 4 " in caplog.text
+    step: Any = SimpleNamespace(left_out=left_out)
+    recorded = STEP_METRICS["filtered_prompts"].value
+    assert recorded and recorded(step) == left_out
+
+    environment = Environment(short, training_set("12345+67=", environment="long"))
+    with pytest.raises(ConfigurationError, match="environment 'long': the prompts of all its 1 training problems are"):
+        choose_problems(environment, config, tokenizer)
+
+
+# Problems that have changed
+
+
 def forked_at(run_dir: RunDir, step: int) -> None:
     run_dir.root.mkdir()
     write(run_dir.fork, Fork("/runs/source", step, {}, 0.0))
 
 
-def test_other_problems_are_refused_with_what_changed_and_the_two_ways_to_go_on(run_dir: RunDir) -> None:
+def test_changed_problems_are_refused_with_the_change_and_two_remedies(run_dir: RunDir) -> None:
     with pytest.raises(ConfigurationError) as refused:
         check_unchanged(run_dir, STEP, BEFORE, NOW)
-    said = str(refused.value)
-    assert "not those that the run had up to step 40" in said
-    assert "`mrl resume mine`" in said and "`mrl fork mine@40`" in said
-    assert said.endswith("Changed: environment 'sums': 1,499 problems instead of 1,500")
+    message = str(refused.value)
+    assert "differ from those that the run had up to step 40" in message
+    assert "`mrl resume mine`" in message and "`mrl fork mine@40`" in message
+    assert message.endswith("Changed: environment 'sums': 1,499 problems instead of 1,500")
 
 
-def test_a_fork_takes_the_problems_that_there_are_and_keeps_to_them(
+def test_a_fork_accepts_changed_problems_only_at_its_first_step(
     run_dir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     forked_at(run_dir, STEP)
     check_unchanged(run_dir, STEP, BEFORE, NOW)
     assert caplog.messages == [
-        "goes on with other training problems than /runs/source: environment 'sums': 1,499 problems instead of 1,500"
+        "this fork trains on other problems than /runs/source: environment 'sums': 1,499 problems instead of 1,500"
     ]
     with pytest.raises(ConfigurationError, match="`mrl fork mine@48`"):
-        check_unchanged(run_dir, STEP + 8, NOW, BEFORE)  # a checkpoint of its own
+        check_unchanged(run_dir, STEP + 8, NOW, BEFORE)  # resumes from the fork's own checkpoint
 
 
-def test_the_same_problems_are_nothing_to_speak_of(run_dir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_unchanged_problems_pass_in_silence(run_dir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     check_unchanged(run_dir, STEP, BEFORE, dict(reversed(BEFORE.items())))
-    check_unchanged(run_dir, STEP, {}, NOW)  # a checkpoint that does not say
+    check_unchanged(run_dir, STEP, {}, NOW)  # an old checkpoint, which does not record its problems
     assert not caplog.messages
 
 
-def test_a_checkpoint_says_what_was_trained_on() -> None:
+def test_a_checkpoint_records_its_training_problems() -> None:
     counters = Counters(step=STEP, problems=BEFORE)
     assert Counters.of(json.loads(json.dumps(asdict(counters)))) == counters
-    assert Counters.of({"step": STEP}) == Counters(step=STEP), "one that was written before it did"
+    assert Counters.of({"step": STEP}) == Counters(step=STEP), "an old checkpoint, which records none"
 
 
-def test_the_only_environment_goes_by_its_name() -> None:
+def test_a_single_environment_has_the_name_of_the_task() -> None:
     problem = Problem("1+2=", {})
     digest = ProblemDigest.of([problem])
     assert digests_of([TrainingSet("", 1.0, [problem])], "arithmetic") == {"arithmetic": digest}
@@ -76,7 +149,7 @@ def test_the_only_environment_goes_by_its_name() -> None:
     assert digests_of(several, "multi-task") == {"sums": digest, "puzzles": digest}
 
 
-def test_the_ranks_that_have_other_problems_than_most_fail(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
+def test_ranks_whose_problems_differ_from_most_ranks_fail(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
     others = [BEFORE, BEFORE]
 
     def gather(of_ranks: list[Any], mine: Any, group: Any) -> None:
@@ -89,4 +162,4 @@ def test_the_ranks_that_have_other_problems_than_most_fail(monkeypatch: pytest.M
     ):
         check_alike(NOW, control)
     others = [NOW, BEFORE]
-    check_alike(NOW, control)  # so this one is not to blame
+    check_alike(NOW, control)  # this rank agrees with most

@@ -104,7 +104,7 @@ def test_the_kl_penalty_stays_towards_the_weights_of_the_beginning(tmp_path: Pat
     assert not same([weight.detach() for weight in run.trainer.reference.parameters()], began.weights)
     began.change_source(seed=2)
     with pytest.raises(
-        ConfigurationError, match=r"model\.checkpoint \(or huggingface\) is not what this run began with"
+        ConfigurationError, match=r"model\.checkpoint \(or huggingface\) has changed since this run started"
     ):
         began.start(kl_beta=0.1)
     assert same(weights(began.start()), began.weights), "without the penalty it does not matter"
@@ -117,5 +117,5 @@ def test_the_kl_penalty_stays_towards_the_weights_of_the_beginning(tmp_path: Pat
 
 
 def test_numbers_of_a_later_version_are_named() -> None:
-    with pytest.raises(ConfigurationError, match="counts turns_seen, which this version of mrl does not know"):
+    with pytest.raises(ConfigurationError, match="has turns_seen, unknown to this version of mrl"):
         Counters.of({**asdict(Counters(step=STEP)), "turns_seen": 3})
