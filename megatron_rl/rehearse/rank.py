@@ -60,7 +60,7 @@ class Rehearsal:
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     """Bytes at the peak of each phase, by holder such as "weights"; phases are in the order of their start."""
     failure: dict[str, str] | None = None
-    """See `PhaseFailed`."""
+    """Phase, error and place of a failure, as `PhaseFailed` has them."""
 
 
 class Phases:
