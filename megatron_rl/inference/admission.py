@@ -150,15 +150,15 @@ class Admission:
 
     def put_back(self, row: Row) -> None:
         """Put a row's sample at the front. It is the youngest row, but older than every waiting sample."""
-        self.give_pages_back()
+        self.release_pages()
         self._waiting.appendleft(Branch(row.pending, [row.answer]))
 
     def cancel(self, pending: PendingRequest) -> None:
         if self._waiting and self._waiting[0].pending is pending:
-            self.give_pages_back()
+            self.release_pages()
         self._waiting = deque(branch for branch in self._waiting if branch.pending is not pending)
 
-    def give_pages_back(self) -> None:
+    def release_pages(self) -> None:
         """Release the pages of the first branch. Its prefix is recomputed, unless it is found in the cache again."""
         if self._waiting:
             self._pages.release(self._waiting[0].pages)

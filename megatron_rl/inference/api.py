@@ -238,7 +238,7 @@ class RankEngine(ResumableInference, Protocol):
         """
         ...
 
-    def let_go(self) -> None:
+    def release_followers(self) -> None:
         """Make the following ranks return from `follow`. No-op on a single rank."""
         ...
 

@@ -70,7 +70,7 @@ class Engine:
         """Seconds spent generating so far; the rest of a caller's wait is for other work, such as rewards."""
         self.max_length = max_length or model.max_position_embeddings
         count, page_tokens = pages_of(config, config.page_tokens or policy.platform.page_tokens, self.max_length)
-        self._pages = Pages(count, page_tokens, found_again=config.share_prefixes)
+        self._pages = Pages(count, page_tokens, reusable=config.share_prefixes)
         self._scheduler = Scheduler(config, self._pages, end_ids, decode)
         self._runner = ModelRunner(policy, model, config, (count, page_tokens), end_ids, self.max_length)
         self._keeps_cache = keeps_cache
@@ -135,8 +135,8 @@ class Engine:
     def step(self) -> None:
         """Compute one token for every row, then admit what fits. Any exception fails every request."""
         try:
-            while (row := self._scheduler.must_give_way()) is not None:
-                self._scheduler.give_way(row, self._runner.answers(self._scheduler.wanted([row])))
+            while (row := self._scheduler.row_to_evict()) is not None:
+                self._scheduler.evict(row, self._runner.answers(self._scheduler.wanted([row])))
             for plan_next in (self._scheduler.decode, self._scheduler.admit):
                 if plan := plan_next():
                     started = time.perf_counter()
@@ -192,17 +192,17 @@ class Engine:
 
     def end_phase(self) -> None:
         """Make room for training, on each rank of the replica. Unfinished answers wait, to resume from their tokens."""
-        self.begin_rows_again()
+        self.restart_rows()
         self._scheduler.forget()  # a phase must compute the same whatever the phase before it computed
         self._runner.forget_weights()
         if not self._keeps_cache:
             self._runner.release()
 
-    def begin_rows_again(self) -> None:
+    def restart_rows(self) -> None:
         """Make all rows resume from their tokens, with recomputed keys and values."""
-        self._scheduler.begin_rows_again(self._new_tokens())
+        self._scheduler.restart_rows(self._new_tokens())
 
-    def let_go(self) -> None:
+    def release_followers(self) -> None:
         """Make the other ranks of the replica return from `follow`. No-op on a single rank."""
         if self._plans:
             self._plans.send(None)

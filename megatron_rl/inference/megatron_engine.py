@@ -164,7 +164,7 @@ class MegatronEngine:
             self._take(turn)
             await asyncio.sleep(0)  # run what megatron-core has scheduled in the loop
 
-    def let_go(self) -> None:
+    def release_followers(self) -> None:
         if self._plans:
             self._plans.send(None)
 

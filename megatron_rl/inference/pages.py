@@ -18,14 +18,14 @@ from hashlib import blake2b
 class Pages:
     """The pages of one replica. Needs no tensors and no model."""
 
-    def __init__(self, count: int, tokens: int, *, found_again: bool = True) -> None:
+    def __init__(self, count: int, tokens: int, *, reusable: bool = True) -> None:
         """
         count: number of pages. tokens: slots in each.
-        found_again: whether full pages get names, and are shared with later sequences.
+        reusable: whether full pages get names, and are shared with later sequences.
         """
         self.count = count
         self.tokens = tokens
-        self._found_again = found_again
+        self._reusable = reusable
         self._holders = [0] * count
         self._free = list(range(count - 1, -1, -1))
         self._kept: dict[int, None] = {}  # in the order of their release
@@ -80,7 +80,7 @@ class Pages:
 
     def name(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Make the full pages of these `tokens` findable. Of two pages with the same tokens, one is findable."""
-        if self._found_again:
+        if self._reusable:
             for page, name in zip(pages, self._chain(tokens), strict=False):
                 if name not in self._named and page not in self._names:
                     self._named[name] = page

@@ -2,7 +2,7 @@
 
     submit() -> waiting -> admit(): one prefill per prompt, a row per sample -> decode(): all rows together
                    ^                                                                    |
-                   +---- give_way(): no page is left ----+---- retire(): freed rows ----+
+                   +---- evict(): no page is left -------+---- retire(): freed rows ----+
 
 Rows 0..n-1 are being decoded. If no waiting sample takes the row of a finished one, the next plan moves the last row
 there, so a step never computes a row that is known to have ended. Example: of rows 0..3, row 1 ends; the next plan
@@ -130,21 +130,21 @@ class Scheduler:
 
     def forget(self) -> None:
         """Forget cached prefixes: requests from here on recompute them."""
-        self._waiting.give_pages_back()
+        self._waiting.release_pages()
         self._pages.forget()
 
     # Plans
 
-    def must_give_way(self) -> int | None:
+    def row_to_evict(self) -> int | None:
         """Return the row that must give up its pages before the others can be decoded; None if there are enough."""
         needed = sum(not row.ended for row in self._due.get(self._decoded + 1, ()))
         if needed > self._pages.available:
-            self._waiting.give_pages_back()
+            self._waiting.release_pages()
         if needed <= self._pages.available:
             return None
         return max(self._rows, key=lambda row: self._rows[row].age)
 
-    def give_way(self, number: int, answers: Iterable[RowAnswer]) -> None:
+    def evict(self, number: int, answers: Iterable[RowAnswer]) -> None:
         """Make a row wait, to resume from its tokens. `answers` go to `retire`."""
         row = self._rows[number]
         self.retire(answers)
@@ -152,7 +152,7 @@ class Scheduler:
             self._free([number])
             self._waiting.put_back(row)
 
-    def begin_rows_again(self, answers: Iterable[RowAnswer]) -> None:
+    def restart_rows(self, answers: Iterable[RowAnswer]) -> None:
         """Make all rows wait, to resume from their tokens. `answers` go to `retire`."""
         self.retire(answers)
         for number, row in sorted(self._rows.items(), key=lambda item: item[1].age, reverse=True):
@@ -160,7 +160,7 @@ class Scheduler:
             self._waiting.put_back(row)
 
     def decode(self) -> StepPlan | None:
-        """Plan the next token of every row; None if there are no rows. `must_give_way` must have returned None."""
+        """Plan the next token of every row; None if there are no rows. `row_to_evict` must have returned None."""
         if not self._rows:
             self._due.clear()
             return None

@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_rl.inference.api import Completion, EngineLoad, GenerationRequest, PartialAnswer
+from megatron_rl.inference.api import GenerationRequest, PartialAnswer
 from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.server.engine_thread import SteppedEngine
 
 logger = logging.getLogger(__name__)
 
 
-class LedEngine(Protocol):
-    """Methods of an engine that a replica uses. `inference.engine.Engine` has them."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def load(self) -> EngineLoad: ...
+class LedEngine(SteppedEngine, Protocol):
+    """An engine that a replica uses."""
 
     @property
     def busy_s(self) -> float: ...
 
-    @property
-    def answered(self) -> Sequence[str]: ...
-
     def submit(self, request: GenerationRequest) -> str: ...
-
-    def cancel(self, request_id: str) -> None: ...
-
-    def step(self) -> None: ...
-
-    def take(self, request_id: str) -> list[Completion] | None: ...
 
     def partial_answers(self) -> list[PartialAnswer]: ...
 
     def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None: ...
 
-    def let_go(self) -> None: ...
+    def release_followers(self) -> None: ...
 
 
 class Weights(Protocol):

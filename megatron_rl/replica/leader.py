@@ -172,7 +172,7 @@ class Leader:
         if follows and not self._followed:
             self._send(Generate())
         elif self._followed and not follows:
-            self._engine.let_go()
+            self._engine.release_followers()
         self._followed = follows
 
     def _send(self, command: Command) -> None:

@@ -68,7 +68,7 @@ class ReceivedWeights:
         if not complete.item():
             raise TransferFailed(f"version {version} has not arrived on another rank of this replica")
         if self._recompute_cache:
-            self._engine.begin_rows_again()
+            self._engine.restart_rows()
         self._receiver.swap()
         self._engine.policy_version = version
 

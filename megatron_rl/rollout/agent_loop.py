@@ -185,7 +185,7 @@ class EngineInTurn(AgentLoop):
         if self.role.drives:
             # Runner.run would also install a handler of SIGINT, which costs a millisecond of each step.
             self._runner.get_loop().run_until_complete(work())
-            self._engine.let_go()
+            self._engine.release_followers()
         else:
             self._engine.follow(self._safe_points.activity.waits)
 

@@ -34,7 +34,7 @@ def open_pool(run_dir: RunDir, attempt: Attempt, config: RunConfig, groups: Grou
         digest_of(run_dir.resolved),
         read_token(run_dir.token),
         role.index,
-        goes_on=config.resume.partial == "keep",
+        resumes=config.resume.partial == "keep",
         limit_s=config.job.silence_limit_s,
     )
     pool = ReplicaPool(dispatch)

@@ -32,8 +32,8 @@ STOP_S = 30.0
 _News = list[tuple["Subscription", Sequence[Delta] | Exception]]
 
 
-class ServedEngine(Protocol):
-    """Methods of an engine that the server uses. `inference.engine.Engine` has them."""
+class SteppedEngine(Protocol):
+    """Methods of an engine that is driven step by step. `inference.engine.Engine` has them."""
 
     @property
     def busy(self) -> bool: ...
@@ -44,13 +44,17 @@ class ServedEngine(Protocol):
     @property
     def answered(self) -> Sequence[str]: ...
 
-    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str: ...
-
     def cancel(self, request_id: str) -> None: ...
 
     def step(self) -> None: ...
 
     def take(self, request_id: str) -> list[Completion] | None: ...
+
+
+class ServedEngine(SteppedEngine, Protocol):
+    """An engine that the server uses."""
+
+    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str: ...
 
     def take_deltas(self) -> list[tuple[str, Delta]]: ...
 

@@ -72,7 +72,7 @@ class ServedModel:
     async def completion(self, body: CompletionBody) -> ParsedRequest:
         """Parse a request of /v1/completions. Raises ApiError."""
         prompts = await self._prompts(body)
-        reading = replace(_reading(body), goes_on=True, drops_answer=body.echo and body.max_tokens == 0)
+        reading = replace(_reading(body), continues_prompt=True, drops_answer=body.echo and body.max_tokens == 0)
         return self._asked(body, prompts, self._form(CompletionFormat, body), reading, COMPLETION_TOKENS, "prompt")
 
     async def chat(self, body: ChatBody) -> ParsedRequest:

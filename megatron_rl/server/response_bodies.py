@@ -35,7 +35,7 @@ class Reading:
     """Whether the text includes the stop string that ended it."""
     special: bool = False
     """Whether the text includes the names of special tokens."""
-    goes_on: bool = False
+    continues_prompt: bool = False
     """Whether the text continues that of the prompt, instead of starting a text of its own."""
     drops_answer: bool = False
     """Whether the request asks only about the prompt."""
@@ -79,7 +79,7 @@ class Sample:
 
     def __init__(self, tokenizer: Tokenizer, reading: Reading, prompt: Prompt) -> None:
         decode = partial(tokenizer.decode, special=True) if reading.special else tokenizer.decode
-        after = prompt.tokens if reading.goes_on else ()
+        after = prompt.tokens if reading.continues_prompt else ()
         self._text = TextStream(decode, reading.stop, keep_stop=reading.keep_stop, after=after)
         self._offsets = TextOffsets(tokenizer, special=reading.special)
         self._prompt_offsets = self._offsets.prompt(prompt.tokens, prompt.text) if prompt.text else []

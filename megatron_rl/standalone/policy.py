@@ -110,7 +110,7 @@ def open_policy(
         engine.policy_version = version
         yield OpenedPolicy(engine, ranks, leaders, source, digest)
         if ranks.drives:
-            engine.let_go()
+            engine.release_followers()
 
 
 def _engine_ranks(world: StandaloneWorld, groups: Groups, tp: int) -> EngineRanks:

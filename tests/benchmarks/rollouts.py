@@ -58,7 +58,7 @@ class NullEngine:
     def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
         raise AssertionError("it is one rank")
 
-    def let_go(self) -> None:
+    def release_followers(self) -> None:
         """No-op: there are no other ranks."""
 
     def end_phase(self) -> None:

@@ -175,7 +175,7 @@ class PacedEngine:
     def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
         raise AssertionError("it is one rank")
 
-    def let_go(self) -> None:
+    def release_followers(self) -> None:
         """No-op: there are no other ranks."""
 
     def _sampled(self) -> list[RowAnswer]:
@@ -273,7 +273,7 @@ class Run:
         """attempts: one for each pool of replicas."""
         self._scenario, self._attempts = scenario, attempts
         self.measured = Measured()
-        self._pools = [ReplicaPool(Dispatch(one, DIGEST, TOKEN, 0, goes_on=True, limit_s=LIMIT_S)) for one in attempts]
+        self._pools = [ReplicaPool(Dispatch(one, DIGEST, TOKEN, 0, resumes=True, limit_s=LIMIT_S)) for one in attempts]
         refit_s = 0.0 if scenario.split.colocated else scenario.costs.refit_s
         self._refits: list[OverlappedRefit] = []
         for pool in self._pools:

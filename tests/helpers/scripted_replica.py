@@ -115,7 +115,7 @@ class ScriptedEngine:
     def follow(self, waits: Any) -> None:
         raise AssertionError("it is one rank")
 
-    def let_go(self) -> None:
+    def release_followers(self) -> None:
         pass  # there are no followers
 
 

@@ -122,8 +122,8 @@ class ScriptedRunner:
 
 def step(scheduler: Scheduler, runner: ScriptedRunner) -> None:
     """Run the scheduler as the engine does."""
-    while (place := scheduler.must_give_way()) is not None:
-        scheduler.give_way(place, runner.answers(scheduler.wanted([place])))
+    while (place := scheduler.row_to_evict()) is not None:
+        scheduler.evict(place, runner.answers(scheduler.wanted([place])))
     for plan_next in (scheduler.decode, scheduler.admit):
         if plan := plan_next():
             ended = runner.execute(plan)

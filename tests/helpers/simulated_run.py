@@ -345,7 +345,7 @@ class _Engine:
     def _versions(self, tokens: Sequence[int]) -> list[int]:
         return [self.policy_version] * len(tokens)
 
-    def let_go(self) -> None:
+    def release_followers(self) -> None:
         """It has no followers."""
 
     def end_phase(self) -> None:

@@ -120,7 +120,7 @@ def answers(engine: Engine, ranks: EngineRanks) -> dict[int, list[Completion]]:
         return await asyncio.wait_for(asyncio.gather(*(engine.generate(each) for _, each in share)), timeout=60)
 
     completions = asyncio.run(together())
-    engine.let_go()
+    engine.release_followers()
     return {number: found for (number, _), found in zip(share, completions, strict=True)}
 
 

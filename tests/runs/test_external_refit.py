@@ -96,7 +96,7 @@ def update(rank: int, world: int, whole: dict[str, Tensor]) -> list[list[int]]:
         return [before.tokens, after.tokens, after.versions]
 
     made = asyncio.run(asyncio.wait_for(work(), timeout=60))
-    engine.let_go()
+    engine.release_followers()
     return made
 
 

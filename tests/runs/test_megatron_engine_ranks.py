@@ -38,7 +38,7 @@ def answers(engine: RankEngine, ranks: EngineRanks) -> list[list[Completion]]:
     found: list[list[Completion]] = []
     if ranks.drives:
         found = asyncio.run(together())
-        engine.let_go()
+        engine.release_followers()
     else:
         engine.follow(nullcontext)
     engine.end_phase()

@@ -58,7 +58,7 @@ class Dispatch:
         token: str,
         driver: int,
         *,
-        goes_on: bool,
+        resumes: bool,
         limit_s: float,
         timings: LinkTimings | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class Dispatch:
         digest: see `wire.digest_of`.
         token: the run's token.
         driver: number of this driver; requests of driver 0 keep the replicas alive.
-        goes_on: whether an answer whose replica is lost resumes from its tokens, see `resume.partial`. If not, it is
+        resumes: whether an answer whose replica is lost resumes from its tokens, see `resume.partial`. If not, it is
             sampled again.
         limit_s: seconds until a replica must be available, and until a replica with requests must have tokens.
         """
@@ -76,7 +76,7 @@ class Dispatch:
         self.starved = False
         self.busy_s = 0.0
         self.given_up: str | None = None
-        self._goes_on, self._limit_s, self._timings = goes_on, limit_s, timings or LinkTimings()
+        self._resumes, self._limit_s, self._timings = resumes, limit_s, timings or LinkTimings()
         self._links = ReplicaLinks(
             attempt, digest, token, driver, self._timings, self._spawn, self._take_news, self._ask_elsewhere
         )
@@ -205,7 +205,7 @@ class Dispatch:
             link.cancel(work.unanswered.request.id)
             self._unassign(work)
             del self._work[work.unanswered.request.id]
-            work.unanswered.begin_again(with_parts=self._goes_on)
+            work.unanswered.begin_again(with_parts=self._resumes)
             self._work[work.unanswered.request.id] = work
         self._repeated += len(moved)
         if moved:

@@ -113,14 +113,14 @@ def test_evicted_answer_resumes_with_the_same_tokens(policy: Policy, monkeypatch
     for request in requests:
         engine.submit(request)
     seen: dict[tuple[str, int], list[float]] = {}
-    give_way = engine._scheduler.give_way
+    evict = engine._scheduler.evict
 
     def noted(place: int, answers: Iterable[RowAnswer]) -> None:
         answer = engine._scheduler._rows[place].answer
-        give_way(place, answers)
+        evict(place, answers)
         seen[answer.request.id, answer.sample] = [*answer.logprobs]
 
-    monkeypatch.setattr(engine._scheduler, "give_way", noted)
+    monkeypatch.setattr(engine._scheduler, "evict", noted)
     while engine.busy:
         engine.step()
     assert len(seen) >= 2

@@ -138,6 +138,6 @@ def test_too_many_releases_and_too_large_requests_are_errors() -> None:
 
 
 def test_without_names_no_page_is_found() -> None:
-    pages = Pages(2, TOKENS, found_again=False)
+    pages = Pages(2, TOKENS, reusable=False)
     pages.name([1, 2, 3], pages.take(1))
     assert pages.find([1, 2, 3]) == []

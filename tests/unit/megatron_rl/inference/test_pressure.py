@@ -22,7 +22,7 @@ PAGE = 4
 
 
 def engine(pages: int, looks_every: int = 1, shares: bool = True, **config: int) -> tuple[Scheduler, ScriptedRunner]:
-    held = Pages(pages, PAGE, found_again=shares)
+    held = Pages(pages, PAGE, reusable=shares)
     return Scheduler(InferenceConfig(**config), held, {END}), ScriptedRunner(PAGE, looks_every)
 
 
@@ -95,13 +95,13 @@ def test_oldest_row_is_never_evicted_so_none_starves(monkeypatch: pytest.MonkeyP
     for each in long[:8]:
         scheduler.submit(each)
     gave_way: list[str] = []
-    give_way = scheduler.give_way
+    evict = scheduler.evict
 
     def noted(place: int, answers: Iterable[RowAnswer]) -> None:
         gave_way.append(scheduler._rows[place].pending.request.id)
-        give_way(place, answers)
+        evict(place, answers)
 
-    monkeypatch.setattr(scheduler, "give_way", noted)
+    monkeypatch.setattr(scheduler, "evict", noted)
     while scheduler.busy:
         oldest = next(each.id for each in long if each.id not in scheduler.answered)
         before = len(gave_way)

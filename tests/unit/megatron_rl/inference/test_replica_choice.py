@@ -52,7 +52,7 @@ def test_news_survive_the_wire_bit_for_bit(tokens: list[tuple[int, float, int]])
 
 
 @given(st.lists(st.integers(0, 2), max_size=20), st.integers(0, 20), st.booleans())
-def test_answer_continued_on_another_replica_is_the_same(order: list[int], lost_after: int, goes_on: bool) -> None:
+def test_answer_continued_on_another_replica_is_the_same(order: list[int], lost_after: int, resumes: bool) -> None:
     """Three samples of four tokens; sample i's token t is 10 i + t; the replica is lost after some pieces."""
     work = Unanswered(GenerationRequest([1], 3, Sampling(max_new_tokens=4), key=0))
     place = [0, 0, 0]
@@ -67,10 +67,10 @@ def test_answer_continued_on_another_replica_is_the_same(order: list[int], lost_
         if place[sample] < 4:
             tell(sample)
     had = [*place]
-    work.begin_again(with_parts=goes_on)
+    work.begin_again(with_parts=resumes)
     known = {sample: len(there.tokens) for sample, there in work.request.known.items()}
-    assert known == ({sample: count for sample, count in enumerate(had) if count} if goes_on else {})
-    place[:] = had if goes_on else [0, 0, 0]
+    assert known == ({sample: count for sample, count in enumerate(had) if count} if resumes else {})
+    place[:] = had if resumes else [0, 0, 0]
     for sample in range(3):
         if place[sample] == 4:  # all known: the next replica only reports its end
             work.take(Delta(sample, [], [], [], None, "length"), now=0.0)

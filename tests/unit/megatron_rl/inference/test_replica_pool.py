@@ -39,9 +39,9 @@ def attempt(tmp_path: Path) -> Attempt:
 
 @contextmanager
 def pool_of(
-    attempt: Attempt, *, goes_on: bool = True, limit_s: float = 60.0, timings: LinkTimings = SOON
+    attempt: Attempt, *, resumes: bool = True, limit_s: float = 60.0, timings: LinkTimings = SOON
 ) -> Iterator[ReplicaPool]:
-    pool = ReplicaPool(Dispatch(attempt, DIGEST, TOKEN, 0, goes_on=goes_on, limit_s=limit_s, timings=timings))
+    pool = ReplicaPool(Dispatch(attempt, DIGEST, TOKEN, 0, resumes=resumes, limit_s=limit_s, timings=timings))
     pool.start()
     pool.policy_version = 0
     try:
@@ -103,11 +103,11 @@ def test_conversation_stays_where_its_prefix_is(attempt: Attempt, two) -> None:
     assert sorted(map(sorted, of_seven)) == [[7], [8]]
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_requests_of_a_dead_replica_get_the_same_answers_from_another(attempt: Attempt, two, goes_on: bool) -> None:
+@pytest.mark.parametrize("resumes", [True, False])
+def test_requests_of_a_dead_replica_get_the_same_answers_from_another(attempt: Attempt, two, resumes: bool) -> None:
     one, other = two
     requests = [request(key) for key in range(4)]
-    with pool_of(attempt, goes_on=goes_on) as pool:
+    with pool_of(attempt, resumes=resumes) as pool:
         there(pool, 2)
         one.engine.hold_at = other.engine.hold_at = 11
 
@@ -122,7 +122,7 @@ def test_requests_of_a_dead_replica_get_the_same_answers_from_another(attempt: A
     repeated = other.engine.requests[2:]
     assert len(repeated) == 2
     assert [{len(known.tokens) for known in each.known.values()} for each in repeated] == [
-        {11} if goes_on else set()
+        {11} if resumes else set()
     ] * 2
 
 

@@ -35,7 +35,7 @@ class Scripted(EvaluationAgent):
 
 def score(agent: Scripted, groups: Any, limit: int | None = None) -> dict[str, float]:
     config = tiny_run(sampling={"max_new_tokens": 7}, evaluation={"prompts": limit})
-    engine: Any = SimpleNamespace(busy_s=0.0, let_go=lambda: None, end_phase=lambda: None)
+    engine: Any = SimpleNamespace(busy_s=0.0, release_followers=lambda: None, end_phase=lambda: None)
     ranks: Any = SimpleNamespace(index=0, count=1, drives=True)
     loop = EngineInTurn(ranks, engine, quiet_safe_points())
     try:

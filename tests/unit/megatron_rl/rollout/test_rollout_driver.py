@@ -95,7 +95,7 @@ def driver_of(
     drawn: Drawn = NOTHING_DRAWN,
 ) -> Iterator[RolloutDriver]:
     groups: Any = SimpleNamespace(control=rank)
-    done = {"let_go": lambda: None, "end_phase": lambda: None}
+    done = {"release_followers": lambda: None, "end_phase": lambda: None}
     engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0, partial_answers=list, **done)
     role: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
     safe_points = quiet_safe_points()
