@@ -111,7 +111,7 @@ def test_any_damage_to_any_file_is_passed_over_before_anything_is_loaded(
     assert name in said
 
 
-def test_none_good_is_an_error_that_names_each_never_a_new_beginning(run_dir: RunDir) -> None:
+def test_an_error_names_each_checkpoint_if_none_is_good(run_dir: RunDir) -> None:
     flip_a_bit(run_dir.checkpoint(20) / "__0_0.distcp")
     cut(run_dir.checkpoint(40) / "common.pt")
     (run_dir.checkpoint(60) / "manifest.json").unlink()
@@ -122,7 +122,7 @@ def test_none_good_is_an_error_that_names_each_never_a_new_beginning(run_dir: Ru
 
 
 @pytest.mark.parametrize("known_by", ["ledger", "metrics"])
-def test_checkpoints_that_are_gone_are_no_new_beginning(tmp_path: Path, known_by: str) -> None:
+def test_a_run_whose_checkpoints_are_missing_does_not_start_over(tmp_path: Path, known_by: str) -> None:
     """Somebody deleted the folder, or its file system is not mounted: a run that trained from 1 would replace its
     record."""
     run = RunDir(tmp_path)
@@ -133,7 +133,7 @@ def test_checkpoints_that_are_gone_are_no_new_beginning(tmp_path: Path, known_by
     with pytest.raises(CheckpointError, match=r"checkpoints holds no checkpoint, but .* mentions one") as refused:
         checkpointer(tmp_path)
     assert "40" in str(refused.value) or "41" in str(refused.value)
-    assert "to begin this one anew, and lose its record, delete attempts.jsonl" in str(refused.value)
+    assert "To start this one over and lose its record, delete attempts.jsonl" in str(refused.value)
 
 
 def test_a_record_that_cannot_be_read_may_know_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
