@@ -42,7 +42,7 @@ Place = dict[str, Any]
 
 
 class Boom(RuntimeError):
-    """What a rank raises that is to fail."""
+    """Exception of a rank that is to fail."""
 
 
 class Held:
@@ -76,7 +76,7 @@ class Held:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder.folder))
 
     def _asked(self) -> bool:
-        """As the training itself would know; before there is any, by the file."""
+        """Step of the training itself; before there is any, of the file."""
         return self.safe_points.drain.asked if self.safe_points is not None else self.folder.drain.exists()
 
 

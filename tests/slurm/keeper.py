@@ -109,7 +109,7 @@ class Keeper:
             machine.stdin.close()
 
     def kill(self, node: str) -> None:
-        """As if the power went: the kernel kills all that runs in the node's PID namespace with its first process."""
+        """Simulate a power failure: the kernel kills all processes in the node's PID namespace with its first one."""
         machine = self.slurmds.pop(node)
         machine.kill()
         machine.wait()
@@ -124,7 +124,7 @@ class Keeper:
         return f"{self.subnet}.{self.nodes.index(node) + 1}" if self.subnet else ""
 
     def serve(self) -> None:
-        """Answers until told to go `down`, or until the owner is gone."""
+        """Answer until the command `down` arrives, or until the owner is gone."""
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(self.directory / "run/keeper.sock"))
             listener.listen()
@@ -185,7 +185,7 @@ class Keeper:
         _wait_until_it_works("sacctmgr", "--immediate", "add", "cluster", "lab", environment=self._environment())
 
     def _make_devices(self) -> None:
-        """What a node's /dev is copied from."""
+        """Devices that a node's /dev is copied from."""
         dev = self.directory / "dev"
         subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "dev", dev], check=True)
         os.umask(0)

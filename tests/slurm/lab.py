@@ -43,7 +43,7 @@ class NoLab(LabError):
 
 
 def missing(accounting: bool = False) -> str | None:
-    """What to install before a lab can come up, or None."""
+    """Packages to install before a lab can start, or None."""
     programs = ["slurmctld", "slurmd", "munged", "srun", "gcc", "unshare"]
     packages = PACKAGES
     if accounting:
@@ -80,7 +80,7 @@ class Cluster:
 
     @property
     def cache(self) -> Path:
-        """Where runs that train find the base models that others have taught."""
+        """Directory of the base models for runs that train."""
         return self.directory / "cache"
 
     @property
@@ -168,7 +168,7 @@ class Cluster:
         return done.stdout
 
     def kill_node(self, name: str) -> None:
-        """As if its power went. Slurm finds out after SlurmdTimeout."""
+        """Simulate a power failure. Slurm finds out after SlurmdTimeout."""
         self._order(do="kill", node=name)
 
     def restart_node(self, name: str) -> None:
@@ -182,7 +182,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def configured(self, changes: Mapping[str, str]) -> Iterator[None]:
-        """With these lines of slurm.conf replaced by others."""
+        """Replace these lines of slurm.conf."""
         text = changed = self.conf.read_text()
         for old, new in changes.items():
             assert old in text, old
@@ -196,14 +196,14 @@ class Cluster:
             self.run("scontrol", "reconfigure")
 
     def forget_jobs(self) -> None:
-        """As after MinJobAge: the controller knows no job any more. Running ones end. Ids go on as they were."""
+        """Simulate the time after MinJobAge: the controller forgets all jobs, running ones end, and ids continue."""
         following = max(map(int, self.jobs()), default=0) + 1
         self.conf.write_text(re.sub(r"(?m)^FirstJobId=.*", f"FirstJobId={following}", self.conf.read_text()))
         self._order(do="forget")
         self.wait_until_up(*self.names)
 
     def containers(self) -> list[dict]:
-        """What each step asked pyxis for: one record a step and node, in order."""
+        """Requests of each step to pyxis: one record a step and node, in order."""
         records = self.directory / "containers.jsonl"
         return [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
 
@@ -212,7 +212,7 @@ class Cluster:
         return set(self.run("squeue", "--noheader", "--states=all", "--format=%A").split())
 
     def wait_until_up(self, *names: str, limit: float = SECONDS_UP) -> None:
-        """Until jobs can start there, or do."""
+        """Wait until jobs can start there, or do."""
 
         def up() -> bool:
             answer = self.run("sinfo", "--noheader", "--Node", "--partition=low", "--format=%N %t", check=False)

@@ -20,7 +20,7 @@ from megatron_rl.contract.paths import RunDir
 STUB = HERE / "stub_rank.py"
 SECONDS = 120.0
 ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING"}
-"""What Slurm says of a job that waits, runs or is requeued; SIGNALING for a moment, as it is preempted."""
+"""States of a job that waits, runs or is requeued; SIGNALING for a moment, as it is preempted."""
 """A job of stub ranks ends in a few; the machine may be busy."""
 
 
@@ -81,7 +81,7 @@ class Login:
         return {**self.lab.env, **changes}
 
     def command(self, name: str, *words: str | Path) -> list[str]:
-        """Of one that a test's script starts."""
+        """Environment of a process that a test's script starts."""
         program = shutil.which(name, path=str(Path(sys.executable).parent))
         assert program is not None, f"{name} is not installed beside {sys.executable}"
         return [program, *map(str, words)]
@@ -147,7 +147,7 @@ class Run:
         return text.split(f" {name}=")[1].split(" ")[0]
 
     def wait(self, *states: str, limit: float = SECONDS) -> str:
-        """Until Slurm says one of these of the job; default: that it has ended."""
+        """Wait until Slurm shows one of these states of the job; default: that it has ended."""
         ends = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
         wanted = set(states) or ends
 
@@ -177,7 +177,7 @@ class Run:
         return [(line["outcome"], line.get("cause")) for line in self.ledger() if line["event"] == "end"]
 
     def seen(self, attempt: int = 1) -> dict[str, dict[str, Any]]:
-        """What each stub process saw, by `STEP.RANK`."""
+        """Record of each stub process, by `STEP.RANK`."""
         files = (self.dir.attempt(attempt).folder / "seen").glob("*.json")
         return {file.name.removesuffix(".json"): read_json(file) for file in files}
 
@@ -187,6 +187,6 @@ class Run:
         return set() if listed == "(null)" else set(self.lab.run("scontrol", "show", "hostnames", listed).split())
 
     def log(self) -> str:
-        """For messages: the batch log and what the ranks said."""
+        """Batch log and output of the ranks, for messages."""
         files = [self.dir.batch_log, *sorted((self.dir.root / "logs").glob("attempt-*/*"))]
         return "".join(f"--- {file}\n{file.read_text()}" for file in files if file.exists())

@@ -1,4 +1,4 @@
-"""What this machine permits a lab: namespaces, and a network cable into them."""
+"""Namespaces that this machine permits a lab, and a network cable into them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ SYSTEM_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # Debian keeps th
 
 @cache
 def best_isolation() -> str | None:
-    """What this user may have, found out by trying: it differs from container to container. None: no namespaces."""
+    """Isolation that this user may have, found out by trying, since it differs between containers. None: no
+    namespaces."""
     for isolation, probe in {"net": "ip link add type veth && ip link add type bridge", "uts": "true"}.items():
         command = [*unshare(isolation), "sh", "-c", f"mount -t tmpfs none /mnt && {probe}"]
         if subprocess.run(command, env={"PATH": SYSTEM_PATH}, capture_output=True).returncode == 0:

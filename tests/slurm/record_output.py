@@ -34,7 +34,7 @@ class Recorder:
         self.ids[name] = self.lab.run(*words).strip()
 
     def wait(self, name: str, *words: str) -> None:
-        """Until the record of a job has all these words."""
+        """Wait until the record of a job has all these words."""
 
         def reached() -> bool:
             text = f"{self.record(name).strip()} "

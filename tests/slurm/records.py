@@ -46,7 +46,7 @@ def hold(login: Login, *places: dict[str, Any]) -> None:
 
 
 def wait_until_held(run: Run, attempt: int = 1, *ranks: int) -> None:
-    """Until these ranks are where `hold` wanted them; by default all of them."""
+    """Wait until these ranks, by default all, are where `hold` wanted them."""
     folder = run.dir.attempt(attempt).folder
 
     def there() -> bool:
@@ -70,12 +70,12 @@ def preempt(login: Login, run: Run, *urgency: str) -> str:
 
 
 def wait_for_ends(run: Run, count: int) -> None:
-    """Until so many attempts are over, as the ledger has it."""
+    """Wait until this number of attempts is over, by the ledger."""
     wait_until(f"{count} attempts of {run.dir.root} are over", lambda: len(run.ends()) >= count, WAIT)
 
 
 def finish(run: Run) -> None:
-    """Until the run is done."""
+    """Wait until the run is done."""
     run.wait("COMPLETED", limit=WAIT)
     assert run.dir.done.exists(), run.log()
 
@@ -98,12 +98,12 @@ def record(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def ordinals(run: RunDir) -> list[tuple[int, int, int]]:
-    """Which prompts each step trained on: what stays when the number of ranks changes."""
+    """Prompts that each step trained on, which do not depend on the number of ranks."""
     return [(line["step"], line["first_ordinal"], line["next_ordinal"]) for line in read_json_lines(run.metrics)]
 
 
 def seconds_to_leave(run: Run, attempt: int = 1) -> float:
-    """From the request to leave to the end of the attempt: by then its step is gone."""
+    """Seconds from the request to leave to the end of the attempt, when its step is gone."""
     asked = read_json(run.dir.attempt(attempt).drain)["at"]
     (ended,) = [line["at"] for line in run.ledger() if (line["event"], line["attempt"]) == ("end", attempt)]
     return float(ended) - float(asked)

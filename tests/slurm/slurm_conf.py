@@ -17,7 +17,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a lab lives and how much of a network it has.
+    """Directory, network and database of a lab.
 
     directory: everything the lab writes.
     database_port: of MariaDB beside `accounting` (slurmdbd); both None without accounting.

@@ -49,8 +49,8 @@ box = BlackBox(files, rank, int(os.environ["SLURM_NTASKS"]), activity)
 
 
 def train():
-    """Rank 0 records the steps and the outcome; the others leave after it, as after a barrier. One rank that is told
-    to leave tells all; without an answer from each there is no outcome, as after a collective with a dead peer."""
+    """Rank 0 records the steps and the outcome; the others leave after it, as after a barrier. One rank that is asked
+    to leave notifies all; without an answer from each there is no outcome, as after a collective with a dead peer."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: told.append(True))
     box.start()
@@ -105,7 +105,7 @@ def fail_as_asked(step):
 
 
 def due_crashes(step):
-    """Those of a list are remembered in the run directory, so that each comes once."""
+    """Entries of a list are remembered in the run directory, so that each comes once."""
     crashes = asked.get("crash_at", [])
     if isinstance(crashes, int):
         return [crashes] if step >= crashes else []

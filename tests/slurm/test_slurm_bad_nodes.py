@@ -12,7 +12,7 @@ together = Together()
 
 
 def nodes_but(first: int, last: int) -> set[str]:
-    """Those that the profile excludes."""
+    """Nodes that the profile excludes."""
     return {f"node{number:02d}" for number in range(1, 11) if not first <= number <= last}
 
 
@@ -45,7 +45,7 @@ def test_without_a_spare_the_job_goes_elsewhere_and_avoids_the_bad_node(login: L
 
 @together
 def test_the_only_nodes_there_are_are_not_avoided(login: Login) -> None:
-    """It would wait for ever. Meanwhile the node is repaired here."""
+    """The job would wait for ever. Meanwhile the node is repaired here."""
     login.confine(4, 5)
     once = f"[[ -e {login.home}/once ]] || {{ touch {login.home}/once; exit 1; }}"
     sick = login.program("python", f'case "$(hostname) $*" in node04*host.health*) {once} ;; esac\nexec python3 "$@"')

@@ -1,4 +1,4 @@
-"""Living with jobs: what mrl's commands say of a run is so, and what they are told happens."""
+"""Commands of mrl report the true state of a run, and do what they are asked to."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_live_job_owns_its_run(owner: Login, run: Run) -> None:
 
 
 def test_a_job_that_runs_already_is_not_taken_for_one_that_waits(owner: Login, run: Run) -> None:
-    """What `mrl cancel --drain` tells Slurm of a job that it believes to wait, and how a job that is gone is told."""
+    """`mrl cancel --drain` cancels a job that it believes to wait, and reports a job that is gone."""
     assert owner.lab.run("scancel", "--state=PENDING", run.job) == ""
     assert run.state() == "RUNNING"
     with pytest.raises(LabError, match="Invalid job id"):

@@ -1,4 +1,4 @@
-"""A job that is told to leave in a way of Slurm's own, or does not hear it, comes back by itself."""
+"""A job that gets a drain in one of Slurm's own ways, or does not notice it, comes back by itself."""
 
 from __future__ import annotations
 

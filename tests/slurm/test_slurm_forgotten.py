@@ -1,4 +1,4 @@
-"""What a run's state is once the controller has forgotten its job, with and without an accounting database."""
+"""The state of a run once the controller has forgotten its job, with and without an accounting database."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def status(login: Login, run: Path) -> dict[str, Any]:
 
 
 def accounted(lab: Cluster, run: Run) -> list[str]:
-    """The job's states in the accounts, one a start, once it has ended there too: the controller tells slurmdbd some
-    time after it has told everybody else."""
+    """The job's states in the accounts, one a start, once it has ended there too: the controller notifies slurmdbd
+    later than all others."""
 
     def rows() -> list[str]:
         return lab.run("sacct", "-X", "-D", "-n", "-P", "--format=State", f"--jobs={run.job}").splitlines()

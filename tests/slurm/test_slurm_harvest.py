@@ -18,7 +18,7 @@ LIMIT_S = 300.0
 
 
 def replicas(run: Run) -> int:
-    """That answer, by the newest step."""
+    """Number of replicas that answer, by the newest step."""
     return int(run.metrics()[-1]["system/replicas"])
 
 

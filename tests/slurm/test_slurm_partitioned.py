@@ -37,7 +37,7 @@ def colocated(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def submit(login: Login) -> Run:
-    """It has made two steps."""
+    """Whether it has made two steps."""
     login.profiles["real"] |= {"health_check": False, "environment": {"MRL_CACHE": str(login.lab.cache)}}
     run = login.submit("demo", "--cluster", "real", *SHORT, *APART)
     run.wait_for_step(2, LIMIT_S)

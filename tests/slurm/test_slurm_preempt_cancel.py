@@ -1,4 +1,4 @@
-"""Where preemption cancels jobs, a run that has saved in time comes back by itself."""
+"""A run that has saved in time comes back by itself even where preemption cancels jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens before the first rank: the run directory is made, and signals come that early."""
+"""The run directory is created before the first rank, and signals may come that early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Slurm or the cluster does not allow: one clear error, exit code 2, nothing left behind."""
+"""Refusals by Slurm or the cluster: one clear error, exit code 2, nothing left behind."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def is_saving(login: Login) -> Run:
 
 @together
 def test_a_job_cancelled_while_it_saves_because_of_a_preemption(login: Login) -> None:
-    """At once: Slurm has not had the time to notice that the grace time is over, nor we that it has begun."""
+    """Requeue at once: Slurm has not noticed that the grace time is over, nor we that it has begun."""
     node = "--nodelist=node10"
     login.profiles["stub"]["sbatch"] = [node]
     run = login.submit(*STUB, stub={"steps": 10_000, "save": 3})

@@ -12,7 +12,7 @@ together = Together()
 
 
 def run_script_of(login: Login, *words: str | Path, stub: dict | None = None) -> Run:
-    """By the script alone: mrl-submit would refuse an image that is not there."""
+    """Submit the script alone, since mrl-submit would refuse an image that does not exist."""
     root = login.share / "run"
     login.share.mkdir(exist_ok=True)
     script = login.home / "job.sbatch"

@@ -22,9 +22,9 @@ SHELL = {
     "SBATCH_OPEN_MODE": "truncate",
     "SBATCH_EXPORT": "NONE",
 }
-"""What the user's shell says, against the script."""
+"""Variables of the user's shell that contradict the script."""
 OBEYED_BY_SRUN = {"SBATCH_EXPORT": "NONE", "SLURM_TIMELIMIT": "0:01", "SLURM_PROLOG": "/bin/false"}
-"""What would leave a step without its environment, end it at once, and do as much harm in other ways."""
+"""Variables that would leave a step without its environment, end it at once, or do similar harm."""
 ODD = {"ODD1": "$(touch /tmp/mrl-injected)", "ODD2": "two\nlines", "ODD3": 'it\'s "quoted" `id` \\ 100%'}
 
 
@@ -38,7 +38,7 @@ def user(owner: Login) -> Login:
 
 @pytest.fixture(scope="module")
 def script(user: Login) -> Path:
-    """Of a run directory whose name is made to break it."""
+    """Text of a run directory whose name is made to break it."""
     root = user.share / 'it\'s my "run" of $HOME, 100% `new`'
     file = user.home / "job.sbatch"
     file.write_text(user.call("mrl-submit", *DEMO, "--run-dir", root, "--dry-run", "--script").stdout)
@@ -114,7 +114,8 @@ def plan_of(run: Run) -> str:
 
 
 def files(run: Run) -> set[str]:
-    """But the lock of mrl-submit alone, and what Python compiles, which is in the snapshot of whoever comes first."""
+    """Files of a run directory, without the lock of mrl-submit and Python's byte code, which the first process leaves
+    in the snapshot."""
     found = (path.relative_to(run.dir.root) for path in run.dir.root.rglob("*") if path.is_file())
     return {str(path) for path in found if "__pycache__" not in path.parts} - {run.dir.lock.name}
 

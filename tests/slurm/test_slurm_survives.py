@@ -88,7 +88,7 @@ def has_come_back(run: Run, undisturbed: RunDir) -> None:
 
 
 class Scene(NamedTuple):
-    """What is Slurm's part in a preemption; what the ranks may be at: tests/runs/test_drain_phases.py."""
+    """Slurm's part in a preemption. The phases of the ranks are in tests/runs/test_drain_phases.py."""
 
     where: str
     saved: tuple[int | None, ...]
@@ -119,7 +119,7 @@ def test_a_preempted_run_goes_on_wherever_and_however(login: Login, scene: Scene
 
 @pytest.fixture
 def qos_lab(accounting_lab: Cluster) -> Cluster:
-    """Where a quality of service preempts another one, and partitions do not."""
+    """A quality of service preempts another one, and partitions do not."""
     text = accounting_lab.conf.read_text()
     accounting_lab.conf.write_text(text.replace("PreemptType=preempt/partition_prio", "PreemptType=preempt/qos"))
     normal = ("set", "GraceTime=20", "PreemptMode=requeue")

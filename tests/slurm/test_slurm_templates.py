@@ -21,7 +21,7 @@ together = Together()
 
 
 def edited(name: str, login: Login, recipe: list[str], nodes: int) -> str:
-    """What a user with this small cluster makes of a template."""
+    """A template as a user with this small cluster edits it."""
     run_dir = login.share / "my-run"
     text = (TEMPLATES / f"{name}.sbatch").read_text()
     text = re.sub(r"recipe=\(.*?\n\)", f"recipe=({' '.join(recipe)})", text, flags=re.DOTALL)

@@ -37,7 +37,7 @@ SHARED = ("/proc", "/sys", "/dev", "/tmp", "/etc/hosts", "/etc/resolv.conf")
 
 
 def root() -> Path:
-    """Where the system is or will be. Its name changes with the packages."""
+    """Directory of the system, now or later. Its name changes with the packages."""
     if given := os.environ.get("MRL_TRIXIE"):
         return Path(given).absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -101,7 +101,7 @@ def _repository() -> list[Path]:
 
 
 def _python() -> list[Path]:
-    """What the Python of this .venv consists of, outside it."""
+    """Files outside this .venv that its Python consists of."""
     base = Path(sys.base_prefix)
     if base != Path("/usr"):
         return [base]

@@ -1,4 +1,4 @@
-"""What the doctor says where the rank that it has tried out failed: the cause, and not what srun says after it."""
+"""The doctor reports why its rank failed, and not what srun says after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What two versions of Slurm printed about the same jobs means the same to us (tests/slurm/record_output.py)."""
+"""Recorded output of two versions of Slurm about the same jobs parses to the same values
+(tests/slurm/record_output.py)."""
 
 from __future__ import annotations
 

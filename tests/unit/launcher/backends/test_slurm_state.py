@@ -1,4 +1,4 @@
-"""What is read from Slurm's answers, and that no answer is never taken for "no such job"."""
+"""States are parsed from Slurm's answers, and no answer never counts as "no such job"."""
 
 from __future__ import annotations
 

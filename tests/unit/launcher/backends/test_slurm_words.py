@@ -1,4 +1,4 @@
-"""What Slurm says, in plain words: why it refuses a job, and what a job waits for."""
+"""Slurm's refusals, and the reasons of waiting jobs, in plain words."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What nvidia-smi and the kernel say against a node. The documents are written after those of drivers 535 to 580; there
-is no node here to record one."""
+"""Problems of a node in the output of nvidia-smi and the kernel. The documents are modelled on drivers 535 to 580;
+there is no node here to record one."""
 
 from __future__ import annotations
 

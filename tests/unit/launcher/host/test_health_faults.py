@@ -42,7 +42,7 @@ ANSWERS = {
 NEEDED = "nvidia-smi -L"
 """Without its answer nobody knows whether the GPUs are there."""
 NO_WORD = ("garbage", "nothing")
-"""What a kernel log, and the state of links that are not there, may be."""
+"""Possible kernel logs, and states of links that do not exist."""
 TOOL_FAULTS = ("missing", "EACCES", "EIO", "time-out", "refusal", "garbage", "nothing")
 
 

@@ -1,4 +1,4 @@
-"""What stands in the way of a job, told before it is submitted."""
+"""Obstacles to a job are reported before it is submitted."""
 
 from __future__ import annotations
 

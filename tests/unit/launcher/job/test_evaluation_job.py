@@ -1,4 +1,4 @@
-"""The job of `mrl evaluate --cluster`: as many ranks of one node as copies of the model need."""
+"""The job of `mrl evaluate --cluster` has the ranks of one node that its copies of the model need."""
 
 from __future__ import annotations
 

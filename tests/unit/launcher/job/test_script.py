@@ -1,7 +1,7 @@
-"""The sbatch script: what it says for shipped recipes on shipped clusters, and that no value can break out of it.
+"""The sbatch script of shipped recipes on shipped clusters. No value can break out of its quotes.
 
-The golden files in tests/unit/scripts are read by people: after an intended change, UPDATE_GOLDEN=1 pytest writes them
-anew, and the diff is part of the change.
+The golden files in tests/unit/scripts are for readers: after an intended change, UPDATE_GOLDEN=1 pytest rewrites
+them, and the diff is part of the change.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def without_start(script: str) -> str:
 
 
 def values_in_bash(script: str, *names: str) -> list[str]:
-    """What the variables of a script hold once bash has read it."""
+    """Values of a script's variables once bash has read it."""
     shown = "\n".join(f'printf "%s\\0" "${name}"' for name in names)
     text = without_start(script) + shown
     run = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=10, check=True)
@@ -328,7 +328,7 @@ esac
 
     @pytest.mark.parametrize("seen", [True, False])
     def test_outside_a_job_it_says_so(self, tmp_path, monkeypatch, seen):
-        """By the Python that submitted it, or where the host does not have that one by its own python3."""
+        """The Python that submitted it runs it, or the host's own python3 where the host does not have that one."""
         if not seen:
             monkeypatch.setattr(sys, "executable", "/no/such/python")
         script = tmp_path / "job.sbatch"
@@ -380,7 +380,7 @@ def test_a_profile_can_let_others_read_a_run():
 
 
 class TestForget:
-    """What is removed from a node before the steps of an attempt."""
+    """Containers that are removed from a node before the steps of an attempt."""
 
     THERE = ("pyxis_7.0", "pyxis_7.12", "pyxis_7_7.3", "pyxis_7_mrl-7-002", "pyxis_mrl-7-001", "pyxis_mrl-5-003")
     OTHERS = ("pyxis_77.0", "pyxis_17.0", "pyxis_7", "mrl-7-001", "pyxis_mine", "pyxis_8_8.0")
@@ -416,7 +416,7 @@ class TestForget:
 
 
 class TestEnvironmentOfSteps:
-    """What srun finds in its environment, whoever submitted the job."""
+    """Environment of srun, whatever shell submitted the job."""
 
     def of_srun(self, tmp_path: Path, **changes: str) -> dict[str, str]:
         srun = tmp_path / "srun"

@@ -1,4 +1,4 @@
-"""Which code travels with a job: mrl, the environment's package, and the repository the recipe lies in."""
+"""The code that travels with a job: mrl, the environment's package, and the repository of the recipe."""
 
 from __future__ import annotations
 

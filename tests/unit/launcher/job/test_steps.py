@@ -133,7 +133,7 @@ def test_the_ranks_fill_one_socket_after_the_other_and_the_profile_can_say_other
 
 
 def test_the_ranks_alone_have_few_threads_and_a_home_that_can_be_written_to(tmp_path):
-    """Of enroot's own tools, nproc obeys OMP_NUM_THREADS, and the container has no home directory."""
+    """nproc, which enroot uses, obeys OMP_NUM_THREADS, and the container has no home directory."""
     h100 = load_clusters(environ=HOME).profile("h100")
     on = h100.model_copy(update={"run_root": f"{tmp_path}/it's", "environment": {"TRITON_CACHE_DIR": "/local"}})
     drafted = a_draft("demo", on=on)
@@ -157,7 +157,7 @@ def test_without_a_container_the_ranks_keep_the_home_of_the_node():
 
 
 def test_all_ranks_see_sets_in_one_order():
-    """As some tasks of reasoning-gym draw theirs by."""
+    """Some tasks of reasoning-gym draw by the hash seed."""
     for cluster in ("h100", "plain"):
         profile = load_clusters(environ=HOME).profile(cluster)
         assert plan_of(a_draft("demo", on=profile)).rank_environment["PYTHONHASHSEED"] == "0"
@@ -178,7 +178,7 @@ def test_flags_of_srun_are_for_the_ranks_and_those_of_the_container_for_all_that
 
 
 def started(wrapper: Wrapper | None, step: str, rank: int) -> str:
-    """What a rank's command becomes."""
+    """Command line of a rank."""
     on = load_clusters(environ=HOME).profile("plain").model_copy(update={"wrapper": wrapper})
     (before,) = re.findall(r"^before=.*$", a_draft("demo", on=on).script, re.MULTILINE)
     environ = {**os.environ, "MRL_STEP": step, "SLURM_PROCID": str(rank)}

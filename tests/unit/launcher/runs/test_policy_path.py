@@ -1,4 +1,4 @@
-"""What a path must be that a policy is to be loaded from, told before a process with torch is started."""
+"""A path to load a policy from is checked before a process with torch is started."""
 
 from __future__ import annotations
 

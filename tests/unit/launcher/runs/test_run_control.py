@@ -1,4 +1,4 @@
-"""What a run is asked for: in an order that no drain under way can undo, and never beyond the run's own job."""
+"""Control of a run: its orders come in a sequence that no drain can undo, and never reach beyond the run's own job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command that ends a run takes its name for: never for another run, and never for one of several."""
+"""A command that ends a run never takes its name for another run's, nor for one of several."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Watched:
             write(self.attempt.heartbeat(rank), beat)
 
     def poll(self, *seconds: float) -> list[str]:
-        """At these times; what was asked since."""
+        """Poll at these times; return the new requests."""
         before = len(self.asked.calls)
         for after in seconds:
             self.runner.poll(self.now + after)
@@ -170,7 +170,7 @@ def test_but_for_an_earlier_deadline_of_ours_that_the_disk_has_not_taken_yet(wat
 
 
 def test_once_a_rank_has_left_the_others_have_a_minute_to_follow(watched):
-    """Where nothing ends them all with the first."""
+    """Nothing else ends the other ranks with the first one on this machine."""
     watched.asked.end_together = watched.job.takes_nodes = False
     watched.train().send_heartbeats(silent=0.0)
     watched.asked.exits = lambda: [RankExit(1, 0)]

@@ -1,4 +1,4 @@
-"""Which nodes a job that starts again stays away from: for a day, and never so many that it could not start."""
+"""Nodes that a job excludes when it starts again: for a day, and never so many that it could not start."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ TABLE = [
     # Somebody has taken it off the job's list, or has resumed the run and submits it without.
     ([(RECENT, "n1", "requeue")],                                         "n2", "",         "n2"),
     ([(LONG_AGO, "n1", "requeue"), (LONG_AGO, "", "held")],               "",   "n1",       "n1"),
-    # Slurm was not asked again before an attempt in the same allocation, nor told of what failed there.
+    # Slurm was not queried before an attempt in the same allocation, and does not know what failed there.
     ([(RECENT, "n1", "stays")],                                            "",   "",         "n1"),
     ([(RECENT, "n1", "stays"), (RECENT, "n2", "stays")],                    "n3", "",         "n1 n2 n3"),
     ([(RECENT, "n1", "stays"), (RECENT, "n2", "requeue")],                 "n3", "n2",       "n2 n3"),

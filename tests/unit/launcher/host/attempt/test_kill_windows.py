@@ -42,7 +42,7 @@ class Killed(BaseException):
 
 
 class World:
-    """One run of job 7, and a Slurm that remembers what it was told. The effect number `cut` does not happen."""
+    """One run of job 7, and a Slurm that remembers its orders. The effect number `cut` does not happen."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self.run = RunDir(root / "run")
@@ -418,7 +418,7 @@ class TestSuccessor:
 
 
 class TestFaultBeforeAnAttempt:
-    """What fails before an attempt has begun ends no run: the job comes back, later or without this host."""
+    """A failure before an attempt has begun ends no run: the job comes back, later or without this host."""
 
     @pytest.fixture
     def fails(self, world, monkeypatch) -> Callable[..., int]:

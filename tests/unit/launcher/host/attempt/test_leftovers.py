@@ -1,4 +1,4 @@
-"""What a killed batch script leaves behind holds its lock for some seconds. Who may wait for that, and who must not."""
+"""Processes of a killed batch script hold its lock for some seconds. Only starts of the same run may wait for them."""
 
 from __future__ import annotations
 

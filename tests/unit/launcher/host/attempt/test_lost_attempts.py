@@ -1,4 +1,4 @@
-"""What becomes of an attempt whose batch script, or supervisor, was killed before it could write the end."""
+"""An attempt whose batch script, or supervisor, was killed before it could record its end is concluded later."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_preemption_is_behind_a_requeue_but_not_behind_a_cancellation(run: Run
 def test_a_preemption_without_grace_is_known_while_the_job_still_leaves(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, restarts: str, without: str
 ) -> None:
-    """By then its record says no more than that the job is back in the queue, if that."""
+    """Its record then shows at most that the job is back in the queue."""
     record = {"JobState": "COMPLETING", "Restarts": restarts, "EndTime": "Unknown"}
     job = SlurmJob(JobContext(run, "lab", "7", []), notice=600.0, backoff=30.0, outlives_nodes=False)
     monkeypatch.setattr(queries, "show_job", lambda job_id: record)

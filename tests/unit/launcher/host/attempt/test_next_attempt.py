@@ -1,4 +1,4 @@
-"""What an attempt takes over from the one before it in the same job, and which nodes it uses."""
+"""An attempt takes over requests and nodes from the one before it in the same job."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ REASON = "Write on output file failed because No space left on device"
 
 
 def unpacking(attempt: Attempt, *well: str) -> str:
-    """What the step does where only these nodes have room; the others are tasks that srun names."""
+    """Simulate a step where only these nodes have room; srun names the tasks of the others."""
     files = "".join(f"touch {attempt.unpacked(host)}; " for host in well)
     bad = [(task, host) for task, host in enumerate(("n1", "n2", "n3")) if host not in well]
     said = "".join(
@@ -246,7 +246,7 @@ def test_nodes_that_slurm_says_nothing_about_are_not_taken_for_dead(context: Job
 def test_a_run_is_taken_over_only_from_a_job_that_is_known_to_have_ended(
     context: JobContext, monkeypatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """One of which Slurm tells nothing may still write into the run directory."""
+    """A job that Slurm says nothing about may still write into the run directory."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     write(context.run.resolved, PLAN)
     context = context._replace(slurm_cluster="west", environ={"SLURM_JOB_NAME": "mine"})

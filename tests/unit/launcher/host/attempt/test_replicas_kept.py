@@ -1,4 +1,4 @@
-"""What the host side does about the replicas of an attempt as time goes by. Their ranks are scripted."""
+"""The host side starts, watches and restarts the replicas of an attempt. Their ranks are scripted."""
 
 from __future__ import annotations
 

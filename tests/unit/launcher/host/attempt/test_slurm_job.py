@@ -1,4 +1,4 @@
-"""What Slurm's record adds to a request to leave."""
+"""Slurm's record completes a request to leave."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_job_that_slurm_ended_did_not_crash_though_its_signal_found_nobody(
 
 
 def test_a_task_of_an_array_is_refused(tmp_path: Path) -> None:
-    """What is said to Slurm about the array's own id holds for all of its tasks."""
+    """An order for the array's own id applies to all of its tasks."""
     with pytest.raises(Refused, match="a task of array 5: submit the script without --array"):
         context_of({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", RUN_DIR_VARIABLE: str(tmp_path)})
 

@@ -413,7 +413,7 @@ def test_a_moved_commit_is_said(tmp_path):
 
 
 def test_the_job_imports_the_snapshot_and_not_what_is_installed(tmp_path):
-    """mrl is installed here as a link to its checkout, as it is for whoever works on it."""
+    """mrl is installed here as a link to its checkout, as for its developers."""
     installed = [Path(find_spec(name).origin).parent for name in ("launcher", "megatron_rl")]
     mine = repository(tmp_path / "mine", {"src/riddles/__init__.py": ""})
     record, code = shot(tmp_path, mine, installed=tuple(installed))
@@ -451,7 +451,7 @@ def test_the_oldest_python_takes_the_same_snapshot(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_a_repository_of_somebody_else_is_taken_along_with_its_commit(tmp_path):
-    """git calls its ownership dubious; a shared editable install is of whoever made it."""
+    """git calls its ownership dubious: a shared editable install belongs to the user who made it."""
     mine = repository(tmp_path / "shared", {"a.py": ""})
     commit = git(mine, "rev-parse", "HEAD")
     for path in (mine, mine / ".git"):

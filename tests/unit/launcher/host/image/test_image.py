@@ -57,7 +57,7 @@ class Machine:
         file.write_text(digest + "\n") if digest else file.unlink()
 
     def importing(self, script: str) -> None:
-        """What `enroot import --output $3 URI` does."""
+        """Effect of `enroot import --output $3 URI`."""
         (self.bin / "enroot.import").write_text(script + "\n")
 
     def calls(self, verb: str) -> list[str]:

@@ -121,8 +121,8 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 STATES = ("new", "known", "moved", "unresolved")
-"""An import into an empty cache; of what is there already; of a tag that stands for another image by now, and is to be
-looked up again; and by an enroot that does not tell digests."""
+"""An import into an empty cache, of an existing image, of a tag that now stands for another image and is resolved
+again, and by an enroot that cannot resolve tags."""
 
 
 def begin(make: Callable[..., Node], state: str) -> Node:
@@ -138,7 +138,7 @@ def begin(make: Callable[..., Node], state: str) -> Node:
 
 
 def problems_of(node: Node, state: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What is wrong after an import, and after the next one, in which nothing fails any more."""
+    """Problems after an import, and after the next one, in which nothing fails any more."""
     words = ("--refresh",) if state == "moved" else ()
     before = node.images()
     capsys.readouterr()

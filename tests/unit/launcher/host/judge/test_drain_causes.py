@@ -1,4 +1,4 @@
-"""Why a job is signalled, as Slurm's record tells it."""
+"""The cause for which a job is signalled, by Slurm's record."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_fields_of_a_job_may_hold_blanks_and_equal_signs():
     assert fields["UserId"] == "root(0)"
 
 
-# Slurm 22.05: what a record says once the job is over, or is not over yet, after it was told that it is preempted.
+# Slurm 22.05: the record of a preempted job, before and after its end.
 GRACE = record(RECORDS["preempted"])
 SCANCELLED = GRACE | {"JobState": "COMPLETING", "EndTime": "2026-11-21T08:00:01", "Restarts": "0"}
 GRACE_OVER = GRACE | {"JobState": "COMPLETING", "EndTime": "Unknown", "Restarts": "1"}

@@ -1,4 +1,4 @@
-"""When ranks hang, the one that the others wait for is named, and a run that gets on is left alone."""
+"""A hang names the rank that the others wait for, and a run that makes progress is left alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ BEGAN = NOW - 50_000
 
 
 def beat(rank: int, silent: float, step: int = 41, phase: str = "train", **changes: float) -> Heartbeat:
-    """Of one of four ranks, whose main thread got on `silent` seconds ago and whose heartbeat is fresh."""
+    """Heartbeat of one of four ranks, whose main thread made progress `silent` seconds ago and whose heartbeat is
+    fresh."""
     fresh = Heartbeat(rank, 4, f"node{rank:02}", phase, step, step, at=NOW - silent, written=NOW - 3, every=10.0)
     return fresh._replace(**changes)
 

@@ -1,4 +1,4 @@
-"""Which host of an allocation does which step."""
+"""The assignment of an allocation's hosts to steps."""
 
 from __future__ import annotations
 

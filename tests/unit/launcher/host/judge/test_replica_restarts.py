@@ -22,7 +22,7 @@ CRASH = Verdict(CRASHED, 7, "RuntimeError: boom", 0, "n3", "generate")
 
 
 def pauses(*lived: float, verdict: Verdict = CRASH) -> list[float | None]:
-    """Of a replica that ends again and again, after having lived for so long each time."""
+    """Restarts of a replica that ends repeatedly, each time after the same life."""
     found, used = [], 0
     for seconds in lived:
         used, pause = after_end(used, seconds, verdict)

@@ -1,4 +1,4 @@
-"""What becomes of a job when an attempt of it has ended: the whole policy, one row a case.
+"""The whole policy for a job whose attempt has ended, one row a case.
 
 A row reads: an attempt ended like this, asked to leave for that cause (`-`: nobody asked); before it there had been
 these ends; the newest checkpoint is of this step -> what the ledger calls it, who starts it again, after how many
@@ -263,7 +263,7 @@ def line_of(decision: Decision, verdict: Verdict, checkpoint: int) -> AttemptEnd
 
 
 def decided_in_turn(ends: Sequence[tuple[Verdict, str | None]]) -> list[Decision]:
-    """What is decided after each of these ends of one run, which saves nothing after step 40."""
+    """Decisions after each of these ends of one run, which saves nothing after step 40."""
     history: list[AttemptEnd] = []
     decisions = []
     for verdict, cause in ends:

@@ -1,4 +1,4 @@
-"""The end of an attempt in one line, as mrl status and the batch log tell it."""
+"""The end of an attempt in one line, as mrl status and the batch log show it."""
 
 from __future__ import annotations
 

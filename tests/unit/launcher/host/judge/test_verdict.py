@@ -126,7 +126,7 @@ def test_a_collective_that_timed_out_is_held_against_the_rank_that_did_not_come(
 
 
 def test_of_all_that_report_a_time_out_none_is_held_to_be_the_one_that_did_not_come():
-    """Those that have ended over it are silent by now."""
+    """Ranks that have ended over it are silent by now."""
     second = TIMED_OUT._replace(rank=2, host="node02")
     gone = beat(2, 300.0, HEARTBEAT_WAIT, 3)._replace(written=900.0)
     beats = [beat(0, 400.0, HEARTBEAT_WAIT, 3), beat(1, 300.0, "generate", 3), gone]
@@ -155,7 +155,7 @@ LOST_CONNECTION = ERROR._replace(error="RuntimeError: Connection closed by peer"
 
 
 def test_what_nccls_watchdog_said_comes_before_the_lost_connections_of_the_others():
-    """They are what its abort brings about."""
+    """The stacks are consequences of its abort."""
     aborted = AttemptEvidence(errors=[LOST_CONNECTION], exits=exits({0: -6, 1: 1}), timed_out={0: COLLECTIVE})
     told = Verdict(CRASHED, None, "a collective timed out: " + COLLECTIVE, rank=0)
     assert verdict_of(aborted) == told

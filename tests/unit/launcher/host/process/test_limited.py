@@ -20,7 +20,7 @@ def test_what_a_command_says_is_returned():
 
 
 def test_a_command_outlives_what_ends_the_job_that_it_is_part_of():
-    """As `scontrol requeue` does: everything of the job gets SIGTERM before Slurm has answered."""
+    """Like `scontrol requeue`: all processes of the job get SIGTERM before Slurm has answered."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     done = run_limited(["sh", "-c", "for name in TERM USR1 USR2 HUP; do kill -$name $$; done; echo answer"], 30.0)
     assert (done.returncode, done.stdout) == (0, b"answer\n")

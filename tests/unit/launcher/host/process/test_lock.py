@@ -1,4 +1,4 @@
-"""One owner of a run at a time, known to whoever finds it in use; also where the file system has no locks."""
+"""A run has one owner at a time, which others can identify; also where the file system has no locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host side says never keeps it from doing what it does."""
+"""Output of the host side never stops its work."""
 
 from __future__ import annotations
 

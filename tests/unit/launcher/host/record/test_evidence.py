@@ -109,7 +109,7 @@ def test_what_ranks_report_after_they_were_ended_came_of_that(attempt):
 
 @pytest.mark.parametrize("hours", [-1, 0, 1])
 def test_a_node_whose_clock_is_wrong_is_not_the_one_that_was_waited_for(attempt: Attempt, hours: int) -> None:
-    """Where nobody watched the ranks: the host of the batch script was lost with it."""
+    """Nobody watched the ranks: the host of the batch script was lost with it."""
     for rank, skew in ((0, 0.0), (1, 3600.0 * hours)):
         now = 5000.0 + skew
         write(attempt.heartbeat(rank), Heartbeat(rank, 2, f"n{rank}", HEARTBEAT_WAIT, 7, 7, now - 700.0, now, 10.0))
@@ -269,7 +269,7 @@ in_a_collective(90)
 
 
 def test_a_rank_that_nccls_watchdog_aborted_has_in_its_log_what_timed_out(attempt):
-    """It has no chance to write an error file, and then come stacks: Python's too, by the rank's black box."""
+    """The rank cannot write an error file, and stacks follow in its log, Python's from its black box included."""
     with attempt.log(0).open("wb") as log:
         command = [sys.executable, "-c", ABORTS, str(attempt.folder.parent.parent)]
         rank = subprocess.run(command, stdout=log, stderr=log, timeout=60, check=False)

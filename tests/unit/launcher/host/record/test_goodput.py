@@ -28,7 +28,7 @@ def start(attempt: int, at: float, **facts: Any) -> AttemptStart:
 
 
 def end(attempt: int, at: float, outcome: str) -> AttemptEnd:
-    """Recorded by whoever ran the attempt, or by whoever came next and found it lost."""
+    """An end recorded by the process that ran the attempt, or by the next start, which found it lost."""
     return AttemptEnd(attempt, at, outcome, seconds=None if outcome == "lost" else 1.0)
 
 
@@ -202,7 +202,7 @@ def test_a_prologue_of_slurms_is_start_up():
 
 
 def test_ranks_that_train_wait_for_the_answers_of_those_that_generate():
-    """Of four GPUs two train, one generates, and one is spare."""
+    """Two of four GPUs train, one generates, and one is spare."""
     began = {"began": 100.0, "ranks": 2}
     trace = AttemptTrace(timeline=[line(110.0, 0, began), line(130.0, 1, generate=24.0, train=16.0)], left=True)
     ledger = [start(1, 100.0, gpus=4, generating=1), end(1, 130.0, "finished")]

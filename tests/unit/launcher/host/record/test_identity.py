@@ -1,4 +1,4 @@
-"""Which run a directory is: copied, moved, linked; and whether a job is that run's."""
+"""The identity of a run directory that is copied, moved or linked, and of the jobs that belong to it."""
 
 from __future__ import annotations
 

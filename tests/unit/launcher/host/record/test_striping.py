@@ -1,4 +1,4 @@
-"""On Lustre the large files of the checkpoints are spread over servers, unless the site has laid them out itself."""
+"""Large files of the checkpoints are spread over servers on Lustre, unless the site has a layout of its own."""
 
 from __future__ import annotations
 
