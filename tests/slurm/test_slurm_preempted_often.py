@@ -46,6 +46,36 @@ def test_a_run_that_is_preempted_often_comes_back_and_ends_once(
     assert "finished" in login.call("mrl", "status", run.dir.root).stdout
 
 
+@pytest.mark.slow
+def test_a_preempted_run_outlasts_its_time_limit_and_the_loss_of_a_node(login: Login) -> None:
+    login.confine(5, 8)
+    login.profiles["stub"]["signal_s"] = 40
+    run = login.submit(*DEMO, "job.time_limit=0:02:00", stub={"steps": 100_000, "seconds": 0.1, "until": "enough"})
+    run.wait_for_step(2)
+    urgent = preempt(login, run)
+    wait_for_ends(run, 1)
+    login.lab.run("scancel", urgent)
+    wait_for_ends(run, 2)  # by the time limit
+    run.wait_for_step(len(run.metrics()) + 2)
+    victim = run.ledger()[-1]["nodes"][1]
+    login.lab.kill_node(victim)
+    try:
+        wait_for_ends(run, 3)
+        run.wait_for_step(len(run.metrics()) + 2)
+        (run.dir.root / "enough").touch()
+        assert run.wait() in ("COMPLETED", "PREEMPTED")
+    finally:
+        login.lab.restart_node(victim)
+    assert run.ends() == [
+        ("drained", "preempted"),
+        ("drained", "time limit"),
+        ("lost", "node failure"),
+        ("finished", None),
+    ]
+    assert victim not in run.ledger()[-2]["nodes"]
+    assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
+
+
 def test_a_preempted_run_that_is_stopped_stays_away(login: Login) -> None:
     login.profiles["stub"]["sbatch"] = ["--nodelist=node[07-08]"]
     run = login.submit(*DEMO, stub={"steps": 100_000})
