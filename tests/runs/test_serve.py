@@ -231,7 +231,7 @@ def test_port_in_use_is_one_error(served: Served, published: tuple[Path, Any], t
     command = start(published[0], tmp_path, "--port", port)
     out, err = command.communicate(READY_S)
     assert (command.wait(), out) == (EXIT_USAGE, "")
-    assert err == f"error: port {port} of 127.0.0.1 is in use: give another --port, or 0 for any that is free\n"
+    assert err == f"error: port {port} of 127.0.0.1 is in use: give another --port, or 0 for any free port\n"
 
 
 @pytest.fixture(scope="module")
