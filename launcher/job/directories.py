@@ -21,7 +21,7 @@ def run_name(name: str, now: time.struct_time) -> str:
 def refuse_unusable(path: Path) -> None:
     """Raise BadInput where `path` is no directory and cannot become one: below a file, or at a dangling link."""
     if not str(path.absolute()).isprintable():
-        raise BadInput(f"--run-dir {str(path)!r}: give a path in UTF-8 without control characters")
+        raise BadInput(f"--run-dir {str(path)!r}: the path has control characters or is not UTF-8; give another one")
     for place in (path, *path.absolute().parents):
         with disk_errors(place):
             try:
