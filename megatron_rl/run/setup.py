@@ -61,8 +61,8 @@ class Counters:
         """Read the counters of a checkpoint. Raises ConfigurationError for counters of a later version of mrl."""
         if unknown := meta.keys() - {known.name for known in fields(cls)}:
             raise ConfigurationError(
-                f"the newest checkpoint has {', '.join(sorted(unknown))}, unknown to this version of mrl: continue with "
-                "the version that wrote it"
+                f"the newest checkpoint has {', '.join(sorted(unknown))}, unknown to this version of mrl: continue "
+                "with the version that wrote it"
             )
         problems = {name: ProblemDigest(**its) for name, its in meta.get("problems", {}).items()}
         return cls(**{**meta, "problems": problems})
