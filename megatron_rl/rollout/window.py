@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain, repeat
 
 MOST_FOR_ONE = 4
 """Largest number of prompts drawn at once for each prompt that is missing."""
@@ -112,7 +113,17 @@ def to_draw(states: Sequence[State], wanted: int, rounds: int, passed_over: int)
 
 
 def begun_below(first: int, states: Sequence[State], batches: int, wanted: int, rounds: int) -> int:
-    """Return the ordinal below which prompts may be begun for this many batches from `first` on. If there are further
-    rounds, others replace the prompts known to be unusable or without signal."""
-    passed_over = sum(state in (State.NO_SIGNAL, State.UNUSABLE) for state in states) if rounds > 1 else 0
-    return first + batches * wanted + passed_over
+    """Return the ordinal below which prompts may be begun for this many batches from `first` on.
+
+    Unfinished groups count as usable: if more turn out to be without signal, the batches only reach further. So
+    whatever the states become, all ordinals below are settled by these batches.
+    """
+    below = first
+    upcoming = chain(states, repeat(State.USABLE))
+    for _ in range(batches):
+        usable = seen = 0
+        while usable < wanted and seen < rounds * wanted:
+            usable += next(upcoming) not in (State.NO_SIGNAL, State.UNUSABLE)
+            seen += 1
+        below += seen
+    return below

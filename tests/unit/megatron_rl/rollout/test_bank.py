@@ -1,4 +1,4 @@
-"""Generation that is interrupted, over and over and with other numbers of ranks, is generated once."""
+"""The bank in whole runs: interrupted work is resumed, also with another number of ranks, and not repeated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPTS, SAMPLES = 4, 4
 
 
 def run_of(platform: Any, groups: Any, **sampling: Any) -> Run:
-    """Long answers, of which the small cache decodes six at a time."""
+    """A run with long answers, and an engine that decodes six at a time."""
     config = tiny_run(
         sampling={"max_new_tokens": 16} | sampling,
         inference={"max_batch": 6},
@@ -59,7 +59,7 @@ def undisturbed(run: Run) -> list[TrajectoryGroup]:
 
 
 def bank_of(run: Run, folder: Path, attempt: int, resume: ResumeConfig = KEEP, version: int = 0, **where: int) -> Bank:
-    """Of an attempt that goes on with weights of this version, which the engine then has."""
+    """Open the bank of an attempt that resumes with weights of this version, which the engine gets too."""
     run.engine.policy_version = version
     return bank_in(folder, attempt, resume, version, **where)
 
@@ -69,7 +69,7 @@ def tokens(groups: list[TrajectoryGroup]) -> list[list[list[int]]]:
 
 
 def assert_equal(groups: list[TrajectoryGroup], expected: list[TrajectoryGroup]) -> None:
-    """The same answers, log-probs to the last digits that a batch of another shape leaves alone."""
+    """Assert equal answers; log-probs may differ by the rounding of a batch of another shape."""
     assert [group.ordinal for group in groups] == [group.ordinal for group in expected]
     assert tokens(groups) == tokens(expected)
     for group, other in zip(groups, expected, strict=True):
@@ -79,17 +79,17 @@ def assert_equal(groups: list[TrajectoryGroup], expected: list[TrajectoryGroup])
 
 
 def banked_tokens(folder: Path) -> int:
-    """Of answers under way, each counted once."""
+    """Tokens of unfinished answers in the bank."""
     heads = [entry.head for path in bank_files(folder) for entry in scan(path).entries]
     return sum(head["count"] for head in heads if head["kind"] == "part")
 
 
-# keep
+# resume.partial: keep
 
 
 @pytest.mark.parametrize("kind", ["run", "greedy"])
 @pytest.mark.parametrize("stop_after", [1, 6, 14, 20])
-def test_an_interrupted_step_goes_on_to_the_same_answers(
+def test_an_interrupted_step_resumes_to_the_same_answers(
     request: pytest.FixtureRequest, tmp_path: Path, stop_after: int, kind: str
 ) -> None:
     run: Run = request.getfixturevalue(kind)
@@ -102,7 +102,7 @@ def test_an_interrupted_step_goes_on_to_the_same_answers(
 
 @examples(5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stops=st.lists(st.integers(1, 15), max_size=6))
-def test_however_often_it_is_interrupted(
+def test_a_step_interrupted_many_times_resumes_to_the_same_answers(
     run: Run, undisturbed: list[TrajectoryGroup], tmp_path_factory: pytest.TempPathFactory, stops: list[int]
 ) -> None:
     folder = tmp_path_factory.mktemp("bank")
@@ -113,8 +113,8 @@ def test_however_often_it_is_interrupted(
     assert_equal(collect(run, bank_of(run, folder, len(stops) + 1)), undisturbed)
 
 
-def test_no_token_is_paid_for_twice(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:
-    """But for those of the decode steps that the engine makes while it is being left."""
+def test_no_token_is_generated_twice(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:
+    """Except those that the engine decodes while the driver stops."""
     sampled = 0
     execute = ModelRunner.execute
 
@@ -135,7 +135,7 @@ def test_a_finished_step_is_neither_generated_nor_scored_again(
     run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = collect(run, bank_of(run, tmp_path, 1))
-    assert first == undisturbed  # no neighbour has changed: bit for bit
+    assert first == undisturbed  # with the same neighbours, bits are equal
 
     def refuses(*_: Any) -> None:
         raise AssertionError("generated or scored again")
@@ -145,8 +145,7 @@ def test_a_finished_step_is_neither_generated_nor_scored_again(
     assert collect(run, bank_of(run, tmp_path, 2)) == undisturbed
 
 
-def test_unfinished_answers_are_written_now_and_then(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL takes what is newer than `resume.flush_s`."""
+def test_unfinished_answers_are_written_regularly(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = bank_of(run, tmp_path, 1, ResumeConfig(flush_s=0.001))
     seen = []
     step = run.engine.step
@@ -173,7 +172,7 @@ def test_evaluation_leaves_nothing_in_the_bank(run: Run, tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def torn_bank(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
-    """Name and content of the file of a step that was interrupted twice."""
+    """Name and content of the bank file of an interrupted step."""
     folder = tmp_path_factory.mktemp("torn")
     collect(run, bank_of(run, folder, 1, ResumeConfig(flush_s=0.001)), stop_after=25)
     (path,) = bank_files(folder)
@@ -182,7 +181,7 @@ def torn_bank(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 
 @examples(5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_damaged_bank_costs_time_and_nothing_else(
+def test_a_damaged_bank_costs_nothing_but_time(
     run: Run,
     undisturbed: list[TrajectoryGroup],
     torn_bank: tuple[str, bytes],
@@ -191,17 +190,15 @@ def test_a_damaged_bank_costs_time_and_nothing_else(
 ) -> None:
     name, content = torn_bank
     damaged = bytearray(content)
-    for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3), label="flipped"):
-        damaged[place] ^= 255
+    for position in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3), label="flipped"):
+        damaged[position] ^= 255
     folder = tmp_path_factory.mktemp("bank")
     (folder / name).write_bytes(damaged[: data.draw(st.integers(0, len(content)), label="length")])
     assert_equal(collect(run, bank_of(run, folder, 2)), undisturbed)
 
 
-def test_other_ranks_go_on_with_what_some_have_left(
-    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path
-) -> None:
-    """Two write, one reads; then three read what one wrote: everyone reads everything."""
+def test_another_number_of_ranks_resumes_all_work(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:
+    """Two drivers write and one reads, then one writes and three read."""
     two, one = tmp_path / "two", tmp_path / "one"
     for driver in (0, 1):
         share = range(2 * driver, 2 * driver + 2)
@@ -217,13 +214,11 @@ def test_other_ranks_go_on_with_what_some_have_left(
         assert_equal(groups, undisturbed[share.start : share.stop])
 
 
-# regenerate
+# resume.partial: regenerate
 
 
-def test_regenerated_answers_are_the_same_bit_for_bit(
-    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path
-) -> None:
-    """Whatever of the share was there: its groups are used all together or not at all."""
+def test_regenerated_answers_are_bit_equal(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:
+    """Groups of a share are used all together or not at all."""
     for attempt, stop_after in enumerate((3, 12, 18), start=1):
         assert collect(run, bank_of(run, tmp_path, attempt, REGENERATE), stop_after=stop_after) == []
     entries = [entry for path in bank_files(tmp_path) for entry in scan(path).entries]
@@ -233,7 +228,7 @@ def test_regenerated_answers_are_the_same_bit_for_bit(
     assert collect(run, bank_of(run, tmp_path, 4, REGENERATE)) == undisturbed
 
 
-def test_a_whole_share_is_not_generated_again_even_then(
+def test_a_whole_share_is_not_generated_again(
     run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collect(run, bank_of(run, tmp_path, 1, REGENERATE))
@@ -241,8 +236,8 @@ def test_a_whole_share_is_not_generated_again_even_then(
     assert collect(run, bank_of(run, tmp_path, 2, REGENERATE)) == undisturbed
 
 
-def test_here_logprobs_do_not_depend_on_the_neighbours(run: Run, undisturbed: list[TrajectoryGroup]) -> None:
-    """All or nothing is for where they do: on a GPU, among experts, and where a beginning is found in the cache."""
+def test_logprobs_on_the_cpu_do_not_depend_on_the_neighbours(run: Run, undisturbed: list[TrajectoryGroup]) -> None:
+    """Elsewhere they may (on a GPU, among experts, with a cached prefix), so a share is used whole or not at all."""
     (alone,) = collect(run, share=range(1))
     assert alone == undisturbed[0]
 
@@ -250,7 +245,7 @@ def test_here_logprobs_do_not_depend_on_the_neighbours(run: Run, undisturbed: li
 # Checkpoints
 
 
-def test_groups_of_newer_weights_are_generated_again_or_used_as_they_are(run: Run, tmp_path: Path) -> None:
+def test_groups_of_newer_weights_are_generated_again_or_reused(run: Run, tmp_path: Path) -> None:
     newer = collect(run, bank_of(run, tmp_path, 1, version=7))
     run.engine.policy_version = 5
     expected = collect(run)
@@ -259,15 +254,15 @@ def test_groups_of_newer_weights_are_generated_again_or_used_as_they_are(run: Ru
     assert collect(run, bank_of(run, tmp_path, 2, version=5)) == expected
 
 
-def test_unfinished_answers_of_newer_weights_are_never_gone_on_with(run: Run, tmp_path: Path) -> None:
+def test_unfinished_answers_of_newer_weights_are_never_resumed(run: Run, tmp_path: Path) -> None:
     for resume in (KEEP, ResumeConfig(newer="reuse")):
         collect(run, bank_of(run, tmp_path, 1, version=7), stop_after=10)
         run.engine.policy_version = 5
         assert collect(run, bank_of(run, tmp_path, 2, resume, version=5)) == collect(run)
 
 
-def test_what_the_first_replica_samples_by_the_next_weights_is_newer(tmp_path: Path) -> None:
-    """It swaps before the last one has, and the version counts when all have: both may be on disk by then."""
+def test_tokens_of_a_replica_that_has_the_next_weights_are_newer(tmp_path: Path) -> None:
+    """The pool's version changes when the last replica has the weights; tokens of the first may be on disk by then."""
     request = GenerationRequest([1, 2], 1, Sampling(max_new_tokens=4), key=3, ordinal=0)
     part = PartialAnswer(request.id, 0, AnswerPrefix([5, 6], [-1.0, -1.0], [6, 7]))
 
@@ -290,8 +285,8 @@ def test_what_the_first_replica_samples_by_the_next_weights_is_newer(tmp_path: P
     assert [head["newest"] for head in found if head["kind"] == "part"] == [7]
 
 
-def test_an_answer_goes_on_under_the_key_it_began_with(run: Run, tmp_path: Path) -> None:
-    """Where generation runs ahead of training, the checkpoint may be newer than what is under way."""
+def test_an_answer_resumes_under_its_first_key(run: Run, tmp_path: Path) -> None:
+    """If generation runs ahead of training, the checkpoint may be newer than an unfinished answer."""
     collect(run, bank_of(run, tmp_path, 1, version=3), stop_after=4)
     begun = {entry.head["ordinal"] for path in bank_files(tmp_path) for entry in scan(path).entries[1:]}
     expected = []
@@ -305,7 +300,9 @@ def test_an_answer_goes_on_under_the_key_it_began_with(run: Run, tmp_path: Path)
     assert {min(answer.versions[answer.prompt_length :]) for group in groups for answer in group.trajectories} == {3, 4}
 
 
-def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:
+def test_a_checkpoint_settles_all_ordinals_below_it(
+    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path
+) -> None:
     bank = bank_of(run, tmp_path, 1)
     drive(run, bank)
     run.driver.collect(0)
@@ -319,7 +316,7 @@ def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[Traje
     assert collect(run, bank_of(run, tmp_path, 2, next_ordinal=3), range(3, 4)) == undisturbed[3:]
 
 
-def test_steps_of_moments_are_written_together(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_steps_are_written_together(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = bank_of(run, tmp_path, 1)
     drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
@@ -330,10 +327,10 @@ def test_steps_of_moments_are_written_together(run: Run, tmp_path: Path, monkeyp
     bank.close()
     (path,) = bank_files(tmp_path)
     heads = [entry.head for entry in scan(path).entries]
-    assert [head["ordinal"] for head in heads if head["kind"] == "group"] == [2, 3]  # the others never were
+    assert [head["ordinal"] for head in heads if head["kind"] == "group"] == [2, 3]  # the others were never written
 
 
-def test_a_longer_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = bank_of(run, tmp_path, 1)
     drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 0.0)
@@ -343,7 +340,7 @@ def test_a_longer_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypat
     assert [entry.head["kind"] for entry in scan(path).entries] == ["attempt", *PROMPTS * ["group"]]
 
 
-def test_a_step_that_fails_leaves_what_it_had(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_keeps_its_scored_groups(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = bank_of(run, tmp_path, 1)
     drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
@@ -359,7 +356,7 @@ def fail() -> None:
     raise OSError("out of order")
 
 
-def test_the_first_driver_folds_earlier_files_and_the_others_find_them_again(
+def test_the_first_driver_takes_over_earlier_files_and_the_others_find_the_records(
     run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path
 ) -> None:
     collect(run, bank_of(run, tmp_path, 1))
@@ -379,7 +376,7 @@ def test_the_first_driver_folds_earlier_files_and_the_others_find_them_again(
     assert collect(run, bank_of(run, tmp_path, 4), range(2, 4)) == undisturbed[2:]
 
 
-def test_it_says_what_it_found(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_bank_logs_what_it_found(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         collect(run, bank_of(run, tmp_path, 1))
         assert not caplog.records

@@ -1,4 +1,4 @@
-"""Files of the bank: what is whole is read, what is not is stepped over, and a disk that fails costs no run."""
+"""Files of the bank: intact records are read, damaged ones skipped, and a failing disk ends no run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HEADS = st.dictionaries(
 
 
 @given(records=st.lists(st.tuples(HEADS, st.binary(max_size=100)), max_size=6))
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, records: list[Record]) -> None:
+def test_records_survive_a_round_trip(tmp_path_factory: pytest.TempPathFactory, records: list[Record]) -> None:
     path = tmp_path_factory.mktemp("bank") / "some.bank"
     path.write_bytes(b"".join(encode(*record) for record in records))
     assert read(path) == records
@@ -60,7 +60,7 @@ def test_the_writer_appends_whole_records(tmp_path: Path) -> None:
     assert read(path) == RECORDS
 
 
-def test_a_record_that_cannot_be_made_is_not_lost_in_silence(tmp_path: Path) -> None:
+def test_an_error_in_encoding_a_record_is_raised(tmp_path: Path) -> None:
     file = writer(tmp_path / "some.bank")
     file.append(record for record in [({"reward": float("nan")}, b"")])
     with pytest.raises(ValueError, match="JSON"):
@@ -69,7 +69,7 @@ def test_a_record_that_cannot_be_made_is_not_lost_in_silence(tmp_path: Path) -> 
         file.append(RECORDS)
 
 
-def test_a_file_cut_at_any_byte_holds_a_beginning_of_what_was_written(tmp_path: Path) -> None:
+def test_a_file_cut_at_any_byte_has_a_prefix_of_the_records(tmp_path: Path) -> None:
     whole = b"".join(encode(*record) for record in RECORDS)
     ends = [len(b"".join(encode(*record) for record in RECORDS[:count])) for count in range(len(RECORDS) + 1)]
     path = tmp_path / "some.bank"
@@ -93,7 +93,7 @@ def test_one_wrong_bit_anywhere_costs_one_record(tmp_path: Path) -> None:
 
 
 @given(garbage=st.lists(st.binary(max_size=40), min_size=5, max_size=5), magic=st.booleans())
-def test_garbage_between_records_hides_none(
+def test_garbage_between_records_hides_no_record(
     tmp_path_factory: pytest.TempPathFactory, garbage: list[bytes], magic: bool
 ) -> None:
     path = tmp_path_factory.mktemp("bank") / "some.bank"
@@ -103,7 +103,7 @@ def test_garbage_between_records_hides_none(
     assert read(path) == RECORDS
 
 
-def test_compaction_keeps_what_lives_and_takes_in_other_files(tmp_path: Path) -> None:
+def test_compaction_keeps_chosen_records_and_adds_those_of_other_files(tmp_path: Path) -> None:
     old = tmp_path / "attempt-001.driver-00003.bank"
     write(writer(old), ({"number": 8}, b"eight"), ({"number": 9}, b"nine"))
     file = writer(tmp_path / "attempt-002.driver-00000.bank")
@@ -130,7 +130,7 @@ def test_attempts_and_drivers_come_in_order(tmp_path: Path) -> None:
 # Failures
 
 
-def test_a_full_disk_is_said_once_and_leaves_what_was_written(
+def test_a_full_disk_is_logged_once_and_keeps_written_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = writer(tmp_path / "some.bank")
@@ -155,7 +155,7 @@ def test_a_full_disk_is_said_once_and_leaves_what_was_written(
         "restart it would repeat the generation from now on"
     ]
     assert read(file.path)[:1] == [RECORDS[1]]
-    assert sorted(tmp_path.iterdir()) == [file.path]  # no debris of the compaction
+    assert sorted(tmp_path.iterdir()) == [file.path]  # no temporary file of the compaction
     full = False
     file.compact(lambda entries: [entries[0]], [], [])
     write(file, RECORDS[3])
@@ -176,7 +176,7 @@ def test_a_file_at_its_limit_makes_room_first(tmp_path: Path) -> None:
     assert [head["number"] for head, _ in read(file.path)] == [7, 8, 9]
 
 
-def test_a_file_that_cannot_make_room_stays_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_make_room_stays_unchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     size = len(encode(*RECORDS[3]))
     file = writer(tmp_path / "some.bank", limit=2 * size)
     with caplog.at_level(logging.WARNING):

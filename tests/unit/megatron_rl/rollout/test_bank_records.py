@@ -1,4 +1,4 @@
-"""What the bank writes down comes back bit for bit, and says whose it is."""
+"""Records of the bank: bit-equal round trips, parts of answers, and identity."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LOG_PROB = st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
-    """Of any number of turns, some of whose tokens may not be trained on."""
+    """Trajectories of several turns, some of whose tokens are masked."""
     tokens = [7, *draw(TOKENS)]
     logprobs, versions, turns = [0.0] * len(tokens), [-1] * len(tokens), []
     for sampled, said in draw(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3)):
@@ -61,7 +61,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 
 @given(answers=st.lists(trajectories(), max_size=4), failures=st.dictionaries(st.text(), st.integers(1, 9), max_size=2))
-def test_a_group_comes_back_as_it_was(answers: list[Trajectory], failures: dict[str, int]) -> None:
+def test_a_group_survives_a_round_trip(answers: list[Trajectory], failures: dict[str, int]) -> None:
     group = TrajectoryGroup(7, PROBLEM, answers, failures)
     assert decode_group(*group_record(group, 3, 4, lineage(1)), PROBLEM) == group
 
@@ -84,36 +84,35 @@ def part(start: int, end: int, attempt: int = 1, shift: int = 0) -> Record:
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6))
-def test_parts_make_the_answer_whatever_their_lengths(cuts: list[int]) -> None:
+def test_parts_of_any_length_make_the_answer(cuts: list[int]) -> None:
     edges = sorted({0, 30, *cuts})
     assert join(part(start, end) for start, end in pairwise(edges)) == whole_answer(30)
 
 
-def test_a_record_says_whose_tokens_they_are_and_where_from() -> None:
+def test_a_part_names_its_answer_and_its_origin() -> None:
     head, _ = part(4, 9, attempt=6)
     assert (head["ordinal"], head["start"], head["count"]) == (5, 4, 5)
     assert answer_key(head) == (11, 22, 3)
     assert head["lineage"] == asdict(lineage(6))
 
 
-def test_what_follows_a_hole_is_not_used() -> None:
+def test_parts_after_a_gap_are_ignored() -> None:
     assert join([part(0, 10), part(20, 30)]) == whole_answer(10)
     assert join([part(0, 10), (part(10, 20)[0], None), part(20, 30)]) == whole_answer(10)
     assert join([(part(0, 10)[0], None), part(10, 20)]) is None
     assert join([]) is None
 
 
-def test_a_later_attempt_that_went_on_from_less_has_the_last_word() -> None:
-    """Its tokens may differ from those the earlier one had there."""
+def test_a_later_attempt_that_resumed_from_fewer_tokens_wins() -> None:
     joined = join([part(0, 10), part(10, 20), part(10, 12, attempt=2, shift=100)])
     assert joined is not None
     assert joined.tokens == [*range(10), 110, 111]
     assert joined.versions == [*[0] * 10, 100, 100]
-    afresh = join([part(0, 10), part(0, 4, attempt=2, shift=100)])
-    assert afresh == whole_answer(4, shift=100)
+    restarted = join([part(0, 10), part(0, 4, attempt=2, shift=100)])
+    assert restarted == whole_answer(4, shift=100)
 
 
-def test_a_file_that_was_folded_but_not_deleted_changes_nothing() -> None:
+def test_a_file_that_was_copied_but_not_deleted_changes_nothing() -> None:
     parts = [part(0, 10), part(10, 20)]
     assert join([*parts, *parts]) == whole_answer(20)
 
@@ -137,11 +136,11 @@ def test_another_prompt_is_another_answer() -> None:
         ({"job": {"gpus_per_node": 2}}, False),
     ],
 )
-def test_a_change_of_the_recipe_matters_where_answers_depend_on_it(changed: dict[str, Any], matters: bool) -> None:
+def test_a_change_of_the_recipe_matters_if_answers_depend_on_it(changed: dict[str, Any], matters: bool) -> None:
     assert (fingerprint(tiny_run(**changed), PROBLEMS) != fingerprint(tiny_run(), PROBLEMS)) == matters
 
 
-def test_other_problems_matter_whose_answers_would_stand_in_the_place_of_these() -> None:
+def test_a_change_of_the_problems_matters() -> None:
     other = {"sums": ProblemDigest(10, "b")}
     assert fingerprint(tiny_run(), other) != fingerprint(tiny_run(), PROBLEMS)
 

@@ -1,4 +1,4 @@
-"""Evaluation: greedy, on at most so many problems of each set, and only a reward of exactly 1 counts."""
+"""Evaluation: greedy answers to the first problems of each set, of which only rewards of exactly 1 are right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.rollout.evaluation import evaluate
 
 
 class Scripted(EvaluationAgent):
-    """Knows its rewards beforehand: they are the problems' golden answers. None: the answer is lost."""
+    """Agent whose rewards are the problems' golden answers. None: the answer is lost."""
 
     def __init__(self, sets: Mapping[str, Sequence[float | None]]) -> None:
         self.sets = {name: [Problem("", {"reward": reward}) for reward in rewards] for name, rewards in sets.items()}
@@ -51,20 +51,18 @@ def test_only_a_reward_of_one_is_right(groups: Any) -> None:
 
 
 @pytest.mark.parametrize(("limit", "accuracy"), [(2, 1.0), (3, 2 / 3), (99, 0.5)])
-def test_a_limit_takes_the_first_problems_and_is_the_base_of_the_share(
-    groups: Any, limit: int, accuracy: float
-) -> None:
+def test_a_limit_selects_the_first_problems(groups: Any, limit: int, accuracy: float) -> None:
     agent = Scripted({"aime": [1.0, 1.0, 0.0, 0.0]})
     assert score(agent, groups, limit) == {"eval/aime/greedy_accuracy": pytest.approx(accuracy)}
     assert len(agent.requests[0].problems) == min(limit, 4)
 
 
-def test_lost_answers_are_counted_and_never_taken_for_wrong_ones(groups: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_answers_are_counted_apart_from_wrong_ones(groups: Any, caplog: pytest.LogCaptureFixture) -> None:
     agent = Scripted({"aime": [1.0, None, 0.0, None], "lost": [None], "empty": []})
     assert score(agent, groups) == {
         "eval/aime/greedy_accuracy": 0.5,
         "eval/aime/failed_rollouts": 2,
         "eval/lost/failed_rollouts": 1,
     }
-    said = [record.message for record in caplog.records]
-    assert said == ["evaluation on aime: 2 answers lost: timeout", "evaluation on lost: 1 answers lost: timeout"]
+    messages = [record.message for record in caplog.records]
+    assert messages == ["evaluation on aime: 2 answers lost: timeout", "evaluation on lost: 1 answers lost: timeout"]

@@ -1,4 +1,4 @@
-"""What drivers tell one another of a group is what training on it takes."""
+"""Cost of a group: the floating-point operations of training on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUPS = st.builds(random_groups, st.integers(1, 3), st.integers(1, 6), st.integ
 
 
 def of_micro_batch(group: TrajectoryGroup) -> float:
-    """Floating-point operations of all its answers, counted on the packed tokens."""
+    """Floating-point operations of all answers of a group, counted on the packed tokens."""
     tokens, masks = [each.tokens for each in group.trajectories], [each.loss_mask for each in group.trajectories]
     (micro,) = pack(tokens, masks, range(len(tokens)), limit=10**9)
     pairs = int((micro.positions + 1).sum())
@@ -31,7 +31,7 @@ def of_micro_batch(group: TrajectoryGroup) -> float:
 
 
 @given(GROUPS)
-def test_it_is_that_of_the_packed_group_where_every_answer_has_a_gradient(groups: list[TrajectoryGroup]) -> None:
+def test_cost_is_that_of_the_packed_group_if_every_answer_has_a_gradient(groups: list[TrajectoryGroup]) -> None:
     penalised = tiny_run(model=SIZED, grpo={"kl_beta": 0.1})
     assert group_costs(groups, penalised) == pytest.approx([*map(of_micro_batch, groups)])
 
@@ -47,6 +47,6 @@ def test_answers_without_a_gradient_cost_nothing() -> None:
 
 
 @given(GROUPS)
-def test_what_is_negligible_is_told_as_an_upper_bound(groups: list[TrajectoryGroup]) -> None:
+def test_negligible_costs_are_upper_bounds(groups: list[TrajectoryGroup]) -> None:
     bounds = group_costs(groups, CONFIG, negligible=1e18)
     assert all(bound >= of_micro_batch(group) for bound, group in zip(bounds, groups, strict=True))

@@ -1,4 +1,4 @@
-"""Which prompts a step trains on: in ordinal order, each settled exactly once, whatever the number of ranks."""
+"""Prompts of each step without generation ahead: in ordinal order, each settled once, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from bank_helpers import bank_in
 from core_helpers import quiet_safe_points, tiny_run, trajectory
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from thread_ranks import ThreadRanks
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import group_key
@@ -40,8 +39,8 @@ PROBLEMS = [Problem(str(number), {"number": number}) for number in range(7)]
 
 
 class Agent(GroupedRolloutGenerator):
-    """Answers without a model: the groups of the ordinals in `dull` have equal rewards, those in `lost` lose one, the
-    prompts of those in `long` are too long."""
+    """Agent without a model. Groups of ordinals in `dull` have equal rewards, those in `lost` lose one answer, and
+    prompts of ordinals in `long` are too long."""
 
     def __init__(
         self, dull: Set[int] = frozenset(), lost: Set[int] = frozenset(), long: Set[int] = frozenset()
@@ -66,22 +65,6 @@ class Agent(GroupedRolloutGenerator):
         return TrajectoryGroup(request.ordinal, request.problem, trajectories, {"timeout": 1} if lost else {})
 
 
-class Threads:
-    """Stands in for torch.distributed where ranks are threads and a group is the rank's number."""
-
-    ReduceOp = torch.distributed.ReduceOp
-
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=20)
-        self._parts: list[Tensor] = [torch.empty(0)] * ranks
-
-    def all_reduce(self, tensor: Tensor, op: Any, group: int) -> None:
-        self._parts[group] = tensor.clone()
-        self._barrier.wait()
-        tensor.copy_(torch.stack(self._parts).amax(0))
-        self._barrier.wait()
-
-
 @contextmanager
 def driver_of(
     agent: Agent,
@@ -99,9 +82,9 @@ def driver_of(
     engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0, partial_answers=list, **done)
     role: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
     safe_points = quiet_safe_points()
-    with TemporaryDirectory() as of_its_own:
+    with TemporaryDirectory() as temporary:
         bank = bank_in(
-            folder or Path(of_its_own),
+            folder or Path(temporary),
             attempt,
             config.resume,
             policy_version=int(attempt > 1),
@@ -118,7 +101,7 @@ def driver_of(
 def collect(
     agent: Agent, config: RunConfig, ranks: int, steps: int = 1, policy_version: int = 0
 ) -> list[list[RolloutBatch]]:
-    """For every step, each rank's batch."""
+    """[steps][ranks] batches."""
     batches: list[list[Any]] = [[None] * ranks for _ in range(steps)]
 
     def drive(rank: int) -> None:
@@ -129,8 +112,8 @@ def collect(
                 ordinal = batches[step][rank].next_ordinal
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver_module, "dist", Threads(ranks))
-        patch.setattr(driver_module, "exchange", lambda made, *_: made)  # each trains on what it made
+        patch.setattr(driver_module, "dist", ThreadRanks(ranks))
+        patch.setattr(driver_module, "exchange", lambda groups, *_: groups)  # each rank keeps its own
         threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
         for thread in threads:
             thread.start()
@@ -145,7 +128,7 @@ def ordinals(step: list[RolloutBatch]) -> list[int]:
 
 
 def dropped(step: list[RolloutBatch]) -> dict[int, str]:
-    """Of all drivers: each has its own."""
+    """Dropped ordinals of all drivers, each reported once."""
     found = {ordinal: reason for batch in step for ordinal, reason in batch.dropped.items()}
     assert len(found) == sum(len(batch.dropped) for batch in step)
     return found
@@ -158,19 +141,19 @@ def dynamic(prompts: int, rounds: int, **resume: str) -> RunConfig:
 
 @examples(15)
 @given(prompts=st.integers(1, 9), ranks=st.integers(1, 4), steps=st.integers(1, 3))
-def test_the_batch_of_a_step_is_the_next_ordinals_whatever_the_ranks(prompts: int, ranks: int, steps: int) -> None:
+def test_a_batch_is_the_next_ordinals_for_any_number_of_ranks(prompts: int, ranks: int, steps: int) -> None:
     config = tiny_run(grpo={"prompts_per_step": prompts})
     for number, step in enumerate(collect(Agent(), config, ranks, steps)):
         first = number * prompts
         assert sorted(ordinals(step)) == list(range(first, first + prompts))
-        assert sorted(place for batch in step for place in batch.positions) == list(range(prompts))
+        assert sorted(position for batch in step for position in batch.positions) == list(range(prompts))
         assert {(batch.first_ordinal, batch.next_ordinal) for batch in step} == {(first, first + prompts)}
         assert all(not batch.dropped and batch.rounds == 1 for batch in step)
         sizes = [len(batch.groups) for batch in step]
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_request_says_all_that_makes_its_answers() -> None:
+def test_a_request_has_all_that_its_answers_depend_on() -> None:
     agent = Agent()
     config = tiny_run(grpo={"prompts_per_step": 5, "group_size": 6}, training={"seed": 3})
     collect(agent, config, ranks=1, steps=2, policy_version=4)
@@ -190,7 +173,7 @@ DULL = st.sets(st.integers(0, 60), max_size=45)
 
 @examples(30)
 @given(dull=DULL, prompts=st.integers(1, 6), rounds=st.integers(1, 8), ranks=st.integers(1, 3), steps=st.integers(1, 3))
-def test_dynamic_sampling_takes_the_first_with_signal_and_settles_every_ordinal_once(
+def test_dynamic_sampling_trains_on_the_first_with_signal_and_settles_every_ordinal_once(
     dull: set[int], prompts: int, rounds: int, ranks: int, steps: int
 ) -> None:
     expected_first = 0
@@ -202,11 +185,10 @@ def test_dynamic_sampling_takes_the_first_with_signal_and_settles_every_ordinal_
         assert {(batch.next_ordinal, batch.rounds) for batch in step} == {(one.next_ordinal, one.rounds)}
         assert set(dropped(step).values()) <= {"no signal"}
         assert dropped(step).keys() <= dull
-        by_place = sorted(
-            (place, group.ordinal) for b in step for place, group in zip(b.positions, b.groups, strict=True)
+        by_position = sorted(
+            (position, group.ordinal) for b in step for position, group in zip(b.positions, b.groups, strict=True)
         )
-        assert [place for place, _ in by_place] == list(range(prompts))
-        assert [ordinal for _, ordinal in by_place] == sorted(trained)
+        assert by_position == [*enumerate(sorted(trained))]
         if one.next_ordinal - expected_first < rounds * prompts:
             assert not dull & set(trained)
         expected_first = one.next_ordinal
@@ -224,8 +206,8 @@ def test_dynamic_batches_do_not_depend_on_the_ranks(dull: set[int], prompts: int
 def test_surplus_groups_are_secured_by_a_checkpoint_that_begins_after_the_driver_has_stopped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(driver_module, "dist", Threads(1))
-    monkeypatch.setattr(driver_module, "exchange", lambda made, *_: made)
+    monkeypatch.setattr(driver_module, "dist", ThreadRanks(1))
+    monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)
     with driver_of(Agent(dull={0, 1, 2}), dynamic(4, 8), folder=tmp_path) as driver:
         batch = driver.collect(0)
         assert (batch.next_ordinal, batch.drawn.below) == (7, 9)
@@ -235,25 +217,25 @@ def test_surplus_groups_are_secured_by_a_checkpoint_that_begins_after_the_driver
         assert {7, 8} <= {head["ordinal"] for head in heads if head["kind"] == "group"}
 
 
-def test_a_step_whose_groups_all_waited_generates_in_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "dist", Threads(1))
-    monkeypatch.setattr(driver_module, "exchange", lambda made, *_: made)
+def test_a_step_of_surplus_groups_alone_has_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_module, "dist", ThreadRanks(1))
+    monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)
     with driver_of(Agent(dull={*range(8)}), dynamic(4, 8)) as driver:
         assert ordinals([driver.collect(0)]) == [8, 9, 10, 11]
-        second = driver.collect(12)  # after a step with so few of use, three times the batch is drawn at once
+        second = driver.collect(12)  # a third was usable, so 12 are drawn
         assert (second.drawn.below, second.rounds) == (24, 1)
         third = driver.collect(16)
         assert (ordinals([third]), third.rounds) == ([16, 17, 18, 19], 0)
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_what_was_drawn_too_much_begins_the_next_step_as_it_was_answered(
+def test_surplus_groups_are_carried_into_the_next_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, full: bool
 ) -> None:
-    """Also after a death behind the checkpoint between the two, and where the disk was full until shortly before. There
-    is none while it is full."""
-    monkeypatch.setattr(driver_module, "dist", Threads(1))
-    monkeypatch.setattr(driver_module, "exchange", lambda made, *_: made)
+    """Also if the process dies after the checkpoint between the two steps, and if the disk was full before it. While
+    the disk is full, the checkpoint fails."""
+    monkeypatch.setattr(driver_module, "dist", ThreadRanks(1))
+    monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)
     config = dynamic(4, 8, partial="regenerate")
     agent, again = Agent(dull={0, 1, 2}, long={8}), Agent(long={8})
     with driver_of(agent, config, folder=tmp_path / "bank") as driver:
@@ -267,7 +249,7 @@ def test_what_was_drawn_too_much_begins_the_next_step_as_it_was_answered(
                     driver.begin_checkpoint(1, 7)()
         driver.begin_checkpoint(1, 7)()
         (file,) = bank_files(tmp_path / "bank")
-        assert "attempt" in [entry.head["kind"] for entry in scan(file).entries]  # which line of training this is
+        assert "attempt" in [entry.head["kind"] for entry in scan(file).entries]  # identifies the line of training
         copytree(tmp_path / "bank", tmp_path / "left")
         driver._inference.policy_version = 1
         second = driver.collect(7)
@@ -278,7 +260,7 @@ def test_what_was_drawn_too_much_begins_the_next_step_as_it_was_answered(
     assert (second.drawn, second.rounds) == (restarted.drawn, restarted.rounds)
     assert (second.groups, second.dropped) == (restarted.groups, restarted.dropped)
     asked, asked_again = ([(each.ordinal, each.key) for each in one.requests] for one in (agent, again))
-    assert asked_again[0][0] == 8  # what is too long leaves nothing
+    assert asked_again[0][0] == 8  # a prompt that is too long leaves no record
     assert asked_again[1:] == asked[9:]
 
 
@@ -286,14 +268,14 @@ def no_space(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_when_the_rounds_are_used_up_groups_without_signal_stand_in() -> None:
+def test_after_the_last_round_groups_without_signal_fill_the_batch() -> None:
     ((batch,),) = collect(Agent(set(range(1000))), dynamic(4, 3), ranks=1)
-    assert batch.rounds == 2  # 4 prompts, and the share of them of use being next to none, 8 at once
+    assert batch.rounds == 2  # 4 prompts, then 8 at once, because none was usable
     assert [group.ordinal for group in batch.groups] == [8, 9, 10, 11]
     assert batch.dropped == dict.fromkeys(range(8), "no signal")
 
 
-def test_a_penalty_on_long_answers_is_no_signal_where_all_are_wrong() -> None:
+def test_a_penalty_on_long_answers_is_no_signal_if_all_are_wrong() -> None:
     class Rambles(Agent):
         async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
             group = await super().group_rollout(request)
@@ -308,15 +290,14 @@ def test_a_penalty_on_long_answers_is_no_signal_where_all_are_wrong() -> None:
     assert (ordinals([batch]), batch.dropped) == ([1, 3], {0: "no signal", 2: "no signal"})
 
 
-def test_a_lost_answer_is_no_reward_of_zero() -> None:
-    """It is missing from its group and counted: the others' mean is theirs alone."""
+def test_a_lost_answer_is_not_a_reward_of_zero() -> None:
     ((batch,),) = collect(Agent(lost={2}), tiny_run(), ranks=1)
     lost = batch.groups[2]
     assert [trajectory.reward for trajectory in lost.trajectories] == [0.0, 1.0, 0.0]
     assert lost.failures == {"timeout": 1}
 
 
-def test_a_group_with_one_answer_or_none_left_has_no_signal() -> None:
+def test_a_group_with_at_most_one_answer_left_has_no_signal() -> None:
     class LosesAlmostAll(Agent):
         async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
             left = [trajectory([1], [2], 1.0)] if request.ordinal == 0 else []
@@ -327,7 +308,7 @@ def test_a_group_with_one_answer_or_none_left_has_no_signal() -> None:
     ((batch,),) = collect(LosesAlmostAll(), dynamic(2, 4), ranks=1)
     assert batch.dropped == {0: "no signal", 1: "no signal"}
     assert ordinals([batch]) == [2, 3]
-    assert batch.failures == {"timeout": 3 + 4}, "what a group lost counts, though nothing trains on it"
+    assert batch.failures == {"timeout": 3 + 4}, "lost answers count, though no step trains on the group"
 
 
 @examples(15)
@@ -339,28 +320,27 @@ def test_a_group_with_one_answer_or_none_left_has_no_signal() -> None:
     ranks=st.integers(1, 3),
     dynamic_=st.booleans(),
 )
-def test_a_prompt_too_long_is_dropped_and_ends_no_run(
+def test_a_prompt_that_is_too_long_is_dropped(
     dull: set[int], long: set[int], prompts: int, rounds: int, ranks: int, dynamic_: bool
 ) -> None:
-    """Its ordinal has that reason and no other; another prompt takes its place only where there is a further round."""
+    """Another prompt replaces it only if there is a further round."""
     config = dynamic(prompts, rounds) if dynamic_ else tiny_run(grpo={"prompts_per_step": prompts})
     (step,) = collect(Agent(dull, long=long), config, ranks)
     one = step[0]
     drawn = range(one.next_ordinal)
     assert {ordinal for ordinal, reason in dropped(step).items() if reason == "prompt too long"} == long & {*drawn}
     assert sorted([*ordinals(step), *dropped(step)]) == list(drawn)
-    places = [place for batch in step for place in batch.positions]
-    assert len({*places}) == len(places) == len(ordinals(step))
-    assert {*places} == {*range(len(places))}
-    assert len(places) == prompts or len(drawn) == prompts * (rounds if dynamic_ else 1)
+    positions = sorted(position for batch in step for position in batch.positions)
+    assert positions == [*range(len(ordinals(step)))]
+    assert len(positions) == prompts or len(drawn) == prompts * (rounds if dynamic_ else 1)
 
 
-def test_an_agents_error_is_not_swallowed() -> None:
+def test_an_error_of_an_agent_is_raised() -> None:
     class Broken(Agent):
         async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
             raise RuntimeError("no such tool")
 
     with pytest.MonkeyPatch.context() as patch, driver_of(Broken(), tiny_run()) as driver:
-        patch.setattr(driver_module, "dist", Threads(1))
+        patch.setattr(driver_module, "dist", ThreadRanks(1))
         with pytest.raises(RuntimeError, match="no such tool"):
             driver.collect(0)

@@ -1,4 +1,4 @@
-"""A driver whose agents go on while the ranks train: batches in order, as far ahead as the bound, nothing lost."""
+"""Generation ahead of training: batches in order, at most max_lag steps ahead, and nothing lost."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from bank_helpers import bank_in
 from core_helpers import quiet_safe_points, tiny_run, trajectory
 from scripted_replica import until
+from thread_ranks import ThreadRanks
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
@@ -30,8 +30,8 @@ PROMPTS = 3
 
 
 class Agent(GroupedRolloutGenerator):
-    """Answers an ordinal when it is let to; all of them, where nothing is held back. Groups of the ordinals in `dull`
-    have equal rewards and have lost one answer."""
+    """Agent that finishes ordinals in `held` only after `let`. Groups of ordinals in `dull` have equal rewards and have
+    lost one answer, and prompts of ordinals in `long` are too long."""
 
     def __init__(self, held: Sequence[int] = (), dull: Sequence[int] = (), long: Sequence[int] = ()) -> None:
         self.begun: list[int] = []
@@ -65,22 +65,6 @@ class Agent(GroupedRolloutGenerator):
         return TrajectoryGroup(request.ordinal, request.problem, answers, {"timeout": 1} if dull else {})
 
 
-class Threads:
-    """Stands in for torch.distributed where ranks are threads and a group is the rank's number."""
-
-    ReduceOp = torch.distributed.ReduceOp
-
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=20)
-        self._parts: list[torch.Tensor] = [torch.empty(0)] * ranks
-
-    def all_reduce(self, tensor: torch.Tensor, op: Any, group: int) -> None:
-        self._parts[group] = tensor.clone()
-        self._barrier.wait()
-        tensor.copy_(torch.stack(self._parts).amax(0))
-        self._barrier.wait()
-
-
 def ahead(max_lag: int, dynamic: bool = False, **more: Any) -> RunConfig:
     grpo = {"prompts_per_step": PROMPTS, "dynamic_sampling": {"enabled": dynamic}}
     return tiny_run(grpo=grpo, training={"steps": 50}, **{"async": {"max_lag": max_lag, **more}})
@@ -111,8 +95,8 @@ def driver_of(
 
 @pytest.fixture(autouse=True)
 def _without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "dist", Threads(1))
-    monkeypatch.setattr(driver_module, "exchange", lambda made, *_: made)  # each trains on what it made
+    monkeypatch.setattr(driver_module, "dist", ThreadRanks(1))
+    monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)  # each rank keeps its own
 
 
 def ordinals(*batches: RolloutBatch) -> list[int]:
@@ -120,7 +104,7 @@ def ordinals(*batches: RolloutBatch) -> list[int]:
 
 
 @pytest.mark.parametrize("max_lag", [1, 2])
-def test_while_a_step_trains_so_many_further_batches_are_answered(tmp_path: Path, max_lag: int) -> None:
+def test_max_lag_further_batches_are_begun_while_a_step_trains(tmp_path: Path, max_lag: int) -> None:
     agent = Agent()
     with driver_of(agent, ahead(max_lag), tmp_path) as driver:
         batch = driver.collect(0)
@@ -130,7 +114,7 @@ def test_while_a_step_trains_so_many_further_batches_are_answered(tmp_path: Path
         assert ordinals(driver.collect(batch.next_ordinal)) == [3, 4, 5]
 
 
-def test_a_prompt_that_takes_long_holds_up_its_own_batch_and_no_generation(tmp_path: Path) -> None:
+def test_a_slow_prompt_delays_its_batch_but_no_other_generation(tmp_path: Path) -> None:
     agent = Agent(held=[1])
     with driver_of(agent, ahead(1), tmp_path) as driver:
         threading.Timer(0.05, agent.let, [1]).start()
@@ -138,7 +122,7 @@ def test_a_prompt_that_takes_long_holds_up_its_own_batch_and_no_generation(tmp_p
         assert {0, 1, 2, 3, 4, 5} <= {*agent.begun}
 
 
-def test_the_run_answers_nothing_beyond_its_last_step(tmp_path: Path) -> None:
+def test_nothing_is_generated_beyond_the_last_step(tmp_path: Path) -> None:
     agent = Agent()
     config = ahead(2).model_copy(update={"training": ahead(2).training.model_copy(update={"steps": 2})})
     with driver_of(agent, config, tmp_path) as driver:
@@ -151,19 +135,19 @@ def test_groups_without_signal_and_prompts_too_long_are_settled_with_their_reaso
     agent = Agent(dull=[0, 4], long=[2])
     with driver_of(agent, ahead(1, dynamic=True), tmp_path) as driver:
         batch = driver.collect(0)
-        assert driver._in_flight._recording._open == {}, "what is settled is kept for ever"
+        assert driver._in_flight._recording._open == {}, "settled requests are kept"
     assert (ordinals(batch), batch.next_ordinal) == ([1, 3, 5], 6)
     assert batch.dropped == {0: "no signal", 2: "prompt too long", 4: "no signal"}
-    assert batch.failures == {"timeout": 2}, "what a group lost counts, though nothing trains on it"
+    assert batch.failures == {"timeout": 2}, "lost answers count, though no step trains on the group"
 
 
-def test_what_is_overdue_is_given_up_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_overdue_groups_are_dropped_on_request(tmp_path: Path) -> None:
     agent = Agent(held=[1])
     with driver_of(agent, ahead(1, on_overdue="drop"), tmp_path) as driver:
         waiting = threading.Timer(0.2, agent.let, [1])
         waiting.start()
         first = driver.collect(0)
-        assert ordinals(first) == [0, 1, 2], "not overdue: it may be trained on one step later"
+        assert ordinals(first) == [0, 1, 2], "not overdue: the next step may train on it too"
         waiting.join()
 
     agent = Agent(held=[4])
@@ -173,8 +157,8 @@ def test_what_is_overdue_is_given_up_where_that_is_asked_for(tmp_path: Path) -> 
         until(lambda: agent.cancelled == [4], "its answers are cancelled")
 
 
-def test_groups_begun_while_a_step_trains_are_as_old_as_the_weights_that_it_replaces(tmp_path: Path) -> None:
-    """Prompt 9 takes the place of the overdue 4, and is begun while step 2 trains, by the weights after step 1."""
+def test_the_age_of_a_group_begun_while_a_step_trains_counts_from_the_weights_before_that_step(tmp_path: Path) -> None:
+    """Prompt 9 replaces the overdue prompt 4. It is begun while step 2 trains, with the weights after step 1."""
     agent = Agent(held=[4, 9])
     with driver_of(agent, ahead(1, on_overdue="drop"), tmp_path) as driver:
         second = driver.collect(driver.collect(0).next_ordinal)
@@ -187,9 +171,9 @@ def test_groups_begun_while_a_step_trains_are_as_old_as_the_weights_that_it_repl
         assert (ordinals(third), dict(third.dropped)) == ([7, 8, 10], {9: "overdue"})
 
 
-def test_ranks_agree_on_the_batch_and_each_answers_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_batch_and_each_rolls_out_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, steps = 3, 4
-    monkeypatch.setattr(driver_module, "dist", Threads(ranks))
+    monkeypatch.setattr(driver_module, "dist", ThreadRanks(ranks))
     agents = [Agent() for _ in range(ranks)]
     batches: list[list[RolloutBatch]] = [[] for _ in range(ranks)]
 
@@ -207,12 +191,12 @@ def test_ranks_agree_on_the_batch_and_each_answers_its_own(tmp_path: Path, monke
         thread.join(timeout=30)
     for step, parts in enumerate(zip(*batches, strict=True)):
         assert sorted(ordinals(*parts)) == [*range(step * PROMPTS, (step + 1) * PROMPTS)]
-        assert sorted(place for part in parts for place in part.positions) == [*range(PROMPTS)]
+        assert sorted(position for part in parts for position in part.positions) == [*range(PROMPTS)]
     begun = [ordinal for agent in agents for ordinal in agent.begun]
-    assert sorted(begun) == [*range(len(begun))], "two ranks answer one prompt"
+    assert sorted(begun) == [*range(len(begun))], "two ranks rolled out one prompt"
 
 
-def test_what_was_answered_ahead_outlives_a_drain(tmp_path: Path) -> None:
+def test_groups_finished_ahead_survive_a_drain(tmp_path: Path) -> None:
     agent = Agent(held=[4])
     with driver_of(agent, ahead(1), tmp_path) as driver:
         driver.collect(0)
@@ -223,10 +207,10 @@ def test_what_was_answered_ahead_outlives_a_drain(tmp_path: Path) -> None:
     again = Agent()
     with driver_of(again, ahead(1), tmp_path, attempt=2) as driver:
         assert ordinals(driver.collect(0), driver.collect(PROMPTS)) == [*range(2 * PROMPTS)]
-    assert sorted(again.begun)[0] == 4, "those before it were scored"
+    assert sorted(again.begun)[0] == 4, "those before it are in the bank"
 
 
-def test_an_agents_error_is_not_swallowed(tmp_path: Path) -> None:
+def test_an_error_of_an_agent_is_raised(tmp_path: Path) -> None:
     class Broken(Agent):
         async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
             raise RuntimeError("no such tool")
