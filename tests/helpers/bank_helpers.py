@@ -1,4 +1,4 @@
-"""What the tests of the bank share: lineages, entries without a file, banks, and a driver that is interrupted."""
+"""Helpers for tests of the bank: lineages, entries without a file, banks, and an interrupted driver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOWHERE = Path("nowhere.bank")
 
 
 def lineage(attempt: int, policy_version: int = 0, recipe: str = "r") -> Lineage:
-    """Of an attempt that went on from the checkpoint with that policy version."""
+    """Lineage of an attempt that resumed from the checkpoint with this policy version."""
     return Lineage("run", attempt, policy_version, policy_version, recipe)
 
 
@@ -39,14 +39,14 @@ def entry(head: dict[str, Any], size: int = 100) -> Entry:
 def bank_in(
     folder: Path, attempt: int = 1, resume: ResumeConfig | None = None, policy_version: int = 0, **where: int
 ) -> Bank:
-    """The bank of an attempt's only driver, unless `where` says otherwise, that goes on from a checkpoint of the given
-    policy version, or from nothing."""
-    place = {"next_ordinal": 0, "driver": 0, "drivers": 1} | where
-    return Bank(folder, resume or ResumeConfig(), lineage(attempt, policy_version), **place)
+    """Open the bank of an attempt that resumed from a checkpoint with this policy version, by default for its only
+    driver."""
+    defaults = {"next_ordinal": 0, "driver": 0, "drivers": 1}
+    return Bank(folder, resume or ResumeConfig(), lineage(attempt, policy_version), **defaults | where)
 
 
 def drive(run: Run, bank: Bank, agent: GroupedRolloutGenerator | None = None) -> None:
-    """Give a run a driver with this bank, and this agent in place of its environment, as if it had been built so."""
+    """Give a run a driver with this bank, and with this agent instead of its environment."""
     agent = agent or run.environment
     run.generation = replace(run.generation, loop=loop_of(run))
     parts = (agent, agent.training_sets(), run.engine, bank, run.config, run.groups, run.safe_points)
@@ -64,8 +64,8 @@ def collect(
     stop_after: int | None = None,
     agent: GroupedRolloutGenerator | None = None,
 ) -> list[TrajectoryGroup]:
-    """The groups of a driver whose share, unless it is given, is the run's first step; none where it was asked to leave
-    after `stop_after` steps of the engine."""
+    """Roll out a share, by default the run's first step, and return its groups; none if asked to leave after
+    `stop_after` steps of the engine."""
     step, steps = run.engine.step, 0
     share = share or range(run.config.grpo.prompts_per_step)
     agent = agent or run.environment
@@ -86,7 +86,7 @@ def collect(
         try:
             loop.do(lambda it: groups.begin(it, share, 0))
             loop.advance(lambda: loop.wait(groups.unfinished(share)))
-            loop.do(lambda _: groups.states(share, None))  # raises what an agent has raised
+            loop.do(lambda _: groups.states(share, None))  # raises an agent's exception
             return [] if run.safe_points.drain.asked else loop.do(lambda _: groups.finished())
         finally:
             run.safe_points.drain.asked = False

@@ -1,4 +1,4 @@
-"""What the checkpoint tests share: small sharded states, and ranks that are real processes."""
+"""Helpers for tests of checkpoints: small sharded states, and ranks that are real processes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def checkpointer(folder: Path, **config: Any) -> Checkpointer:
 def load(
     folder: Path, sharded_state: dict[str, Any], data: dist.ProcessGroup, expert_data: dist.ProcessGroup | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State and meta of a checkpoint, every byte of which was verified."""
+    """Verify a checkpoint, and return its state and meta."""
     return read(verify(folder, world()), sharded_state, data, expert_data)
 
 
 def world() -> dist.ProcessGroup:
-    """All ranks; over gloo, as a control group is."""
+    """Gloo group of all ranks, like a control group."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
 def sharded_state(value: float, rank: int = 0, world_size: int = 1, rows: int = 64) -> dict[str, Any]:
-    """A tensor split over the ranks, one that rank 0 saves for all, an object per rank, and plain values."""
+    """State with a tensor split over the ranks, a replicated tensor, an object per rank, and plain values."""
     local = rows // world_size
     mine = value + torch.arange(rank * local, (rank + 1) * local, dtype=torch.float32)
     return {
@@ -58,7 +58,7 @@ def sharded_state(value: float, rank: int = 0, world_size: int = 1, rows: int = 
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal bit for bit, through dicts and lists."""
+    """Whether nested dicts and lists of tensors are bit-equal."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -69,7 +69,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def data_of(state: Any) -> Any:
-    """A sharded state as `load` gives it back."""
+    """Return a sharded state as `load` returns it."""
     if isinstance(state, (ShardedTensor, ShardedObject)):
         return state.data
     if isinstance(state, dict):
@@ -78,14 +78,14 @@ def data_of(state: Any) -> Any:
 
 
 def outcome(checkpointer: Checkpointer) -> Published | SaveFailed:
-    """The one outcome of the save under way."""
+    """Wait for the only save in progress, and return its outcome."""
     checkpointer.wait()
     (only,) = checkpointer.poll()
     return only
 
 
 def ended(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
-    """Exit codes; those still there after `timeout_s` are killed."""
+    """Wait for processes, kill those that run after `timeout_s`, and return the exit codes."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -96,7 +96,7 @@ def ended(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None
 
 
 class Ranks:
-    """`function(rank, world_size, *args)` on ranks that are processes of a gloo group of their own."""
+    """Runs `function(rank, world_size, *args)` in one process per rank, in their own gloo group."""
 
     def __init__(self, folder: Path, world_size: int, function: Callable[..., Any], *args: Any) -> None:
         self.folder = folder / f"ranks-{time.monotonic_ns()}"
@@ -109,7 +109,7 @@ class Ranks:
             process.start()
 
     def join(self, timeout_s: float = 60.0) -> list[int | None]:
-        """Exit codes; none of the processes outlives this call."""
+        """Return the exit codes. No process survives this call."""
         return ended(self.processes, timeout_s)
 
     def results(self, timeout_s: float = 60.0) -> list[Any]:

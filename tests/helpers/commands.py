@@ -1,5 +1,5 @@
-"""mrl and mrl-submit as a shell starts them, without the half second in which they load: each is forked from a process
-that has loaded them already. It has the session, environment, directory and streams that it is given.
+"""mrl and mrl-submit as started by a shell, without the half second of imports: each command is forked from a process
+that has imported them. It has its own session, and the given environment, directory and streams.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import IO, Any
 
 PROGRAMS = {name: Path(sys.executable).with_name(name) for name in ("mrl", "mrl-submit")}
 ROOMS = ("launcher.cli", "launcher.backends", "launcher.doctor", "launcher.job", "launcher.runs")
-"""What the commands import when they are used. What an optional library is needed for is not among it."""
+"""Packages that commands import when they run, except those that need an optional library."""
 
 
 ANSWER = struct.Struct("i")
-"""The process id of a command, then its exit code."""
+"""Message with the process id of a command, then one with its exit code."""
 
 
 class Command:
-    """A started command: a subprocess.Popen in all that tests ask of one. Text only."""
+    """A started command with the part of the interface of subprocess.Popen that tests use. Text only."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Command:
         Args:
             words: mrl or mrl-submit, and its arguments.
             stdout, stderr: a file descriptor, or as for Popen. Standard input is empty.
-            before: Python that the process runs first.
+            before: Python code that the process runs first.
         """
         self.args = list(map(str, words))
         self.returncode: int | None = None
@@ -129,7 +129,7 @@ class Command:
 
 
 def run(words: Sequence[str | Path], timeout: float = 60.0, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command from start to end; killed after `timeout` seconds. options: of Command."""
+    """Run a command to its end; kill it after `timeout` seconds. options: arguments of Command."""
     command = Command(words, **options)
     try:
         said, errors = command.communicate(timeout)
@@ -140,7 +140,7 @@ def run(words: Sequence[str | Path], timeout: float = 60.0, **options: Any) -> s
 
 @functools.cache
 def _server() -> socket.socket:
-    """Started when it is needed; it ends with this process."""
+    """Start the process that commands are forked from. It ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     file = str(theirs.fileno())
     process = subprocess.Popen([sys.executable, __file__, file], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -160,7 +160,7 @@ def _load() -> None:
 
 
 def _next_command(control: socket.socket) -> dict[str, Any]:
-    """What to be. Returns in a new process for each command."""
+    """Wait for requests. Returns the request, in a new process for each command."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 4)
         with contextlib.suppress(ChildProcessError):
@@ -182,7 +182,7 @@ def _next_command(control: socket.socket) -> dict[str, Any]:
                 os.close(stream)
             os.write(channel, ANSWER.pack(pid))
             _, status = os.waitpid(pid, 0)
-            with contextlib.suppress(BrokenPipeError):  # nobody asks any more
+            with contextlib.suppress(BrokenPipeError):  # no one waits for the exit code
                 os.write(channel, ANSWER.pack(os.waitstatus_to_exitcode(status)))
             os._exit(0)
         for descriptor in descriptors:
@@ -191,13 +191,13 @@ def _next_command(control: socket.socket) -> dict[str, Any]:
 
 def main() -> None:
     _load()
-    gc.freeze()  # or each command would look through all of it at its end
+    gc.freeze()  # otherwise each command would scan all imported objects at its end
     command = _next_command(socket.socket(fileno=int(sys.argv[1])))
     os.setsid()
     os.chdir(command["cwd"])
     os.environ.clear()
     os.environ.update(command["env"])
-    tempfile.tempdir = None  # where the new environment has it
+    tempfile.tempdir = None  # read again from the new environment
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False, buffering=1, errors="backslashreplace")

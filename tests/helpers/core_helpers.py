@@ -1,4 +1,4 @@
-"""What the tests of the numerical core share: a tiny policy, and trajectories that look sampled."""
+"""Helpers for tests of the numerical core: a tiny policy, and trajectories that look sampled."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tiny_model(**fields: Any) -> ModelConfig:
 
 
 def tiny_run(**sections: dict[str, Any]) -> RunConfig:
-    """A recipe for one rank; `sections` are laid over its sections."""
+    """Recipe for one rank; `sections` override keys of its sections."""
     recipe: dict[str, Any] = {
         "name": "tiny",
         "job": {"nodes": 1, "gpus_per_node": 1, "device": "cpu", "threads_per_rank": 1},
@@ -77,7 +77,7 @@ def tiny_run(**sections: dict[str, Any]) -> RunConfig:
 def tiny_policy(
     platform: Platform, model: ModelConfig | None = None, scale: float = 0.3, recompute: Recompute = "none"
 ) -> Policy:
-    """Random weights, the biases and norms included; `scale` makes its distributions far from uniform."""
+    """Build a policy with random weights, biases and norms; `scale` makes its distributions far from uniform."""
     platform.seed(5)
     policy = build_policy(model or tiny_model(), VOCAB, platform, recompute)
     stir(policy, scale)
@@ -85,19 +85,19 @@ def tiny_policy(
 
 
 def quiet_safe_points() -> SafePoints:
-    """Of a rank that nobody asks to leave and whose files nobody reads."""
+    """Safe points of a rank that is never asked to leave and writes no files."""
     attempt = RunDir("/nonexistent").attempt(1)
     return SafePoints(Activity(attempt, published=False), DrainListener(attempt), Timeline())
 
 
 @cache
 def _folders() -> tempfile.TemporaryDirectory[str]:
-    """Of runs whose files nobody reads. Made by who has such runs: ranks, which leave it behind, have none."""
+    """Folder for runs whose files no test reads. Created only on use: ranks would not delete theirs."""
     return tempfile.TemporaryDirectory(prefix="mrl-runs-")
 
 
 def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float = 0.3) -> Run:
-    """A run whose policy, and with a KL penalty its reference, have distributions far from uniform."""
+    """Set up a run whose policy and reference, if any, have distributions far from uniform."""
     run_dir = RunDir(tempfile.mkdtemp(dir=_folders().name))
     run = set_up(run_dir, run_dir.attempt(1), config, platform, groups, quiet_safe_points())
     stir(run.trainer.policy, scale)
@@ -118,7 +118,7 @@ def stir(policy: Policy, scale: float, seed: int = 11) -> None:
 
 @torch.no_grad()
 def full_forward(policy: Policy, tokens: Sequence[int]) -> Tensor:
-    """[tokens, vocab] logits of one sequence on its own, no cache and nothing shared."""
+    """[tokens, vocab] logits of a single sequence, without a cache or a shared prefix."""
     layout = policy.layout(whole_sequences([len(tokens)]))
     return policy(torch.tensor(tokens), torch.arange(len(tokens)), layout)
 
@@ -133,7 +133,7 @@ def answer_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int]
 
 
 def trajectory(prompt: list[int], answer: list[int], reward: float = 0.0, text: str = "", **fields: Any) -> Trajectory:
-    """One answer; `fields` are of its completion, of which one policy version may stand for all."""
+    """Trajectory of one answer. fields: values of its completion; `policy_version` sets all its versions."""
     versions = [fields.pop("policy_version", 0)] * len(answer)
     defaults = {"logprobs": [-1.0] * len(answer), "finish_reason": "stop", "versions": versions}
     return Trajectory.single(prompt, Completion(tokens=answer, **(defaults | fields)), text, reward)
@@ -150,13 +150,13 @@ def answer_of(one: Trajectory) -> list[int]:
 def packed(
     trajectories: Sequence[Trajectory], chosen: Sequence[int] | None = None, limit: int = 10**9
 ) -> list[MicroBatch]:
-    """The chosen trajectories, or all, in micro-batches."""
+    """Pack the chosen trajectories, by default all, into micro-batches."""
     tokens, masks = [each.tokens for each in trajectories], [each.loss_mask for each in trajectories]
     return pack(tokens, masks, range(len(trajectories)) if chosen is None else chosen, limit)
 
 
 def random_groups(groups: int, group_size: int, seed: int = 0, longest: int = 7) -> list[TrajectoryGroup]:
-    """Groups of prompts and answers of mixed lengths, with rewards that mostly differ."""
+    """Groups with prompts and answers of mixed lengths, and rewards that mostly differ."""
     draw = random.Random(seed)
 
     def tokens(low: int, high: int) -> list[int]:
@@ -170,15 +170,15 @@ def random_groups(groups: int, group_size: int, seed: int = 0, longest: int = 7)
             prompt, answer, draw.choice([0.0, 0.5, 1.0]), logprobs=logprobs, finish_reason="length" if cut else "stop"
         )
 
-    made = []
+    found = []
     for ordinal in range(groups):
         prompt = tokens(1, 9)
-        made.append(TrajectoryGroup(ordinal, Problem("", {}), [answer(prompt) for _ in range(group_size)], {}))
-    return made
+        found.append(TrajectoryGroup(ordinal, Problem("", {}), [answer(prompt) for _ in range(group_size)], {}))
+    return found
 
 
 def batch_of(groups: list[TrajectoryGroup], first: int, last: int) -> RolloutBatch:
-    """The share [first, last) of a recorded batch."""
+    """Share [first, last) of a recorded batch."""
     failures: Counter[str] = Counter()
     for group in groups[first:last]:
         failures.update(group.failures)

@@ -1,8 +1,8 @@
-"""A disk that stops: from the n-th change on, nothing that the process does reaches its files any more.
+"""A disk that stops: from the n-th change on, the process no longer changes its files.
 
-That is what SIGKILL leaves behind and, where what was not fsynced is taken away as well, what is left on shared
-storage by a node that lost its power. All in one process, so that every moment of a run can be tried in milliseconds.
-Changes are seen in Python's own functions for them: `open`, `os.rename` and so on, below one folder.
+Its files are then as after SIGKILL or, if unsynced bytes are removed too, as after a power failure of a node with
+shared storage. All of it runs in one process, so tests can try every moment of a run in milliseconds. The disk
+intercepts Python's functions for changes below one folder: `open`, `os.rename` and so on.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ _CHANGING = ("link", "mkdir", "remove", "rename", "replace", "rmdir", "symlink",
 
 
 class Killed(BaseException):
-    """The process is dead; raised again whenever it tries to change a file, as from its `finally` blocks."""
+    """The process is dead. Raised again for every later change, for example in `finally` blocks."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """When and how a process dies."""
+    """Moment and manner of a process's death."""
 
     at: int
-    """The change, counted from 1, that does not happen any more."""
+    """Number of the first change, counted from 1, that does not happen."""
     torn: float = 0.0
-    """Share of the bytes that reach the file where this change is a write."""
+    """Share of the bytes that reach the file if this change is a write."""
     power: bool = False
-    """The machine dies, not just the process: what was not fsynced is gone."""
+    """Whether the machine dies, not just the process: unsynced bytes are lost."""
 
 
 class Disk:
-    """Sees the changes below `root` while `patch` lasts."""
+    """Intercepts changes below `root` while `patch` is active."""
 
     def __init__(
         self, root: Path, patch: pytest.MonkeyPatch, death: Death | None = None, *, watch: bool = False
     ) -> None:
-        """watch: collect in `deaths` what each death would have left."""
+        """watch: whether to collect in `deaths` the files that a death at each moment would leave."""
         self.changes: list[str] = []
-        """Their kinds so far."""
+        """Kinds of the changes so far."""
         self.deaths: list[State] = []
         self.left: State = {}
-        """At the moment of death."""
+        """Files at the moment of death."""
         self.synced: dict[int, int] = {}
-        """Bytes that are safe, by inode, of files that have had more since."""
+        """Inode -> synced bytes, for files that have unsynced ones."""
         self._root = root
         self._death = death
         self._watch = watch
@@ -65,7 +65,7 @@ class Disk:
             patch.setattr(os, name, self._seen(name, getattr(os, name)))
 
     def state(self, *, power: bool = False) -> State:
-        """What a death of the process, or of the machine, leaves if it comes now."""
+        """Return the files that a death of the process, or of the machine, would leave now."""
         found: State = {}
         for path in sorted(self._root.rglob("*")):
             name = str(path.relative_to(self._root))
@@ -75,7 +75,7 @@ class Disk:
         return found
 
     def change(self, kind: str, file: _Raw | None = None, data: bytes = b"") -> None:
-        """To be called before each; of a write, with its file and data."""
+        """Record a change before it happens; a write also gives its file and data."""
         if self._dead:
             raise Killed
         self.changes.append(kind)
@@ -114,7 +114,7 @@ class Disk:
         return buffered if "b" in mode else io.TextIOWrapper(buffered, *text, **options)
 
     def _fsync(self, descriptor: int) -> None:
-        """Only noted: these files need not outlive the test."""
+        """Record an fsync without executing it: these files need not survive the test."""
         self.change("fsync")
         self.synced.pop(os.fstat(descriptor).st_ino, None)
 

@@ -1,4 +1,4 @@
-"""ClusterFacts of recorded clusters, and what tests of the doctor vary about them."""
+"""ClusterFacts of recorded clusters, and their variations in tests of the doctor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORDED = Path(__file__).parent / "slurm_output"
 
 
 def slurm(cluster: str, **texts: str) -> SlurmFacts:
-    """What the cluster of that directory says, with some texts put in place of its own."""
+    """Recorded Slurm output of a cluster, with some texts replaced."""
 
     def fact(name: str) -> Fact:
         if name in texts:
@@ -45,7 +45,7 @@ def profile(**values: Any) -> Profile:
 
 @cache
 def recipe(*overrides: str) -> RunConfig:
-    """The demo, on one node with 8 GPUs unless told otherwise."""
+    """Recipe of the demo, by default on one node with 8 GPUs."""
     usual = ("job.device=cuda", "job.gpus_per_node=8", "grpo.prompts_per_step=512")
     return load_recipe("demo", [*usual, *overrides]).config
 
@@ -61,13 +61,13 @@ def software(**changes: Any) -> Software:
 
 
 def facts(cluster: str | SlurmFacts, **changes: Any) -> ClusterFacts:
-    """A login node where nothing is missing."""
+    """Facts of a login node that has everything."""
     said = slurm(cluster) if isinstance(cluster, str) else cluster
     return replace(ClusterFacts(said, software(), disk(), None, None, (), (), None, ()), **changes)
 
 
 def config(cluster: str, **changes: str) -> str:
-    """Its `scontrol show config` with other values."""
+    """Output of `scontrol show config` on a cluster, with some values replaced."""
     lines = [line for line in text(cluster, "config").splitlines() if line.partition(" ")[0] not in changes]
     return "\n".join([*lines, *(f"{key} = {value}" for key, value in changes.items())])
 
@@ -78,5 +78,5 @@ def found(cluster: str | SlurmFacts, topic: str, config: RunConfig | None = None
 
 
 def said(findings: list[Finding]) -> str:
-    """Their levels and texts, a line each."""
+    """Levels and texts of findings, one per line."""
     return "\n".join(f"{one.level}: {one.text}" for one in findings)

@@ -1,4 +1,4 @@
-"""How many examples Hypothesis tries where a test says so itself."""
+"""Number of examples of Hypothesis for tests that set their own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from hypothesis import settings
 
 OF_A_COMMIT = 25
-"""Examples of a test that says nothing, in `make test`."""
+"""Default number of examples in `make test`."""
 
 
 def examples(count: int, **others: Any) -> settings:
-    """`count` in `make test`, for tests that are dear or have much to find; in a profile that tries more of every test,
-    as many times more."""
+    """Settings with `count` examples in `make test`, for slow tests or those with many cases. A profile with more
+    examples by default multiplies `count` by the same factor."""
     return settings(max_examples=max(1, count * settings.default.max_examples // OF_A_COMMIT), **others)

@@ -1,4 +1,4 @@
-"""A rank that does what its script says, without torch: python fake_rank.py SCRIPT --run-dir DIR --attempt N.
+"""A rank without torch that follows a script: python fake_rank.py SCRIPT --run-dir DIR --attempt N.
 
 SCRIPT is one word for all ranks (`train`) or one for each, comma-separated (`train,crash`).
 """
@@ -63,7 +63,7 @@ def fail(error: str, code: int) -> None:
 
 
 def train(steps: int, seconds: float) -> None:
-    """Steps until the end or a drain; rank 0 records them and the outcome."""
+    """Run steps until the end or a drain. Rank 0 records them and the outcome."""
     signal.signal(signal.SIGUSR1, lambda *_: drained.append(True))
     first = len([line for line in read_json_lines(run.metrics) if line["step"] > 0]) + 1
     step = first - 1
@@ -90,7 +90,7 @@ box = BlackBox(attempt, rank, int(os.environ["WORLD_SIZE"]), activity)
 
 
 def collect() -> None:
-    """Rank 0 waits in a real collective, and rank 1 does not come."""
+    """Let rank 0 wait in a real collective that rank 1 never enters."""
     activity.enter("training", 3)
     import torch
     import torch.distributed as dist
@@ -110,7 +110,7 @@ def collect() -> None:
 
 
 def hang(doing: str, *, stopped: bool = False) -> NoReturn:
-    """In step 3; a process that is `stopped` does not even send heartbeats any more."""
+    """Hang in step 3. stopped: whether the process stops, and so sends no more heartbeats."""
     activity.phase = "training"
     activity.doing, activity.step = doing, 3
     box.start()
@@ -145,7 +145,7 @@ elif word == "beats":
     hang("beats")
 elif word == "stopped":
     hang("generate", stopped=True)
-elif word == "unable":  # of something that a rank needs before it can report anything
+elif word == "unable":  # to import a package that a rank needs before it can report an error
     raise ImportError("No module named 'torch'")
 elif word == "misconfigured":
     fail("ConfigurationError: no such tokenizer", 78)
@@ -156,17 +156,17 @@ elif word == "liar":
     sys.exit(75)
 elif word == "segfault":
     os.kill(os.getpid(), signal.SIGSEGV)
-elif word == "fragile":  # does not survive being asked for its stacks
+elif word == "fragile":  # dies when asked for its stacks
     signal.signal(signal.SIGQUIT, lambda *_: os.kill(os.getpid(), signal.SIGSEGV))
     time.sleep(600)
-elif word == "stubborn":  # hears nothing and stays
+elif word == "stubborn":  # ignores signals and stays
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
     time.sleep(600)
-elif word == "late":  # has not installed its handler when the drain comes
+elif word == "late":  # installs its handler only after the drain request
     time.sleep(1)
     train(steps=10_000, seconds=0.02)
-elif word == "parent":  # ends in order but leaves a child behind
+elif word == "parent":  # ends normally but leaves a child process
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     write_whole(attempt.folder / f"child.{rank}", str(child.pid).encode())
     train(steps=2, seconds=0.02)

@@ -1,8 +1,8 @@
-"""A file system that fails: every operation on files below one folder is counted, and one of them, or all for a while,
-fails or shows an older state than was written, as network file systems do.
+"""A file system with faults. Every operation on files below one folder is counted; one of them, or all for some
+seconds, fails or shows an older state, as network file systems do.
 
-Operations are seen in the functions that all code comes to in the end: those of `os`, `open` and what it returns,
-`fcntl.flock`. All in one process, so that every operation of a run can be tried in milliseconds.
+It intercepts the functions that all code ends in: those of `os`, `open` and its files, and `fcntl.flock`. All of it
+runs in one process, so tests can let every operation of a run fail in milliseconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ERRORS = {
     "ENOSPC": ("create", "write", "close", "fsync", "mkdir", "rename", "link"),
     "ENOLCK": ("lock",),
 }
-"""Error -> operations that it can befall."""
+"""Error -> operations that it can hit."""
 KINDS = {**ERRORS, GARBAGE: ("read",), OLDER: ("open", "stat", "list")}
 
 State = dict[str, bytes | None]
@@ -50,7 +50,7 @@ _REAL_OPEN, _REAL_FLOCK = io.open, fcntl.flock
 
 @dataclass(frozen=True)
 class Operation:
-    """What was asked of the file system, and by which lines of the product."""
+    """One operation on the file system, and the lines of the product that called it."""
 
     kind: str
     file: str
@@ -61,7 +61,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, from which operation on (counted from 0), and for how many seconds; ONCE: for that one."""
+    """A kind of fault, its first operation (counted from 0), and its duration in seconds; ONCE: a single operation."""
 
     kind: str
     at: int
@@ -69,7 +69,7 @@ class Fault:
 
 
 class Clock:
-    """The time of everybody in this process, which passes when somebody sleeps."""
+    """Time of this process, which only passes while it sleeps."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 1_800_000_000.0
@@ -82,10 +82,10 @@ class Clock:
 
 
 class FaultyFiles:
-    """Sees the operations below `root` while `patch` lasts.
+    """Intercepts the operations below `root` while `patch` is active.
 
-    Older states are those of `remember`, but for what this process has changed itself since: nobody's cache hides
-    one's own changes.
+    Older states are those of `remember`, except for later changes by this process: a cache never hides a process's own
+    changes.
     """
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch, fault: Fault | None = None) -> None:
@@ -95,16 +95,16 @@ class FaultyFiles:
         self._fault = fault
         self._until: float | None = None
         self._aside = 0
-        self._paths: dict[int, str] = {}  # of descriptors
+        self._paths: dict[int, str] = {}  # descriptor: path
         self._older: State = {}
         self._changed: set[str] = set()
-        self._moved: set[str] = set()  # into place, with all that is in it
+        self._moved: set[str] = set()  # renamed to, with all contents
         self._hidden = Path(f"{self._root}.older")
         self._patch(patch)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What happens meanwhile is done by others: it is not seen, and nothing of it fails."""
+        """Ignore operations in the block, as those of other processes: they are not counted and never fail."""
         self._aside += 1
         try:
             yield
@@ -112,10 +112,9 @@ class FaultyFiles:
             self._aside -= 1
 
     def remember(self, state: State | None = None) -> State:
-        """Have the older state be this one, for a process that starts, on another host perhaps, from here on.
+        """Set the older state for a process that starts now, perhaps on another host, and return it.
 
-        Args:
-            state: default: that of now.
+        state: older state; by default the present one.
         """
         with self.aside():
             self._older = {} if state is None else state
@@ -126,11 +125,11 @@ class FaultyFiles:
         return self._older
 
     def fail(self, fault: Fault | None) -> None:
-        """Have this fail from here on."""
+        """Replace the fault."""
         self._fault, self._until = fault, None
 
     def starts(self) -> None:
-        """A process starts that has changed nothing yet."""
+        """Forget all changes: a new process starts."""
         self._changed, self._moved = set(), set()
 
     def opened(self, descriptor: int, path: str) -> None:
@@ -140,7 +139,7 @@ class FaultyFiles:
         self._paths.pop(descriptor, None)
 
     def see(self, kind: str, path: str) -> str | None:
-        """Count an operation. The kind of the fault that befalls it."""
+        """Count an operation. Return the kind of fault that hits it, if any."""
         if self._aside:
             return None
         number = len(self.operations)
@@ -158,7 +157,7 @@ class FaultyFiles:
         return fault.kind
 
     def check(self, kind: str, path: str) -> None:
-        """Count an operation that has no older state. Raises OSError where it fails."""
+        """Count an operation that has no older state. Raises OSError if it fails."""
         fault = self.see(kind, path)
         if fault in ERRORS:
             code = getattr(errno, str(fault))
@@ -166,7 +165,7 @@ class FaultyFiles:
         if kind in CHANGES and not self._aside:
             self._changed.add(path)
 
-    # What replaces the functions
+    # Replacements of the functions
 
     def _patch(self, patch: pytest.MonkeyPatch) -> None:
         changing = {"mkdir": "mkdir", "rmdir": "rmdir", "unlink": "unlink", "remove": "unlink", "chmod": "chmod"}
@@ -191,7 +190,7 @@ class FaultyFiles:
         patch.setattr(fcntl, "flock", self._one(_REAL_FLOCK, "lock"))
 
     def _path(self, file: Any, dir_fd: int | None = None) -> str | None:
-        """Absolute, of a file below the root; None for any other."""
+        """Return the absolute path of a file below the root; None for others."""
         if isinstance(file, int):
             return self._paths.get(file)
         if not isinstance(file, str | os.PathLike):
@@ -257,7 +256,7 @@ class FaultyFiles:
         return listed
 
     def _as_it_was(self, path: str) -> str:
-        """Where the older state of a file is."""
+        """Return a path with the older state of a file."""
         with self.aside():
             names = (path, os.path.realpath(path))
         mine = any(name == changed or changed.startswith(name + os.sep) for changed in self._changed for name in names)
@@ -315,7 +314,7 @@ class FaultyFiles:
 
 
 class _Raw(io.FileIO):
-    """A file below all buffers."""
+    """Raw file, below all buffers."""
 
     def __init__(self, file: Any, mode: str, closefd: bool, path: str, files: FaultyFiles) -> None:
         super().__init__(file, mode, closefd=closefd)
@@ -350,7 +349,7 @@ class _Raw(io.FileIO):
         try:
             self._files.check("write", self._path)
         except OSError:
-            super().write(bytes(data)[: len(bytes(data)) // 2])  # what fails has often begun
+            super().write(bytes(data)[: len(bytes(data)) // 2])  # a failed write has often written a part
             raise
         return super().write(data)
 
@@ -368,11 +367,11 @@ class _Raw(io.FileIO):
 
 
 def _nothing(descriptor: int) -> None:
-    """Instead of fsync: these files need not outlive the test."""
+    """Replace fsync: these files need not survive the test."""
 
 
 def _site() -> tuple[str, ...]:
-    """The innermost three calls of the product."""
+    """Return the innermost three calls in the product."""
     found: list[str] = []
     frame = sys._getframe(2)
     while frame is not None and len(found) < 3:
@@ -392,11 +391,11 @@ def _product_file(name: str) -> str | None:
 def faults(
     operations: Sequence[Operation], each: int | None = None, seconds: float = ONCE, without: str = ""
 ) -> list[Fault]:
-    """One fault or more for each line of the product that comes to an operation, by the calls that lead there.
+    """Return faults for each chain of calls in the product that ends in an operation.
 
     Args:
-        each: kinds of fault for each, in turn; None: every kind, for every single operation.
-        without: a kind that cannot be.
+        each: number of kinds of fault for each chain, in turn; None: every kind for every single operation.
+        without: kind of fault to leave out.
     """
     if each is None:
         return [Fault(kind, at, seconds) for at, one in enumerate(operations) for kind in _kinds_of(one, without)]
@@ -415,7 +414,7 @@ def _kinds_of(operation: Operation, without: str) -> list[str]:
 
 
 class Tally:
-    """How often each kind of fault was tried on each kind of operation."""
+    """Number of tries of each kind of fault on each kind of operation."""
 
     def __init__(self) -> None:
         self.tried: Counter[tuple[str, str]] = Counter()
@@ -423,8 +422,8 @@ class Tally:
     def count(self, fault: Fault, operation: str) -> None:
         self.tried[fault.kind, operation] += 1
 
-    def tell(self, what: str, record_property: Callable[[str, object], None]) -> None:
-        """Print the numbers, and have them in pytest's report."""
+    def report(self, what: str, record_property: Callable[[str, object], None]) -> None:
+        """Print the numbers, and add them to pytest's report."""
         for kind in dict.fromkeys(kind for kind, _ in self.tried):
             of_kind = {operation: count for (fault, operation), count in sorted(self.tried.items()) if fault == kind}
             parts = ", ".join(f"{operation} {count}" for operation, count in of_kind.items())

@@ -1,4 +1,4 @@
-"""What the tests for a GPU share. MRL_GPU_TESTS_ON=cpu lets them try themselves out where there is none."""
+"""Helpers for tests on a GPU. With MRL_GPU_TESTS_ON=cpu they run without one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def metrics(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def submitted(root: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The record of a shipped recipe, run on this machine's device by `mrl-submit`."""
+    """Run a shipped recipe on this machine's device with `mrl-submit`, and return its metrics."""
     command = [sys.executable, "-c", "from launcher.cli.entry import mrl_submit; mrl_submit()", *arguments]
     device = [f"job.device={DEVICE}", "job.gpus_per_node=1", "--cluster", "local", "--run-dir", str(root)]
     done = subprocess.run([*command, *device], capture_output=True, text=True, timeout=1700, check=False)

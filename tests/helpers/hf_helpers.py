@@ -1,5 +1,5 @@
-"""Models of `transformers`, tiny and random, published as on the hub: weights in several files, config, tokenizer. The
-library takes seconds to import, which is left to who publishes one."""
+"""Tiny random models of `transformers`, published as on the hub: weights in several files, config, tokenizer. The
+library takes seconds to import, so only `publish` and `tokenizer` import it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB = 61  # padded to 64
-SHARD = 20_000  # bytes of a file at most: several files
+SHARD = 20_000  # largest size of a file, in bytes: there are several files
 TOKENS = 50
 SENTENCE = [3, 10, 4, 60, 7, 13, 0, 14, 1, 44, 21, 5]
 SIZES = {
@@ -49,19 +49,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3 MoE": EXPERTS | {"num_experts_per_tok": 2, "norm_topk_prob": True},
     "Qwen3 MoE, one expert a token": EXPERTS | {"num_experts_per_tok": 1, "norm_topk_prob": False},
 }
-"""What config.json says of each."""
+"""Name -> contents of config.json."""
 
 
 def publish(
     folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32, shard: str = "20KB"
 ) -> PreTrainedModel:
-    """A random model of this shape, saved by transformers in several files."""
+    """Save a random model of this shape with transformers, in several files."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     with torch.no_grad():
-        for weight in model.parameters():  # norms and biases would be ones and zeros
+        for weight in model.parameters():  # otherwise norms and biases are ones and zeros
             weight.copy_(torch.randn_like(weight) * 0.2 + (weight.dim() == 1))
     model.save_pretrained(folder, max_shard_size=shard)
     tokenizer().save_pretrained(folder)
@@ -69,7 +69,7 @@ def publish(
 
 
 def tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:
-    """A token for each of some characters, and one for the end."""
+    """Tokenizer with one token per character, and one for the end."""
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {"<end>": 0} | {chr(ord("0") + index): index + 1 for index in range(tokens - 1)}
@@ -80,7 +80,7 @@ def tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:
 
 
 def model_of(folder: Path, **fields: Any) -> ModelConfig:
-    """What a recipe becomes that names the folder and no more."""
+    """Model section of a recipe that only names the folder."""
     return ModelConfig(
         **shape(read_hf_config(folder))
         | {"init": "huggingface", "huggingface": str(folder), "dtype": "fp32", "vocab_multiple": 16}

@@ -1,4 +1,4 @@
-"""What stands in a run directory's JSON files, whatever the product makes of it."""
+"""Raw contents of the JSON files in a run directory, without the product's readers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in `path`, or None where there is no such file yet."""
+    """Return the value in `path`; None if the file does not exist."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -16,7 +16,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_json_lines(path: str | Path) -> list[Any]:
-    """The whole lines of a JSON-lines file, none where there is no such file yet."""
+    """Return the complete lines of a JSON-lines file; none if it does not exist."""
     try:
         lines = Path(path).read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -35,7 +35,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
-    """A process that reads at the same time finds all of the content or no file."""
+    """Write a file atomically: a concurrent reader finds all of the content or no file."""
     path = Path(path)
     draft = path.with_name(f".{path.name}.draft")  # hidden from a reader's pattern such as pid.*
     draft.write_bytes(content)

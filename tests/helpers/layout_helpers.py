@@ -1,4 +1,4 @@
-"""A model that is cut in some layout, seen as the whole: what its ranks have of every tensor, put together."""
+"""Whole tensors of a model that is split over ranks in some layout, joined from the parts of all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.rank.groups import Groups, cut
 
 
 class Layout(NamedTuple):
-    """Of as many ranks as it needs, with `dp` replicas."""
+    """Parallel layout with `dp` replicas, on the smallest number of ranks."""
 
     tp: int = 1
     pp: int = 1
@@ -37,17 +37,17 @@ class Layout(NamedTuple):
         return TrainingLayout(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, sequence_parallel=self.sequence_parallel)
 
     def groups(self) -> Groups:
-        """Of this layout, in place of those that there are. Collective."""
+        """Replace the present groups by those of this layout. Collective."""
         parallel_state.destroy_model_parallel()
         return cut(self.config, timedelta(seconds=60))
 
 
 Box = tuple[str, tuple[int, ...], Tensor]
-"""Name of a tensor of the whole model, where in it this begins, and what stands there."""
+"""Name of a tensor of the whole model, offset of a part in it, and the part."""
 
 
 def boxes(policy: Policy, of: Callable[[Tensor], Tensor]) -> list[Box]:
-    """`of(parameter)`, which may be the weight or its gradient, as a rank has it."""
+    """Return this rank's parts of `of(parameter)`, which may be the weight or its gradient."""
     found = []
     for item in nested_values(policy.sharded_state_dict()):
         if isinstance(item, ShardedTensor | ShardedTensorFactory):
@@ -60,7 +60,7 @@ def boxes(policy: Policy, of: Callable[[Tensor], Tensor]) -> list[Box]:
 
 
 def whole(of_ranks: Iterable[list[Box]]) -> dict[str, Tensor]:
-    """The whole tensors. What several ranks have they must have alike, bit for bit."""
+    """Join the parts of all ranks into whole tensors. Parts on several ranks must be bit-equal."""
     seen: dict[tuple[str, tuple[int, ...]], Tensor] = {}
     for key, offset, data in (box for of_rank in of_ranks for box in of_rank):
         known = seen.setdefault((key, offset), data)
@@ -78,7 +78,7 @@ def whole(of_ranks: Iterable[list[Box]]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def sharpen(policy: Policy) -> None:
-    """Bring the distributions of random weights far from uniform, the same way in every layout."""
+    """Make the distributions of random weights far from uniform, in the same way for every layout."""
     for name, weight in policy.named_parameters():
         if name.endswith("bias"):
             weight += 0.1
@@ -99,23 +99,23 @@ def shards_of(policy: Policy) -> list[ShardedTensor]:
 
 
 def of_whole_model(shard: ShardedTensor, version: int) -> Tensor:
-    """What this part of the model is of a model that is the same whatever the layout."""
+    """Return this part of a model whose weights depend on the version, but not on the layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{shard.key} {version}".encode()))
     around = 1.0 if "norm" in shard.key else 0.0
     whole = around + 0.2 * torch.randn(shard.global_shape, generator=generator)
     sizes = (*[1] * shard.prepend_axis_num, *shard.local_shape)
-    place = tuple(slice(start, start + size) for start, size in zip(shard.global_offset, sizes, strict=True))
-    return whole[place].reshape(shard.local_shape)
+    index = tuple(slice(start, start + size) for start, size in zip(shard.global_offset, sizes, strict=True))
+    return whole[index].reshape(shard.local_shape)
 
 
 @torch.no_grad()
 def fill(policy: Policy, version: int) -> None:
-    """Give it the weights of a version of that model."""
+    """Set a policy to the weights of a version of that model."""
     for shard in shards_of(policy):
         shard.data.copy_(of_whole_model(shard, version))
 
 
 def wrong_weights(policy: Policy, version: int) -> list[str]:
-    """Names of weights that are not those of that model."""
+    """Return the names of weights that differ from that model's."""
     shards = shards_of(policy)
     return [shard.key for shard in shards if not torch.equal(shard.data, of_whole_model(shard, version))]

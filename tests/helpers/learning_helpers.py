@@ -1,4 +1,4 @@
-"""Whole runs of shipped recipes, to see what they learn; and an environment that nothing can be learnt from."""
+"""Whole runs of shipped recipes, to measure what they learn; and an environment from which nothing can be learnt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.host.attempt.local_ranks import KEPT_MEMORY, WAITING_THREADS
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import RunDir
 
-SHUFFLED = '''"""A task with the rewards of each group dealt out anew: as many, to the wrong answers."""
+SHUFFLED = '''"""A task that shuffles the rewards of each group among its answers."""
 
 import random
 from dataclasses import replace
@@ -33,7 +33,8 @@ class Shuffled({base}):
 
 
 def install_shuffled(folder: Path, base: type) -> str:
-    """A package in `folder` that registers `base`, an environment, with shuffled rewards; the name to ask for."""
+    """Install a package in `folder` that registers the environment `base` with shuffled rewards, and return its
+    name."""
     metadata = folder / "shuffled-1.0.dist-info"
     metadata.mkdir()
     (folder / "shuffled.py").write_text(SHUFFLED.format(module=base.__module__, base=base.__name__))
@@ -43,10 +44,10 @@ def install_shuffled(folder: Path, base: type) -> str:
 
 
 def train(recipe: str, root: Path, *overrides: str, environment: str | None = None, limit_s: float = 900) -> RunDir:
-    """A finished run of a recipe, started without the launcher.
+    """Run a recipe to its end, without the launcher.
 
     Args:
-        environment: name that replaces the recipe's own, of a package in `root`.
+        environment: name of an environment in a package in `root`, instead of the recipe's.
     """
     config = load_recipe(recipe, overrides).config
     values = config.model_dump()
@@ -73,12 +74,12 @@ def train(recipe: str, root: Path, *overrides: str, environment: str | None = No
 
 
 def mean_rewards(run_dir: RunDir, first: int, last: int, metric: str = "mean_reward") -> tuple[float, float]:
-    """Mean reward, or share of right answers, of the first and of the last steps, that many."""
+    """Mean reward, or another metric, over the first `first` and over the last `last` steps."""
     curve = [line[metric] for line in lines_of(run_dir.metrics)]
     return sum(curve[:first]) / first, sum(curve[-last:]) / last
 
 
 def greedy_accuracy(run_dir: RunDir, problems: str) -> tuple[float, float]:
-    """Before and after."""
+    """Accuracy before and after training."""
     lines = lines_of(run_dir.evaluations)
     return lines[0][f"eval/{problems}/greedy_accuracy"], lines[-1][f"eval/{problems}/greedy_accuracy"]

@@ -1,4 +1,4 @@
-"""Whole runs for tests: ranks that are processes in `megatron_rl.rank_main`, watched and, at will, harmed."""
+"""Whole runs for tests: ranks are processes in `megatron_rl.rank_main`, which tests watch and may harm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARYING = ("time/", "throughput/", "system/")
 
 
 def loop_recipe(**sections: dict[str, Any]) -> dict[str, Any]:
-    """Two ranks, two updates a step, every metric present; rewards differ because the model was taught a little."""
+    """Recipe with two ranks, two updates per step and all metrics. Supervised steps make the rewards differ."""
     taught = {"steps": 40, "batch_size": 16, "learning_rate": 3e-3}
     defaults: dict[str, dict[str, Any]] = {
         "job": {"gpus_per_node": 2, "collective_timeout_s": 30},
@@ -54,7 +54,7 @@ def prepare(root: Path, recipe: dict[str, Any]) -> RunDir:
 
 
 class Attempt:
-    """One start of all ranks that train. `sabotage(rank)` runs in each of them before anything else."""
+    """One start of all training ranks. `sabotage(rank)` runs first in each of them."""
 
     def __init__(self, run_dir: RunDir, cache: Path, ranks: int = 2, sabotage: Callable[[int], None] | None = None):
         self.run_dir = run_dir
@@ -67,7 +67,7 @@ class Attempt:
     def start_replica(
         self, number: int, ranks: int = 1, start: int = 0, sabotage: Callable[[int], None] | None = None
     ) -> list[BaseProcess]:
-        """Start an inference replica beside them."""
+        """Start an inference replica."""
         environment = {START_VARIABLE: str(start)}
         started = _start(
             self.run_dir, self.number, ranks, self._cache, f"infer-{number}.{start}.", environment, sabotage, number
@@ -76,7 +76,7 @@ class Attempt:
         return started
 
     def wait_for_step(self, step: int, timeout_s: float = 90.0) -> None:
-        """Until the record holds `step`."""
+        """Wait until the metrics contain `step`."""
         deadline = time.monotonic() + timeout_s
         while not any(line["step"] >= step for line in lines_of(self.run_dir.metrics)):
             assert all(process.is_alive() for process in self.processes), f"ended before step {step}\n{self.logs()}"
@@ -84,7 +84,7 @@ class Attempt:
             time.sleep(0.002)
 
     def kill(self) -> None:
-        """SIGKILL to all ranks; none of them had finished."""
+        """Kill all ranks, none of which may have finished."""
         for process in self.processes:
             process.kill()
         assert self.exit_codes() == [-9] * len(self.processes), self.logs()
@@ -97,7 +97,7 @@ class Attempt:
 
 
 def lines_of(record: Path) -> list[dict[str, Any]]:
-    """Metrics or evaluations, the step among them."""
+    """Return the lines of metrics or evaluations, with their steps."""
     lines = read_lines(MetricsLine, record)
     assert not isinstance(lines, Unreadable)
     return [{"step": line.step, **line.values} for line in lines.records]
@@ -108,7 +108,7 @@ def outcome_of(attempt: AttemptFiles) -> Outcome | None:
 
 
 def reproducible(run_dir: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Metrics and evaluations without what may differ between runs."""
+    """Return metrics and evaluations without those that may differ between runs."""
     steps, evaluations = (
         [{name: value for name, value in line.items() if not name.startswith(VARYING)} for line in lines_of(path)]
         for path in (run_dir.metrics, run_dir.evaluations)
@@ -131,7 +131,7 @@ def _start(
     sabotage: Callable[[int], None] | None,
     replica: int | None = None,
 ) -> list[BaseProcess]:
-    """The ranks of one world. replica: whose they are; None: they train."""
+    """Start the ranks of one world. replica: number of the inference replica; None: training ranks."""
     arguments = ["--run-dir", str(run_dir.root), "--attempt", str(attempt)]
     if replica is not None:
         arguments += ["--replica", str(replica)]

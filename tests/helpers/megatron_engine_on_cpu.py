@@ -1,5 +1,5 @@
-"""megatron-core's dynamic engine on a machine without a GPU: what it asks of CUDA, and flash-attn's two functions for
-pages, each by its definition. All else of it is its own code, numbers included."""
+"""megatron-core's dynamic engine on a machine without a GPU. Calls of CUDA and the two paged functions of flash-attn
+are replaced by their definitions; all other code, including the arithmetic, is the engine's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def megatron_engine_on_cpu() -> Iterator[None]:
             ("rearrange", lambda tensor, _: tensor.flatten(2)),
         ):
             patches.enter_context(mock.patch.object(attention, name, stand_in))
-        # Its own way without Triton.
+        # The engine's own path without Triton.
         patches.enter_context(mock.patch.object(dynamic_context, "triton_append_key_value_cache", None))
         yield
 
@@ -53,9 +53,9 @@ def _varlen(
     block_table: Tensor,
     **_: Any,
 ) -> Tensor:
-    """query [tokens, heads, size], keys and values [pages, places, groups, size], block_table [rows, pages]"""
+    """query [tokens, heads, size], keys and values [pages, slots, groups, size], block_table [rows, pages]"""
     assert causal
-    out = torch.zeros_like(query)  # what pads is no row's
+    out = torch.zeros_like(query)  # padding belongs to no row
     for row, (first, end) in enumerate(zip(cu_queries[:-1].tolist(), cu_queries[1:].tolist(), strict=True)):
         length = int(cu_keys[row + 1] - cu_keys[row])
         if end > first:
@@ -76,7 +76,7 @@ def _with_kvcache(
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, length: int, scale: float) -> Tensor:
-    """The last queries of a sequence, [queries, heads, size], to all of it."""
+    """Attention of the last queries of a sequence, [queries, heads, size], to all of it."""
     used = pages[: -(-length // keys.shape[1])].long()
     seen, held = (cache[used].flatten(0, 1)[:length].transpose(0, 1)[None] for cache in (keys, values))
     mask = torch.ones(len(query), length, dtype=torch.bool).tril(length - len(query))

@@ -1,4 +1,4 @@
-"""An optimizer, updated by gradients that are drawn by the number of the update: on any device, in any memory."""
+"""An optimizer on any device and in any memory, with gradients that depend only on the number of the update."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ UPDATES = 4
 
 
 def an_optimizer(platform: Any, dtype: str, offload: Offload, **fields: Any) -> PolicyOptimizer:
-    """fields: of OptimizerConfig, and `model`, those of the model."""
+    """fields: values of OptimizerConfig, and `model`: fields of the model."""
     model = tiny_model(dtype=dtype, **fields.pop("model", {}))
     config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, **fields)
     return PolicyOptimizer(tiny_policy(platform, model), model, config, UPDATES, offload)
 
 
 def one_update(optimizer: PolicyOptimizer, number: int) -> None:
-    """As the trainer makes it."""
+    """Make an update as the trainer does."""
     optimizer.zero_grad()
     loss = torch.zeros(())
     for index, weight in enumerate(optimizer.ddp.module.parameters()):
@@ -41,7 +41,7 @@ def state_of(optimizer: PolicyOptimizer) -> dict[str, Any]:
 
 
 def adams_numbers(optimizer: PolicyOptimizer) -> dict[str, Tensor]:
-    """Wherever they are, on the CPU."""
+    """Adam's state, copied to the CPU."""
     state = state_of(optimizer)["optimizer"]
     assert state.pop("step") == UPDATES
     return {name: piece.data.cpu().clone() for name, piece in state.items()}

@@ -1,5 +1,5 @@
-"""A stand-in for CUDA graphs that runs anywhere and replays what they would: operations, with the host's numbers of the
-time of recording, on tensors that must be where they were."""
+"""A stand-in for CUDA graphs on any device. It replays operations as they would: with the host's numbers at the time of
+recording, on tensors that must have the same addresses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Operation:
 
 
 class Recording(TorchDispatchMode):
-    """The operations of a `with` block."""
+    """Recording of the operations in a `with` block."""
 
     def __init__(self) -> None:
         super().__init__()
         self._operations: list[Operation] = []
-        self._addresses: dict[int, int] = {}  # of what was there before, by the id of the tensor
+        self._addresses: dict[int, int] = {}  # addresses of earlier tensors, by their id
         self._made: set[int] = set()
 
     def __torch_dispatch__(
@@ -37,7 +37,7 @@ class Recording(TorchDispatchMode):
             if isinstance(tensor, Tensor) and id(tensor) not in self._made:
                 self._addresses[id(tensor)] = tensor.data_ptr()
         self._made |= {id(tensor) for tensor in tree_leaves(out) if id(tensor) not in self._addresses}
-        self._operations.append(Operation(func, args, kwargs or {}, out))  # which keeps them: no id comes twice
+        self._operations.append(Operation(func, args, kwargs or {}, out))  # keeps the tensors, so that no id is reused
         return out
 
     def replay(self) -> None:
@@ -46,7 +46,7 @@ class Recording(TorchDispatchMode):
         def of_now(tensor: Tensor) -> Tensor:
             if id(tensor) in made:
                 return made[id(tensor)]
-            assert tensor.data_ptr() == self._addresses[id(tensor)], "what was recorded reads where nothing is any more"
+            assert tensor.data_ptr() == self._addresses[id(tensor)], "a recorded tensor has moved"
             return tensor
 
         for each in self._operations:
@@ -71,11 +71,11 @@ class OperationRecorder:
         generation, recording = self.released, Recording()
         with recording:
             function()
-        done = True  # but for a GPU, which does nothing while it is recorded
+        done = True  # executed while recorded, unlike on a GPU
 
         def replay() -> None:
             nonlocal done
-            assert generation == self.released, "what was let go is replayed"
+            assert generation == self.released, "a released recording is replayed"
             self.replayed += 1
             if not done:
                 recording.replay()

@@ -1,4 +1,4 @@
-"""Packages that an installation may lack, and which take long to import."""
+"""Optional packages, which take long to import."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import pytest
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skips where one of them is not installed. Nothing is imported: every worker collects all tests and runs few."""
+    """Skip a test if a package is not installed. Nothing is imported, because every worker collects all tests."""
     missing = [name for name in packages if find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")

@@ -1,7 +1,7 @@
-"""What the server that ranks of tests are forked from has imported: seconds become milliseconds.
+"""Imports of the server that ranks of tests are forked from, which make seconds milliseconds.
 
-It looks for no garbage meanwhile, which takes a third of the time and finds none, and what it has imported is never
-looked at: a rank that did so would copy all of it, a third of the work of a short one.
+Garbage collection is off during the imports: it would take a third of the time and find nothing. The imported objects
+are frozen, because a rank whose collector visited them would copy all their memory, a third of a short rank's work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IMPORTED = (
 
 gc.disable()
 for name in IMPORTED:
-    with suppress(ImportError):  # of a package that is not installed
+    with suppress(ImportError):  # an optional package is not installed
         import_module(name)
 gc.freeze()
 gc.enable()

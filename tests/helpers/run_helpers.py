@@ -1,4 +1,4 @@
-"""Run directories as they stand at some moment, without anything running."""
+"""Run directories in given states, without running processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
 
 
 def fake_ranks(script: str) -> str:
-    """What a command does first whose runs on this machine are to have fake ranks: see fake_rank.py."""
+    """Return code that gives a command's local runs fake ranks (fake_rank.py), for `before` of Command."""
     command = [sys.executable, FAKE_RANK, script]
     return f"from launcher.backends import local; local.RANK_COMMAND[:] = {command!r}"
 
 
 def make_run(root: Path, *overrides: str, job_id: str | None = None, cluster: str = "local") -> RunDir:
-    """Prepared and never started; of a Slurm job where `job_id` says which."""
+    """Prepare a run that has never started. job_id: its Slurm job, if any."""
     run = RunDir(root)
     root.mkdir(parents=True)
     write_atomic(run.resolved, dump_resolved(load_recipe("demo", [f"cluster={cluster}", *overrides]).config))
@@ -34,18 +34,18 @@ def make_run(root: Path, *overrides: str, job_id: str | None = None, cluster: st
 
 
 def submitted(root: Path, *overrides: str, job_id: str | None = None, cluster: str = "local") -> RunDir:
-    """The same, and in the index."""
+    """Prepare a run with `make_run`, and add it to the index."""
     run = make_run(root, *overrides, job_id=job_id, cluster=cluster)
     assert note_submission(run, cluster, job_id) is None
     return run
 
 
 def begin(run: RunDir, attempt: int, at: float = 0.0, **facts: Any) -> None:
-    """Start an attempt on record."""
+    """Record the start of an attempt."""
     run.attempt(attempt).folder.mkdir(parents=True)
     append(run.attempts_ledger, AttemptStart(attempt, at, **facts))
 
 
 def end(run: RunDir, attempt: int, outcome: str, at: float = 0.0, **facts: Any) -> None:
-    """End an attempt on record."""
+    """Record the end of an attempt."""
     append(run.attempts_ledger, AttemptEnd(attempt, at, outcome, **facts))

@@ -1,4 +1,4 @@
-"""What workers of the sandbox's tests answer by."""
+"""Functions that the workers of the sandbox's tests run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def backtracks(text: str) -> bool:
-    """Twice as long for every further character."""
+    """Match a pattern in time that doubles with every character."""
     return re.fullmatch(r"(a+)+b", text) is not None
 
 

@@ -34,7 +34,7 @@ class _Row:
     limit: int
     pages: list[int]
     cached: list[int]
-    """Return the tokens whose keys and values are in the pages."""
+    """Tokens whose keys and values are in the pages."""
     answer: list[int]
     ended: bool = False
 

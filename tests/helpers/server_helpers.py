@@ -186,7 +186,7 @@ def scores(request: GenerationRequest) -> PromptScores:
 
 @asynccontextmanager
 async def running(engine: Any, **options: Any) -> AsyncIterator[Application]:
-    """options: of Application."""
+    """Run a server. options: arguments of Application."""
     given: dict[str, Any] = {
         "tokenizer": byte_tokenizer(),
         "model": "tiny",

@@ -1,8 +1,8 @@
-"""Whole runs on a Slurm that is a dictionary, in one thread: the real host side of a job, from `run_job` on, with steps
-that are objects and ranks that train by writing numbers. A run takes milliseconds and always does the same.
+"""Whole runs on a simulated Slurm, in one thread: the real host side of a job, from `run_job` on, with simulated steps
+whose ranks only write numbers. A run takes milliseconds and is deterministic.
 
-The run is preempted once, crashes once and then finishes, so that every operation of the host side is one of three
-attempts in three starts of the job.
+The run is preempted once, crashes once and then finishes, so the host side has three attempts in three starts of the
+job.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Killed(BaseException):
 
 @dataclass
 class Job:
-    """What Slurm knows of one."""
+    """A job as Slurm knows it."""
 
     id: str
     name: str
@@ -65,13 +65,13 @@ class Job:
     older: str = ""
     requeueable: bool = True
     marked: bool = False
-    """It has been in a grace time since Slurm last requeued it by itself."""
+    """Whether it has been in a grace time since Slurm last requeued it automatically."""
     batch_flag: int = 1
 
 
 @dataclass
 class Cluster:
-    """A Slurm of two nodes, one run on it, and what must never happen to that."""
+    """A Slurm of two nodes with one run, which records violations of the invariants of a run."""
 
     root: Path
     patch: pytest.MonkeyPatch
@@ -79,18 +79,18 @@ class Cluster:
     slurm_fault: Fault | None = None
     requeueable: bool = True
     preemptions: int = 1
-    """How often the run is preempted."""
+    """Number of preemptions of the run."""
     jobs: dict[str, Job] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     failed_commands: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    """What each start said."""
+    """Output of each start."""
     codes: list[int | None] = field(default_factory=list)
     during: Callable[[], None] = lambda: None
     """Called in step 2 of the first training."""
     second: range = range(0)
-    """Operations of another job meanwhile."""
+    """Operations of a second job during the first."""
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.patch)
@@ -116,7 +116,7 @@ class Cluster:
         return self.jobs[job_id]
 
     def drive(self) -> bool:
-        """Start whatever is pending until nothing is; whether the run has finished."""
+        """Start pending jobs until there is none. Return whether the run has finished."""
         for _ in range(MOST_STARTS):
             job = next((job for job in self.jobs.values() if job.state == PENDING), None)
             if job is None:
@@ -124,11 +124,11 @@ class Cluster:
                     return self.run.done.exists()
             self.clock.now = max(self.clock.now + REQUEUE_S, job.begin)
             self.start(job)
-        self.violations.append(f"it starts for ever: {self.said[-1]}")
+        self.violations.append(f"it starts again and again: {self.said[-1]}")
         return False
 
     def start(self, job: Job) -> int | None:
-        """The host side of a job, from its beginning to its end; its exit code."""
+        """Run the host side of a job from start to end, and return its exit code."""
         before = self.current if hasattr(self, "current") else None, getattr(self, "signals", None), self.training
         self.current, self.signals = job, Signals(self)
         self.files.starts()
@@ -158,7 +158,7 @@ class Cluster:
         self.said.append(said.getvalue())
         self.codes.append(code)
         if "Traceback" in self.said[-1]:
-            self.violations.append(f"a fault that nobody thought of: {self.said[-1]}")
+            self.violations.append(f"an unexpected error: {self.said[-1]}")
         if job.state == RUNNING:
             self._complete(job)
         self.files.remember()
@@ -169,7 +169,8 @@ class Cluster:
         return code
 
     def _complete(self, job: Job) -> None:
-        """As Slurm 24.05 and later do when a script ends: a job that was ever in a grace time is requeued."""
+        """End a job as Slurm 24.05 and later do when its script ends: if it was ever in a grace time, it is
+        requeued."""
         if not (job.marked and job.requeueable):
             job.state = OVER
             return
@@ -183,7 +184,7 @@ class Cluster:
         self.signals.heard.append("SIGTERM")
 
     def look_after(self) -> None:
-        """What Slurm does as time passes. Raises Killed."""
+        """Act as Slurm does as time passes. Raises Killed."""
         job = self.current
         if job.preempted is not None and self.clock.now > (job.ends or 0.0) + KILL_WAIT_S and job.state == RUNNING:
             job.state, job.restarts = PENDING, job.restarts + 1
@@ -208,7 +209,7 @@ class Cluster:
                 return Answer(1, "", "slurm error: Requested operation is presently disabled")
             if kind == OLDER and command[:3] == ["scontrol", "show", "job"] and self._known(command[-1]).older:
                 return Answer(0, self._known(command[-1]).older, "")
-            if kind in (GARBAGE, NOTHING):  # what it was told it has done
+            if kind in (GARBAGE, NOTHING):  # the command was executed
                 self._do(command, environ or {})
                 return Answer(0, "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n", "")
             return self._do(command, environ or {})
@@ -299,7 +300,7 @@ class Cluster:
             if command[-2] == "health":
                 return Health(attempt)
             if self.training is not None:
-                self.violations.append("two owners: a training begins while another one is under way")
+                self.violations.append("two owners: a training starts while another one runs")
             self.training = Training(self, attempt)
             return self.training
 
@@ -311,7 +312,7 @@ def _document(name: str) -> str:
 
 
 class Signals:
-    """In place of those of the process. Who waits lets time pass."""
+    """Replaces the signals of the process. Waiting lets time pass."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.heard: list[str] = []
@@ -327,7 +328,7 @@ class Signals:
 
 
 class Health:
-    """The check of the nodes: all are well."""
+    """Health check in which all nodes are healthy."""
 
     pid = 0
 
@@ -344,7 +345,7 @@ class Health:
 
 
 class Training:
-    """The training step: it does a step whenever somebody looks whether it has ended."""
+    """Job step of the training, which trains one step whenever it is asked for its exit code."""
 
     pid = 0
 
@@ -354,7 +355,7 @@ class Training:
         self._code: int | None = None
         self._step = (self.run.checkpoint_steps() or [0])[0]
         if self._step != cluster.saved:
-            cluster.violations.append(f"it begins with step {self._step}, and {cluster.saved} was saved")
+            cluster.violations.append(f"it starts at step {self._step}, but step {cluster.saved} was saved")
         lines = read_lines(MetricsLine, self.run.metrics).records  # type: ignore[union-attr]
         self.run.metrics.unlink(missing_ok=True)
         for line in lines[: self._step]:
@@ -388,7 +389,7 @@ class Training:
         if due and cluster.current.preempted is None:
             cluster.preempt()
             return None
-        if self._step < STEPS:  # else nobody has heard that it had finished
+        if self._step < STEPS:  # otherwise it has finished, but its outcome was lost
             self._step += 1
             append(self.run.metrics, MetricsLine(self._step, {"loss": 1.0}))
         if self._step == STEPS:

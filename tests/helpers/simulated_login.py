@@ -1,7 +1,7 @@
-"""A login node in one process: mrl and mrl-submit on files that may fail, and a Slurm that is a dictionary.
+"""A login node in one process: mrl and mrl-submit on files that may fail, and a simulated Slurm.
 
-There is a cluster `lab` whose runs are below `root`, and on it, where a test wants them, a run `a` with two steps and
-a checkpoint, and a finished run `b`.
+The runs of its cluster `lab` are below `root`. If a test wants them, there are a run `a` with two steps and a
+checkpoint, and a finished run `b`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEPS, DONE_STEPS = 800, 2
 
 @dataclass
 class Job:
-    """What Slurm knows of one."""
+    """A job as Slurm knows it."""
 
     id: str
     state: str
@@ -54,7 +54,7 @@ class Job:
     submitted_at: float
     signals: list[str] = field(default_factory=list)
     orders: list[str] = field(default_factory=list)
-    """What it was told beside signals: scancel, requeue."""
+    """Commands for the job other than signals: scancel, requeue."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Ran:
     out: str
     err: str
     error: BaseException | None
-    """What it let through."""
+    """Exception that it did not handle."""
 
 
 class LoginNode:
-    """One command after the other on these files and this Slurm."""
+    """Executes one command after the other on these files and this Slurm."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch, jobs: dict[str, Job] | None = None) -> None:
         self.root, self.clock = root, Clock(patch)
         self.jobs = jobs if jobs is not None else {}
         self.slurm_fault: Fault | None = None
         self.supervised: list[RunDir] = []
-        """Runs of this machine that were started."""
+        """Runs that were started on this machine."""
         self.commands: list[str] = []
         self.failed_commands = 0
         self._until: float | None = None
@@ -111,7 +111,7 @@ class LoginNode:
         (bin_folder / "sbatch").chmod(0o755)
 
     def mrl(self, *words: str) -> Ran:
-        """mrl, or mrl-submit where that is the first word."""
+        """Run mrl, or mrl-submit if that is the first word."""
         program, words = (mrl_submit, words[1:]) if words[0] == "mrl-submit" else (main, words)
         self.files.starts()
         done = CliRunner().invoke(program, words)
@@ -122,8 +122,8 @@ class LoginNode:
         return RunDir(self.runs / name)
 
     def tree(self) -> dict[str, str]:
-        """What every file and link below the root holds; not of locks, whose text only tells who had them last, and of
-        temporary files."""
+        """Return the contents of the files and links below the root, except locks, which only name their last owner,
+        and temporary files."""
         with self.files.aside():
             return {
                 path: content
@@ -131,10 +131,10 @@ class LoginNode:
                 if not path.startswith("tmp/") and not path.endswith("/.lock")
             }
 
-    # The runs that there are
+    # Runs
 
     def begin(self) -> None:
-        """Submit `a` and `b`; `b` finishes, and an attempt of `a` is in its first step."""
+        """Submit `a` and `b`, finish `b`, and start the first step of `a`."""
         with self.files.aside():
             for name in ("b", "a"):
                 assert self.mrl("mrl-submit", "demo", "--cluster", "lab", "--run-dir", f"runs/{name}").code == 0
@@ -154,7 +154,7 @@ class LoginNode:
         append(run.metrics, MetricsLine(1, {"loss": 1.0, "mean_reward": 0.25}))
 
     def go_on(self) -> None:
-        """`a` trains, and saves a checkpoint."""
+        """Let `a` train and save a checkpoint."""
         with self.files.aside():
             run = self.run("a")
             self.clock.sleep(60.0)
@@ -167,13 +167,13 @@ class LoginNode:
             run.attempt(1).log(0).write_text("rank 0 trains\n")
 
     def fail(self) -> None:
-        """`a` crashes for good."""
+        """Let `a` crash, without a restart."""
         with self.files.aside():
             end(self.run("a"), 1, "crashed", self.clock.now, job_id="102", step=DONE_STEPS, checkpoint=DONE_STEPS)
             self.jobs["102"].state = FAILED
 
     def _supervise(self, command: list[str]) -> SimpleNamespace:
-        """Starts a run of this machine, and lives on."""
+        """Record a start of a local run, whose supervisor keeps running."""
         with self.files.aside():
             run, number = RunDir(command[command.index("--run-dir") + 1]), int(command[command.index("--attempt") + 1])
             self.supervised.append(run)
@@ -254,7 +254,7 @@ class LoginNode:
 
 
 def contents(root: Path) -> dict[str, str]:
-    """What every file, link and folder below the root is, by path from there, each folder before what it holds."""
+    """Relative path -> contents of every file, link and folder below the root, each folder before its contents."""
     found: dict[str, str] = {}
     for folder, folders, names in os.walk(root):
         for path in (Path(folder, name) for name in [*folders, *names]):
@@ -267,7 +267,7 @@ def contents(root: Path) -> dict[str, str]:
 
 
 def restore(root: Path, wanted: dict[str, str]) -> None:
-    """Have these be the contents of the root."""
+    """Restore the root to these contents."""
     there = contents(root)
     for path in reversed([path for path, content in there.items() if wanted.get(path) != content]):
         if there[path] == "folder":
@@ -290,7 +290,7 @@ def _unknown() -> Answer:
 
 
 class Site:
-    """Makes login nodes that all begin with the same files and jobs."""
+    """Creates login nodes that start with the same files and jobs."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self._root, self._patch = folder / "site", patch
@@ -299,7 +299,7 @@ class Site:
     def node(self, state: str, fault: Fault | None = None, slurm_fault: Fault | None = None) -> LoginNode:
         """
         Args:
-            state: of `a`: "running", "ended", or "none" where there are no runs.
+            state: state of run `a`: "running", "ended", or "none" without any runs.
         """
         if state not in self._saved:
             self._save(state)

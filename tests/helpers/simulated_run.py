@@ -1,9 +1,9 @@
-"""A run that costs milliseconds: the real loop, record, prompts and checkpoints of an attempt, around a policy that is
-one number. What it learns depends on every prompt, on their order and on all that a checkpoint has to bring back,
-and it remembers what it was trained on.
+"""A run that takes milliseconds: the real loop, record, prompts and checkpoints of an attempt, around a policy that is
+a number. The number depends on every prompt, their order and everything a checkpoint has to restore, and the policy
+remembers the ordinals it was trained on.
 
-Everything happens in one thread, in an order that only the arguments decide: what the code does behind the loop is
-done so many looks at the drain flag later.
+Everything runs in one thread, in an order that only the arguments determine: background work happens a given number of
+looks at the drain flag later.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ from megatron_rl.run.models import Models
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
 STEP_S = 1000.0
-"""What the rest of a step is said to take; a save takes next to nothing."""
+"""Estimated seconds of the rest of a step; a save takes next to none."""
 EXECUTORS = (save_module, file)
-"""Modules whose work behind the loop is put in order here."""
+"""Modules whose background work is put in order here."""
 
 Ending = str
 """FINISHED, DRAINED or `killed`."""
 
 
 def recipe(*, dynamic: bool) -> RunConfig:
-    """Answers that were interrupted are generated again or, with dynamic sampling, kept: token by token, since the
-    interval between two writes of the bank is the shortest possible."""
+    """Recipe in which interrupted answers are generated again or, with dynamic sampling, kept. The bank is written
+    after every token, because the interval between two writes is the shortest possible."""
     return tiny_run(
         grpo={"prompts_per_step": PROMPTS, "group_size": 3, "dynamic_sampling": {"enabled": dynamic, "max_rounds": 3}},
         training={"steps": STEPS},
@@ -83,10 +83,10 @@ def recipe(*, dynamic: bool) -> RunConfig:
 
 
 class Simulation:
-    """One run directory, and attempts on it."""
+    """Attempts on one run directory."""
 
     def __init__(self, root: Path, config: RunConfig, platform: Any, groups: Any, left: State | None = None) -> None:
-        """left: what is there already."""
+        """left: files that exist already."""
         root.mkdir(parents=True)
         self.run_dir = RunDir(root)
         if left is None:
@@ -96,11 +96,11 @@ class Simulation:
         self.platform = platform
         self.groups = groups
         self.disk: Disk
-        """Of the newest attempt."""
+        """Disk of the newest attempt."""
         self.looks = 0
-        """At the drain flag, in that attempt."""
+        """Number of looks at the drain flag in that attempt."""
         self.policy: _Policy
-        """Of that attempt."""
+        """Policy of that attempt."""
 
     def attempt(
         self,
@@ -114,11 +114,11 @@ class Simulation:
     ) -> Ending:
         """
         Args:
-            ask_at: at which look at the drain flag, counted from 1, the run is asked to leave.
-            left_s: seconds until the deadline of that request; None where nobody knows one.
-            behind: looks that pass before what the loop need not wait for is done.
-            watch: see Disk.
-            files: puts something else in the place of Disk.
+            ask_at: look at the drain flag, counted from 1, at which the run is asked to leave.
+            left_s: seconds until the deadline of that request; None: there is no deadline.
+            behind: looks after which background work is done.
+            watch: argument of Disk.
+            files: patches the file functions instead of Disk.
         """
         attempt = self.run_dir.attempt(self.run_dir.last_attempt() + 1)
         attempt.folder.mkdir(parents=True)
@@ -162,11 +162,11 @@ class Simulation:
                 ending = "killed"
                 _end(runner, loop)
         if ending == "killed":
-            assert self.disk.state() == self.disk.left  # else something changes files unseen
+            assert self.disk.state() == self.disk.left  # otherwise something has changed files unseen
         return ending
 
     def record(self) -> Record:
-        """Of a run that has finished."""
+        """Record of a finished run."""
         steps, evaluations = reproducible(self.run_dir)
         return Record(fates(self.run_dir), self.policy.trained_on(), self.policy.weight.tolist(), steps, evaluations)
 
@@ -180,7 +180,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Record:
-    """What has to be the same, whatever befell the run."""
+    """Results that must not depend on interruptions of the run."""
 
     settled: dict[int, int | str]
     trained_on: dict[int, int]
@@ -191,15 +191,14 @@ class Record:
 
 
 def _end(runner: asyncio.Runner, loop: asyncio.AbstractEventLoop) -> None:
-    """End the loop of a process that is dead: its tasks, of which each is killed again where it wants to write, must
-    not outlive it."""
+    """End the loop of a dead process. Its tasks must not survive it, and each write of theirs raises Killed again."""
     while left := asyncio.all_tasks(loop):
         for task in left:
             task.cancel()
         with suppress(Killed):
             loop.run_until_complete(asyncio.wait(left))
     runner.close()
-    loop.close()  # the runner has never seen it where the process died before
+    loop.close()  # the runner does not know it if the process died early
 
 
 class _Drain(DrainListener):
@@ -221,8 +220,8 @@ class _Drain(DrainListener):
 
 
 class _Later:
-    """Stands in for the threads of executors: their work is done in order, by the one thread there is, some looks after
-    it was asked for or as soon as somebody waits for it."""
+    """Replaces the threads of executors: the only thread does their work in order, a number of looks after it was
+    submitted, or as soon as it is waited for."""
 
     def __init__(self, looks: int) -> None:
         self._looks = looks
@@ -272,7 +271,7 @@ class _Promise(Future[Any]):
 
 
 class _Silence:
-    """Whatever is asked of it is done in silence."""
+    """Accepts every call and does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def __getattr__(self, name: str) -> Any:
@@ -280,7 +279,7 @@ class _Silence:
 
 
 class _Policy:
-    """weight: [1] int64. memory: [steps, prompts] int64, the ordinals of each step; -1 where none was trained."""
+    """weight: [1] int64. memory: [steps, prompts] int64, ordinals trained on in each step; -1: none."""
 
     def __init__(self) -> None:
         self.weight = torch.ones(1, dtype=torch.int64)
@@ -303,7 +302,7 @@ class _Policy:
 
 
 class _Optimizer:
-    """Its state is `updates`, which goes into every update."""
+    """Optimizer whose state is the number of updates, on which every update depends."""
 
     def __init__(self) -> None:
         self.updates = torch.zeros(1, dtype=torch.int64)
@@ -315,11 +314,11 @@ class _Optimizer:
         self.updates.copy_(state["updates"])
 
     def offload(self) -> None:
-        """Nothing of it is on a device."""
+        """Do nothing: its state is on no device."""
 
 
 class _Engine:
-    """See ResumableInference. Token t is a hash of weights, key, sample and t."""
+    """Implements `ResumableInference`. Token t is a hash of weights, key, sample and t."""
 
     policy_version = 0
     busy_s = 0.0
@@ -346,10 +345,10 @@ class _Engine:
         return [self.policy_version] * len(tokens)
 
     def release_followers(self) -> None:
-        """It has no followers."""
+        """Do nothing: there are no followers."""
 
     def end_phase(self) -> None:
-        """It has no cache."""
+        """Do nothing: there is no cache."""
 
     def partial_answers(self) -> list[PartialAnswer]:
         return [
@@ -366,7 +365,7 @@ def _engine(policy: _Policy) -> tuple[_Engine, SharedWeights]:
 
 
 class _Agent(GroupedRolloutGenerator, EvaluationAgent):
-    """Every second group or so has no signal."""
+    """Agent whose groups have no signal about half of the time."""
 
     def training_problems(self) -> Sequence[Problem]:
         return [Problem(str(number), {}) for number in range(7)]
@@ -397,7 +396,7 @@ class _Agent(GroupedRolloutGenerator, EvaluationAgent):
 
 
 class _Trainer:
-    """Two updates a step, between which nothing can be saved; see Trainer."""
+    """Stand-in for `Trainer` with two updates per step, between which no checkpoint can be saved."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What Slurm's commands print, written by tests."""
+"""Output of Slurm's commands, written by tests."""
 
 from __future__ import annotations
 

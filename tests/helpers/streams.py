@@ -1,4 +1,4 @@
-"""Completions of deltas, and completions compared as far as rounding lets them be equal."""
+"""Completions joined from deltas, and their comparison up to rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.inference.api import Completion, Delta
 
 
 def joined(deltas: Iterable[Delta]) -> list[Completion]:
-    """Completions, in sample order, of all deltas of a request."""
+    """Join all deltas of a request to completions, in sample order."""
     parts: dict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:
         parts[delta.sample].append(delta)
@@ -34,12 +34,12 @@ def _completion(deltas: Sequence[Delta]) -> Completion:
     )
 
 
-def assert_same(made: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    """The same answers; log-probs differ by what their neighbours in the batch do to the order of a sum."""
-    assert [(one.tokens, one.finish_reason, one.versions, one.stop) for one in made] == [
+def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    """Assert equal answers; log-probs may differ by rounding, which depends on the neighbours in the batch."""
+    assert [(one.tokens, one.finish_reason, one.versions, one.stop) for one in found] == [
         (one.tokens, one.finish_reason, one.versions, one.stop) for one in expected
     ]
-    for one, other in zip(made, expected, strict=True):
+    for one, other in zip(found, expected, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, rel=1e-6, abs=2e-6)
         assert (one.top_logprobs is None) == (other.top_logprobs is None)
         for top, others in zip(one.top_logprobs or [], other.top_logprobs or [], strict=True):

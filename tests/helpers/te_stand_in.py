@@ -1,8 +1,8 @@
-"""Stands in for Transformer Engine where there is none: `install` before megatron-core is imported.
+"""A stand-in for Transformer Engine. Call `install` before megatron-core is imported.
 
-Its linears have the signatures, parameters, attributes and extra state of those of 2.9 (transformer_engine_torch's
-sources; 2.4's are the same but for `save_original_input`), and compute what they document, on any device. All else can
-be imported, and raises where it is made.
+Its linears have the signatures, parameters, attributes and extra state of version 2.9 (from the sources of
+transformer_engine_torch; 2.4 only lacks `save_original_input`), and compute the documented results on any device. All
+other classes can be imported, but raise when instantiated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VERSION = "2.9.0"
 
 
 class _Stateful(Module):
-    """What it would need to go on in FP8, in the checkpoint whether it computes in it or not."""
+    """Module with the extra state that FP8 needs, which every checkpoint has, with or without FP8."""
 
     def get_extra_state(self) -> Tensor:
         return torch.ones(1, dtype=torch.uint8)
@@ -55,7 +55,7 @@ def fp8_autocast(
 
 
 class Float8CurrentScaling:
-    """Each tensor by its largest value."""
+    """Recipe that scales each tensor by its largest value."""
 
     def __init__(self, fp8_format: Any = None, fp8_dpa: bool = False) -> None:
         assert fp8_format in ("hybrid", "e4m3")
@@ -66,15 +66,15 @@ class Format:
 
 
 def _rounded(tensor: Tensor) -> Tensor:
-    """To E4M3, scaled by the largest value; the gradient as if it were not."""
+    """Round to E4M3, scaled by the largest value; the gradient ignores the rounding."""
     scale = 448 / tensor.detach().abs().max().float()
     near = ((tensor.detach() * scale).to(torch.float8_e4m3fn).float() / scale).to(tensor.dtype)
     return tensor + (near - tensor.detach())
 
 
 class _AddedInPlace(torch.autograd.Function):
-    """A product whose weight's gradient goes into `main_grad`, beside a gradient that nobody is to look at; none where
-    what was saved of the weight is no longer the parameter itself."""
+    """Product that adds its weight's gradient to `main_grad`, and returns NaN as the gradient, which must not be read.
+    It returns none if the saved weight is no longer the parameter itself."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: Parameter) -> Tensor:
@@ -166,7 +166,7 @@ class LayerNormLinear(_Linear):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Any:
-        assert is_first_microbatch is None, "else the gradient of the first is not added, but taken for the sum"
+        assert is_first_microbatch is None, "otherwise the gradient of the first replaces the sum"
         return self._product(rms_norm(inp, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps))
 
 
@@ -211,12 +211,12 @@ class Linear(_Linear):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Any:
-        assert is_first_microbatch is None, "else the gradient of the first is not added, but taken for the sum"
+        assert is_first_microbatch is None, "otherwise the gradient of the first replaces the sum"
         return self._product(inp)
 
 
 class SplitAlongDim:
-    """By which megatron-core takes queries, keys and values apart where there is Transformer Engine."""
+    """Split of queries, keys and values, which megatron-core uses with Transformer Engine."""
 
     @staticmethod
     def apply(mixed: Tensor, dim: int, sections: Sequence[int]) -> tuple[Tensor, ...]:
@@ -224,7 +224,7 @@ class SplitAlongDim:
 
 
 def get_cpu_offload_context(*_: Any, **__: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """Of one that is not to be: megatron-core asks in any case."""
+    """Context without offload, which megatron-core requests in any case."""
     return nullcontext(), lambda tensor: tensor
 
 
@@ -265,5 +265,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """From here on Transformer Engine can be imported."""
+    """Make Transformer Engine importable."""
     sys.meta_path.insert(0, _Finder())

@@ -1,5 +1,5 @@
-"""The tiny model of core_helpers.py in `transformers`, whose forward is the independent witness. The library takes
-seconds to import, which is left to who asks the witness."""
+"""The tiny model of core_helpers.py in `transformers`, as an independent reference. The library takes seconds to
+import, so only `witness` imports it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def witness(policy: Policy, model: ModelConfig) -> PreTrainedModel:
-    """The model of `transformers` that has this shape, with the policy's weights: Qwen3, with experts or without, where
-    queries and keys are normed, Llama where there are no biases, else Qwen2."""
+    """Build the model of `transformers` with this shape and the policy's weights: Qwen3, with or without experts, if
+    queries and keys are normed; Llama without biases; otherwise Qwen2."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
@@ -65,7 +65,7 @@ def witness(policy: Policy, model: ModelConfig) -> PreTrainedModel:
 
 
 def in_their_names(policy: Policy, model: ModelConfig, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """`of(parameter)`, which may be the weight or its gradient, under the names and shapes of `transformers`."""
+    """Return `of(parameter)`, a weight or its gradient, with the names and shapes of `transformers`."""
     ours = {name: of(weight) for name, weight in policy.named_parameters()}
     head = model.head_size
     per_group = model.num_attention_heads // model.num_query_groups

@@ -1,5 +1,5 @@
-"""A stand-in for W&B's server on loopback: as much of its API as wandb needs to begin a run and to resume it. A history
-is kept as W&B keeps it, by line number."""
+"""A stand-in for W&B's server on loopback: the part of its API that wandb needs to start and resume a run. A history is
+kept by line number, as W&B does."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class WeightsServer:
     """Replies to the calls of `refit/reload.py`."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: on which it was started."""
+        """folder: directory of weights that the server was started with."""
         self.folder = folder
         self.calls: list[tuple[str, object]] = []
         self.read: dict[str, Tensor] = {}
@@ -40,7 +40,7 @@ class WeightsServer:
 
     @staticmethod
     def load(folder: Path) -> dict[str, Tensor]:
-        """All tensors of a directory, by its index, which must name every tensor of every file, once."""
+        """Load all tensors of a directory by its index, which must name every tensor of every file once."""
         assert (folder / "config.json").is_file()
         listed = json.loads((folder / INDEX).read_text())["weight_map"]
         found: dict[str, Tensor] = {}

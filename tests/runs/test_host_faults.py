@@ -121,18 +121,18 @@ CHANGES = {"create", "write", "close", "fsync", "mkdir", "rename", "link"}
 @REQUEUEABLE
 def test_a_run_outlasts_the_failure_of_an_operation_on_its_files(make_cluster, record_property, requeueable):
     tally = sweep_files(make_cluster, 1, ONCE, requeueable=requeueable)
-    tally.tell("once", record_property)
+    tally.report("once", record_property)
     assert tally.operations >= {"open", "read", "stat", "list", "lock"} | CHANGES
 
 
 def test_a_run_outlasts_a_file_system_that_is_away_for_a_minute(make_cluster, record_property):
-    sweep_files(make_cluster, 1, LONG_S).tell(f"for {LONG_S:.0f} s", record_property)
+    sweep_files(make_cluster, 1, LONG_S).report(f"for {LONG_S:.0f} s", record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [ONCE, SHORT_S, LONG_S])
 def test_a_run_outlasts_every_fault_of_every_operation(make_cluster, record_property, seconds):
-    sweep_files(make_cluster, None, seconds).tell(f"for {seconds:.0f} s", record_property)
+    sweep_files(make_cluster, None, seconds).report(f"for {seconds:.0f} s", record_property)
 
 
 # Slurm's commands
@@ -157,7 +157,7 @@ def test_a_run_outlasts_a_command_of_slurm_that_gives_no_answer_of_use(make_clus
         return [Fault(ANSWERED_LATE[at % len(ANSWERED_LATE)], at) for at in range(commands)]
 
     tally = sweep_slurm(make_cluster, once, problems_of, requeueable=requeueable)
-    tally.tell("once", record_property)
+    tally.report("once", record_property)
 
 
 @REQUEUEABLE
@@ -166,7 +166,7 @@ def test_a_run_outlasts_a_slurm_that_is_away_for_ten_minutes(make_cluster, recor
         return [Fault(ANSWERED_LATE[at % len(ANSWERED_LATE)], at, VERY_LONG_S) for at in range(commands)]
 
     tally = sweep_slurm(make_cluster, at_each, problems_of, requeueable=requeueable)
-    tally.tell(f"for {VERY_LONG_S:.0f} s", record_property)
+    tally.report(f"for {VERY_LONG_S:.0f} s", record_property)
 
 
 @REQUEUEABLE
@@ -175,7 +175,7 @@ def test_a_run_that_slurm_refuses_something_goes_on_or_says_why_not(make_cluster
         return [Fault("refusal", at) for at in range(commands)]
 
     tally = sweep_slurm(make_cluster, refusals, problems_of_held, requeueable=requeueable)
-    tally.tell("refused", record_property)
+    tally.report("refused", record_property)
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_a_run_outlasts_every_fault_of_every_command(make_cluster, record_proper
         lengths = (ONCE, LONG_S, VERY_LONG_S)
         return [Fault(kind, at, length) for at in range(commands) for kind in ANSWERED_LATE for length in lengths]
 
-    sweep_slurm(make_cluster, every, problems_of, requeueable=requeueable).tell("all", record_property)
+    sweep_slurm(make_cluster, every, problems_of, requeueable=requeueable).report("all", record_property)
 
 
 # Preemption
@@ -233,7 +233,7 @@ def test_no_fault_makes_two_jobs_owners_of_one_run(make_cluster, record_property
     assert any("belongs to job 7" in said for said in whole.said)
     chosen = [fault for fault in faults(seen) if fault.at in whole.second]
     tally = sweep(lambda fault: make_cluster(fault=fault), chosen, lambda at: seen[at].kind, second_job)
-    tally.tell("of a second job", record_property)
+    tally.report("of a second job", record_property)
     assert tally.operations >= {"open", "read", "stat", "lock"}
 
 

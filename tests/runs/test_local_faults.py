@@ -147,11 +147,11 @@ def sweep(make: Callable[..., Laptop], each: int | None, seconds: float) -> Tall
 @pytest.mark.parametrize("seconds", [ONCE, pytest.param(LONG_S, marks=pytest.mark.slow)])
 def test_a_local_run_is_not_lost_whatever_fails(make, record_property, seconds: float) -> None:
     tally = sweep(make, 3, seconds)
-    tally.tell(f"local run, for {seconds:.0f} s", record_property)
+    tally.report(f"local run, for {seconds:.0f} s", record_property)
     assert tally.operations >= {"open", "read", "stat", "list", "create", "write", "fsync", "rename", "lock"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [ONCE, LONG_S])
 def test_a_local_run_outlasts_every_fault_of_every_operation(make, record_property, seconds: float) -> None:
-    sweep(make, None, seconds).tell(f"local run, for {seconds:.0f} s", record_property)
+    sweep(make, None, seconds).report(f"local run, for {seconds:.0f} s", record_property)

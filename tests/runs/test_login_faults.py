@@ -249,14 +249,14 @@ def sweep_files(site: Site, name: str, each: int | None, seconds: float) -> Tall
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("fork", "resume")])  # the longest ones
 def test_a_command_outlasts_the_failure_of_an_operation_on_its_files(site, record_property, name):
-    sweep_files(site, name, 1, ONCE).tell(f"mrl {name}, once", record_property)
+    sweep_files(site, name, 1, ONCE).report(f"mrl {name}, once", record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [ONCE, LONG_S])
 @each_case
 def test_a_command_outlasts_every_fault_of_every_operation(site, record_property, name, seconds):
-    sweep_files(site, name, None, seconds).tell(f"mrl {name}, for {seconds:.0f} s", record_property)
+    sweep_files(site, name, None, seconds).report(f"mrl {name}, for {seconds:.0f} s", record_property)
 
 
 # Slurm's commands
@@ -271,10 +271,10 @@ def sweep_slurm(site: Site, name: str, lengths: tuple[float, ...]) -> Tally:
 
 @asking_slurm
 def test_a_command_outlasts_a_slurm_that_gives_no_answer_of_use(site, record_property, name):
-    sweep_slurm(site, name, (ONCE,)).tell(f"mrl {name}, once", record_property)
+    sweep_slurm(site, name, (ONCE,)).report(f"mrl {name}, once", record_property)
 
 
 @pytest.mark.slow
 @asking_slurm
 def test_a_command_outlasts_a_slurm_that_is_away_for_ten_minutes(site, record_property, name):
-    sweep_slurm(site, name, (VERY_LONG_S,)).tell(f"mrl {name}, for {VERY_LONG_S:.0f} s", record_property)
+    sweep_slurm(site, name, (VERY_LONG_S,)).report(f"mrl {name}, for {VERY_LONG_S:.0f} s", record_property)

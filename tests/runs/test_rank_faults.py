@@ -78,7 +78,7 @@ def sweep(make_run: MakeRun, undisturbed: Record, each: int | None, seconds: flo
 
 def test_a_rank_that_meets_a_fault_loses_nothing(make_run, undisturbed, record_property) -> None:
     tally = sweep(make_run, undisturbed, 1, ONCE)
-    tally.tell("rank, once", record_property)
+    tally.report("rank, once", record_property)
     assert tally.operations >= {"open", "read", "stat", "list", "create", "write", "fsync", "rename"}
 
 
@@ -100,11 +100,11 @@ def test_no_single_fault_has_a_good_checkpoint_passed_over(tmp_path, groups, rec
     for fault in faults(operations, None, without=OLDER):
         verified(fault)
         tally.count(fault, operations[fault.at].kind)
-    tally.tell("verify, once", record_property)
+    tally.report("verify, once", record_property)
     assert tally.operations == {"open", "read", "stat"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [ONCE, 60.0])
 def test_a_rank_that_meets_any_fault_loses_nothing(make_run, undisturbed, record_property, seconds) -> None:
-    sweep(make_run, undisturbed, None, seconds).tell(f"rank, for {seconds:.0f} s", record_property)
+    sweep(make_run, undisturbed, None, seconds).report(f"rank, for {seconds:.0f} s", record_property)

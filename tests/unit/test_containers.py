@@ -1,5 +1,5 @@
-"""The image of the ranks: pins that fit the package, scripts that leave nothing half built. What an image is built of
-cannot be fetched here, so srun and unsquashfs are stand-ins."""
+"""The image of the ranks: pins that fit the package, and scripts that leave no partial image. Its sources cannot be
+downloaded in tests, so srun and unsquashfs are stand-ins."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_library_is_pinned_within_the_ranges_of_the_package_or_comes_with_
             assert requirement.specifier.contains(pins()[requirement.name]), requirement
 
 
-def test_nothing_that_the_image_built_is_pinned():
+def test_no_package_built_in_the_image_is_pinned():
     assert not OF_THE_IMAGE & set(pins())
     assert not {"transformer-engine", "apex", "flash-attn"} & set(pins())
 
@@ -56,7 +56,7 @@ def test_the_scripts_are_sound(script):
         subprocess.run(["shellcheck", str(script)], check=True)
 
 
-def test_the_dockerfile_copies_what_is_there():
+def test_the_dockerfile_copies_existing_files():
     text = (CONTAINERS / "Dockerfile").read_text()
     copied = re.search(r"^COPY (.*) /opt/mrl/$", text, re.M)
     assert copied
@@ -65,7 +65,7 @@ def test_the_dockerfile_copies_what_is_there():
 
 @pytest.fixture
 def build(tmp_path):
-    """Runs build.sbatch; `srun` is the script of the stand-in that has the path to save to in $SAVE."""
+    """Run build.sbatch. srun: script of the stand-in for srun, which has the target path in $SAVE."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "dist").mkdir()
 
@@ -84,7 +84,7 @@ def build(tmp_path):
     return run
 
 
-def test_an_image_is_built_under_another_name_and_appears_whole(build, tmp_path):
+def test_an_image_is_built_under_a_temporary_name_and_appears_complete(build, tmp_path):
     (tmp_path / "dist" / "mrl-0.1.0-py3-none-any.whl").touch()
     image = tmp_path / "mrl.sqsh"
     built = build('echo whole >"$SAVE"', IMAGE=str(image))
@@ -98,7 +98,7 @@ def test_an_image_is_built_under_another_name_and_appears_whole(build, tmp_path)
 
 
 @pytest.mark.parametrize("image", ["images/new/mrl.sqsh", "mrl.sqsh"])
-def test_an_image_may_go_into_a_folder_that_is_not_there_yet(build, tmp_path, monkeypatch, image):
+def test_the_folder_of_an_image_is_created(build, tmp_path, monkeypatch, image):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dist" / "mrl-0.1.0-py3-none-any.whl").touch()
     built = build('[[ $SAVE == /* ]] && echo whole >"$SAVE"', IMAGE=image)
@@ -106,7 +106,7 @@ def test_an_image_may_go_into_a_folder_that_is_not_there_yet(build, tmp_path, mo
     assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.sqsh")] == [Path(image)]
 
 
-def test_an_image_that_somebody_else_made_meanwhile_is_not_said_to_be_built(build, tmp_path):
+def test_an_image_that_appears_meanwhile_is_not_reported_as_built(build, tmp_path):
     (tmp_path / "dist" / "mrl-0.1.0-py3-none-any.whl").touch()
     image = tmp_path / "mrl.sqsh"
     built = build(f'echo whole >"$SAVE"; echo theirs >{image}', IMAGE=str(image))
@@ -114,7 +114,7 @@ def test_an_image_that_somebody_else_made_meanwhile_is_not_said_to_be_built(buil
     assert "made by somebody else" in built.stderr and "built" not in built.stdout
 
 
-def test_the_newest_wheel_goes_in_with_all_processors_and_without_a_gpu(build, tmp_path):
+def test_the_newest_wheel_is_installed_with_all_processors_and_without_a_gpu(build, tmp_path):
     for version in ("0.9.0", "0.10.0", "0.2.0"):
         (tmp_path / "dist" / f"mrl-{version}-py3-none-any.whl").touch()
     said = 'echo "void: $NVIDIA_VISIBLE_DEVICES"; echo whole >"$SAVE"'
@@ -126,7 +126,7 @@ def test_the_newest_wheel_goes_in_with_all_processors_and_without_a_gpu(build, t
 
 
 @pytest.mark.parametrize(("imports", "code"), [("exit 0", 0), ("exit 1", 1)])
-def test_the_newest_wheel_is_installed_and_an_image_that_cannot_import_it_is_none(tmp_path, imports, code):
+def test_an_image_that_cannot_import_the_newest_wheel_is_discarded(tmp_path, imports, code):
     (tmp_path / "bin").mkdir()
     python = f'#!/bin/sh\ncase "$2" in *metadata*) echo torch==2 ;; *megatron.core*) {imports} ;; esac\n'
     for name, text in {"pip": '#!/bin/sh\necho "$@"\n', "python3": python}.items():
@@ -141,12 +141,12 @@ def test_the_newest_wheel_is_installed_and_an_image_that_cannot_import_it_is_non
 
 
 @pytest.mark.parametrize("srun", ['echo ha >"$SAVE"', 'echo whole >"$SAVE"; exit 3', "exit 1"])
-def test_a_build_that_fails_leaves_no_image(build, tmp_path, srun):
+def test_a_failed_build_leaves_no_image(build, tmp_path, srun):
     (tmp_path / "dist" / "mrl-0.1.0-py3-none-any.whl").touch()
     assert build(srun, IMAGE=str(tmp_path / "mrl.sqsh")).returncode != 0
     assert list(tmp_path.glob("*.sqsh")) == []
 
 
-def test_what_is_missing_is_said(build, tmp_path):
+def test_missing_files_are_reported(build, tmp_path):
     assert "say where the image goes" in build("").stderr
     assert "make one first" in build("", IMAGE=str(tmp_path / "mrl.sqsh")).stderr

@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom, and what the oldest Python of a batch host can read."""
+"""Architecture: allowed imports between rooms, and code that the oldest Python of a batch host can run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python3"
 
-# From the ground up: a room imports from itself and from those before it. An entry is a room, a room in one, or a file.
+# From the bottom up: a room imports from itself and from earlier rooms. An entry is a room, a sub-room or a file.
 ORDER = {
     "megatron_rl": """
         contract errors section extras CONFIG config
@@ -26,7 +26,7 @@ ORDER = {
         errors recipe cluster plan simulate backends fetch doctor runs job cli.show cli.submit cli
     """,
 }
-CONFIG = "megatron_rl.CONFIG"  # the `config.py` of all rooms, which import one another and nothing else of theirs
+CONFIG = "megatron_rl.CONFIG"  # the `config.py` of all rooms, which only import one another
 
 LIGHT = (
     "megatron_rl.contract",
@@ -38,7 +38,7 @@ LIGHT = (
     "megatron_rl.model.hf_config",
     "megatron_rl.platform.cards",
 )
-"""What the launcher may import of the other side, beside every room's `config`."""
+"""Modules of megatron_rl that the launcher may import, besides the `config` of every room."""
 
 
 @cache
@@ -50,19 +50,19 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports(file: Path) -> frozenset[str]:
-    """Absolute names of all that a file imports, anywhere in it."""
+    """Absolute names of all imports in a file."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute here, so that this test sees them"
+            assert node.level == 0, f"{file}:{node.lineno}: imports must be absolute, so that this test sees them"
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
     return frozenset(found)
 
 
 def imported_modules(name: str) -> set[str]:
-    """Modules of ours that a module imports from."""
+    """Modules of this project that a module imports from."""
     return {
         found
         for imported in imports(modules()[name])
@@ -79,7 +79,7 @@ def room(name: str) -> str:
     if inside.endswith(".config"):
         return CONFIG
     known = [entry for entry in ORDER[side].split() if f"{inside}.".startswith(f"{entry}.")]
-    assert known or not inside, f"{name}: is in no room that the order knows"
+    assert known or not inside, f"{name} is in no room of ORDER"
     return f"{side}.{max(known, key=len)}" if known else side
 
 
@@ -99,7 +99,7 @@ def test_no_files_import_one_another_in_a_circle():
     while free := [name for name, needed in waiting.items() if not needed & waiting.keys()]:
         for name in free:
             del waiting[name]
-    assert not waiting, "each of these is in a circle, or imports one that is"
+    assert not waiting, "each of these modules is in a circle, or imports one that is"
 
 
 def test_the_launcher_checks_a_recipe_without_torch():
@@ -121,7 +121,7 @@ def test_the_ranks_never_import_the_launcher():
             assert not {other for other in imports(file) if other.split(".")[0] == "launcher"}, name
 
 
-def test_the_launcher_imports_of_the_other_side_only_what_needs_no_torch():
+def test_the_launcher_imports_from_megatron_rl_only_modules_without_torch():
     for name, file in modules().items():
         if not name.startswith("launcher"):
             continue
@@ -131,7 +131,7 @@ def test_the_launcher_imports_of_the_other_side_only_what_needs_no_torch():
 
 
 @pytest.mark.parametrize("folder", ["launcher/host", "megatron_rl/contract"])
-def test_what_a_batch_host_runs_reads_on_python_3_9_and_needs_only_the_standard_library(folder):
+def test_code_of_a_batch_host_runs_on_python_3_9_with_the_standard_library_alone(folder):
     files = sorted((ROOT / folder).rglob("*.py"))
     assert len(files) > 5
     for file in files:
@@ -142,20 +142,20 @@ def test_what_a_batch_host_runs_reads_on_python_3_9_and_needs_only_the_standard_
 
 
 @pytest.mark.skipif(not OLDEST_PYTHON.exists(), reason=f"needs {OLDEST_PYTHON}")
-def test_the_oldest_python_of_a_batch_host_imports_all_of_it():
+def test_the_oldest_python_of_a_batch_host_imports_all_its_code():
     names = [name for name in modules() if name.startswith(("launcher.host", "megatron_rl.contract"))]
     program = "; ".join(f"import {name}" for name in names if not name.endswith("__main__"))
     run = subprocess.run([OLDEST_PYTHON, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
 
-def test_every_room_says_what_belongs_in_it():
+def test_every_room_has_a_docstring():
     for name, file in modules().items():
         if file.name == "__init__.py":
             assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))), name
 
 
-def test_no_two_test_files_have_one_name() -> None:
-    """pytest imports them by their bare names, and would refuse the second only where both are asked for at once."""
+def test_no_two_test_files_have_the_same_name() -> None:
+    """pytest imports them by their bare names, and refuses the second one only if both run at once."""
     names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))

@@ -1,4 +1,4 @@
-"""A rank is there before torch is: it reports what fails to load, and leaves when asked meanwhile."""
+"""A rank reports errors and answers requests to leave even while torch is loading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.contract.records import if_readable, read
 
 
 def start(folder: Path, torch: str) -> tuple[subprocess.Popen[bytes], Attempt]:
-    """A rank where `import torch` runs these lines."""
+    """Run a rank in which `import torch` runs these lines."""
     (folder / "torch.py").write_text(torch)
     command = [sys.executable, "-m", "megatron_rl.rank_main", "--run-dir", str(folder / "run"), "--attempt", "1"]
     path = os.pathsep.join([str(folder), *sys.path])
@@ -27,7 +27,7 @@ def start(folder: Path, torch: str) -> tuple[subprocess.Popen[bytes], Attempt]:
     return process, run_dir.attempt(1)
 
 
-def test_what_cannot_be_loaded_is_in_the_error_file(tmp_path: Path) -> None:
+def test_a_failed_import_is_in_the_error_file(tmp_path: Path) -> None:
     process, attempt = start(tmp_path, "raise ImportError('libcudart.so.12: cannot open shared object file')")
     assert process.wait(60) == EXIT_CRASHED
     error = if_readable(read(RankError, attempt.error(0)))
@@ -36,7 +36,7 @@ def test_what_cannot_be_loaded_is_in_the_error_file(tmp_path: Path) -> None:
     assert error.phase == "starting"
 
 
-def test_a_request_while_it_loads_is_heard(tmp_path: Path) -> None:
+def test_a_request_to_leave_during_imports_is_answered(tmp_path: Path) -> None:
     process, attempt = start(
         tmp_path, f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, 'loads').touch()\ntime.sleep(60)"
     )

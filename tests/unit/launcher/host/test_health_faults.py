@@ -145,13 +145,13 @@ def sweep(make: Callable[[], Node], capsys: Any, each: int | None, seconds: floa
 
 @pytest.mark.parametrize("seconds", [ONCE, LONG_S])
 def test_a_check_outlasts_the_failure_of_an_operation_on_its_files(make, capsys, record_property, seconds):
-    sweep(make, capsys, 1, seconds).tell(f"health, for {seconds:.0f} s", record_property)
+    sweep(make, capsys, 1, seconds).report(f"health, for {seconds:.0f} s", record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [ONCE, LONG_S])
 def test_a_check_outlasts_every_fault_of_every_operation(make, capsys, record_property, seconds):
-    sweep(make, capsys, None, seconds).tell(f"health, for {seconds:.0f} s", record_property)
+    sweep(make, capsys, None, seconds).report(f"health, for {seconds:.0f} s", record_property)
 
 
 def test_a_tool_that_gives_no_answer_of_use_makes_no_node_sound(make, capsys, record_property):
@@ -169,7 +169,7 @@ def test_a_tool_that_gives_no_answer_of_use_makes_no_node_sound(make, capsys, re
             if report.ok and (tool == NEEDED or (kind not in NO_WORD and not told)):
                 problems.append(f"{kind} of {tool}: it is sound, and nothing was skipped")
             tally.count(fault, tool)
-    tally.tell("health", record_property)
+    tally.report("health", record_property)
     assert not problems, "\n".join(problems[:20])
 
 

@@ -113,7 +113,7 @@ def test_no_fault_loses_a_checkpoint(tmp_path: Path, record_property, seconds: f
         _, found = tried(tmp_path / str(next(numbers)), fault)
         problems += [f"{fault} ({operations[fault.at]}): {problem}" for problem in found]
         tally.count(fault, operations[fault.at].kind)
-    tally.tell("checkpoints, once" if seconds == ONCE else f"checkpoints, for {seconds:.0f} s", record_property)
+    tally.report("checkpoints, once" if seconds == ONCE else f"checkpoints, for {seconds:.0f} s", record_property)
     assert problems == []
     assert tally.operations >= {"open", "read", "stat", "list", "create", "write", "fsync", "rename", "rmdir", "unlink"}
 
@@ -141,5 +141,5 @@ def test_a_search_for_the_newest_finds_a_good_one_or_reports_why_not(tmp_path: P
         _, step = looked(tmp_path / str(number), fault)
         assert step in (BEFORE, PERMANENT, None), fault
         tally.count(fault, operations[fault.at].kind)
-    tally.tell("looking for the newest", record_property)
+    tally.report("looking for the newest", record_property)
     assert tally.operations == {"list", "open", "read", "stat"}

@@ -66,7 +66,7 @@ def test_reading_returns_the_record_or_unreadable_and_absent_only_without_a_file
         absent = fault.kind == "older"  # the file was not there
         assert done.raised is None
         assert done.found == OLD or isinstance(done.found, Unreadable) or absent, (fault, done)
-    tally.tell("read", record_property)
+    tally.report("read", record_property)
     assert tally.operations == {"open", "stat", "read"}
 
 
@@ -75,7 +75,7 @@ def test_failed_write_keeps_the_old_record(tmp_path, record_property, seconds):
     results, tally = sweep(tmp_path, seconds, lambda path: write(path, NEW), lambda path: write(path, OLD))
     for fault, path, done in results:
         assert read(Outcome, path) == (NEW if done.raised is None else OLD), fault
-    tally.tell("write", record_property)
+    tally.report("write", record_property)
     assert tally.operations >= {"create", "write", "fsync", "close", "rename"}
 
 
@@ -89,7 +89,7 @@ def test_failed_append_is_reported_and_damages_no_other_line(tmp_path, record_pr
         steps = [line.step for line in found.records]
         assert steps == [1, 2, 3] or (done.raised is not None and steps == [1, 3]), (fault, steps)
         assert len(found.damaged) <= (seconds != ONCE), fault  # what is torn is taken back where that is possible
-    tally.tell("append", record_property)
+    tally.report("append", record_property)
     assert tally.operations >= {"create", "read", "write", "fsync", "close"}
 
 
@@ -104,4 +104,4 @@ def test_reading_lines_returns_them_or_unreadable_and_absent_only_without_a_file
             assert done.found.records == [FIRST] or (fault.kind == "garbage" and done.found.damaged), fault
         else:
             assert isinstance(done.found, Unreadable) or fault.kind == "older", (fault, done)
-    tally.tell("read_lines", record_property)
+    tally.report("read_lines", record_property)

@@ -1,4 +1,4 @@
-"""What a rank still saves before it leaves, and for how long it tries."""
+"""Last saves of a rank before it leaves, and their limits of time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Leaving:
-    """A run that has done `step` and is asked to leave `left_s` before it will be gone."""
+    """A run that has finished `step` and is asked to leave, with `left_s` seconds until the deadline."""
 
     def __init__(self, folder: Path, saver: Checkpointer, step: int, left_s: float | None = None) -> None:
         self.saver, self.run_dir = saver, RunDir(folder)
@@ -56,19 +56,19 @@ class Leaving:
         )
 
     def go(self) -> list[tuple[str, int]]:
-        """What became of the saves."""
+        """Leave, and return the outcomes of the saves."""
         leave(self.run, self.run_dir)
         return [(type(outcome).__name__, outcome.step) for outcome in self.saver.poll()]
 
 
-def test_what_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+def test_a_saved_step_is_not_saved_again(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     saver.save(20, sharded_state(1.0), {})
     assert Leaving(tmp_path, saver, 20).go() == [("Published", 20)]
 
 
-def test_what_could_not_be_saved_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a full disk: the room may be there by now, and all since the checkpoint before would be lost."""
+def test_a_failed_save_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a full disk there may be room by now."""
 
     def full(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -82,7 +82,7 @@ def test_what_could_not_be_saved_is_tried_once_more(tmp_path: Path, monkeypatch:
     assert Leaving(tmp_path, saver, 20).go() == [("Published", 20)]
 
 
-def test_a_write_under_way_that_does_not_end_in_time_is_given_up_and_nothing_else_begun(
+def test_a_save_that_passes_the_deadline_is_abandoned_and_no_other_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = Event()
@@ -99,8 +99,8 @@ def test_a_write_under_way_that_does_not_end_in_time_is_given_up_and_nothing_els
     assert 0.4 < time.monotonic() - began < 5
 
 
-def test_a_run_that_waits_for_its_last_save_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That may take longer than the silence that is held against a rank."""
+def test_waiting_for_the_last_save_sends_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save may take longer than job.silence_limit_s."""
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.2)
@@ -126,10 +126,10 @@ def test_a_run_whose_last_save_failed_is_not_finished(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_no_rank_disconnects_before_all_have_met_behind_the_outcome(
+def test_no_rank_disconnects_before_all_have_met_after_the_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """Else the others could be gone while rank 0 still writes it, and an orderly end would look like a crash."""
+    """Otherwise the others could be gone while rank 0 still writes it, and a normal end would look like a crash."""
     attempt = RunDir(tmp_path).attempt(1)
     attempt.folder.mkdir(parents=True)
     nothing = SimpleNamespace(close=lambda: None, stop=lambda: None)

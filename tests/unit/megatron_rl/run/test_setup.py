@@ -1,4 +1,4 @@
-"""A run is restored before anything works with it, and then needs nothing but its own checkpoint."""
+"""A resumed run needs only its own checkpoint, except for the KL penalty."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = 3
 
 
 class Began:
-    """A run that began with a checkpoint of another, and has saved its own step 3."""
+    """A run that started from the checkpoint of another run, and has saved its own step 3."""
 
     def __init__(self, folder: Path, platform: Any, groups: Any, **grpo: Any) -> None:
         self.platform, self.groups = platform, groups
@@ -34,7 +34,7 @@ class Began:
         save(first, STEP)
 
     def change_source(self, seed: int) -> None:
-        """Save other weights where the recipe says that the run begins."""
+        """Save other weights at the path of `model.checkpoint`."""
         shutil.rmtree(self.source, ignore_errors=True)
         other = self._set_up(RunDir(self.source), tiny_run())
         stir(other.trainer.policy, 0.3, seed)
@@ -64,10 +64,10 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
-def test_all_that_counts_goes_on_from_the_checkpoint_and_that_of_the_beginning_is_needed_no_more(
+def test_counters_resume_from_the_checkpoint_and_the_initial_one_is_not_needed(
     tmp_path: Path, platform: Any, groups: Any
 ) -> None:
-    """It may have been deleted long since; and to load and hash it at every start costs minutes."""
+    """The initial checkpoint may be deleted by then, and loading it at every start would cost minutes."""
     began = Began(tmp_path, platform, groups)
     for _ in range(2):
         run = began.start()
@@ -85,7 +85,7 @@ def test_all_that_counts_goes_on_from_the_checkpoint_and_that_of_the_beginning_i
         ({"num_attention_heads": 2, "num_query_groups": 1}, "num_attention_heads 2 .*; model.num_query_groups 1 "),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_though_its_tensors_would_do(
+def test_a_checkpoint_of_another_model_is_refused_even_if_its_tensors_fit(
     tmp_path: Path, platform: Any, groups: Any, shape: dict[str, Any], said: str
 ) -> None:
     began = Began(tmp_path, platform, groups)
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_another_model_is_refused_though_its_tensors_would_do(
     began.start()
 
 
-def test_the_kl_penalty_stays_towards_the_weights_of_the_beginning(tmp_path: Path, platform: Any, groups: Any) -> None:
+def test_the_kl_penalty_stays_towards_the_initial_weights(tmp_path: Path, platform: Any, groups: Any) -> None:
     began = Began(tmp_path, platform, groups, kl_beta=0.1)
     run = began.start(kl_beta=0.1)
     assert run.trainer.reference is not None
@@ -107,15 +107,15 @@ def test_the_kl_penalty_stays_towards_the_weights_of_the_beginning(tmp_path: Pat
         ConfigurationError, match=r"model\.checkpoint \(or huggingface\) has changed since this run started"
     ):
         began.start(kl_beta=0.1)
-    assert same(weights(began.start()), began.weights), "without the penalty it does not matter"
+    assert same(weights(began.start()), began.weights), "only the penalty needs the initial weights"
     shutil.rmtree(began.source)
     with pytest.raises(ConfigurationError, match=r"model\.checkpoint: .* is not a checkpoint"):
         began.start(kl_beta=0.1)
     shutil.rmtree(began.run_dir.root)
     with pytest.raises(ConfigurationError, match=r"model\.checkpoint: .* is not a checkpoint"):
-        began.start()  # which has no checkpoint of its own any more
+        began.start()  # there is no checkpoint of the run any more
 
 
-def test_numbers_of_a_later_version_are_named() -> None:
+def test_counters_of_a_later_version_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="has turns_seen, unknown to this version of mrl"):
         Counters.of({**asdict(Counters(step=STEP)), "turns_seen": 3})

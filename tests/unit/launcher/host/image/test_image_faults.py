@@ -177,7 +177,7 @@ def sweep(make: Callable[..., Node], state: str, capsys: Any, each: int | None, 
 
 @pytest.mark.parametrize("state", STATES)
 def test_an_import_outlasts_the_failure_of_an_operation_on_the_cache(make, capsys, record_property, state):
-    sweep(make, state, capsys, 1, ONCE).tell(f"import of a {state} image, once", record_property)
+    sweep(make, state, capsys, 1, ONCE).report(f"import of a {state} image, once", record_property)
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_an_import_outlasts_the_failure_of_an_operation_on_the_cache(make, capsy
 @pytest.mark.parametrize("state", STATES)
 def test_an_import_outlasts_every_fault_of_every_operation(make, capsys, record_property, state, seconds):
     tally = sweep(make, state, capsys, None, seconds)
-    tally.tell(f"import of a {state} image, for {seconds:.0f} s", record_property)
+    tally.report(f"import of a {state} image, for {seconds:.0f} s", record_property)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -199,7 +199,7 @@ def test_an_import_outlasts_an_enroot_that_gives_no_answer_of_use(make, capsys, 
             node.tool_fault = fault
             problems += [f"{kind} of {tool}: {one}" for one in problems_of(node, state, capsys)]
             tally.count(fault, tool)
-    tally.tell(f"import of a {state} image", record_property)
+    tally.report(f"import of a {state} image", record_property)
     assert not problems, "\n".join(problems[:20])
 
 
