@@ -140,7 +140,7 @@ class RolloutDriver:
         Returns a function for any thread that waits for that, as `Bank.begin_checkpoint` does.
         """
         if (bank := self._bank) is None or (in_flight := self._in_flight) is None:
-            return _nothing_to_wait_for
+            return lambda: None
         # If generation runs ahead of training, no record depends on these groups: they may be generated again.
         waiting = [] if self._max_lag else self._loop.do(lambda _: in_flight.finished())
         return self._loop.do(lambda _: bank.begin_checkpoint(step, next_ordinal, waiting))
@@ -266,7 +266,3 @@ class RolloutDriver:
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """[ranks] the tensor of each rank. Collective. Not a safe point, because the batch is already settled."""
         return gathered(own, self._groups.control)
-
-
-def _nothing_to_wait_for() -> None:
-    """Return at once: this rank has no bank."""

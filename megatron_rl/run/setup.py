@@ -24,7 +24,8 @@ from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.publish import Refit
-from megatron_rl.rollout.bank.bank import open_bank
+from megatron_rl.rollout.bank.bank import Bank
+from megatron_rl.rollout.bank.records import Lineage, fingerprint
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.rollout.window import Drawn
@@ -188,16 +189,16 @@ def set_up(
         generation = partitioned.generate_elsewhere(models.policy, pool, config, platform, groups, safe_points)
     generation.refit.publish(counters.policy_version)
     bank = None
-    if generation.loop.role.drives:
-        bank = open_bank(
-            run_dir,
-            attempt.number,
-            config,
-            generation.loop.role,
-            problems,
-            step=counters.step,
-            policy_version=counters.policy_version,
+    if (role := generation.loop.role).drives:
+        recipe = fingerprint(config, problems)
+        lineage = Lineage(run_dir.root.name, attempt.number, counters.step, counters.policy_version, recipe)
+        bank = Bank(
+            run_dir.bank,
+            config.resume,
+            lineage,
             next_ordinal=counters.next_ordinal,
+            driver=role.index,
+            drivers=role.count,
         )
     drawn = Drawn(counters.drawn_below, counters.passed_over)
     driver = RolloutDriver(
@@ -259,5 +260,5 @@ def restore(
             "model.checkpoint (or huggingface) has changed since this run started, and the KL penalty (grpo.kl_beta) "
             "needs the original weights: restore them, or start another run"
         )
-    logger.info("going on after step %d", counters.step)
+    logger.info("resuming after step %d", counters.step)
     return counters

@@ -26,7 +26,7 @@ def test_the_disk_is_full_during_a_save(login: Login, undisturbed: RunDir) -> No
     assert "the checkpoint of step 8 was not saved: rank 1: No space left on device" in run.log()
     finish(run)
     assert run.ends() == [("crashed", None), ("finished", None)]
-    assert "going on after step 4" in run.dir.attempt(2).log(0).read_text()
+    assert "resuming after step 4" in run.dir.attempt(2).log(0).read_text()
     assert record(run.dir) == record(undisturbed)
 
 
@@ -45,6 +45,6 @@ def test_a_checkpoint_is_damaged_afterwards(login: Login, undisturbed: RunDir) -
     finish(run)
     assert run.ends() == [("drained", "preempted"), ("finished", None)]
     log = run.dir.attempt(2).log(0).read_text()
-    assert "going on after step 4" in log
+    assert "resuming after step 4" in log
     assert "step-000005" in log
     assert record(run.dir) == record(undisturbed)

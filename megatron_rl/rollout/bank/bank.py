@@ -20,22 +20,18 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
 
-from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.config import RunConfig
-from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import ResumableInference
-from megatron_rl.rollout.agent_loop import DriverRole
 from megatron_rl.rollout.bank.file import BankFile, Entry, Record, bank_file, bank_files, scan
 from megatron_rl.rollout.bank.recording import EarlierWork, Recording, ScoredGroup
-from megatron_rl.rollout.bank.records import Lineage, attempt_record, fingerprint, group_record
+from megatron_rl.rollout.bank.records import Lineage, attempt_record, group_record
 from megatron_rl.rollout.bank.selection import records_within, reusable_records, unsettled_records, whole_share
 from megatron_rl.rollout.config import ResumeConfig
 
@@ -206,29 +202,3 @@ class Bank:
         self._first_record = []
         self._unwritten.clear()
         self._flushed_at = time.monotonic()
-
-
-def open_bank(
-    run_dir: RunDir,
-    attempt: int,
-    config: RunConfig,
-    role: DriverRole,
-    problems: Mapping[str, ProblemDigest],
-    *,
-    step: int,
-    policy_version: int,
-    next_ordinal: int,
-) -> Bank:
-    """Open the bank of a driver, for a run that continues after `step` with the weights of `policy_version`.
-
-    problems: digests of the training problems, by environment.
-    """
-    lineage = Lineage(run_dir.root.name, attempt, step, policy_version, fingerprint(config, problems))
-    return Bank(
-        run_dir.bank,
-        config.resume,
-        lineage,
-        next_ordinal=next_ordinal,
-        driver=role.index,
-        drivers=role.count,
-    )
