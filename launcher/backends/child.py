@@ -107,7 +107,7 @@ class Child:
 
 
 def tried(environment: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
-    """Try the first problems of an environment. Yields the results of `megatron_rl.agent.trial.tried`.
+    """Try the first problems of an environment. Yields the results of `megatron_rl.agent.trial.try_environment`.
 
     Raises BadInput where the environment cannot be built, Failed where the process fails.
     """

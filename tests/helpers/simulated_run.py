@@ -144,7 +144,7 @@ class Simulation:
             patch.setattr(run_module, "build_models", self._build_models)
             patch.setattr(generation_module, "build_engine", lambda policy, *_: _engine(policy))
             patch.setattr(run_module, "Trainer", _Trainer)
-            patch.setattr(generation_module.asyncio, "Runner", lambda: runner)
+            patch.setattr(asyncio, "Runner", lambda: runner)
             patch.setattr(tensorboard, "SummaryWriter", _Silence)
             patch.setattr(save_module.futures, "wait", later.wait)
             patch.setattr(safe_points_module, "POLL_S", 0.0)

@@ -311,19 +311,19 @@ def _spoil_gradients_from_step_3(rank: int) -> None:
 
 
 def _move_groups_for_any_gain(rank: int) -> None:
-    from megatron_rl.rollout import answering
+    from megatron_rl.rollout import driver
     from megatron_rl.rollout import exchange as exchange_module
 
     exchange_module.NEGLIGIBLE_FLOPS = 0.0
     exchange = exchange_module.exchange
 
-    def told(made: Any, *args: Any) -> Any:
+    def report(made: Any, *args: Any) -> Any:
         trained_here = exchange(made, *args)
         if trained_here.keys() != made.keys():
             os.write(2, b"moved\n")
         return trained_here
 
-    answering.exchange = told
+    driver.exchange = report
 
 
 def _expect_another_megatron_core(rank: int) -> None:

@@ -67,7 +67,7 @@ class Held:
         mark.write_text(f"{where} of step {step}\n")
         if then != "finds the disk full":
             until = time.monotonic() + here[0].get("seconds", LIMIT)
-            while not self._scorer_request() and time.monotonic() < until:
+            while not self._asked() and time.monotonic() < until:
                 time.sleep(0.1)
         mark.unlink()
         if then == "fails":
