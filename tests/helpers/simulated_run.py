@@ -52,6 +52,7 @@ from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World
 from megatron_rl.refit.publish import SharedWeights
+from megatron_rl.rollout import agent_loop as agent_loop_module
 from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.run import attempt as attempt_module
@@ -148,6 +149,7 @@ class Simulation:
             patch.setattr(tensorboard, "SummaryWriter", _Silence)
             patch.setattr(save_module.futures, "wait", later.wait)
             patch.setattr(safe_points_module, "POLL_S", 0.0)
+            patch.setattr(agent_loop_module, "POLL_S", 0.0)
             for module in EXECUTORS:
                 patch.setattr(module, "ThreadPoolExecutor", later.executor)
             if files is None:
