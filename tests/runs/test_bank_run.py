@@ -1,4 +1,4 @@
-"""A whole run on two ranks that is asked to leave while it generates: the next attempt, on one rank, goes on."""
+"""A whole run on two ranks leaves on request while it generates, and the next attempt resumes on one rank."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return run_dir
 
 
-def test_a_run_that_left_while_it_generated_goes_on_in_the_middle_of_answers(
-    undisturbed: RunDir, tmp_path: Path
-) -> None:
+def test_run_that_left_during_generation_resumes_unfinished_answers(undisturbed: RunDir, tmp_path: Path) -> None:
     run_dir = prepare(tmp_path / "run", loop_recipe(**RECIPE))
     first = Attempt(run_dir, tmp_path, sabotage=_generate_slowly)
     first.wait_for_step(2)
@@ -55,7 +53,7 @@ def test_a_run_that_left_while_it_generated_goes_on_in_the_middle_of_answers(
         assert (line["step"], line["next_ordinal"]) == (other["step"], other["next_ordinal"])
         for name in ("mean_reward", "answer_length", "entropy"):
             assert line[name] == pytest.approx(other[name], rel=1e-3), (line["step"], name)
-    # The last checkpoint has settled everything, and the first driver has cleared away what the first attempt left.
+    # The last checkpoint settled every prompt, and the first driver deleted the bank files of the first attempt.
     kinds = {entry.head["kind"] for path in bank_files(run_dir.bank) for entry in scan(path).entries}
     assert kinds == {"attempt"}
     assert bank_files(run_dir.bank) == [bank_file(run_dir.bank, 2, 0)]

@@ -1,4 +1,4 @@
-"""A run that is given fewer steps than it has made is finished: as it is, with nothing trained, and saying so."""
+"""A run whose recipe now has fewer steps than it has trained finishes at once: it trains nothing and warns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def given_fewer_steps(run: Simulation, config: RunConfig, steps: int) -> None:
     run.run_dir.resolved.write_text(yaml.safe_dump(fewer.model_dump(exclude_defaults=True)), encoding="utf-8")
 
 
-def test_it_ends_at_once_and_leaves_all_as_it_is(
+def test_it_ends_at_once_and_changes_no_record(
     tmp_path: Path, platform: Any, groups: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = recipe(dynamic=False)

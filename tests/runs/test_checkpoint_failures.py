@@ -1,4 +1,4 @@
-"""A save that fails costs a warning, never the checkpoint before it: full disk, lost rank, hanging file system."""
+"""A failed save logs a warning and keeps the previous checkpoint: full disk, lost rank, hanging file system."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in RunDir(folder).checkpoints.iterdir())
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_and_the_run_goes_on(small_disk: Path) -> None:
+def test_full_disk_leaves_the_previous_checkpoint_and_the_run_continues(small_disk: Path) -> None:
     saver = checkpointer(small_disk, keep=1)
     saver.save(20, big_state(1.0, 4), {})
     assert isinstance(outcome(saver), Published)
@@ -67,7 +67,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_the_run_goes_on(small_di
 
 
 @pytest.mark.parametrize("free_kib", [0, 4, 8, 16, 24])
-def test_a_disk_that_fills_up_among_the_small_files_is_no_different(small_disk: Path, free_kib: int) -> None:
+def test_disk_that_fills_up_during_the_small_files_fails_the_save(small_disk: Path, free_kib: int) -> None:
     """Space for the shards, or for some of common.pt, .metadata, manifest.json and `latest`, but not for all."""
     saver = checkpointer(small_disk, keep=1)
     saver.save(20, sharded_state(1.0), {})
@@ -80,7 +80,7 @@ def test_a_disk_that_fills_up_among_the_small_files_is_no_different(small_disk: 
     assert intact(RunDir(small_disk).checkpoint(20))
 
 
-def test_a_full_disk_at_the_final_save_is_one_clear_error(small_disk: Path) -> None:
+def test_full_disk_at_the_final_save_is_one_clear_error(small_disk: Path) -> None:
     saver = checkpointer(small_disk)
     saver.save(20, sharded_state(1.0), {})
     saver.wait()
@@ -106,12 +106,12 @@ def _full_disk_on_two_ranks(rank: int, world_size: int, folder: Path) -> Any:
     for step, mib in ((20, 2), (40, 40), (60, 2)):
         saver.save(step, big_state(float(step), mib, rank, world_size), {})
         saver.wait()
-        dist.barrier()  # as every training step between two saves has
+        dist.barrier()  # every training step between two saves has one
         kinds += [(type(event).__name__, event.step) for event in saver.poll()]
     return kinds
 
 
-def test_two_ranks_that_fill_the_disk_together_agree_and_go_on(small_disk: Path) -> None:
+def test_two_ranks_that_fill_the_disk_agree_on_the_failure_and_continue(small_disk: Path) -> None:
     agreed = [("Published", 20), ("SaveFailed", 40), ("Published", 60)]
     assert run_ranks(small_disk, 2, _full_disk_on_two_ranks, small_disk) == [agreed, agreed]
     assert names(small_disk) == ["latest", "step-000060"]
@@ -136,14 +136,14 @@ def _one_rank_fails(rank: int, world_size: int, folder: Path) -> Any:
 def test_the_failure_of_any_rank_is_reported_by_rank_0_at_once(tmp_path: Path) -> None:
     started = time.monotonic()
     first, second = run_ranks(tmp_path, 2, _one_rank_fails, tmp_path)
-    assert time.monotonic() - started < 30  # not the time-out
+    assert time.monotonic() - started < 30  # well below the timeout
     assert first[0] == second[0] == 20
     assert "rank 1: Input/output error: the disk of rank 1" in first[1]
     assert "Input/output error" in second[1]
     assert find_latest(RunDir(tmp_path)).step == 20
 
 
-def test_a_start_clears_the_sign_of_a_withdrawn_save(tmp_path: Path) -> None:
+def test_start_deletes_the_marker_of_a_withdrawn_save(tmp_path: Path) -> None:
     run_ranks(tmp_path, 2, _one_rank_fails, tmp_path)
     checkpointer(tmp_path)
     assert names(tmp_path) == ["latest", "step-000020"]
@@ -161,14 +161,14 @@ def _one_rank_dies(rank: int, world_size: int, folder: Path) -> Any:
         saver.wait(final=True)
 
 
-def test_a_rank_that_dies_in_a_save_ends_it_at_the_time_out(tmp_path: Path) -> None:
+def test_save_with_a_dead_rank_ends_at_the_timeout(tmp_path: Path) -> None:
     codes = Ranks(tmp_path, 2, _one_rank_dies, tmp_path).join(30)
     assert codes == [0, -signal.SIGKILL]
     assert find_latest(RunDir(tmp_path)).step == 20
     assert intact(RunDir(tmp_path).checkpoint(20))
 
 
-def test_a_save_beyond_the_time_out_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_beyond_the_timeout_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*args: Any) -> Any:
         time.sleep(1.1)
         return write_part(*args)
@@ -182,11 +182,11 @@ def test_a_save_beyond_the_time_out_is_a_failure(tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == []
 
 
-def test_a_write_that_hangs_blocks_the_loop_no_longer_than_the_time_out(
+def test_hanging_write_blocks_the_loop_no_longer_than_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a network file system whose server is away. The memory being written is not reused meanwhile, and once
-    the server is back the run saves again."""
+    """The write hangs like one to a network file system whose server is down. The memory being written is not reused
+    meanwhile, and the run saves again once the server is back."""
     back = Event()
 
     def hangs(*args: Any) -> Any:
@@ -201,7 +201,7 @@ def test_a_write_that_hangs_blocks_the_loop_no_longer_than_the_time_out(
     saver.save(40, sharded_state(2.0), {})
     assert time.monotonic() - started < 3
     assert [(event.step, "hang" in event.reason) for event in saver.poll()] == [(20, True), (40, True)]
-    assert saver.under_way is None  # nobody waits for it any more
+    assert saver.under_way is None  # the failed save is no longer awaited
     back.set()
     limit = time.monotonic() + 10
     while not saver.wait() and time.monotonic() < limit:
@@ -213,24 +213,24 @@ def test_a_write_that_hangs_blocks_the_loop_no_longer_than_the_time_out(
     assert same(state["model"]["split"], sharded_state(3.0)["model"]["split"].data)
 
 
-def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = Event()
+def test_save_waits_for_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resume = Event()
 
     def held(*args: Any) -> Any:
-        go_on.wait(20)
+        resume.wait(20)
         return write_part(*args)
 
     monkeypatch.setattr(writer_module, "write_part", held)
     saver = checkpointer(tmp_path)
     saver.save(20, sharded_state(1.0), {})
-    assert saver.poll() == []  # under way, and poll does not wait
-    go_on.set()
+    assert saver.poll() == []  # still in progress, and poll does not wait
+    resume.set()
     saver.save(40, sharded_state(2.0), {})
     saver.wait(final=True)
     assert [event.step for event in saver.poll()] == [20, 40]
 
 
-def test_a_fault_of_the_program_is_raised_not_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_in_a_save_is_raised_and_not_logged_as_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(*args: Any) -> Any:
         raise ZeroDivisionError
 
@@ -241,12 +241,12 @@ def test_a_fault_of_the_program_is_raised_not_warned_about(tmp_path: Path, monke
         saver.wait()
 
 
-# Leaving in time
+# A rank that has to leave in time
 
 
-def test_a_wait_ends_when_its_time_is_up_and_the_save_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = Event()
-    monkeypatch.setattr(writer_module, "write_part", lambda *args: go_on.wait(20) and write_part(*args))
+def test_wait_ends_at_its_deadline_and_the_save_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resume = Event()
+    monkeypatch.setattr(writer_module, "write_part", lambda *args: resume.wait(20) and write_part(*args))
     saver = checkpointer(tmp_path)
     assert saver.under_way is None
     saver.save(20, sharded_state(1.0), {})
@@ -254,14 +254,14 @@ def test_a_wait_ends_when_its_time_is_up_and_the_save_goes_on(tmp_path: Path, mo
     assert not saver.wait(until=started + 0.2)
     assert 0.2 <= time.monotonic() - started < 5
     assert saver.under_way == 20
-    go_on.set()
+    resume.set()
     assert saver.wait(until=time.monotonic() + 20)
     assert saver.under_way is None
     assert isinstance(outcome(saver), Published)
 
 
 def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
-    """In the middle of a large tensor, whose write in slow chunks would take minutes."""
+    """Abandon a save in the middle of a large tensor, whose write in slow chunks would take minutes."""
     saver = checkpointer(folder)
     saver.save(20, sharded_state(1.0, rank, world_size), {})
     saver.wait(final=True)
@@ -305,18 +305,20 @@ def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
 
 
 @pytest.mark.parametrize("all_ranks", [False, True])
-def test_a_save_can_be_given_up_within_seconds_and_the_one_before_it_stays(tmp_path: Path, all_ranks: bool) -> None:
-    told = [(True, [("Published", 20), ("SaveFailed", 40)])] * 2
-    assert run_ranks(tmp_path, 2, _abandon, tmp_path, all_ranks) == told
+def test_save_can_be_abandoned_within_seconds_and_the_previous_checkpoint_stays(
+    tmp_path: Path, all_ranks: bool
+) -> None:
+    expected = [(True, [("Published", 20), ("SaveFailed", 40)])] * 2
+    assert run_ranks(tmp_path, 2, _abandon, tmp_path, all_ranks) == expected
     assert names(tmp_path) == ["latest", "step-000020", "step-000060"]
     assert intact(RunDir(tmp_path).checkpoint(20))
 
 
-# No file of a checkpoint may be one whose failure was not thought of
+# The failure of any single file of a checkpoint
 
 
-def test_a_disk_that_runs_out_of_files_is_no_different_whichever_is_the_last(small_disk: Path) -> None:
-    """One more file each time, so that each of a checkpoint is once the first that cannot be made."""
+def test_disk_that_runs_out_of_inodes_at_any_file_fails_the_save(small_disk: Path) -> None:
+    """Each try allows one more file, so each file of a checkpoint is once the first that cannot be created."""
     saver = checkpointer(small_disk, keep=1)
     saver.save(20, sharded_state(1.0), {})
     assert isinstance(outcome(saver), Published)

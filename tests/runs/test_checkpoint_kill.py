@@ -1,8 +1,7 @@
-"""SIGKILL at every moment of a save: the checkpoint before it stays good, and none is ever torn.
+"""SIGKILL at every moment of a save leaves the previous checkpoint intact, and no checkpoint is ever torn.
 
-The moments are the operations of the process on the checkpoints folder, seen by an audit hook: a rank that is to
-die at moment n kills itself just before its n-th one. Everything a moment can leave behind is then looked at as the
-next start would.
+A moment is an operation of the process on the checkpoints folder, observed by an audit hook. To die at moment n, a rank
+kills itself just before its n-th operation. The test then examines the folder as the next start would.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _TOUCHING = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.r
 
 
 class _Moments:
-    """Lists what happens to files below `folder`, and dies at moment `fatal` (counted from 1; 0: never)."""
+    """Records the operations on files below `folder`, and kills the process at moment `fatal` (from 1; 0: never)."""
 
     def __init__(self, folder: Path, fatal: int) -> None:
         self._below = str(folder)
@@ -35,7 +34,7 @@ class _Moments:
         write = shards.RecordedFile.write
 
         def torn(recorded: Any, data: Any) -> int:
-            """Half of each write of a shard first, so that a moment lies in the middle of it."""
+            """Split each write of a shard in two halves, with a moment between them."""
             half = len(memoryview(data)) // 2
             written = write(recorded, memoryview(data)[:half])
             recorded._file.flush()
@@ -55,11 +54,11 @@ class _Moments:
 
 
 def _two_saves(rank: int, world_size: int, folder: Path, again: int, doomed: int, fatal: int) -> list[str]:
-    """Step 20, then a save of step `again` during which rank `doomed` dies. Returns its moments."""
+    """Save step 20, then step `again`, during which rank `doomed` dies. Returns the rank's moments."""
     saver = checkpointer(folder, keep=1)
     saver.save(20, sharded_state(20.0, rank, world_size), {"cursor": 20})
     saver.wait(final=True)
-    if fatal:  # the other rank is not to wait long for one that is dead
+    if fatal:  # the other rank must not wait long for the dead one
         writer_module.GRACE_S = 0.5
         saver = checkpointer(folder, keep=1, timeout_s=1)
     moments = _Moments(folder / "checkpoints", fatal if rank == doomed else 0)
@@ -68,7 +67,7 @@ def _two_saves(rank: int, world_size: int, folder: Path, again: int, doomed: int
     return moments.seen
 
 
-def _check_what_the_next_start_finds(folder: Path, steps: set[int]) -> None:
+def _check_next_start(folder: Path, steps: set[int]) -> None:
     run_dir = RunDir(folder)
     clean_up(run_dir)
     latest = find_latest(run_dir)
@@ -79,8 +78,8 @@ def _check_what_the_next_start_finds(folder: Path, steps: set[int]) -> None:
     assert {path.suffix for path in run_dir.checkpoints.iterdir()} == {""}
 
 
-def _telling(moments: list[str]) -> list[int]:
-    """Numbers of all moments but most writes: torch makes dozens of small ones per tensor, all alike."""
+def _selected(moments: list[str]) -> list[int]:
+    """Numbers of all moments except most writes: torch makes dozens of small, similar writes per tensor."""
     writes = [number for number, event in enumerate(moments, 1) if event == "write"]
     others = [number for number, event in enumerate(moments, 1) if event != "write"]
     assert len(others) >= 5
@@ -88,15 +87,15 @@ def _telling(moments: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("again", [40, 20])
-def test_a_lone_rank_may_die_at_any_moment(tmp_path: Path, again: int) -> None:
-    """Of a save of a further step, and of one that replaces a checkpoint of the same step."""
+def test_single_rank_may_die_at_any_moment(tmp_path: Path, again: int) -> None:
+    """The save is of a later step, or replaces a checkpoint of the same step."""
     (moments,) = run_ranks(tmp_path, 1, _two_saves, tmp_path / "whole", again, 0, 0)
     found = set()
-    # What replacing does otherwise begins with the two renames, near the end.
-    for fatal in _telling(moments) if again == 40 else _telling(moments)[-14:]:
+    # Replacing a checkpoint differs only from the two renames near the end on.
+    for fatal in _selected(moments) if again == 40 else _selected(moments)[-14:]:
         folder = tmp_path / f"killed-{fatal}"
         assert Ranks(tmp_path, 1, _two_saves, folder, again, 0, fatal).join() == [-signal.SIGKILL], fatal
-        _check_what_the_next_start_finds(folder, {20, again})
+        _check_next_start(folder, {20, again})
         found.add(read_manifest(RunDir(folder).checkpoint(find_latest(RunDir(folder)).step)).meta["cursor"])
     assert found == {20, 40}  # killed before and after the rename
 
@@ -104,7 +103,7 @@ def test_a_lone_rank_may_die_at_any_moment(tmp_path: Path, again: int) -> None:
 @pytest.mark.parametrize("doomed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_of_two_ranks_may_die_at_any_moment(tmp_path: Path, doomed: int) -> None:
     moments = run_ranks(tmp_path, 2, _two_saves, tmp_path / "whole", 40, doomed, 0)[doomed]
-    for fatal in _telling(moments)[1 :: max(1, len(_telling(moments)) // 3)]:
+    for fatal in _selected(moments)[1 :: max(1, len(_selected(moments)) // 3)]:
         folder = tmp_path / f"killed-{fatal}"
         assert Ranks(tmp_path, 2, _two_saves, folder, 40, doomed, fatal).join()[doomed] == -signal.SIGKILL
-        _check_what_the_next_start_finds(folder, {20, 40})
+        _check_next_start(folder, {20, 40})

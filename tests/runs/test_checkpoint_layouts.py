@@ -1,7 +1,7 @@
 """A checkpoint loads into another layout: tensor, pipeline and data parallel sizes, distributed optimizer or not.
 
-The loss looks at every weight by itself, so training must go on with the same bits wherever the weight has gone; and
-Adam's moments were made a function of the weight, so each must be found beside its own.
+The loss depends on each weight separately, so training must continue with the same bits wherever a weight has moved.
+Adam's moments are set to a function of their weight, so the test sees whether each moment moved with its weight.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ LAYOUTS = {
 }
 
 EVERY_KIND = ("tp2", "cp2", "dp3", "tp2-pp2", "dp2-plain", "tp2-dp2-plain")
-"""Layouts that between them cut in each way; the others are combinations of these."""
+"""Layouts that cover each way to cut a model; the others are combinations of them."""
 BACK = ("cp2", "tp2-pp2", "tp2-dp2-plain")
-"""The same of checkpoints that they have written: one of each optimizer, and where ranks hold copies."""
+"""Layouts whose own checkpoints one rank loads: one for each optimizer, and one in which ranks hold copies."""
 
 
 def slow_unless(quick: bool, *values: object, id: str) -> ParameterSet:
@@ -71,7 +71,7 @@ def slow_unless(quick: bool, *values: object, id: str) -> ParameterSet:
 
 
 def a_model(dtype: str, tied: bool = False) -> ModelConfig:
-    """A feed-forward size by which the ranges of three ranks end within rows."""
+    """Model whose feed-forward size makes the ranges of three ranks end within rows."""
     return tiny_model(dtype=dtype, ffn_hidden_size=44, tied_embeddings=tied, qkv_bias=True)
 
 
@@ -85,9 +85,8 @@ class Training:
         platform = select(JobConfig(device="cpu"))
         platform.seed(1)
         self.policy = build_policy(model, 16, platform)
-        stir(
-            self.policy, 0.3, seed=torch.distributed.get_rank()
-        )  # of nobody else, so none of it can be right by chance
+        # Each rank has different weights, so none can be right by chance.
+        stir(self.policy, 0.3, seed=torch.distributed.get_rank())
         share_weights(self.policy, self.groups)
         config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, clip_grad=0.0, distributed=layout.distributed)
         self.optimizer = PolicyOptimizer(self.policy, model, config, LAST)
@@ -99,7 +98,7 @@ class Training:
     def update(self, number: int) -> None:
         self.optimizer.zero_grad()
         losses = [torch.sin((number + 1.5) * weight.float()).sum() for weight in self.policy.parameters()]
-        # A sum with zeros is exact, one of thirds is not. Of each weight only one copy counts.
+        # Only one copy of each weight counts: adding zeros is exact, adding thirds is not.
         dense = self.groups.data_context.rank() == 0
         experts = self.groups.expert_data.rank() == 0
         mine = [
@@ -109,7 +108,7 @@ class Training:
         (torch.stack(losses) * torch.tensor(mine)).sum().backward()
         assert self.optimizer.update(number).applied
 
-    def moments_tell_their_weight(self) -> bool:
+    def moments_match_weights(self) -> bool:
         found = [
             torch.equal(flat["exp_avg"], 2 * main) and torch.equal(flat["exp_avg_sq"], main.square())
             for flat, main in self._with_weights()
@@ -117,7 +116,7 @@ class Training:
         return len(found) > 0 and all(found)
 
     @torch.no_grad()
-    def let_moments_tell_their_weight(self) -> None:
+    def derive_moments_from_weights(self) -> None:
         for flat, main in self._with_weights():
             flat["exp_avg"].copy_(2 * main)
             flat["exp_avg_sq"].copy_(main.square())
@@ -146,7 +145,7 @@ class Training:
             self.optimizer.load_state(state["optimizer"])
 
     def everything(self) -> dict[str, torch.Tensor]:
-        """On a single rank: weights and state, under names that no layout changes."""
+        """Return weights and optimizer state of a single rank, under names that are the same in every layout."""
         state = self.state()
         of_weights = {name: weight.detach().clone() for name, weight in self.policy.named_parameters()}
         return of_weights | {
@@ -155,28 +154,28 @@ class Training:
 
 
 def _begin(rank: int, world_size: int, layout: Layout, model: ModelConfig, folder: Path) -> None:
-    """Save a checkpoint in `folder`, and in folder/end what comes of it in the same layout."""
+    """Save a checkpoint in `folder`, and the end of the run in the same layout in folder/end."""
     training = Training(layout, model)
     for number in range(SAVED):
         training.update(number)
-    training.let_moments_tell_their_weight()
+    training.derive_moments_from_weights()
     training.save(folder, SAVED)
     for number in range(SAVED, LAST):
         training.update(number)
     training.save(folder / "end", LAST)
 
 
-def _go_on(
+def _continue(
     rank: int, world_size: int, layout: Layout, model: ModelConfig, folder: Path, end: Path, with_optimizer: bool = True
 ) -> bool:
-    warnings.filterwarnings("error", message="c10d::broadcast_")  # autograd's, where weights were sent with gradients
+    warnings.filterwarnings("error", message="c10d::broadcast_")  # autograd warns if weights are sent with gradients
     training = Training(layout, model)
     training.load(folder, SAVED, with_optimizer=with_optimizer)
-    told = training.moments_tell_their_weight()
+    matched = training.moments_match_weights()
     for number in range(SAVED, LAST):
         training.update(number)
     training.save(end, LAST)
-    return told
+    return matched
 
 
 def _read(rank: int, world_size: int, model: ModelConfig, *ends: Path) -> list[dict[str, torch.Tensor]]:
@@ -188,25 +187,25 @@ def _read(rank: int, world_size: int, model: ModelConfig, *ends: Path) -> list[d
     return found
 
 
-def _go_on_and_read(
+def _continue_and_read(
     rank: int, world_size: int, model: ModelConfig, folder: Path
 ) -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """On one rank: whether each moment was beside its weight; what comes of the checkpoint here; and in its layout."""
+    """Continue on one rank. Returns whether moments moved with their weights, and the end on one rank and in its layout."""
     training = Training(ONE, model)
     training.load(folder, SAVED)
-    told = training.moments_tell_their_weight()
+    matched = training.moments_match_weights()
     for number in range(SAVED, LAST):
         training.update(number)
     here = training.everything()
     training.load(folder / "end", LAST)
-    return told, here, training.everything()
+    return matched, here, training.everything()
 
 
 def ends(folder: Path, layout: Layout, model: ModelConfig, *, with_optimizer: bool = True) -> bool:
-    """Whether the run in `folder` ends in this layout as it did in its own, as one rank reads both."""
+    """Whether the run in `folder` has the same end in this layout as in its own; one rank reads both."""
     end = folder / f"end-{time.monotonic_ns()}"
-    told = run_ranks(folder, layout.ranks, _go_on, layout, model, folder, end, with_optimizer)
-    assert all(told) is with_optimizer
+    matched = run_ranks(folder, layout.ranks, _continue, layout, model, folder, end, with_optimizer)
+    assert all(matched) is with_optimizer
     ((ours, theirs),) = run_ranks(folder, 1, _read, model, end, folder / "end")
     return same(ours, theirs)
 
@@ -220,18 +219,18 @@ MODELS = {"fp32": a_model("fp32"), "bf16": a_model("bf16")}
 BF16 = MODELS["bf16"]
 
 
-class OfOneRank(NamedTuple):
-    """A run that one rank began and ended."""
+class OneRankRun(NamedTuple):
+    """A run on one rank from start to end."""
 
     folder: Path
     model: ModelConfig
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OfOneRank:
+def of_one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OneRankRun:
     folder, model = tmp_path_factory.mktemp("one"), MODELS[request.param]
     run_ranks(folder, 1, _begin, ONE, model, folder)
-    return OfOneRank(folder, model)
+    return OneRankRun(folder, model)
 
 
 @pytest.mark.parametrize(
@@ -240,32 +239,32 @@ def of_one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     + [slow_unless(name == "tp2-pp2", "fp32", name, id=f"fp32-{name}") for name in ("tp2", "dp3", "tp2-pp2")],
     indirect=["of_one_rank"],
 )
-def test_one_rank_goes_on_in_another_layout(of_one_rank: OfOneRank, layout: str) -> None:
+def test_run_of_one_rank_resumes_in_another_layout(of_one_rank: OneRankRun, layout: str) -> None:
     assert ends(of_one_rank.folder, LAYOUTS[layout], of_one_rank.model)
 
 
 @pytest.mark.parametrize("layout", [slow_unless(name in BACK, layout, id=name) for name, layout in LAYOUTS.items()])
-def test_another_layout_goes_on_on_one_rank(tmp_path: Path, layout: Layout) -> None:
-    goes_on_on_one_rank(tmp_path, layout, BF16)
+def test_run_of_another_layout_resumes_on_one_rank(tmp_path: Path, layout: Layout) -> None:
+    check_resume_on_one_rank(tmp_path, layout, BF16)
 
 
-def goes_on_on_one_rank(folder: Path, layout: Layout, model: ModelConfig) -> None:
+def check_resume_on_one_rank(folder: Path, layout: Layout, model: ModelConfig) -> None:
     run_ranks(folder, layout.ranks, _begin, layout, model, folder)
-    ((told, here, there),) = run_ranks(folder, 1, _go_on_and_read, model, folder)
-    assert told
+    ((matched, here, there),) = run_ranks(folder, 1, _continue_and_read, model, folder)
+    assert matched
     assert same(here, there)
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS["dp2"], LAYOUTS["dp2-plain"]], ids=["distributed", "plain"])
-def test_data_parallel_ranks_write_about_as_much_each(tmp_path: Path, layout: Layout) -> None:
+def test_data_parallel_ranks_write_similar_amounts(tmp_path: Path, layout: Layout) -> None:
     run_ranks(tmp_path, layout.ranks, _begin, layout, BF16, tmp_path)
     written = [path.stat().st_size for path in sorted(RunDir(tmp_path).checkpoint(SAVED).glob("*.distcp"))]
     assert len(written) == 2
-    assert max(written) < 1.15 * min(written)  # whole tensors, and such small ones
+    assert max(written) < 1.15 * min(written)  # the unit is a whole tensor, and these are small
 
 
 def _bytes_read(rank: int, world_size: int, layout: Layout, model: ModelConfig, folder: Path) -> int:
-    """Of tensors, while a checkpoint is loaded."""
+    """Bytes of tensors read while a checkpoint is loaded."""
     training = Training(layout, model)
     found: list[int] = []
     read_data = FileSystemReader.read_data
@@ -281,9 +280,7 @@ def _bytes_read(rank: int, world_size: int, layout: Layout, model: ModelConfig, 
 
 
 @pytest.mark.parametrize(("before", "after"), [("dp2", "dp2"), ("dp2-plain", "dp2-plain"), ("dp2-plain", "dp3-plain")])
-def test_data_parallel_ranks_read_a_checkpoint_once_and_about_as_much_each(
-    tmp_path: Path, before: str, after: str
-) -> None:
+def test_data_parallel_ranks_read_a_checkpoint_once_in_similar_amounts(tmp_path: Path, before: str, after: str) -> None:
     run_ranks(tmp_path, LAYOUTS[before].ranks, _begin, LAYOUTS[before], BF16, tmp_path)
     read = run_ranks(tmp_path, LAYOUTS[after].ranks, _bytes_read, LAYOUTS[after], BF16, tmp_path)
     written = sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(SAVED).glob("*.distcp"))
@@ -291,16 +288,16 @@ def test_data_parallel_ranks_read_a_checkpoint_once_and_about_as_much_each(
     assert max(read) < 1.15 * min(read)
 
 
-def test_tensor_parallel_ranks_go_on_as_pipeline_stages(tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_continue_as_pipeline_stages(tmp_path: Path) -> None:
     before, after = LAYOUTS["tp2-dp2"], LAYOUTS["pp2"]
     run_ranks(tmp_path, before.ranks, _begin, before, BF16, tmp_path)
     assert ends(tmp_path, after, BF16)
 
 
 @pytest.mark.parametrize("layout", ["tp2-dp2", "tp2-pp2"])
-def test_embeddings_that_are_tied_go_along(tmp_path: Path, layout: str) -> None:
-    """In a pipeline the last stage has a copy of them."""
-    goes_on_on_one_rank(tmp_path, LAYOUTS[layout], a_model("bf16", tied=True))
+def test_tied_embeddings_resume_on_one_rank(tmp_path: Path, layout: str) -> None:
+    """The last stage of a pipeline has a copy of the embeddings."""
+    check_resume_on_one_rank(tmp_path, LAYOUTS[layout], a_model("bf16", tied=True))
 
 
 @pytest.mark.parametrize(
@@ -311,12 +308,12 @@ def test_embeddings_that_are_tied_go_along(tmp_path: Path, layout: str) -> None:
         slow_unless(False, Layout(4, ep=2, distributed=False), id="dp4-ep2-plain"),
     ],
 )
-def test_experts_that_are_shared_out_come_together_and_part_again(tmp_path: Path, layout: Layout) -> None:
-    goes_on_on_one_rank(tmp_path, layout, EXPERTS)
+def test_expert_parallel_run_resumes_on_one_rank_and_in_other_layouts(tmp_path: Path, layout: Layout) -> None:
+    check_resume_on_one_rank(tmp_path, layout, EXPERTS)
     assert ends(tmp_path, Layout(4, ep=2, distributed=False), EXPERTS)  # two ranks hold the same experts
     assert ends(tmp_path, Layout(4, tp=2, pp=2), EXPERTS)
 
 
 @pytest.mark.parametrize("of_one_rank", ["fp32"], indirect=True)
-def test_the_comparison_sees_an_optimizer_that_was_not_loaded(of_one_rank: OfOneRank) -> None:
+def test_comparison_detects_an_optimizer_that_was_not_loaded(of_one_rank: OneRankRun) -> None:
     assert not ends(of_one_rank.folder, LAYOUTS["tp2"], of_one_rank.model, with_optimizer=False)

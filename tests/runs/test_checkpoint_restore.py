@@ -1,4 +1,4 @@
-"""Which checkpoint a start goes on from when the newest is damaged, and what becomes of the ones passed over."""
+"""A start skips damaged checkpoints, resumes from the newest good one, and deletes the others at its next save."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    """Of a run with checkpoints of steps 20, 40 and 60, each holding its step."""
+    """Directory of a run with checkpoints of steps 20, 40 and 60, each of which contains its step number."""
     saver = checkpointer(tmp_path, keep=3)
     for step in (20, 40, 60):
         saver.save(step, sharded_state(float(step)), {"cursor": step})
@@ -35,7 +35,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 class Model:
-    """What a run restores into."""
+    """Destination of a restore, which records the steps it was asked to read."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
@@ -73,13 +73,13 @@ def make_unreadable(path: Path) -> None:
     (path / "in the way").touch()
 
 
-def test_a_run_without_checkpoints_begins_at_the_beginning(tmp_path: Path) -> None:
+def test_run_without_checkpoints_starts_at_the_beginning(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     assert not saver.resumes
     assert saver.restore(Model().restore) is None
 
 
-def test_the_newest_good_one_is_restored(run_dir: RunDir) -> None:
+def test_newest_good_checkpoint_is_restored(run_dir: RunDir) -> None:
     model = Model()
     assert restored_step(checkpointer(run_dir.root), model) == 60
     assert model.holds(60)
@@ -97,7 +97,7 @@ DAMAGES = (flip_a_bit, cut, Path.unlink, make_unreadable)
         for damage in DAMAGES
     ],
 )
-def test_any_damage_to_any_file_is_passed_over_before_anything_is_loaded(
+def test_checkpoint_with_any_damaged_file_is_passed_over_before_loading(
     run_dir: RunDir, caplog: pytest.LogCaptureFixture, name: str, damage: Any
 ) -> None:
     damage(run_dir.checkpoint(60) / name)
@@ -111,7 +111,7 @@ def test_any_damage_to_any_file_is_passed_over_before_anything_is_loaded(
     assert name in said
 
 
-def test_an_error_names_each_checkpoint_if_none_is_good(run_dir: RunDir) -> None:
+def test_error_names_each_checkpoint_if_none_is_good(run_dir: RunDir) -> None:
     flip_a_bit(run_dir.checkpoint(20) / "__0_0.distcp")
     cut(run_dir.checkpoint(40) / "common.pt")
     (run_dir.checkpoint(60) / "manifest.json").unlink()
@@ -122,8 +122,8 @@ def test_an_error_names_each_checkpoint_if_none_is_good(run_dir: RunDir) -> None
 
 
 @pytest.mark.parametrize("known_by", ["ledger", "metrics"])
-def test_a_run_whose_checkpoints_are_missing_does_not_start_over(tmp_path: Path, known_by: str) -> None:
-    """Somebody deleted the folder, or its file system is not mounted: a run that trained from 1 would replace its
+def test_run_whose_checkpoints_are_missing_does_not_start_over(tmp_path: Path, known_by: str) -> None:
+    """The folder was deleted, or its file system is not mounted: a run that trained from step 1 would replace its
     record."""
     run = RunDir(tmp_path)
     if known_by == "ledger":
@@ -136,20 +136,20 @@ def test_a_run_whose_checkpoints_are_missing_does_not_start_over(tmp_path: Path,
     assert "To start this one over and lose its record, delete attempts.jsonl" in str(refused.value)
 
 
-def test_a_record_that_cannot_be_read_may_know_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_record_may_mention_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_module, "PATIENCE_S", 0.0)
     RunDir(tmp_path).attempts_ledger.mkdir()
     with pytest.raises(CheckpointError, match=r"attempts\.jsonl cannot be used"):
         checkpointer(tmp_path)
 
 
-def test_a_run_that_crashed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+def test_run_that_crashed_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:
     append(RunDir(tmp_path).attempts_ledger, AttemptEnd(1, 1e9, CRASHED, step=3))
     append(RunDir(tmp_path).metrics, MetricsLine(3, {"loss": 0.1}))
     assert not checkpointer(tmp_path).resumes
 
 
-def test_one_that_does_not_fit_the_model_is_no_reason_to_fall_back(run_dir: RunDir) -> None:
+def test_checkpoint_that_does_not_fit_the_model_is_an_error_and_not_passed_over(run_dir: RunDir) -> None:
     def restore(checkpoint: VerifiedCheckpoint) -> None:
         read(checkpoint, {"other": ShardedTensor.from_rank_offsets("other", torch.zeros(3))}, world())
 
@@ -157,8 +157,8 @@ def test_one_that_does_not_fit_the_model_is_no_reason_to_fall_back(run_dir: RunD
         checkpointer(run_dir.root).restore(restore)
 
 
-def test_one_passed_over_stays_until_a_new_one_replaces_its_line(run_dir: RunDir) -> None:
-    """Its sizes are right, so nothing but the line of training tells that it is not wanted."""
+def test_passed_over_checkpoint_stays_until_the_next_save(run_dir: RunDir) -> None:
+    """Its file sizes are right, so only its place outside the line of training shows that it is obsolete."""
     flip_a_bit(run_dir.checkpoint(40) / "__0_0.distcp")
     flip_a_bit(run_dir.checkpoint(60) / "__0_0.distcp")
     saver = checkpointer(run_dir.root, keep=2)
@@ -173,7 +173,7 @@ def test_one_passed_over_stays_until_a_new_one_replaces_its_line(run_dir: RunDir
     assert model.holds(50)
 
 
-def test_what_a_save_takes_is_known_from_the_checkpoint(run_dir: RunDir) -> None:
+def test_duration_of_a_save_is_known_from_the_checkpoint(run_dir: RunDir) -> None:
     saver = checkpointer(run_dir.root)
     assert saver.estimate_s() is None
     saver.restore(Model().restore)
@@ -183,7 +183,7 @@ def test_what_a_save_takes_is_known_from_the_checkpoint(run_dir: RunDir) -> None
 
 
 def _damaged_for_one_rank(rank: int, world_size: int, folder: Path) -> tuple[int | None, bool]:
-    """The newest one reads well on one node and not on the other, whichever of the two it is."""
+    """Restore a run whose newest checkpoint is readable on one node only."""
     saver = checkpointer(folder, keep=3)
     for step in (20, 40):
         saver.save(step, sharded_state(float(step), rank, world_size), {"cursor": step})
@@ -199,5 +199,5 @@ def _damaged_for_one_rank(rank: int, world_size: int, folder: Path) -> tuple[int
     return restored_step(checkpointer(folder), model), model.holds(20)
 
 
-def test_damage_that_one_rank_sees_moves_all(tmp_path: Path) -> None:
+def test_damage_that_one_rank_sees_makes_all_ranks_fall_back(tmp_path: Path) -> None:
     assert run_ranks(tmp_path, 2, _damaged_for_one_rank, tmp_path) == [(20, True)] * 2

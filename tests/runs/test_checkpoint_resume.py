@@ -1,4 +1,4 @@
-"""A run that resumes draws the curve of one that was never interrupted: real model, real optimizers, bit for bit."""
+"""A resumed run has the same curve as an undisturbed one, bit for bit, with a real model and real optimizers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAVED, LAST = 3, 7
 
 
 class Training:
-    """Updates on a loss that depends on weights, update and rank, so that no error averages out."""
+    """Training on a loss that depends on weights, update and rank, so that no error averages out."""
 
     def __init__(self, rank: int, world_size: int, distributed: bool, dtype: str) -> None:
         parallel_state.initialize_model_parallel()
@@ -41,16 +41,16 @@ class Training:
         )
         torch.manual_seed(1)
         self.policy = build_policy(model, 16, select(JobConfig(device="cpu")))
-        # Without clipping: the norm is summed over shards, so its last bit would depend on the number of ranks.
+        # No clipping: the norm is summed over shards, so its last bit would depend on the number of ranks.
         config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, clip_grad=0.0, distributed=distributed)
         self.optimizer = PolicyOptimizer(self.policy, model, config, LAST)
 
     def update(self, number: int) -> str:
-        """Weights after it, digested."""
+        """Apply an update, and return a digest of the weights."""
         self.optimizer.zero_grad()
         loss = torch.zeros(())
         for index, weight in enumerate(self.policy.parameters()):
-            # Of one rank's draw, whatever the number of ranks: each takes its share of it.
+            # The draw is the same for any number of ranks, and each rank takes its share of it.
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(100 * number + index))
             loss = loss + ((weight.float() - 0.1 * noise) ** 2 * noise).sum() / self.world_size
         loss.backward()
@@ -72,7 +72,7 @@ def _undisturbed(rank: int, world_size: int, folder: Path, distributed: bool, dt
     for number in range(LAST):
         digests.append(training.update(number))
         if number + 1 == SAVED:
-            saver.save(SAVED, training.state(), {})  # goes on behind the next updates
+            saver.save(SAVED, training.state(), {})  # continues during the next updates
     saver.wait(final=True)
     return digests[SAVED:]
 
@@ -96,14 +96,14 @@ def test_resumed_equals_undisturbed(tmp_path: Path, ranks: int, distributed: boo
     assert run_ranks(tmp_path, ranks, _resumed, tmp_path, distributed, dtype) == undisturbed
 
 
-def test_the_comparison_sees_an_optimizer_that_was_not_loaded(tmp_path: Path) -> None:
+def test_comparison_detects_an_optimizer_that_was_not_loaded(tmp_path: Path) -> None:
     undisturbed = run_ranks(tmp_path, 1, _undisturbed, tmp_path, True, "fp32")
     assert run_ranks(tmp_path, 1, _resumed, tmp_path, True, "fp32", False) != undisturbed
 
 
 def _whole(training: Training) -> list[torch.Tensor]:
-    """Weights and, gathered from all ranks, Adam's fp32 weights and both moments, without padding. On rank 0 all of
-    it, on others the weights."""
+    """Weights of the policy and, on rank 0 only, Adam's fp32 weights and both moments, gathered from all ranks without
+    padding."""
     tensors = [weight.detach().clone() for weight in training.policy.parameters()]
     for part in training.optimizer.megatron.chained_optimizers:
         for buffer in (part.get_parameter_state_dp_zero(use_gloo_comm=False) or {}).values():
@@ -133,7 +133,7 @@ def _load_whole(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("save_ranks", "load_ranks"), [(2, 1), (1, 2), (2, 3), (3, 2)])
-def test_weights_and_adams_state_are_the_same_bits_on_another_number_of_ranks(
+def test_weights_and_adam_state_have_the_same_bits_on_another_number_of_ranks(
     tmp_path: Path, save_ranks: int, load_ranks: int
 ) -> None:
     saved = run_ranks(tmp_path, save_ranks, _save_whole, tmp_path)[0]
@@ -145,8 +145,8 @@ def test_weights_and_adams_state_are_the_same_bits_on_another_number_of_ranks(
 
 
 @pytest.mark.parametrize(("save_ranks", "load_ranks"), [(1, 2), (2, 1)])
-def test_another_number_of_ranks_goes_on_alike(tmp_path: Path, save_ranks: int, load_ranks: int) -> None:
-    """The loss is the same for all ranks, and halving and adding halves is exact: so the bits are the same too."""
+def test_run_resumes_alike_on_another_number_of_ranks(tmp_path: Path, save_ranks: int, load_ranks: int) -> None:
+    """The loss is the same on all ranks, and adding two halves is exact, so the bits are the same too."""
     (undisturbed, *_) = run_ranks(tmp_path, save_ranks, _undisturbed, tmp_path, True, "fp32")
     for resumed in run_ranks(tmp_path, load_ranks, _resumed, tmp_path, True, "fp32"):
         assert resumed == undisturbed

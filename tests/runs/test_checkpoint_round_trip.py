@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit, in any layout, as it was when `save` was called."""
+"""A checkpoint restores the state at the call of `save` bit for bit, in any layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_tensors_objects_plain_values_and_meta_come_back(tmp_path: Path) -> None
     assert meta == {"step": 40, "cursor": [1, 2, 3]}
 
 
-def test_the_outcome_tells_bytes_and_seconds(tmp_path: Path) -> None:
+def test_outcome_has_bytes_and_seconds(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     saver.save(40, sharded_state(7.0), {})
     published = outcome(saver)
@@ -47,8 +47,8 @@ def test_the_outcome_tells_bytes_and_seconds(tmp_path: Path) -> None:
     assert saver.poll() == []
 
 
-def test_what_changes_after_save_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer is held until all that was handed to `save` has been overwritten in place."""
+def test_changes_after_save_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer waits until everything passed to `save` has been overwritten in place."""
     state, meta = sharded_state(7.0), {"cursor": [1]}
     overwritten = Event()
     monkeypatch.setattr(writer_module, "write_part", lambda *args: overwritten.wait(10) and write_part(*args))
@@ -74,7 +74,7 @@ def test_a_second_save_reuses_the_host_memory_of_the_first() -> None:
     assert same(second, sharded_state(2.0)["model"]["split"].data)
 
 
-def test_a_view_does_not_drag_its_whole_storage_along(tmp_path: Path) -> None:
+def test_view_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None:
     big = torch.arange(1_000_000.0).view(1000, 1000)
     saver = checkpointer(tmp_path)
     saver.save(1, {"column": ShardedTensor.from_rank_offsets("column", big[:, 3])}, {})
@@ -85,7 +85,7 @@ def test_a_view_does_not_drag_its_whole_storage_along(tmp_path: Path) -> None:
     assert same(load(RunDir(tmp_path).checkpoint(1), target, world())[0]["column"], big[:, 3].contiguous())
 
 
-def test_megatron_core_reads_the_format_without_us(tmp_path: Path) -> None:
+def test_megatron_core_alone_reads_the_format(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     saver.save(40, sharded_state(7.0), {})
     saver.wait(final=True)
@@ -95,7 +95,7 @@ def test_megatron_core_reads_the_format_without_us(tmp_path: Path) -> None:
     assert dist_checkpointing.load_common_state_dict(folder)["optimizer"]["param_groups"][0]["lr"] == 7.0
 
 
-def test_meta_that_is_no_json_is_refused_at_once(tmp_path: Path) -> None:
+def test_meta_that_is_not_json_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         checkpointer(tmp_path).save(1, sharded_state(1.0), {"cursor": {1, 2}})
 
@@ -134,10 +134,10 @@ def test_a_flipped_bit_is_found_before_it_is_loaded(tmp_path: Path) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
     seed=st.integers(0, 2**31),
 )
-def test_parts_of_any_shape_and_type_make_the_whole(
+def test_parts_of_any_shape_and_type_are_read_as_the_whole(
     rows: int, columns: int, cut: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Two writers, an uneven cut: the parts read back as the one tensor that was cut."""
+    """Two writers save uneven parts of a tensor, which are read back as the whole tensor."""
     cut = min(cut, rows - 1)
     random = torch.randint(-100, 100, (rows, columns), generator=torch.Generator().manual_seed(seed)).to(dtype)
     with tempfile.TemporaryDirectory() as name:
@@ -150,7 +150,7 @@ def test_parts_of_any_shape_and_type_make_the_whole(
         assert same(dist_checkpointing.load(target, name)["w"], random)
 
 
-def test_a_hole_between_the_parts_is_refused(tmp_path: Path) -> None:
+def test_gap_between_the_parts_is_refused(tmp_path: Path) -> None:
     third = ShardedTensor.from_rank_offsets("weight", torch.zeros(4), (0, 0, 3))
     another = ShardedTensor.from_rank_offsets("weight", torch.zeros(4), (0, 2, 3))
     parts = [write_part(tmp_path, HostCopies().take({"w": w}), rank, _go_on) for rank, w in enumerate([third, another])]
@@ -159,7 +159,7 @@ def test_a_hole_between_the_parts_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_object_saved_by_two_ranks_is_refused(tmp_path: Path) -> None:
-    """Else the last one would silently stand for both."""
+    """Otherwise the last object would silently replace the first."""
     state = {"rng": ShardedObject("rng", 1, (1,), (0,))}
     parts = [write_part(tmp_path, HostCopies().take(dict(state)), rank, _go_on) for rank in range(2)]
     with pytest.raises(ValueError, match=r"rng.* is saved by more than one rank"):
@@ -179,7 +179,7 @@ def _save(rank: int, world_size: int, folder: Path) -> Any:
 
 def _load(rank: int, world_size: int, folder: Path) -> Any:
     wanted = sharded_state(0.0, rank, world_size)
-    del wanted["rng"]  # one per rank: not for another number of ranks
+    del wanted["rng"]  # one per rank, so it does not fit another number of ranks
     state, meta = load(RunDir(folder).checkpoint(40), wanted, world())
     expected = data_of(sharded_state(7.0, rank, world_size))
     return same(state["model"], expected["model"]), same(state["optimizer"], expected["optimizer"]), meta
@@ -196,7 +196,7 @@ def test_a_checkpoint_loads_into_another_number_of_ranks(tmp_path: Path, save_ra
 
 
 def _save_at_once(rank: int, world_size: int, folder: Path) -> Any:
-    """As `_save`; a rank that has something to show the others waits until all have."""
+    """Save; a rank about to publish its part waits until all ranks are."""
     rename = Path.rename
 
     def rename_late(self: Path, target: Path) -> Path:
@@ -207,7 +207,7 @@ def _save_at_once(rank: int, world_size: int, folder: Path) -> Any:
     return _save(rank, world_size, folder)
 
 
-def test_ranks_that_are_done_at_the_same_moment_do_not_get_into_each_others_way(tmp_path: Path) -> None:
+def test_ranks_that_finish_at_the_same_moment_do_not_disturb_each_other(tmp_path: Path) -> None:
     for published in run_ranks(tmp_path, 4, _save_at_once, tmp_path):
         assert [type(outcome) for outcome in published] == [Published]
     assert run_ranks(tmp_path, 4, _load, tmp_path) == [(True, True, {"ranks": 4})] * 4

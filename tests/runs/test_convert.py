@@ -1,4 +1,4 @@
-"""mrl convert as its users meet it: what it says, its exit codes, and that nothing half done looks whole."""
+"""`mrl convert` as its users see it: messages, exit codes, and no partial output that looks complete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def start(*arguments: str | Path) -> Command:
 
 
 def convert(*arguments: str | Path) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr."""
+    """Return exit code, stdout and stderr."""
     process = start(*arguments)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
@@ -47,7 +47,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_there_and_back(tmp_path: Path, published: Path) -> None:
+def test_conversion_to_a_checkpoint_and_back(tmp_path: Path, published: Path) -> None:
     code, out, err = convert("hf-to-megatron", published, tmp_path / "m", "--tp", "2")
     assert (code, err) == (0, "") and out.startswith(f"{tmp_path / 'm'}: ")
     code, out, _ = convert("megatron-to-hf", tmp_path / "m", tmp_path / "back", "--shard-size", "20KB", "--json")
@@ -69,7 +69,7 @@ def test_there_and_back(tmp_path: Path, published: Path) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_weights_that_are_not_whole_are_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
+def test_incomplete_weights_are_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
     shards = sorted(published.glob("*.safetensors"))
     broken = tmp_path / "hf"
     broken.mkdir()
@@ -81,21 +81,21 @@ def test_weights_that_are_not_whole_are_one_line_and_exit_code_2(tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_no_size_is_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
+def test_missing_size_is_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
     code, _, err = convert("hf-to-megatron", published, tmp_path / "m", "--shard-size", "5")
     assert code == EXIT_USAGE and "'5' is not a size such as 5GB" in err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_no_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_missing_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     said = f"error: SRC {tmp_path / 'none'}: no such directory; give one that holds config.json\n"
     assert convert("hf-to-megatron", tmp_path / "none", tmp_path / "m") == (EXIT_USAGE, "", said)
 
 
 @pytest.mark.slow
 def test_a_full_disk_leaves_nothing(small_disk: Path, large: Path) -> None:
-    """Seen before anything is written; a test of the conversion itself fills it in the middle."""
+    """The command sees the full disk before it writes; a test of the conversion itself fills the disk in the middle."""
     code, _, err = convert("hf-to-megatron", large, small_disk / "m")
     assert code == EXIT_USAGE and "needs 0.3 GB" in err
     assert not list(small_disk.iterdir())
@@ -117,7 +117,9 @@ def wait_for_writing(folder: Path, process: Command) -> None:
         pytest.param(signal.SIGKILL, id="KILL"),
     ],
 )
-def test_what_is_interrupted_is_not_there(tmp_path: Path, large: Path, published: Path, number: signal.Signals) -> None:
+def test_interrupted_conversion_leaves_no_output(
+    tmp_path: Path, large: Path, published: Path, number: signal.Signals
+) -> None:
     process = start("hf-to-megatron", large, tmp_path / "m", "--shard-size", "50MB")
     wait_for_writing(tmp_path, process)
     if number == signal.SIGINT:
@@ -136,14 +138,14 @@ def test_what_is_interrupted_is_not_there(tmp_path: Path, large: Path, published
         (foreign / ".writer").write_text("another-host")
         code, _, err = convert("hf-to-megatron", published, tmp_path / "m")
         assert (code, err.count("warning: "), str(foreign) in err) == (0, 1, True), err
-        assert {path.name for path in tmp_path.iterdir()} == {"m", foreign.name}, "of its own it left nothing"
+        assert {path.name for path in tmp_path.iterdir()} == {"m", foreign.name}, "it left files of its own"
 
 
 def wait_for_the_end_of_converters(folder: Path) -> None:
-    """The process that converts ends with the command, however that ends."""
+    """Wait until no converter process is left: it ends with the command, even if that is killed."""
     deadline = time.monotonic() + 60
     while any(str(folder).encode() in command_of(process) for process in Path("/proc").glob("[0-9]*")):
-        assert time.monotonic() < deadline, "the converter goes on without its command"
+        assert time.monotonic() < deadline, "the converter outlives its command"
         time.sleep(0.01)
 
 
@@ -154,7 +156,7 @@ def command_of(process: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_written_to_is_a_failure(tmp_path: Path, published: Path) -> None:
+def test_unwritable_folder_is_a_failure(tmp_path: Path, published: Path) -> None:
     (tmp_path / "file").touch()
     code, _, err = convert("hf-to-megatron", published, tmp_path / "file" / "m")
     assert code == EXIT_CRASHED and "Not a directory" in err

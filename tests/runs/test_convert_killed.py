@@ -1,5 +1,5 @@
-"""Directories that take another's place: whenever their writer is killed nothing good is lost, and nobody deletes what
-somebody still writes."""
+"""A directory is replaced safely: killing the writer at any moment loses nothing good, and no process deletes a directory
+that another one still writes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def convert(target: Path, text: str, *, replace: bool = False) -> None:
 
 
 def observed(patch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
-    """Call `before` with its number before each thing that a process does to the file system."""
+    """Call `before` with its number before each file system operation of this process."""
     number, looking = itertools.count(), False
 
     def watched(act: Any) -> Any:
         def step(*given: Any, **named: Any) -> Any:
             nonlocal looking
-            if not looking:  # what libraries do when a process forks is none of these things
+            if not looking:  # operations of libraries at a fork do not count
                 looking = True
                 before(next(number))
                 looking = False
@@ -57,7 +57,7 @@ def observed(patch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
 
 
 def killed_at(step: int, target: Path) -> bool:
-    """Whether a child that replaces `target` came so far that it was killed before this step."""
+    """Whether a child that replaces `target` reached this step, before which it is killed."""
     child = os.fork()
     if child == 0:
 
@@ -72,7 +72,7 @@ def killed_at(step: int, target: Path) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
-def test_whenever_it_is_killed_the_next_one_finds_the_old_or_the_new_one_and_no_weights_beside_it(target: Path) -> None:
+def test_kill_at_any_step_leaves_the_old_or_the_new_directory_and_no_weights_beside_it(target: Path) -> None:
     found = []
     for step in itertools.count():
         convert(target, "old", replace=True)
@@ -80,15 +80,17 @@ def test_whenever_it_is_killed_the_next_one_finds_the_old_or_the_new_one_and_no_
             break
         clean_up(target)
         found.append(content(target))
-        for left in {*target.parent.iterdir()} - {target}:  # it was killed before anybody could tell whose it is
+        for left in {*target.parent.iterdir()} - {target}:  # killed before it had recorded its owner
             assert {path.name: path.stat().st_size for path in left.iterdir()} in ({}, {staging.WRITER: 0}), step
             shutil.rmtree(left)
         assert [path.name for path in target.iterdir()] == ["content"], step
     assert set(found) == {"old", "new"}
-    assert found == sorted(found, reverse=True), "the old one up to a moment, the new one from then on"
+    assert found == sorted(found, reverse=True), (
+        "the old directory must be found up to one step, and the new one after it"
+    )
 
 
-def test_the_same_command_again_puts_back_what_was_taken_away_and_goes_by_it(target: Path) -> None:
+def test_next_command_restores_the_old_directory_before_it_acts(target: Path) -> None:
     convert(target, "old")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "_put_in_place", lambda folder, target: target.rename(staging._replaced_by(folder)))
@@ -102,7 +104,7 @@ def test_the_same_command_again_puts_back_what_was_taken_away_and_goes_by_it(tar
     assert content(target) == "newest"
 
 
-def test_what_took_its_place_meanwhile_is_not_replaced_by_what_was_there(target: Path) -> None:
+def test_directory_created_meanwhile_is_not_replaced_by_the_old_one(target: Path) -> None:
     old, folder = target.with_name(".dst.01234567.old.tmp"), target.with_name(".dst.01234567.tmp")
     for path, text in ((old, "old"), (folder, "new"), (target, "somebody's")):
         path.mkdir()
@@ -112,10 +114,10 @@ def test_what_took_its_place_meanwhile_is_not_replaced_by_what_was_there(target:
     assert [content(path) for path in (old, folder, target)] == ["old", "new", "somebody's"]
 
 
-def test_nobody_else_deletes_or_puts_back_anything_while_it_is_written(
+def test_no_other_process_deletes_or_restores_anything_while_it_is_written(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever another process of this host does in between: before the writer has locked its directory, too."""
+    """Another process of this host cleans up before each step, also before the writer has locked its directory."""
     convert(target, "old")
     steps = []
 
