@@ -190,7 +190,7 @@ def _read(rank: int, world_size: int, model: ModelConfig, *ends: Path) -> list[d
 def _continue_and_read(
     rank: int, world_size: int, model: ModelConfig, folder: Path
 ) -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Continue on one rank. Returns whether moments moved with their weights, and the end on one rank and in its layout."""
+    """Continue on one rank. Returns whether moments moved with their weights, the end here, and that in its layout."""
     training = Training(ONE, model)
     training.load(folder, SAVED)
     matched = training.moments_match_weights()

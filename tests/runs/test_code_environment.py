@@ -1,4 +1,4 @@
-"""Programs of a model are run against the tests of its problem."""
+"""Programs written by a model run against the tests of their problem."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A directory is replaced safely: killing the writer at any moment loses nothing good, and no process deletes a directory
-that another one still writes."""
+"""A directory is replaced safely: killing the writer at any moment loses nothing good, and no process deletes a
+directory that another one still writes."""
 
 from __future__ import annotations
 

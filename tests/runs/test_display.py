@@ -1,4 +1,4 @@
-"""A run does not depend on what its terminal can show, nor on whether anybody reads what is printed."""
+"""A run does not depend on the abilities of its terminal, nor on a reader of its output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ mrl_submit()
 
 
 class Terminal:
-    """One that is read to the end, or closed after its first bytes."""
+    """Pseudo-terminal that is read to the end, or closed after its first bytes."""
 
     def __init__(self, size: tuple[int, int], closes: bool) -> None:
         self._ours, self.theirs = pty.openpty()
@@ -41,7 +41,7 @@ class Terminal:
         while True:
             try:
                 data = os.read(self._ours, 4096)
-            except OSError:  # nobody writes any more
+            except OSError:  # no process has it open for writing
                 data = b""
             self.said += data
             if not data or self._closes:
@@ -56,8 +56,8 @@ def start(run: Path, stdout: int, stderr: int, **variables: str) -> subprocess.P
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment)
 
 
-def test_no_terminal_ends_a_run(tmp_path: Path) -> None:
-    """All at the same time: most of it is waiting."""
+def test_run_finishes_on_any_terminal(tmp_path: Path) -> None:
+    """All kinds run at the same time, since they mostly wait."""
     cases = {
         "ascii": ({"PYTHONIOENCODING": "ascii"}, (40, 120), False),
         "latin-1": ({"PYTHONIOENCODING": "iso8859-1"}, (40, 120), False),
@@ -83,7 +83,7 @@ def test_no_terminal_ends_a_run(tmp_path: Path) -> None:
             assert b"finished" in terminal.said, name
 
 
-def test_no_reader_and_no_room_ends_a_run(tmp_path: Path) -> None:
+def test_run_finishes_without_a_reader_or_space_for_output(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     full = os.open("/dev/full", os.O_WRONLY)
@@ -93,7 +93,7 @@ def test_no_reader_and_no_room_ends_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_no_closed_stream_ends_a_run(tmp_path: Path, stream: str) -> None:
+def test_run_finishes_with_a_closed_stream(tmp_path: Path, stream: str) -> None:
     number = {"stdout": 1, "stderr": 2}[stream]
     command = [sys.executable, "-c", SUBMIT, str(tmp_path / "run")]
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "MRL_CLUSTERS": ""}

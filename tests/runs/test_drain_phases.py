@@ -1,4 +1,4 @@
-"""Whatever a rank is at, it leaves soon after it was asked to, and the run goes on as if nothing had been."""
+"""A rank leaves soon after a request, in every phase, and the run resumes as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron_rl.contract.run_records import CheckpointPlan, PlanRecord
 
 STEPS = 6
 SLOW_S = 60.0
-"""How long the phase would take that a request has to cut short."""
+"""Seconds that the interrupted phase would take."""
 SOON_S = 8.0
-"""From the signal to the exit of all ranks, on a machine that may be busy: far less than SLOW_S."""
+"""Seconds from the signal to the exit of all ranks on a busy machine: far less than SLOW_S."""
 
 
 def recipe() -> dict[str, Any]:
@@ -43,13 +43,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir
 
 
 def slices(folder: Path) -> Iterator[float]:
-    """Short sleeps, long in all; the first tells the test that the phase is on."""
+    """Yield during many short sleeps, SLOW_S in all; the first one reports to the test that the phase has begun."""
     for _ in range(int(SLOW_S / 0.05)):
         (folder / "here").touch()
         yield 0.05
 
 
-# What makes a phase slow: called in each rank before it begins. `step` is the first step that has it.
+# Functions that slow a phase down, called in each rank before it starts.
 
 
 def slow_teaching(folder: Path, rank: int) -> None:
@@ -71,7 +71,7 @@ def slow_generation(folder: Path, rank: int) -> None:
     original = Engine.step
 
     def slowly(engine: Engine) -> None:
-        if engine.policy_version >= 6 and rank == 1:  # step 4: three steps of two passes came before
+        if engine.policy_version >= 6 and rank == 1:  # step 4: three steps of two updates precede it
             for pause in slices(folder):
                 time.sleep(pause)
                 if (folder / "go on").exists():  # one decoding step is short; there are many
@@ -99,7 +99,7 @@ def slow_reward(folder: Path, rank: int) -> None:
 
 
 def slow_forward(method: str, policy_version: int, folder: Path, rank: int) -> None:
-    """score: the log-probs before the first update. _update: the micro-batches of an update."""
+    """Slow down `score`, the log-probs before the first update, or `_update`, the micro-batches of an update."""
     from megatron_rl.training import trainer as module
     from megatron_rl.training.trainer import Trainer
 
@@ -136,14 +136,14 @@ def slow_evaluation(folder: Path, rank: int) -> None:
 
 
 def slow_second_rank(folder: Path, rank: int) -> None:
-    """The other waits for it at the rendezvous."""
+    """Delay the second rank, for which the other waits at the rendezvous."""
     if rank == 1:
         from megatron_rl.run import attempt
 
         original = attempt.connect
 
         def slowly(*args: Any) -> Any:
-            time.sleep(1)  # until the other is there
+            time.sleep(1)  # until the other rank is there
             for pause in slices(folder):
                 time.sleep(pause)
             return original(*args)
@@ -160,21 +160,21 @@ PHASES: dict[str, tuple[Callable[..., None], int | None]] = {
     "training": (partial(slow_forward, "_update", 6), 3),
     "evaluating": (slow_evaluation, 3),
 }
-"""Phase -> what makes it slow, and the step that is saved on the way out, where it is always the same."""
+"""Phase -> function that slows it down, and the step saved when leaving, where it is always the same."""
 
 
 OFFLOADED = ("generating", "training", "evaluating")
-"""In these phases Adam's state is in the host's memory meanwhile. In the undisturbed run it never is."""
+"""Phases tested with Adam's state in host memory. The undisturbed run never moves it there."""
 
 
 SHOWN_ELSEWHERE = ("scoring", "computing log-probs")
-"""The first by what cannot be saved in time, below; the second by test_layouts_agree.py."""
+"""Phases covered by other tests: the first below, where a save does not fit; the second in test_layouts_agree.py."""
 
 
 @pytest.mark.parametrize(
     "phase", [pytest.param(phase, marks=pytest.mark.slow if phase in SHOWN_ELSEWHERE else ()) for phase in PHASES]
 )
-def test_a_rank_leaves_soon_and_the_record_goes_on(
+def test_rank_leaves_soon_and_the_record_continues(
     phase: str, undisturbed: RunDir, tmp_path: Path, cache: Path
 ) -> None:
     slow, saved = PHASES[phase]
@@ -212,10 +212,10 @@ def wait_for(file: Path, attempt: Attempt, limit_s: float = 90.0) -> None:
         time.sleep(0.01)
 
 
-# What fits before the deadline
+# Work that does not fit before the deadline
 
 
-def test_what_cannot_be_saved_in_time_is_not_begun(tmp_path: Path, cache: Path, undisturbed: RunDir) -> None:
+def test_save_that_does_not_fit_is_not_begun(tmp_path: Path, cache: Path, undisturbed: RunDir) -> None:
     run_dir = prepare(tmp_path / "run", recipe())
     write(run_dir.plan, PlanRecord(1, 2, 0, [], checkpoint=CheckpointPlan(100.0)))
     first = Attempt(run_dir, cache, sabotage=partial(slow_reward, tmp_path))
@@ -226,7 +226,7 @@ def test_what_cannot_be_saved_in_time_is_not_begun(tmp_path: Path, cache: Path, 
     first.processes[0].terminate()
     assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
     assert time.time() < deadline
-    if not before:  # else a save of a fraction of a second is known to fit
+    if not before:  # otherwise a save is known to take a fraction of a second, and fits
         assert run_dir.checkpoint_steps() == []
         assert outcome_of(first.files) == Outcome(DRAINED)
     second = Attempt(run_dir, cache)
@@ -238,10 +238,10 @@ def test_what_cannot_be_saved_in_time_is_not_begun(tmp_path: Path, cache: Path, 
     ("left_s", "saved"),
     [pytest.param(None, 4, id="with time", marks=pytest.mark.slow), pytest.param(6.1, 2, id="without time")],
 )
-def test_a_step_that_has_begun_to_change_the_weights_is_finished_if_there_is_time(
+def test_step_that_has_changed_the_weights_is_finished_if_there_is_time(
     left_s: float | None, saved: int, tmp_path: Path, cache: Path, undisturbed: RunDir
 ) -> None:
-    """Between the two updates of step 4 there is nothing that could be saved."""
+    """Nothing can be saved between the two updates of step 4."""
     run_dir = prepare(tmp_path / "run", recipe())
     first = Attempt(run_dir, cache, sabotage=partial(slow_forward, "_update", 7, tmp_path))
     wait_for(tmp_path / "here", first)
@@ -258,7 +258,7 @@ def test_a_step_that_has_begun_to_change_the_weights_is_finished_if_there_is_tim
 
 
 def late_to_start(late: int, folder: Path, rank: int) -> None:
-    """One rank has met the others and does not know it yet."""
+    """Delay a rank that the others have met, before it notices."""
     from megatron_rl.rank.drain import DrainListener
 
     original = DrainListener.started
@@ -273,7 +273,7 @@ def late_to_start(late: int, folder: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_ranks_of_which_one_leaves_before_they_have_all_met_leave_too(late: int, tmp_path: Path, cache: Path) -> None:
+def test_all_ranks_leave_if_one_leaves_before_the_rendezvous_ends(late: int, tmp_path: Path, cache: Path) -> None:
     run_dir = prepare(tmp_path / "run", recipe())
     attempt = Attempt(run_dir, cache, sabotage=partial(late_to_start, late, tmp_path))
     wait_for(tmp_path / "here", attempt)
@@ -286,7 +286,7 @@ def test_ranks_of_which_one_leaves_before_they_have_all_met_leave_too(late: int,
 
 
 def stuck_evaluation(folder: Path, rank: int) -> None:
-    """Not even a request ends it: the others wait for rank 0."""
+    """Make an evaluation hang that ignores requests to leave: the others wait for rank 0."""
     if rank == 0:
         from megatron_rl.environments.arithmetic import ArithmeticEnvironment
 
@@ -297,8 +297,8 @@ def stuck_evaluation(folder: Path, rank: int) -> None:
         ArithmeticEnvironment.evaluate = stuck  # type: ignore[assignment,method-assign]
 
 
-def test_ranks_that_are_ended_one_after_the_other_do_not_accuse_each_other(tmp_path: Path, cache: Path) -> None:
-    """Slurm kills those that have not left in time, but not all at the same moment."""
+def test_ranks_killed_one_after_the_other_do_not_blame_each_other(tmp_path: Path, cache: Path) -> None:
+    """Slurm kills the ranks that have not left in time, but not all at the same moment."""
     run_dir = prepare(tmp_path / "run", recipe())
     attempt = Attempt(run_dir, cache, sabotage=partial(stuck_evaluation, tmp_path))
     wait_for(tmp_path / "here", attempt)

@@ -1,4 +1,4 @@
-"""A run goes on with other numbers of ranks, and no step can tell: the same prompts, the same record."""
+"""A run that resumes with other numbers of ranks has the same prompts and the same record."""
 
 from __future__ import annotations
 

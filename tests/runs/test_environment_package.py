@@ -17,7 +17,7 @@ MRL = "import sys; sys.argv[0] = 'mrl'; from launcher.cli.entry import mrl; mrl(
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter of its own, to install into, which finds all that this one has."""
+    """Interpreter of a new virtual environment that also sees the packages of this one."""
     folder = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
     [packages] = folder.glob("lib/python*/site-packages")
@@ -30,11 +30,13 @@ def run(command: Sequence[str | Path], cwd: Path) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Path) -> None:
-    """All in one directory, where the folder of the package has the name of what is imported."""
+def test_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Path) -> None:
+    """Everything runs in one directory, in which the folder of the package has the name of the imported module."""
     code, out, said = run([python, "-P", "-c", MRL, "environments", "new", "riddles"], tmp_path)
     assert (code, said) == (0, "") and out.endswith("pip install -e riddles && mrl environments try riddles\n")
-    assert '"mrl"' not in (tmp_path / "riddles" / "pyproject.toml").read_text(), "an index has somebody else's"
+    assert '"mrl"' not in (tmp_path / "riddles" / "pyproject.toml").read_text(), (
+        "the package index has an unrelated mrl"
+    )
     install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation"]
     code, _, said = run([*install, "--no-index", "-e", "riddles"], tmp_path)
     assert code == 0, said
@@ -50,7 +52,7 @@ def test_a_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Pat
     assert (code, out) == (2, "") and "'riddles' is already registered" in said
 
 
-def test_a_shipped_environment_is_tried_offline_by_the_way_its_answers_take(tmp_path: Path) -> None:
+def test_shipped_environment_is_tried_offline(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
     mrl = [sys.executable, "-P", "-c", MRL, "environments", "try"]
     code, out, said = run([*mrl, "dapo-math-17k", "--json", "-n", "9"], tmp_path)

@@ -1,5 +1,4 @@
-"""mrl evaluate: killed at any moment it resumes, with the result of an undisturbed one; on this machine and as a
-job."""
+"""`mrl evaluate`, on this machine and as a job, resumes after any kill with the result of an undisturbed evaluation."""
 
 from __future__ import annotations
 
@@ -135,7 +134,7 @@ def test_interrupted_evaluation_resumes_with_the_same_result(
     assert evaluating.code() == (EXIT_INTERRUPTED if number == signal.SIGTERM else -number), evaluating.said.read_text()
     assert not out.exists()
     before = kept.read_bytes()
-    before = before[: before.rindex(b"\n", 0, -1) + 1]  # one answer of a block is lost
+    before = before[: before.rindex(b"\n", 0, -1) + 1]  # lose one answer of a block
     kept.write_bytes(before + b'{"torn')
     evaluating = Evaluating(request(run.root, out), tmp_path)
     assert evaluating.code() == EXIT_FINISHED, evaluating.said.read_text()
@@ -143,7 +142,7 @@ def test_interrupted_evaluation_resumes_with_the_same_result(
     assert found(out) == undisturbed
 
 
-def test_replicas_share_the_problems_and_find_the_same(
+def test_replicas_share_the_problems_with_the_same_result(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     asked = request(run.root, tmp_path / "r.json")
@@ -156,7 +155,7 @@ def test_replicas_share_the_problems_and_find_the_same(
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_find_the_same_up_to_rounding(
+def test_tensor_parallel_ranks_have_the_same_result_up_to_rounding(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     asked = request(run.root, tmp_path / "r.json")

@@ -1,5 +1,5 @@
-"""Every prompt ends exactly once, trained or dropped, and the record is that of an undisturbed run: whenever the
-process or its machine dies, however often, and whenever it is asked to leave.
+"""Every prompt ends exactly once, trained or dropped, and the record equals that of an undisturbed run, at whatever
+moments and however often the process or its machine dies or is asked to leave.
 
 The runs are those of simulated_run.py: the real loop, record and checkpoints around a policy that is one number.
 """
@@ -41,15 +41,15 @@ def undisturbed(make_run: MakeRun) -> dict[bool, Record]:
 
 
 def check_finished(run: Simulation, expected: Record) -> None:
-    """Goes on where the run is until it ends."""
+    """Resume the run until it ends, and compare its record."""
     assert run.attempt() == "finished"
     assert run.record() == expected
-    assert {path.suffix for path in run.run_dir.checkpoints.iterdir()} == {""}  # no debris
+    assert {path.suffix for path in run.run_dir.checkpoints.iterdir()} == {""}  # no temporary files
 
 
 def distinct(deaths: list[State]) -> list[State]:
-    """Those that differ in what the next attempt may read: neither files of the attempt itself nor, of what is not
-    published under its name, more than that it is there."""
+    """States that differ in files that the next attempt may read. Files of the attempt itself do not count, and of
+    unpublished files only their existence does."""
     different: dict[Any, State] = {}
     for state in deaths:
         visible = {name: b"" if ".tmp" in name else content for name, content in state.items()}
@@ -58,11 +58,11 @@ def distinct(deaths: list[State]) -> list[State]:
     return list(different.values())
 
 
-# What is to come out
+# The expected record
 
 
 @DYNAMIC
-def test_an_undisturbed_run_settles_every_prompt_once(undisturbed: dict[bool, Record], dynamic: bool) -> None:
+def test_undisturbed_run_settles_every_prompt_once(undisturbed: dict[bool, Record], dynamic: bool) -> None:
     record = undisturbed[dynamic]
     assert list(record.settled) == list(range(len(record.settled)))
     assert {o: fate for o, fate in record.settled.items() if isinstance(fate, int)} == record.trained_on
@@ -70,7 +70,7 @@ def test_an_undisturbed_run_settles_every_prompt_once(undisturbed: dict[bool, Re
     reasons = {fate for fate in record.settled.values() if isinstance(fate, str)}
     assert reasons == ({"no signal"} if dynamic else set())
     assert [line["step"] for line in record.evaluations] == [0, 3, STEPS]
-    assert len({line["loss"] for line in record.steps}) == STEPS  # each step can be told from all others
+    assert len({line["loss"] for line in record.steps}) == STEPS  # each step is distinct
 
 
 # Deaths
@@ -79,14 +79,16 @@ def test_an_undisturbed_run_settles_every_prompt_once(undisturbed: dict[bool, Re
 @pytest.mark.parametrize(
     "dynamic",
     [
-        pytest.param(False, id="all prompts", marks=pytest.mark.slow),  # the other one has all that can go wrong in it
+        pytest.param(
+            False, id="all prompts", marks=pytest.mark.slow
+        ),  # dynamic sampling covers everything that can go wrong
         pytest.param(True, id="dynamic sampling"),
     ],
 )
-def test_a_run_that_dies_at_any_moment_ends_as_if_it_had_not(
+def test_run_that_dies_at_any_moment_ends_as_if_undisturbed(
     make_run: MakeRun, undisturbed: dict[bool, Record], dynamic: bool
 ) -> None:
-    """Before every change of a file, in the middle of every write, with and without what is not on the disk yet."""
+    """Deaths come before every change of a file and in the middle of every write, with and without unsynced data."""
     whole = make_run(dynamic)
     assert whole.attempt(watch=True) == "finished"
     assert len(whole.disk.deaths) > 200
@@ -94,9 +96,11 @@ def test_a_run_that_dies_at_any_moment_ends_as_if_it_had_not(
         check_finished(make_run(dynamic, state), undisturbed[dynamic])
 
 
-def test_so_does_a_restart_that_dies_at_any_moment(make_run: MakeRun, undisturbed: dict[bool, Record]) -> None:
-    """Of a run that was in step 4 with the checkpoint of step 2 half written behind it: there is a record to cut back,
-    debris to clear away, and a bank."""
+def test_restart_that_dies_at_any_moment_ends_as_if_undisturbed(
+    make_run: MakeRun, undisturbed: dict[bool, Record]
+) -> None:
+    """The run died in step 4 with the checkpoint of step 2 half written, so the restart has a record to cut back,
+    temporary files to delete, and a bank to read."""
 
     def half_way(state: State) -> bool:
         return len((state.get("metrics.jsonl") or b"").splitlines()) == 3 and any(".tmp/" in name for name in state)
@@ -119,10 +123,10 @@ DEATHS = st.builds(Death, at=st.integers(1, 220), torn=st.sampled_from([0.0, 0.3
 
 @examples(6)
 @given(deaths=st.lists(st.tuples(DEATHS, st.integers(0, 40)), min_size=2, max_size=5), dynamic=st.booleans())
-def test_a_run_may_die_again_and_again(
+def test_run_may_die_repeatedly(
     make_run: MakeRun, undisturbed: dict[bool, Record], deaths: list[tuple[Death, int]], dynamic: bool
 ) -> None:
-    """Here what is written behind the loop is so many looks at the drain flag late."""
+    """Background writes lag behind the loop by a number of polls of the drain flag."""
     run = make_run(dynamic)
     for death, behind in deaths:
         if run.attempt(death, behind=behind) == "finished":
@@ -130,7 +134,7 @@ def test_a_run_may_die_again_and_again(
     check_finished(run, undisturbed[dynamic])
 
 
-# Being asked to leave
+# Requests to leave
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_a_run_may_die_again_and_again(
         pytest.param(0.0, id="no time", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_may_be_asked_to_leave_whenever_it_looks(
+def test_run_may_be_asked_to_leave_at_any_poll(
     make_run: MakeRun, undisturbed: dict[bool, Record], left_s: float | None
 ) -> None:
     whole = make_run(dynamic=True)

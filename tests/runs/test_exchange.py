@@ -1,4 +1,4 @@
-"""Groups reach the replicas that train on them, and there all ranks, exactly once and bit for bit."""
+"""Groups reach all ranks of the replica that trains on them, exactly once and bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_rl.rollout.exchange import exchange, group_costs
 CONFIG = tiny_run(grpo={"prompts_per_step": 12, "group_size": 4})
 RANKS = 4
 
-# For each layout the training replica of each rank, and which ranks are drivers.
+# Layout -> (training replica of each rank, ranks that are drivers).
 LAYOUTS: dict[str, tuple[list[int], list[int]]] = {
     "each rank a replica and a driver": ([0, 1, 2, 3], [0, 1, 2, 3]),
     "replicas of two ranks, a driver each": ([0, 0, 1, 1], [0, 2]),
@@ -41,12 +41,12 @@ def problem(ordinal: int) -> Problem:
 
 
 def as_sampled(one: Trajectory) -> Trajectory:
-    """With log-probs in fp32, as engines have them."""
+    """Round the log-probs to fp32, as engines report them."""
     return replace(one, logprobs=torch.tensor(one.logprobs).tolist())
 
 
 def made_by(driver: int, drivers: list[int]) -> dict[int, TrajectoryGroup]:
-    """By position; the later a driver, the longer its answers, and one of its groups has no gradient."""
+    """Groups of a driver by position. Later drivers have longer answers; one group of each has no gradient."""
     made = {}
     for position in range(drivers.index(driver), CONFIG.grpo.prompts_per_step, len(drivers)):
         (group,) = random_groups(1, 4, seed=position, longest=5 + 9 * driver)
@@ -58,12 +58,12 @@ def made_by(driver: int, drivers: list[int]) -> dict[int, TrajectoryGroup]:
 
 
 def exchanged(rank: int, ranks: int) -> dict[str, Any]:
-    """For each layout, what this rank's driver has made, what it trains on, and bytes sent."""
+    """Groups that this rank's driver made, groups it trains on, and bytes it sent, for each layout."""
     exchange_module.NEGLIGIBLE_FLOPS = 0.0
     assert dist.group.WORLD is not None
     found = {}
     for name, (replica_of, drivers) in LAYOUTS.items():
-        # Ranks of equal places in their replicas are the data-parallel group of one part of the model.
+        # Ranks at the same position in their replicas are the data-parallel group of one part of the model.
         place = replica_of[:rank].count(replica_of[rank])
         data = None
         for other in range(replica_of.count(0)):
@@ -79,7 +79,7 @@ def exchanged(rank: int, ranks: int) -> dict[str, Any]:
 
 @contextmanager
 def counted() -> Iterator[Counter[int]]:
-    """Bytes that this rank sends to each other one."""
+    """Count the bytes that this rank sends to each other rank."""
     sent = Counter[int]()
     isend = dist.isend
 
@@ -98,19 +98,19 @@ def on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_group_is_on_all_ranks_of_one_replica_as_it_was_made(name: str, on_four_ranks: Any) -> None:
+def test_every_group_is_unchanged_on_all_ranks_of_one_replica(name: str, on_four_ranks: Any) -> None:
     replica_of, drivers = LAYOUTS[name]
     made = {position: group for driver in drivers for position, group in made_by(driver, drivers).items()}
     by_replica: dict[int, dict[int, TrajectoryGroup]] = {}
     for replica, found in zip(replica_of, on_four_ranks, strict=True):
         here = found[name][1]
-        assert here == by_replica.setdefault(replica, here), "all its ranks have the same"
+        assert here == by_replica.setdefault(replica, here), "all ranks of a replica must have the same groups"
         assert here == {position: made[position] for position in sorted(here)}
         assert [*here] == sorted(here)
     assert sorted(position for here in by_replica.values() for position in here) == sorted(made)
 
 
-def test_replicas_have_as_much_to_do(on_four_ranks: Any) -> None:
+def test_replicas_have_similar_amounts_of_work(on_four_ranks: Any) -> None:
     """The last driver's answers are several times as long as the first one's."""
     name = "each rank a replica and a driver"
     before, after = (
@@ -120,21 +120,21 @@ def test_replicas_have_as_much_to_do(on_four_ranks: Any) -> None:
     assert max(after) < 1.2 * sum(after) / RANKS
 
 
-def test_what_has_no_gradient_stays_where_it_was_made(on_four_ranks: Any) -> None:
+def test_groups_without_gradient_are_not_sent(on_four_ranks: Any) -> None:
     name = "each rank a replica and a driver"
     for rank, found in enumerate(on_four_ranks):
         assert rank in found[name][1]
 
 
-def test_a_group_goes_to_another_replica_once(on_four_ranks: Any) -> None:
-    """And from there to its other ranks: what is far apart is paid for once."""
+def test_group_is_sent_to_another_replica_once(on_four_ranks: Any) -> None:
+    """The receiving rank forwards it within its replica, so a slow link carries each group once."""
     name = "no driver in one replica"
     sent = [found[name][2] for found in on_four_ranks]
     assert [{*each} for each in sent] == [set(), {0, 2}, {3}, set()]
     assert sent[1][2] == sent[2][3] > 0
 
 
-def test_a_rank_alone_sends_nothing_and_keeps_all(groups: Any) -> None:
+def test_single_rank_sends_nothing_and_keeps_all_groups(groups: Any) -> None:
     made = made_by(0, [0])
     with counted() as sent:
         assert exchange(made, CONFIG, groups, problem, partial(gathered, group=groups.control)) == made
@@ -157,7 +157,7 @@ def _leave(*_: Any) -> dict[int, bytes]:
     raise RuntimeError("gone")
 
 
-def test_whoever_waits_for_a_rank_that_is_gone_says_for_which(tmp_path: Path) -> None:
+def test_rank_that_waits_for_a_lost_rank_names_it(tmp_path: Path) -> None:
     _, waiting = run_ranks(tmp_path, 2, lose_a_rank)
     assert waiting.startswith("while groups of the step were under way ")
     assert waiting.endswith(" rank 0")

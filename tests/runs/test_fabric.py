@@ -1,4 +1,4 @@
-"""The all-reduce between nodes: real ranks over gloo, each of which claims to be a node."""
+"""All-reduce between nodes, with real ranks over gloo that each pretend to be a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run is trained on an environment of gymnasium by nothing but keys of its recipe, as a user would."""
+"""A run trains on an environment of gymnasium that its recipe alone configures."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ RECIPE = (
 )
 
 
-def test_episodes_of_several_turns_are_played_paid_and_trained_on(tmp_path: Path) -> None:
+def test_episodes_of_several_turns_are_played_rewarded_and_trained_on(tmp_path: Path) -> None:
     ended = run(["mrl-submit", "demo", "--run-dir", tmp_path / "run", *RECIPE], timeout=240)
     assert ended.returncode == 0, ended.stderr
     run_dir = RunDir(tmp_path / "run")
     steps = lines_of(run_dir.metrics)
     assert [line["failed_rollouts"] for line in steps] == [0] * STEPS
     assert all(line["turns_mean"] == line["answer_length"] > 1 for line in steps), "a turn is one token"
-    # A token that no weights sampled, trained on, would be of version -1, and stale.
+    # A token that was not sampled has version -1. Training on one would count as stale.
     assert all(line["staleness_max"] == 0 and line["inference_logprob_difference_max"] < 1e-3 for line in steps)
     assert all(line["grad_norm"] > 0 for line in steps)
     for step, line in enumerate(steps, 1):
@@ -45,7 +45,7 @@ def test_episodes_of_several_turns_are_played_paid_and_trained_on(tmp_path: Path
 
 
 def episodes_of(run_dir: RunDir, step: int) -> list[tuple[str, list[str]]]:
-    """First observation and responses of each."""
+    """First observation and responses of each episode of a step."""
     found, prompt = [], ""
     for line in run_dir.samples(step).read_text(encoding="utf-8").splitlines():
         if asked := re.fullmatch(r"prompt \d+: (.*)", line):
@@ -56,7 +56,7 @@ def episodes_of(run_dir: RunDir, step: int) -> list[tuple[str, list[str]]]:
 
 
 def played(first: str, responses: list[str]) -> float:
-    """What gymnasium pays for them in an episode that begins so."""
+    """Reward that gymnasium itself gives for the responses in an episode with this first observation."""
     import gymnasium
 
     episode = gymnasium.make("Blackjack-v1")

@@ -1,4 +1,4 @@
-"""A run that hangs ends as a crash, and the rank that the others wait for is named, with everybody's stacks."""
+"""A hanging run ends as a crash that names the rank the others wait for and shows the stacks of all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_rl.contract.records import if_readable, read, write
 
 
 class Supervised:
-    """A supervisor and two ranks, fake ones where a script says what they do."""
+    """A supervisor and two ranks, which are fake if a script describes their behaviour."""
 
     def __init__(self, run: RunDir, *options: str, script: str | None = None, **environment: str) -> None:
         self.run, self.attempt = run, run.attempt(1)
@@ -37,7 +37,7 @@ class Supervised:
         self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **environment})
 
     def end(self, limit: float = 60) -> AttemptEnd:
-        """The ledger's line."""
+        """Wait for the end of the attempt. Returns its line of the ledger."""
         assert self.process.wait(limit) == 1, self.logs()
         return ends_in(read_ledger(self.run))[-1]
 
@@ -45,7 +45,7 @@ class Supervised:
         give_up = time.monotonic() + limit
         while not what():
             assert self.process.poll() is None, self.logs()
-            assert time.monotonic() < give_up, f"waited in vain\n{self.logs()}"
+            assert time.monotonic() < give_up, f"timed out\n{self.logs()}"
             time.sleep(0.05)
 
     def logs(self) -> str:
@@ -66,7 +66,7 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Supervised]]:
-    """All at the same time, by what their ranks do: most of what each takes is waiting."""
+    """Runs by the behaviour of their ranks. All run at the same time, since they mostly wait."""
     folders = {script: tmp_path_factory.mktemp("run") for script in SCRIPTS}
     started = {
         script: Supervised(RunDir(folders[script]), *options, script=script) for script, options in SCRIPTS.items()
@@ -77,7 +77,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Supervi
         one.process.wait()
 
 
-def test_the_rank_that_the_other_waits_for_is_named_and_both_show_their_stacks(runs):
+def test_awaited_rank_is_named_and_both_ranks_show_their_stacks(runs):
     run = runs["waits,hangs"]
     end = run.end()
     assert (end.outcome, end.rank, end.phase, end.step, end.hung) == ("crashed", 1, "generate", 3, True)
@@ -88,7 +88,7 @@ def test_the_rank_that_the_other_waits_for_is_named_and_both_show_their_stacks(r
     assert read(Hang, run.attempt.hang).rank == 1
 
 
-def test_a_stopped_process_is_named_although_the_other_one_works_on(runs):
+def test_stopped_process_is_named_although_the_other_one_works(runs):
     run = runs["beats,stopped"]
     end = run.end()
     assert (end.rank, end.hung) == (1, True)
@@ -96,29 +96,29 @@ def test_a_stopped_process_is_named_although_the_other_one_works_on(runs):
     assert start_time(int((run.attempt.folder / "pid.1").read_text())) is None
 
 
-def test_a_rank_that_waited_in_vain_in_a_collective_names_the_one_that_did_not_come(runs):
+def test_rank_whose_collective_times_out_names_the_missing_rank(runs):
     end = runs["collects"].end(limit=60)
     assert (end.rank, end.phase, end.hung) == (1, "generate", True)
     assert "while rank 0 waited for it: RuntimeError: " in end.error
     assert "Timed out" in end.error
 
 
-def test_the_others_show_where_they_are_when_a_rank_fails(runs):
+def test_other_ranks_show_their_stacks_when_a_rank_fails(runs):
     run = runs["hangs,consequence"]
     assert run.end().rank == 1
     assert "in hang" in run.attempt.stacks(0).read_text()
 
 
-def test_a_rank_that_dies_of_being_asked_where_it_is_did_not_fail_first(runs):
+def test_rank_killed_by_the_request_for_its_stack_is_not_the_first_failure(runs):
     end = runs["consequence,fragile"].end()
     assert (end.rank, end.error) == (0, "RuntimeError: connection closed by peer")
 
 
-def test_an_import_that_fails_is_the_error_although_nothing_could_be_reported(runs):
+def test_failing_import_is_the_error_although_the_rank_could_not_report_it(runs):
     assert runs["unable"].end().error.endswith("its log ends: ImportError: No module named 'torch'")
 
 
-def test_a_rank_that_works_keeps_the_run_alive_while_the_other_waits(runs):
+def test_working_rank_keeps_the_run_alive_while_the_other_waits(runs):
     run = runs["beats,waits"]
     run.wait_for(run.attempt.heartbeat(1).exists)
     first = read(Heartbeat, run.attempt.heartbeat(1)).at
@@ -127,7 +127,7 @@ def test_a_rank_that_works_keeps_the_run_alive_while_the_other_waits(runs):
     assert not run.attempt.hang.exists()
 
 
-def test_without_a_limit_nobody_hangs(runs):
+def test_no_hang_is_detected_without_a_limit(runs):
     run = runs["hangs"]
     run.wait_for(run.attempt.heartbeat(0).exists)
     first = read(Heartbeat, run.attempt.heartbeat(0)).at
@@ -135,17 +135,17 @@ def test_without_a_limit_nobody_hangs(runs):
     assert run.process.poll() is None
 
 
-def test_a_laptop_that_was_closed_is_no_hang(tmp_path):
+def test_suspended_laptop_is_no_hang(tmp_path):
     attempt = RunDir(tmp_path).attempt(1)
     attempt.heartbeats.mkdir(parents=True)
     write(attempt.heartbeat(0), Heartbeat(0, 1, "here", "train", 1, 1, 1000.0, 1000.0, 10.0))
     hangs = HangWatch(attempt, limit=1800.0)
     for now in (1000.0, 1010.0, *range(9000, 10800, 600)):
         assert hangs.poll(now) is None
-    assert hangs.poll(10810.0).rank == 0, "it has had the time to send one since"
+    assert hangs.poll(10810.0).rank == 0, "it has had time to send a heartbeat since"
 
 
-def test_a_real_rank_that_is_stopped_is_named_with_the_stack_of_the_other(tmp_path):
+def test_stopped_real_rank_is_named_with_the_stack_of_the_other(tmp_path):
     untaught = tiny_model(init="from-scratch").model_dump()
     recipe = loop_recipe(model=untaught, training={"steps": 1000}, save={"every": 0}, evaluation={"every": 0})
     ranks = Attempt(prepare(tmp_path / "run", recipe), tmp_path / "cache", sabotage=_heartbeats_come_often)
@@ -160,13 +160,13 @@ def test_a_real_rank_that_is_stopped_is_named_with_the_stack_of_the_other(tmp_pa
         for process in ranks.processes:
             process.kill()
     assert silent.rank == 1
-    assert silent.step >= 1  # as of its last heartbeat
+    assert silent.step >= 1  # the step of its last heartbeat
 
 
 def wait_for(what: str, condition: Callable[[], Any], limit: float = 60.0) -> Any:
     give_up = time.monotonic() + limit
     while not (found := condition()):
-        assert time.monotonic() < give_up, f"waited in vain until {what}"
+        assert time.monotonic() < give_up, f"timed out waiting until {what}"
         time.sleep(0.1)
     return found
 

@@ -1,4 +1,4 @@
-"""Each rank of a layout reads from published files what it would have of a policy that one rank has read whole."""
+"""Each rank of a layout reads the same weights from published files as a single rank that reads the whole model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = {
 
 
 def differing(rank: int, world_size: int, folders: dict[str, Path]) -> dict[str, list[str]]:
-    """By case: the weights of this rank that are not those of the whole policy."""
+    """Weights of this rank that differ from those of the whole policy, by case."""
     platform = select(JobConfig(device="cpu", gpus_per_node=1, threads_per_rank=1))
     found = {}
     for case, (name, layout) in CASES.items():

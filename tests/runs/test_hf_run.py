@@ -1,4 +1,4 @@
-"""Whole runs that begin with published weights and leave some: `model.init: huggingface`, `save.export_hf_every`."""
+"""Whole runs that start from published weights and export theirs: `model.init: huggingface`, `save.export_hf_every`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_from(published: Path, root: Path, **sections: dict[str, Any]) -> RunDir:
-    """Six steps, whose weights change little enough to be recognised and enough to be others."""
+    """Train six steps, which change the weights measurably but little."""
     defaults: dict[str, dict[str, Any]] = {
         "model": model_of(published).model_dump(),
         "training": {"steps": 6},
         "evaluation": {"every": 0},
-        "grpo": {"entropy_coefficient": 0.05},  # a random model is never right: nothing else would change it
+        "grpo": {"entropy_coefficient": 0.05},  # a random model is never right, so nothing else would change it
         "save": {"every": 0, "keep": 1, "export_hf_every": 3},
     }
     return prepare(root, loop_recipe(**defaults | sections))
@@ -39,7 +39,7 @@ def exports(run: RunDir) -> list[str]:
     return sorted(path.name for path in run.exports.iterdir())
 
 
-def test_a_run_begins_with_published_weights_and_leaves_exports_of_its_own(tmp_path: Path, published: Path) -> None:
+def test_run_starts_from_published_weights_and_exports_its_own(tmp_path: Path, published: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     run = run_from(published, tmp_path / "run")
@@ -56,7 +56,7 @@ def test_a_run_begins_with_published_weights_and_leaves_exports_of_its_own(tmp_p
     assert logits.isfinite().all()
 
     shutil.rmtree(run.export(6))
-    (run.exports / ".step-000006.0.tmp").mkdir()  # as a kill leaves it
+    (run.exports / ".step-000006.0.tmp").mkdir()  # left by a kill
     second = Attempt(run, tmp_path / "cache")
     assert second.exit_codes() == [0, 0], second.logs()
     assert "step-000006" in exports(run) and not list(run.exports.glob(".*"))
@@ -68,7 +68,7 @@ def load_file_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_tensor_parallel_run_that_learns_nothing_exports_what_it_began_with(tmp_path: Path, published: Path) -> None:
+def test_tensor_parallel_run_that_learns_nothing_exports_its_initial_weights(tmp_path: Path, published: Path) -> None:
     run = run_from(
         published,
         tmp_path / "run",
@@ -84,7 +84,7 @@ def test_a_tensor_parallel_run_that_learns_nothing_exports_what_it_began_with(tm
 
 
 @pytest.mark.slow
-def test_an_export_that_fails_is_counted_and_costs_nothing_else(tmp_path: Path, published: Path) -> None:
+def test_failed_export_is_counted_and_affects_nothing_else(tmp_path: Path, published: Path) -> None:
     run = run_from(published, tmp_path / "run", save={"every": 0, "export_hf_every": 6}, training={"steps": 6})
     run.exports.write_text("in the way")
     attempt = Attempt(run, tmp_path / "cache")
@@ -93,7 +93,7 @@ def test_an_export_that_fails_is_counted_and_costs_nothing_else(tmp_path: Path, 
     assert run.checkpoint_steps() == [6]
 
 
-def test_weights_that_are_not_whole_end_every_rank_with_the_reason(tmp_path: Path, published: Path) -> None:
+def test_incomplete_weights_end_every_rank_with_the_reason(tmp_path: Path, published: Path) -> None:
     folder = tmp_path / "hf"
     shutil.copytree(published, folder)
     shard = sorted(folder.glob("*.safetensors"))[0]

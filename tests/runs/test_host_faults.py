@@ -1,6 +1,6 @@
-"""Whatever fails on the host side, once or for a while, the run goes on or is held with a reason: it is never lost,
-never started over, never run by two, and nothing good of it is deleted. Each operation on its files, and each command
-of Slurm, fails in turn in a run of three attempts (simulated_job.py)."""
+"""After any fault on the host side, brief or long, the run continues or is held with a reason. It is never lost,
+started over or run by two jobs, and nothing good of it is deleted. Each operation on its files, and each command of
+Slurm, fails in turn in a run of three attempts (simulated_job.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.records import Lines, read_lines
 
 SHORT_S, LONG_S, VERY_LONG_S = 10.0, 60.0, 600.0
-"""Outages: one that retries outlast, one that sends the job elsewhere, one that only the wait for Slurm outlasts."""
+"""Seconds of outages: retries outlast the first, the second moves the job, the wait for Slurm outlasts the third."""
 
 MakeCluster = Callable[..., Cluster]
 REQUEUEABLE = pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def make_cluster(tmp_path: Path) -> Iterator[MakeCluster]:
 
 
 def problems_of(cluster: Cluster) -> list[str]:
-    """What is wrong with a run that was driven to its end."""
+    """Drive a run to its end. Returns what is wrong with it."""
     return _problems(cluster, lambda: [f"nobody goes on with it: {cluster.said[-1]}"])
 
 
 def problems_of_held(cluster: Cluster) -> list[str]:
-    """The same of one that may be held, and then is resumed by somebody who has had a look."""
+    """Drive a run that may be held, in which case a user resumes it. Returns what is wrong with it."""
 
     def resume() -> list[str]:
         held = "could not be sent back as intended" in cluster.said[-1]
@@ -88,11 +88,11 @@ def sweep(
     names: Callable[[int], str],
     look: Callable[[Cluster], list[str]] = problems_of,
 ) -> Tally:
-    """Try each fault; the operations that failed.
+    """Try each fault. Returns the operations that failed.
 
     Args:
-        names: kind of an operation, by its number.
-        look: drives a run, and tells what is wrong with it.
+        names: returns the kind of an operation from its number.
+        look: drives a run, and returns what is wrong with it.
     """
     tally, problems = Tally(), []
     for fault in chosen:
@@ -119,19 +119,19 @@ CHANGES = {"create", "write", "close", "fsync", "mkdir", "rename", "link"}
 
 
 @REQUEUEABLE
-def test_a_run_outlasts_the_failure_of_an_operation_on_its_files(make_cluster, record_property, requeueable):
+def test_run_outlasts_the_failure_of_an_operation_on_its_files(make_cluster, record_property, requeueable):
     tally = sweep_files(make_cluster, 1, ONCE, requeueable=requeueable)
     tally.report("once", record_property)
     assert tally.operations >= {"open", "read", "stat", "list", "lock"} | CHANGES
 
 
-def test_a_run_outlasts_a_file_system_that_is_away_for_a_minute(make_cluster, record_property):
+def test_run_outlasts_an_outage_of_its_file_system_of_a_minute(make_cluster, record_property):
     sweep_files(make_cluster, 1, LONG_S).report(f"for {LONG_S:.0f} s", record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [ONCE, SHORT_S, LONG_S])
-def test_a_run_outlasts_every_fault_of_every_operation(make_cluster, record_property, seconds):
+def test_run_outlasts_every_fault_of_every_operation(make_cluster, record_property, seconds):
     sweep_files(make_cluster, None, seconds).report(f"for {seconds:.0f} s", record_property)
 
 
@@ -152,7 +152,7 @@ ANSWERED_LATE = [kind for kind in SLURM_KINDS if kind != "refusal"]
 
 
 @REQUEUEABLE
-def test_a_run_outlasts_a_command_of_slurm_that_gives_no_answer_of_use(make_cluster, record_property, requeueable):
+def test_run_outlasts_a_useless_answer_of_a_slurm_command(make_cluster, record_property, requeueable):
     def once(commands: int) -> list[Fault]:
         return [Fault(ANSWERED_LATE[at % len(ANSWERED_LATE)], at) for at in range(commands)]
 
@@ -161,7 +161,7 @@ def test_a_run_outlasts_a_command_of_slurm_that_gives_no_answer_of_use(make_clus
 
 
 @REQUEUEABLE
-def test_a_run_outlasts_a_slurm_that_is_away_for_ten_minutes(make_cluster, record_property, requeueable):
+def test_run_outlasts_an_outage_of_slurm_of_ten_minutes(make_cluster, record_property, requeueable):
     def at_each(commands: int) -> list[Fault]:
         return [Fault(ANSWERED_LATE[at % len(ANSWERED_LATE)], at, VERY_LONG_S) for at in range(commands)]
 
@@ -170,7 +170,7 @@ def test_a_run_outlasts_a_slurm_that_is_away_for_ten_minutes(make_cluster, recor
 
 
 @REQUEUEABLE
-def test_a_run_that_slurm_refuses_something_goes_on_or_says_why_not(make_cluster, record_property, requeueable):
+def test_run_continues_or_says_why_not_after_a_refusal_of_slurm(make_cluster, record_property, requeueable):
     def refusals(commands: int) -> list[Fault]:
         return [Fault("refusal", at) for at in range(commands)]
 
@@ -180,7 +180,7 @@ def test_a_run_that_slurm_refuses_something_goes_on_or_says_why_not(make_cluster
 
 @pytest.mark.slow
 @REQUEUEABLE
-def test_a_run_outlasts_every_fault_of_every_command(make_cluster, record_property, requeueable):
+def test_run_outlasts_every_fault_of_every_command(make_cluster, record_property, requeueable):
     def every(commands: int) -> list[Fault]:
         lengths = (ONCE, LONG_S, VERY_LONG_S)
         return [Fault(kind, at, length) for at in range(commands) for kind in ANSWERED_LATE for length in lengths]
@@ -191,17 +191,17 @@ def test_a_run_outlasts_every_fault_of_every_command(make_cluster, record_proper
 # Preemption
 
 
-def test_a_run_outlasts_any_number_of_preemptions_and_its_job_starts_once_for_each(make_cluster):
+def test_run_outlasts_any_number_of_preemptions_and_its_job_starts_once_for_each(make_cluster):
     cluster = make_cluster(preemptions=8)
     assert problems_of(cluster) == []
-    assert cluster.jobs["7"].batch_flag == 1, "Slurm counts the requeues that it does by itself, and holds the job"
+    assert cluster.jobs["7"].batch_flag == 1, "Slurm counts its own requeues, and would hold the job"
     ends = ends_in(read_ledger(cluster.run))
     assert [end.cause for end in ends] == ["preempted"] * 8 + [None] * 2
-    assert len(cluster.codes) == len(ends), "it does not start once more when it has finished"
+    assert len(cluster.codes) == len(ends), "the job must not start again after it has finished"
 
 
 @pytest.mark.parametrize("flag", [2, 5])
-def test_a_job_that_slurm_has_requeued_by_itself_can_still_be_requeued(make_cluster, flag):
+def test_job_that_slurm_itself_requeued_can_still_be_requeued(make_cluster, flag):
     cluster = make_cluster()
     cluster.submit("7").batch_flag = flag
     assert cluster.drive()
@@ -212,7 +212,7 @@ def test_a_job_that_slurm_has_requeued_by_itself_can_still_be_requeued(make_clus
 
 
 def second_job(cluster: Cluster) -> list[str]:
-    """Another job of the run starts while the first one trains."""
+    """Start another job of the run while the first one trains. Returns what is wrong."""
 
     def start_another() -> None:
         cluster.during = lambda: None
@@ -220,7 +220,7 @@ def second_job(cluster: Cluster) -> list[str]:
         job = cluster.submit("9")
         cluster.start(job)
         cluster.second = range(begins, len(cluster.files.operations))
-        job.state = "COMPLETED"  # somebody cancels it
+        job.state = "COMPLETED"  # a user cancels it
 
     cluster.during = start_another
     return problems_of(cluster)
@@ -237,10 +237,10 @@ def test_no_fault_makes_two_jobs_owners_of_one_run(make_cluster, record_property
     assert tally.operations >= {"open", "read", "stat", "lock"}
 
 
-# Faults of our own
+# Bugs of the host side itself
 
 
-def test_a_fault_of_ours_in_an_attempt_is_a_crash_that_is_not_repeated_for_ever(make_cluster):
+def test_bug_in_an_attempt_is_a_crash_and_not_repeated_for_ever(make_cluster):
     cluster = make_cluster()
     cluster.patch.setattr(Preparation, "run", lambda self: {}["of ours"])
     cluster.submit("7")

@@ -1,5 +1,5 @@
-"""The whole script of a job, with stand-ins for Slurm's commands: what is started, how often Python is, and that faults
-of the host side end no run."""
+"""The whole script of a job, with stand-ins for Slurm's commands: its steps, the number of Python processes, and faults
+of the host side, which end no run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Job:
         self.process: subprocess.Popen[bytes] | None = None
 
     def write_script(self, ranks: str, **profile: object) -> Path:
-        """The script that mrl-submit would send. ranks: what fake_rank.py does."""
+        """Write the script that mrl-submit would send. ranks: behaviour of fake_rank.py."""
         program(self.rank, f'#!/bin/sh\nshift 3\nMRL_PARENT_PID=$PPID exec {sys.executable} {FAKE_RANK} {ranks} "$@"\n')
         clusters = self.home / "clusters.yaml"
         values = {"run_root": str(self.home / "share"), "container": None, "python": str(self.rank), **profile}
@@ -91,7 +91,7 @@ class Job:
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node01", "SLURM_JOB_NUM_NODES": "1"}
         slurm |= {"SLURMD_NODENAME": "node01", "SLURM_CPUS_ON_NODE": "2", "SLURM_RESTART_COUNT": str(restarts)}
         ours = {"TOLD": str(self.told_file), "MRL_HOST_PYTHON": str(self.python), "XDG_STATE_HOME": str(self.home)}
-        ours["JOB"] = more.get("SLURM_JOB_ID", "7")  # scontrol is told nothing of the job that it is in
+        ours["JOB"] = more.get("SLURM_JOB_ID", "7")  # the stand-in for scontrol does not see SLURM_JOB_ID
         return {**os.environ, **slurm, **ours, "PATH": f"{self.tools}:{os.environ['PATH']}", **more}
 
     def start(self, script: Path, output: object = subprocess.PIPE, **environ: str) -> subprocess.Popen[bytes]:
@@ -105,7 +105,7 @@ class Job:
         return self.process
 
     def finish(self, limit: float = 40) -> tuple[int, str]:
-        """Exit code and output."""
+        """Wait for the end. Returns exit code and output."""
         assert self.process is not None
         said, _ = self.process.communicate(timeout=limit)
         return self.process.returncode, (said or b"").decode()
@@ -117,7 +117,7 @@ class Job:
     def wait_for(self, what: Callable[[], object], limit: float = 30) -> None:
         give_up = time.monotonic() + limit
         while not what():
-            assert time.monotonic() < give_up, "waited in vain"
+            assert time.monotonic() < give_up, "timed out"
             time.sleep(0.05)
 
     def ends(self) -> list[AttemptEnd]:
@@ -133,7 +133,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         made.process.wait()
 
 
-def test_a_job_that_was_cancelled_before_anybody_listened_stays_away(job):
+def test_job_cancelled_before_its_process_listens_is_not_requeued(job):
     script = job.write_script("finishes")
     text = SCONTROL.replace("JobState=RUNNING", "JobState=COMPLETING EndTime=2026-01-01T00:00:00")
     program(job.tools / "scontrol", text)
@@ -145,7 +145,7 @@ def test_a_job_that_was_cancelled_before_anybody_listened_stays_away(job):
     assert not job.told("scontrol requeue", "sbatch")
 
 
-def test_a_run_is_made_trained_and_finished_by_one_process(job):
+def test_one_process_creates_trains_and_finishes_a_run(job):
     job.start(job.write_script("train", health_check="true"))
     code, said = job.finish()
     assert code == 0, said
@@ -157,12 +157,12 @@ def test_a_run_is_made_trained_and_finished_by_one_process(job):
     assert [line.split(" ")[2] for line in job.told("python -m")] == ["launcher.host.job", "launcher.host.health"]
 
 
-def test_a_signal_drains_and_the_job_is_requeued(job):
+def test_signal_drains_the_run_and_requeues_the_job(job):
     job.start(job.write_script("long", health_check="false"))
     job.wait_for(lambda: (job.run.attempt(1).folder / "pid.0").exists())
     job.process.send_signal(signal.SIGUSR1)
     job.wait_for(lambda: "scancel --signal=USR1 7" in job.told("scancel"))
-    os.kill(int((job.run.attempt(1).folder / "pid.0").read_text()), signal.SIGUSR1)  # as Slurm would
+    os.kill(int((job.run.attempt(1).folder / "pid.0").read_text()), signal.SIGUSR1)  # Slurm does the same
     code, said = job.finish()
     assert code == 75, said
     (end,) = job.ends()
@@ -170,7 +170,7 @@ def test_a_signal_drains_and_the_job_is_requeued(job):
     assert "scontrol requeue 7" in job.told("scontrol")
 
 
-def test_nothing_of_a_killed_host_process_trains_on(job):
+def test_ranks_end_with_a_killed_host_process(job):
     job.start(job.write_script("long", health_check="false"))
     pid = job.run.attempt(1).folder / "pid.0"
     job.wait_for(pid.exists)
@@ -179,11 +179,11 @@ def test_nothing_of_a_killed_host_process_trains_on(job):
 
 
 def several(*values: str) -> list[object]:
-    """More of the same; which reader meets what is shown without a job."""
+    """Further values, marked slow: unit tests show which reader meets which."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def test_all_is_done_though_nothing_can_be_said(job):
+def test_run_finishes_although_its_output_cannot_be_written(job):
     with Path("/dev/full").open("w") as full:
         job.start(job.write_script("crash", health_check="false"), output=full)
         assert job.finish()[0] == 1
@@ -192,7 +192,7 @@ def test_all_is_done_though_nothing_can_be_said(job):
 
 
 @pytest.mark.parametrize("file", ["drain.json", *several("outcome.json", "error.0.json", "hang.json", "nodes.json")])
-def test_an_empty_file_of_an_attempt_ends_no_run(job, file):
+def test_run_survives_an_empty_file_of_an_attempt(job, file):
     job.start(job.write_script("long", health_check="false"))
     job.wait_for(lambda: (job.run.attempt(1).folder / "pid.0").exists())
     (job.run.attempt(1).folder / file).write_text("")
@@ -205,7 +205,7 @@ def test_an_empty_file_of_an_attempt_ends_no_run(job, file):
 
 
 @pytest.mark.parametrize("line", ["\\xff\\x00", *several("5", "{}", '{"attempt": 1')])
-def test_a_damaged_line_of_the_ledger_ends_no_run(job, line):
+def test_run_survives_a_damaged_line_of_the_ledger(job, line):
     script = job.write_script("train", health_check="false")
     job.start(script)
     job.finish()
@@ -218,15 +218,15 @@ def test_a_damaged_line_of_the_ledger_ends_no_run(job, line):
     assert [start.attempt for start in starts_in(read_ledger(job.run))] == [1, 2]
 
 
-@pytest.mark.slow  # it reads again for twenty seconds
+@pytest.mark.slow  # the process retries the read for twenty seconds
 @pytest.mark.parametrize("file", ["attempts.jsonl", "job.json"])
-def test_a_file_that_cannot_be_read_sends_the_job_elsewhere(job, file):
+def test_unreadable_file_moves_the_job_to_another_host(job, file):
     script = job.write_script("train", health_check="false")
     job.start(script)
     job.finish()
     job.run.done.unlink()
     (job.run.root / file).unlink()
-    (job.run.root / file).mkdir()  # as good as any other error of a read
+    (job.run.root / file).mkdir()  # a directory fails every read
     job.told_file.unlink()
     job.start(script, restarts=1)
     code, said = job.finish(90)

@@ -1,4 +1,4 @@
-"""A model that is cut over ranks, in any way, trains as it does on one: log-probs, losses, gradients and updates."""
+"""A model split over ranks in any layout trains as on one rank: log-probs, losses, gradients and updates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EVERYTHING = {
     "iterations": 2,
 }
 DENSE = tiny_model(qk_norm=True)
-# Of two parts of its vocabulary one is all padding.
+# One of two parts of its vocabulary is all padding.
 UNTIED = tiny_model(num_layers=4, tied_embeddings=False, vocab_multiple=32)
 EXPERTS = tiny_model(tied_embeddings=False, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24)
 MODELS = {"dense": DENSE, "untied": UNTIED, "experts": EXPERTS, "bf16": DENSE.model_copy(update={"dtype": "bf16"})}
@@ -66,11 +66,11 @@ LAYOUTS = {
     "EP2 TP2": ("experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
 QUICK = {"DP2", "TP2 bf16", "TP2 SP", "PP2", "CP2", "EP2 CP2", "TP2 PP2 untied", "EP2 TP2"}
-"""Every way to cut a model, and two of them together; `make test-slow` has the others."""
+"""Each way to split a model, and combinations of two; `make test-slow` runs the others."""
 
 
 class Seen(NamedTuple):
-    """By one rank."""
+    """Observations of one rank."""
 
     logprobs: Tensor | None
     """[trained tokens] of the replica's share of the batch, where the rank reports."""
@@ -78,7 +78,7 @@ class Seen(NamedTuple):
     gradients: Any
     after_sgd: Any
     losses: list[dict[str, float]]
-    """Of Adam's steps, over all ranks."""
+    """Losses of Adam's steps, reduced over all ranks."""
     after_adam: Any
 
 
@@ -96,7 +96,7 @@ def recipe(layout: Layout, model: str, *, distributed: bool = True) -> RunConfig
 
 def seen(layout: Layout, model: str, groups: Groups) -> Seen:
     config = recipe(layout, model)
-    plain = recipe(layout, model, distributed=False)  # whose gradients are whole on every rank
+    plain = recipe(layout, model, distributed=False)  # has whole gradients on every rank
     trainer, initial = build(plain, groups)
     policy = trainer.policy
     rollouts = share_of(config, groups, seed=0)
@@ -114,7 +114,7 @@ def seen(layout: Layout, model: str, groups: Groups) -> Seen:
         tally = Tally()
         trainer.train(share_of(config, groups, seed=step), step).put(tally)
         total = dict(tally.reduce(groups.control))
-        del total["batch.packed_tokens"]  # how prompts were shared: the layout's own
+        del total["batch.packed_tokens"]  # depends on how the layout packs prompts
         losses.append(total)
     return Seen(
         logprobs if groups.reports else None,
@@ -127,7 +127,7 @@ def seen(layout: Layout, model: str, groups: Groups) -> Seen:
 
 
 def build(config: RunConfig, groups: Groups) -> tuple[Trainer, Any]:
-    """A trainer of the recipe's model, and the weights that a run would begin with."""
+    """Build a trainer of the recipe's model. Returns it with the initial weights of a run."""
     platform, safe_points = select(config.job), quiet_safe_points()
     tokenizer = build_tokenizer(config.tokenizer)
     environment = build_environment(config.task, tokenizer)
@@ -139,7 +139,7 @@ def build(config: RunConfig, groups: Groups) -> tuple[Trainer, Any]:
 
 
 def share_of(config: RunConfig, groups: Groups, seed: int) -> RolloutBatch:
-    """The replica's part of recorded rollouts."""
+    """This replica's share of recorded rollouts."""
     recorded = random_groups(config.grpo.prompts_per_step, config.grpo.group_size, seed=seed)
     share = shares(0, len(recorded), groups.data.size())[groups.data.rank()]
     return batch_of(recorded, share.start, share.stop)
@@ -151,8 +151,8 @@ def scored(trainer: Trainer, rollouts: RolloutBatch) -> Tensor:
 
 
 def gradient(trainer: Trainer, rollouts: RolloutBatch) -> None:
-    """That of the first update, summed over all ranks and not applied."""
-    trainer.optimizer.megatron.prepare_grads = lambda: True  # as if it were not finite
+    """Compute the gradient of the first update, summed over all ranks and not applied."""
+    trainer.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite, so that it is not applied
     batch, update = one_update(trainer, rollouts)
     reference = trainer.score(trainer.reference, batch, update.inputs)
     trainer._update(batch, update, None, None, reference, [], None, lambda: None)
@@ -167,7 +167,7 @@ def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:
 
 
 def layouts_of(rank: int, ranks: int, quick: bool) -> dict[str, Any]:
-    """What this rank sees of those layouts of so many ranks."""
+    """Observations of this rank in the layouts of this number of ranks, quick or slow ones."""
     return {
         name: seen(layout, model, layout.groups())
         for name, (model, layout) in LAYOUTS.items()
@@ -176,7 +176,7 @@ def layouts_of(rank: int, ranks: int, quick: bool) -> dict[str, Any]:
 
 
 def more_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:
-    """What this rank sees beside what every layout shows."""
+    """Observations of this rank in tests of particular layouts."""
     found: dict[str, Any] = {}
     if ranks == 4:
         found["taught"] = taught(Layout(tp=2, pp=2), cache)
@@ -187,7 +187,7 @@ def more_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:
 
 
 def taught(layout: Layout, cache: Path) -> Any:
-    """The base model of a run that teaches one."""
+    """Initial weights of a run that teaches its base model."""
     os.environ[CACHE_VARIABLE] = str(cache / "cache")
     groups = layout.groups()
     config = tiny_run(
@@ -199,7 +199,7 @@ def taught(layout: Layout, cache: Path) -> Any:
 
 
 def asked_to_leave(layout: Layout) -> tuple[bool, bool]:
-    """Whether a step of which one rank was asked to leave ended on this one, and with the weights as they were."""
+    """Whether a step ended on this rank because one rank was asked to leave, and left the weights unchanged."""
     config = recipe(layout, "dense")
     groups = layout.groups()
     trainer, _ = build(config, groups)
@@ -214,7 +214,7 @@ def asked_to_leave(layout: Layout) -> tuple[bool, bool]:
 
 
 def without_sums_of_copies(layout: Layout) -> Any:
-    """Gradients where what several ranks of a replica hold is not summed over them: norms of heads, tied embeddings."""
+    """Gradients without the sum over ranks of a replica that share a weight: norms of heads, tied embeddings."""
     config = recipe(layout, "dense", distributed=False)
     groups = layout.groups()
     trainer, _ = build(config, groups)
@@ -224,14 +224,14 @@ def without_sums_of_copies(layout: Layout) -> Any:
 
 
 def alone_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:
-    """What one rank sees of each model."""
+    """Observations of a single rank for each model."""
     found: dict[str, Any] = {model: seen(Layout(), model, Layout().groups()) for model in MODELS}
     found["taught"] = taught(Layout(), cache)
     return found
 
 
 class Whole(NamedTuple):
-    """By all ranks of a layout."""
+    """Observations of all ranks of a layout, put together."""
 
     logprobs: Tensor
     initial: dict[str, Tensor]
@@ -255,7 +255,7 @@ class Whole(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """What each of several ranks sees; started once for all tests."""
+    """Run a function on several ranks, once for all tests. Returns the observations of each."""
 
     @functools.cache
     def run(ranks: int, sees: Callable[..., Any], *args: Any) -> list[dict[str, Any]]:
@@ -280,13 +280,13 @@ def in_layout(run: Any) -> Callable[[str], Whole]:
 
 @pytest.fixture(scope="module")
 def alone(run: Any, cache: Path) -> dict[str, Whole]:
-    """What one rank sees of each model."""
+    """Observations of a single rank for each model."""
     (found,) = run(1, alone_of, cache)
     return {model: Whole.of([found[model]]) for model in MODELS}
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Of two sets of tensors, relative to the norm of one."""
+    """Distance of two sets of tensors, relative to the norm of one."""
     assert one.keys() == other.keys()
     differences = [(one[name] - other[name]).norm() for name in one]
     return math.hypot(*differences) / math.hypot(*(tensor.norm() for tensor in one.values()))
@@ -309,7 +309,7 @@ def test_random_weights_are_the_same_in_every_layout(name: str, in_layout: Any, 
 @pytest.mark.parametrize("name", EXACT)
 def test_logprobs_agree(name: str, in_layout: Any, alone: Any) -> None:
     expected = alone[LAYOUTS[name][0]].logprobs
-    assert expected.std() > 0.5  # else anything would be close to anything
+    assert expected.std() > 0.5  # otherwise any values would be close
     torch.testing.assert_close(in_layout(name).logprobs, expected, rtol=0, atol=CLOSE)
 
 
@@ -317,7 +317,7 @@ def test_logprobs_agree(name: str, in_layout: Any, alone: Any) -> None:
 def test_gradients_and_a_step_of_sgd_agree(name: str, in_layout: Any, alone: Any) -> None:
     expected = alone[LAYOUTS[name][0]]
     assert distance(expected.gradients, in_layout(name).gradients) < CLOSE
-    for key, whole_gradient in expected.gradients.items():  # each by itself: small ones are lost in the norm of all
+    for key, whole_gradient in expected.gradients.items():  # separately: small ones are lost in the norm of all
         atol = 2 * CLOSE * float(whole_gradient.norm())
         torch.testing.assert_close(in_layout(name).gradients[key], whole_gradient, rtol=0, atol=atol)
     assert distance(expected.after_sgd, in_layout(name).after_sgd) < CLOSE
@@ -332,8 +332,8 @@ def test_losses_of_adam_agree_over_three_steps(name: str, in_layout: Any, alone:
 
 
 @pytest.mark.parametrize("name", [name for name, (model, _) in LAYOUTS.items() if model == "bf16"])
-def test_in_bf16_layouts_are_as_near_to_fp32_as_one_rank(name: str, in_layout: Any, alone: Any) -> None:
-    """Each rounds in its own places, tensor-parallel ones also what they sum."""
+def test_bf16_layouts_are_as_near_to_fp32_as_one_rank(name: str, in_layout: Any, alone: Any) -> None:
+    """Each layout rounds at different operations; tensor-parallel ones also round their sums."""
     ours, expected, exact = in_layout(name), alone["bf16"], alone["dense"]
     rounding = (expected.logprobs - exact.logprobs).norm()
     assert 0 < (ours.logprobs - exact.logprobs).norm() < 1.5 * rounding
@@ -342,18 +342,18 @@ def test_in_bf16_layouts_are_as_near_to_fp32_as_one_rank(name: str, in_layout: A
         assert one["loss.loss"] == pytest.approx(other["loss.loss"], abs=0.05)  # where ratios are up to 10
 
 
-def test_a_taught_base_model_is_the_same_in_every_layout(run: Any, cache: Path) -> None:
+def test_taught_base_model_is_the_same_in_every_layout(run: Any, cache: Path) -> None:
     expected = whole(each["taught"] for each in run(1, alone_of, cache))
     ours = whole(each["taught"] for each in run(4, more_of, cache))
     assert all(torch.equal(ours[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("copies", [0, 1], ids=["norms of heads", "tied embeddings"])
-def test_the_comparison_sees_copies_whose_gradients_are_not_summed(run: Any, cache: Path, copies: int) -> None:
+def test_comparison_detects_shared_weights_whose_gradients_are_not_summed(run: Any, cache: Path, copies: int) -> None:
     with pytest.raises(AssertionError, match="ranks differ"):
         whole(each["control"][copies] for each in run(2, more_of, cache))
 
 
-def test_a_rank_that_is_asked_to_leave_ends_the_pass_in_which_others_wait_for_it(run: Any, cache: Path) -> None:
-    """Else they would wait in vain, here for 30 seconds, and fail."""
+def test_rank_asked_to_leave_ends_the_pass_on_all_ranks(run: Any, cache: Path) -> None:
+    """Otherwise the other ranks would time out after 30 seconds and fail."""
     assert [each["asked"] for each in run(4, more_of, cache)] == [(True, True)] * 4

@@ -1,4 +1,4 @@
-"""mrl's commands on runs of this machine: the same words as for Slurm jobs."""
+"""Commands of mrl on runs of this machine take the same arguments as for Slurm jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Call = Callable[..., subprocess.CompletedProcess]
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
-    """Run mrl or mrl-submit with ranks that only pretend; what is left running is ended afterwards."""
+    """Run mrl or mrl-submit with fake ranks; processes left running are ended afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("MRL_CLUSTERS", "")
@@ -47,7 +47,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
 def wait_for(what: str, condition: Callable[[], object], limit: float = 30) -> None:
     deadline = time.monotonic() + limit
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        assert time.monotonic() < deadline, f"timed out waiting for {what}"
         time.sleep(0.05)
 
 
@@ -125,7 +125,7 @@ def test_a_fork_that_cannot_start_leaves_nothing(call):
     assert [line.step for line in read_lines(MetricsLine, RunDir("f").metrics).records] == [1, 2, 3, 4, 5]
 
 
-def test_a_foreign_line_in_the_index_is_no_run(call, tmp_path):
+def test_foreign_line_in_the_index_is_ignored(call, tmp_path):
     (tmp_path / "state" / "mrl").mkdir(parents=True)
     append(tmp_path / "state" / "mrl" / "runs.jsonl", Submission(str(tmp_path / "gone"), "local", 0.0))
     assert "no runs yet" in call("mrl", "ls").stdout

@@ -1,7 +1,7 @@
-"""Whatever operation on its files fails, a local run ends in a record of its end or says what failed, and the next
-start goes on from what there is: no step is lost or run twice, and nobody else runs it meanwhile.
+"""After the failure of any operation on its files, a local run records its end or says what failed, and the next start
+resumes it: no step is lost or run twice, and no other process runs it meanwhile.
 
-The real supervisor, in this process; its rank is an object that trains by writing numbers (simulated_job.py)."""
+The supervisor is real and runs in this process; its rank is an object that writes numbers (simulated_job.py)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ MOST_STARTS = 8
 
 
 class Laptop:
-    """A run on this machine, that somebody starts again until it has finished. It is asked to leave once, and crashes
-    once."""
+    """A local run that is started again until it has finished. It is asked to leave once, and crashes once."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch, fault: Fault | None = None) -> None:
         self.clock = Clock(patch)
@@ -43,7 +42,7 @@ class Laptop:
         self.files = FaultyFiles(root, patch)
         self.files.fail(fault)
         self.preempted, self.preemptions, self.was_crashed = 0, 1, False
-        self.current = SimpleNamespace(preempted=None)  # nothing ends a local run by a time
+        self.current = SimpleNamespace(preempted=None)  # a local run has no time limit
         self.saved = 0
         self.training: Training | None = None
         self.heard: list[str] = []
@@ -57,7 +56,7 @@ class Laptop:
         patch.setattr(local_ranks, "Child", self._start_rank)
 
     def start(self) -> None:
-        """As mrl-submit starts it."""
+        """Start the run as mrl-submit does."""
         with self.files.aside():
             self.attempt = self.run.attempt(self.run.last_attempt() + 1)
             self.attempt.heartbeats.mkdir(parents=True)
@@ -76,7 +75,7 @@ class Laptop:
                 self.violations.append("something of it is left")
 
     def drive(self) -> list[str]:
-        """What is wrong with the run when it has come to its end."""
+        """Drive the run to its end. Returns what is wrong with it."""
         for _ in range(MOST_STARTS):
             self.start()
             with self.files.aside():
@@ -99,7 +98,7 @@ class Laptop:
             self.training = Rank(self, self.attempt)
             return self.training
 
-    # In place of what is around it
+    # Stand-ins for its surroundings
 
     def preempt(self) -> None:
         self.preempted += 1
@@ -137,7 +136,7 @@ def sweep(make: Callable[..., Laptop], each: int | None, seconds: float) -> Tall
     seen = whole.files.operations
     assert len(seen) > 150
     tally, problems = Tally(), []
-    for fault in faults(seen, each, seconds, without=OLDER):  # one machine sees what it has written
+    for fault in faults(seen, each, seconds, without=OLDER):  # a single machine sees its own writes
         problems += [f"{fault} ({seen[fault.at]}): {problem}" for problem in make(fault).drive()]
         tally.count(fault, seen[fault.at].kind)
     assert not problems, "\n".join(problems[:20])
@@ -145,7 +144,7 @@ def sweep(make: Callable[..., Laptop], each: int | None, seconds: float) -> Tall
 
 
 @pytest.mark.parametrize("seconds", [ONCE, pytest.param(LONG_S, marks=pytest.mark.slow)])
-def test_a_local_run_is_not_lost_whatever_fails(make, record_property, seconds: float) -> None:
+def test_local_run_survives_any_failed_operation(make, record_property, seconds: float) -> None:
     tally = sweep(make, 3, seconds)
     tally.report(f"local run, for {seconds:.0f} s", record_property)
     assert tally.operations >= {"open", "read", "stat", "list", "create", "write", "fsync", "rename", "lock"}
@@ -153,5 +152,5 @@ def test_a_local_run_is_not_lost_whatever_fails(make, record_property, seconds: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [ONCE, LONG_S])
-def test_a_local_run_outlasts_every_fault_of_every_operation(make, record_property, seconds: float) -> None:
+def test_local_run_outlasts_every_fault_of_every_operation(make, record_property, seconds: float) -> None:
     sweep(make, None, seconds).report(f"local run, for {seconds:.0f} s", record_property)

@@ -1,6 +1,6 @@
-"""Whatever operation on its files, and whatever command of Slurm's, fails under mrl-submit, mrl resume, status, ls,
-cancel and requeue: each ends with one clear error or does what it says, nothing is left half-done, nothing good is
-deleted, and what is shown is what is there, or says what could not be read (simulated_login.py)."""
+"""Any operation on files, or any command of Slurm, may fail under mrl-submit, mrl resume, status, ls, cancel and
+requeue. Each of these does what it says or ends with one clear error. It leaves nothing half-done, deletes nothing
+good, and shows the real state or says what could not be read (simulated_login.py)."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Look = Callable[[LoginNode, Ran, "Before"], list[str]]
 
 @dataclass(frozen=True)
 class Before:
-    """What a command found."""
+    """State before a command."""
 
     tree: dict[str, str]
     jobs: list[str]
     undisturbed: Ran | None
-    """The same command where nothing fails; None: this is it."""
+    """The same command without faults; None if this command has none."""
     fault: Fault | None
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and the state of the run `a` that it meets."""
+    """A command, and the state of run `a` when it starts."""
 
     words: tuple[str, ...]
     state: str
@@ -51,11 +51,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield Site(tmp_path_factory.mktemp("login"), patch)
 
 
-# What must be after a command
+# Required states after a command
 
 
 def after_submission(node: LoginNode, ran: Ran, before: Before) -> list[str]:
-    """Of a run, new or resumed: there is a job with all that it needs, or everything is as it was."""
+    """Check a new or resumed run: there is a job with all that it needs, or nothing has changed."""
     jobs = [job for job in node.jobs.values() if job.id not in before.jobs]
     wrong = ["two jobs"] if len(jobs) > 1 else []
     for job in jobs:
@@ -83,7 +83,7 @@ def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def lost(node: LoginNode, before: Before) -> list[str]:
-    """What a run has made, and another run, are as they were; what was asked of it is still there."""
+    """Check that the results of a run, and another run, are unchanged, and that requests to it still exist."""
     made = tuple(f"runs/a/{name}" for name in ("attempts", "checkpoints", "metrics", "logs/"))
     now = node.tree()
     kept = [path for path in before.tree if path.startswith((*made, "runs/b/"))]
@@ -92,7 +92,7 @@ def lost(node: LoginNode, before: Before) -> list[str]:
 
 
 def after_start(node: LoginNode, ran: Ran, before: Before) -> list[str]:
-    """Of a run on this machine: it has been started with all that it needs, or everything is as it was."""
+    """Check a run on this machine: it was started with all that it needs, or nothing has changed."""
     wrong = []
     for run in node.supervised:
         needed = (run.resolved, run.recipe, run.identity, run.attempt(1).folder, run.attempt(1).logs)
@@ -144,12 +144,12 @@ def after_ls(node: LoginNode, ran: Ran, before: Before) -> list[str]:
 
 
 def after_order(asked: str | None, orders: list[str], cause: str | None) -> Look:
-    """Of a command that ends something: it does what it says, or nothing that harms.
+    """Check a command that ends a job: it does what it says, or nothing harmful.
 
     Args:
-        asked: the signal that the steps get.
-        orders: what Slurm is told of the job.
-        cause: of the request to leave.
+        asked: signal that the steps get.
+        orders: commands that Slurm gets for the job.
+        cause: cause of the request to leave.
     """
 
     def look(node: LoginNode, ran: Ran, before: Before) -> list[str]:
@@ -167,7 +167,10 @@ def after_order(asked: str | None, orders: list[str], cause: str | None) -> Look
         if drain is None and asked and job.signals:
             wrong.append("its steps were signalled, and nothing tells them why")
         other = changed(before.tree, node.tree())
-        known = ("runs/a/attempts/001/drain.json", "runs/a/attempts/001/.drain.json.")  # half of it, in a long outage
+        known = (
+            "runs/a/attempts/001/drain.json",
+            "runs/a/attempts/001/.drain.json.",
+        )  # a partial write, in a long outage
         return wrong + [f"changed: {path}" for path in other if not path.startswith(known)]
 
     return look
@@ -191,7 +194,7 @@ asking_slurm = pytest.mark.parametrize("name", [name for name in CASES if name n
 
 
 def driven(case: Case, node: LoginNode, undisturbed: Ran | None, fault: Fault | None) -> tuple[Ran, list[str]]:
-    """The command, and what is wrong after it."""
+    """Run the command. Returns its result, and what is wrong after it."""
     before = Before(node.tree(), list(node.jobs), undisturbed, fault)
     ran = node.mrl(*case.words)
     with node.files.aside():
@@ -213,11 +216,11 @@ def undisturbed(site: Site, case: Case) -> tuple[LoginNode, Ran]:
 
 
 def sweep(site: Site, case: Case, chosen: list[Fault], names: Callable[[int], str], of_slurm: bool = False) -> Tally:
-    """Have operations of a command fail in turn.
+    """Make operations of a command fail in turn.
 
     Args:
-        names: kind of an operation, by its number.
-        of_slurm: they are commands of Slurm's, not operations on files.
+        names: returns the kind of an operation from its number.
+        of_slurm: the operations are commands of Slurm, not operations on files.
     """
     _, whole = undisturbed(site, case)
     tally, problems = Tally(), []
@@ -227,7 +230,7 @@ def sweep(site: Site, case: Case, chosen: list[Fault], names: Callable[[int], st
         ran, wrong = driven(case, node, whole, fault)
         node.files.fail(None)
         node.slurm_fault = None
-        if case.look is after_submission and ran.code == 2:  # all is well again
+        if case.look is after_submission and ran.code == 2:  # the fault was repaired
             again = node.mrl(*case.words)
             wrong += [] if (again.code, len(node.jobs)) == (0, jobs + 1) else [f"afterwards: {again}"]
         problems += [f"{fault} ({names(fault.at)}): {one}" for one in wrong]
@@ -247,15 +250,17 @@ def sweep_files(site: Site, name: str, each: int | None, seconds: float) -> Tall
     return tally
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("fork", "resume")])  # the longest ones
-def test_a_command_outlasts_the_failure_of_an_operation_on_its_files(site, record_property, name):
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in ("fork", "resume")]
+)  # fork and resume take longest
+def test_command_survives_the_failure_of_an_operation_on_its_files(site, record_property, name):
     sweep_files(site, name, 1, ONCE).report(f"mrl {name}, once", record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [ONCE, LONG_S])
 @each_case
-def test_a_command_outlasts_every_fault_of_every_operation(site, record_property, name, seconds):
+def test_command_survives_every_fault_of_every_operation(site, record_property, name, seconds):
     sweep_files(site, name, None, seconds).report(f"mrl {name}, for {seconds:.0f} s", record_property)
 
 
@@ -270,11 +275,11 @@ def sweep_slurm(site: Site, name: str, lengths: tuple[float, ...]) -> Tally:
 
 
 @asking_slurm
-def test_a_command_outlasts_a_slurm_that_gives_no_answer_of_use(site, record_property, name):
+def test_command_survives_a_useless_answer_of_slurm(site, record_property, name):
     sweep_slurm(site, name, (ONCE,)).report(f"mrl {name}, once", record_property)
 
 
 @pytest.mark.slow
 @asking_slurm
-def test_a_command_outlasts_a_slurm_that_is_away_for_ten_minutes(site, record_property, name):
+def test_command_survives_an_outage_of_slurm_of_ten_minutes(site, record_property, name):
     sweep_slurm(site, name, (VERY_LONG_S,)).report(f"mrl {name}, for {VERY_LONG_S:.0f} s", record_property)

@@ -1,4 +1,4 @@
-"""Whole runs on two ranks: what they record, and that whatever interrupts them leaves the same record."""
+"""Whole runs on two ranks: their record, which is the same after any interruption."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_numbers_are_those_of_the_recipe(undisturbed: RunDir) -> None:
     for line in lines_of(undisturbed.metrics):
         step = line["step"]
         assert (line["first_ordinal"], line["next_ordinal"]) == (5 * step - 5, 5 * step)
-        assert line["policy_version"] == 2 * step  # two passes
+        assert line["policy_version"] == 2 * step  # two updates per step
         assert line["staleness_mean"] == line["staleness_max"] == 0
         assert line["inference_logprob_difference_max"] < 1e-4  # training and engine agree on every sampled token
         assert 0 <= line["mean_reward"] <= 1
@@ -73,7 +73,7 @@ def test_the_numbers_are_those_of_the_recipe(undisturbed: RunDir) -> None:
         phases = line["time/generate_s"] + line["time/train_s"]
         assert 0 < phases <= line["time/step_s"]
     rewards = {line["mean_reward"] for line in lines_of(undisturbed.metrics)}
-    assert len(rewards) > 2  # else nothing here was trained
+    assert len(rewards) > 2  # otherwise nothing was trained
 
 
 def test_evaluations_come_before_in_between_and_after(undisturbed: RunDir) -> None:
@@ -127,7 +127,7 @@ def test_a_finished_run_says_so(undisturbed: RunDir) -> None:
 
 
 def test_a_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, tmp_path: Path, cache: Path) -> None:
-    """SIGKILL to all ranks a random moment after some step, three times, then to the end."""
+    """All ranks are killed three times, each at a random moment after some step; then the run finishes."""
     run_dir = prepare(tmp_path / "killed", loop_recipe())
     moments = random.Random(7)
     for step in (1, 9, 18):
@@ -142,10 +142,10 @@ def test_a_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, 
     assert [event.step for event in events] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow  # test_loop_layouts.py does it with four that depend on one another
+@pytest.mark.slow  # test_loop_layouts.py covers four ranks that depend on each other
 def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> None:
-    """Four ranks, whose shares of the prompts differ: what two cannot do to each other, three others can. Without KL
-    penalty each runs as many answers as have an advantage, and groups move to ranks that would have less to do."""
+    """Four ranks have different shares of the prompts. Without KL penalty each trains only on answers with an
+    advantage, and groups move to ranks with less work."""
     grpo = {"kl_beta": 0.0, "prompts_per_step": 14, "group_size": 8}
     recipe = loop_recipe(job={"gpus_per_node": 4}, grpo=grpo, training={"steps": 8}, save={"every": 2})
     undisturbed, interrupted = (prepare(tmp_path / name, recipe) for name in ("undisturbed", "interrupted"))
@@ -165,7 +165,7 @@ def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> Non
     assert outcome.step is not None
     assert 5 <= outcome.step < 8
     assert interrupted.checkpoint_steps()[0] == outcome.step
-    assert lines_of(interrupted.metrics)[-1]["step"] == outcome.step  # nothing done twice
+    assert lines_of(interrupted.metrics)[-1]["step"] == outcome.step  # no step was trained twice
     last = Attempt(interrupted, cache, ranks=4, sabotage=_move_groups_for_any_gain)
     assert last.exit_codes() == [0] * 4, last.logs()
     assert reproducible(interrupted) == reproducible(undisturbed)
@@ -173,7 +173,7 @@ def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> Non
 
 
 @needs("datasets", "math_verify")
-def test_a_run_whose_data_were_edited_goes_on_as_a_fork_alone(tmp_path: Path, cache: Path) -> None:
+def test_run_whose_data_were_edited_resumes_only_as_a_fork(tmp_path: Path, cache: Path) -> None:
     data = tmp_path / "sums.jsonl"
     rows = [json.dumps({"problem": f"{one}+{other}=", "answer": one + other}) for one in range(6) for other in range(6)]
     data.write_text("\n".join(rows))
@@ -233,7 +233,7 @@ def test_a_rank_that_has_other_problems_than_the_others_fails(tmp_path: Path, ca
     assert not run_dir.metrics.exists()
 
 
-def test_gradients_that_stay_not_finite_stop_the_run_before_anything_bad_is_saved(tmp_path: Path, cache: Path) -> None:
+def test_persistently_non_finite_gradients_stop_the_run_before_a_bad_save(tmp_path: Path, cache: Path) -> None:
     run_dir = prepare(tmp_path / "not-finite", loop_recipe(save={"every": 1}))
     attempt = Attempt(run_dir, cache, ranks=1, sabotage=_spoil_gradients_from_step_3)
     assert attempt.exit_codes() == [EXIT_CRASHED], attempt.logs()
@@ -273,7 +273,7 @@ def test_another_megatron_core_is_one_clear_error(tmp_path: Path, cache: Path) -
     assert "is not supported: install 'megatron-core>=0.1.0,<0.2'" in error
 
 
-# What is done to the ranks, in their own processes
+# Sabotage, which runs in the processes of the ranks
 
 
 def _fail_in_step_3_of_rank_1(rank: int) -> None:

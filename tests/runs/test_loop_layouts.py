@@ -1,5 +1,4 @@
-"""Whole runs in which a model is cut over ranks: they record what one rank that has all of it records, and whatever
-interrupts them leaves the same record."""
+"""Whole runs of a model split over ranks have the record of a run on one rank, also after interruptions."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from megatron_rl.contract.paths import RunDir
 
 STEPS = 8
 CLOSE = {"rel": 1e-3, "abs": 1e-4}
-"""Adam makes more of rounding than it is: it divides by the gradient's own size."""
+"""Tolerances: Adam amplifies rounding, since it divides by the size of the gradient."""
 
 TP2 = {"training": {"tp": 2}}
 TP2_PP2 = {"training": {"tp": 2, "pp": 2}}
@@ -65,7 +64,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir
 
 
 def agree(one: RunDir, other: RunDir) -> None:
-    """The same record, but for how floating-point sums round, and how prompts are shared in packing."""
+    """Check that the records agree, except for rounding of sums and the packing of prompts."""
     for ours, theirs in zip(reproducible(one), reproducible(other), strict=True):
         assert [line["step"] for line in ours] == [line["step"] for line in theirs]
         for mine, yours in zip(ours, theirs, strict=True):
@@ -81,7 +80,7 @@ def test_pipelined_training_and_generation_on_tensor_parallel_ranks_agree_with_o
     agree(undisturbed, alone)
     lines = lines_of(undisturbed.metrics)
     assert {line["answer_length_max"] for line in lines} <= {1, 2, 3}
-    assert max(line["mean_reward"] for line in lines) > 0.1  # else there is nothing to agree on
+    assert max(line["mean_reward"] for line in lines) > 0.1  # otherwise the comparison proves nothing
     assert all(line["system/refit_bytes"] > 0 for line in lines)  # half of the layers, for each rank
 
 
@@ -95,14 +94,14 @@ def test_pipelined_training_and_generation_on_tensor_parallel_ranks_agree_with_o
         pytest.param(2, {"training": {"tp": 2, "sequence_parallel": True}}, id="TP2 SP", marks=pytest.mark.slow),
     ],
 )
-def test_so_does_any_other_layout(
+def test_any_other_layout_agrees_with_one_rank(
     ranks: int, placement: dict[str, Any], alone: RunDir, tmp_path: Path, cache: Path
 ) -> None:
     agree(finished(prepare(tmp_path / "run", recipe(ranks, placement)), cache, ranks), alone)
 
 
 @pytest.mark.slow
-def test_experts_that_are_shared_out_record_what_one_rank_with_all_of_them_does(tmp_path: Path, cache: Path) -> None:
+def test_expert_parallel_run_agrees_with_one_rank(tmp_path: Path, cache: Path) -> None:
     experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 32}
     layouts = [(1, {}), (4, {"training": {"tp": 2, "ep": 2, "sequence_parallel": True}})]
     runs = []
@@ -113,9 +112,9 @@ def test_experts_that_are_shared_out_record_what_one_rank_with_all_of_them_does(
     agree(*runs)
 
 
-def test_what_drivers_drop_and_what_they_are_rewarded_is_counted_once(tmp_path: Path, cache: Path) -> None:
-    """Four drivers, whose groups one replica trains on: all of its ranks have them, one of them counts; and the
-    rewards of all of them are the baseline."""
+def test_dropped_groups_and_rewards_of_drivers_are_counted_once(tmp_path: Path, cache: Path) -> None:
+    """One replica trains on the groups of four drivers: all its ranks hold them, one rank counts them, and the rewards
+    of all drivers form the baseline."""
     grpo = {"prompts_per_step": 6, "group_size": 4, "baseline": "batch"}
     sections = {
         "grpo": grpo | {"dynamic_sampling": {"enabled": True, "max_rounds": 3}},
@@ -142,7 +141,7 @@ def test_what_drivers_drop_and_what_they_are_rewarded_is_counted_once(tmp_path: 
         pytest.param(3, id="last stage", marks=pytest.mark.slow),
     ],
 )
-def test_whatever_interrupts_it_the_record_is_the_same(
+def test_record_is_the_same_after_any_interruption(
     asked: int, undisturbed: RunDir, tmp_path: Path, cache: Path
 ) -> None:
     interrupted = interrupt(prepare(tmp_path / "interrupted", recipe(4, TP2_PP2)), cache, 4, asked)
@@ -161,14 +160,14 @@ def interrupt(run_dir: RunDir, cache: Path, ranks: int, asked: int) -> RunDir:
     outcome = outcome_of(drained.files)
     assert outcome is not None
     assert outcome.outcome == DRAINED
-    assert lines_of(run_dir.metrics)[-1]["step"] == outcome.step  # nothing done twice
+    assert lines_of(run_dir.metrics)[-1]["step"] == outcome.step  # no step was trained twice
     return run_dir
 
 
-def test_ranks_that_share_out_the_tokens_record_what_one_rank_does_interrupted_or_not(
+def test_context_parallel_run_agrees_with_one_rank_interrupted_or_not(
     alone: RunDir, tmp_path: Path, cache: Path
 ) -> None:
-    """Both ranks are drivers, of whose groups both train on all; the second is asked to leave."""
+    """Both ranks are drivers, and each trains on the groups of both. The second is asked to leave."""
     undisturbed = finished(prepare(tmp_path / "undisturbed", recipe(2, CP2)), cache, 2)
     agree(undisturbed, alone)
     interrupted = interrupt(prepare(tmp_path / "interrupted", recipe(2, CP2)), cache, 2, asked=1)
@@ -181,7 +180,7 @@ def test_ranks_that_share_out_the_tokens_record_what_one_rank_does_interrupted_o
     [((4, TP2_PP2), (2, TP2)), ((2, CP2), (1, {})), ((2, TP2), (4, CP2))],
     ids=["TP2 x PP2 -> TP2", "CP2 -> one rank", "TP2 -> CP2 x DP2"],
 )
-def test_a_run_goes_on_in_another_layout(
+def test_run_resumes_in_another_layout(
     before: tuple[int, Any], after: tuple[int, Any], alone: RunDir, tmp_path: Path, cache: Path
 ) -> None:
     run_dir = prepare(tmp_path / "run", recipe(*before))
@@ -196,7 +195,7 @@ def test_a_run_goes_on_in_another_layout(
 # Failures
 
 
-def test_a_driver_that_fails_takes_its_followers_along_and_is_the_first_to_say_so(tmp_path: Path, cache: Path) -> None:
+def test_failing_driver_ends_its_followers_and_reports_first(tmp_path: Path, cache: Path) -> None:
     run_dir = prepare(tmp_path / "failing", recipe(2, TP2))
     attempt = Attempt(run_dir, cache, ranks=2, sabotage=_lose_the_environment)
     assert attempt.exit_codes() == [EXIT_CRASHED] * 2, attempt.logs()
@@ -206,7 +205,7 @@ def test_a_driver_that_fails_takes_its_followers_along_and_is_the_first_to_say_s
     assert first["at"] < second["at"] < first["at"] + 5
 
 
-def test_a_driver_that_waits_long_for_a_reward_is_the_one_that_is_behind(tmp_path: Path, cache: Path) -> None:
+def test_driver_that_waits_long_for_a_reward_is_reported_as_behind(tmp_path: Path, cache: Path) -> None:
     run_dir = prepare(tmp_path / "slow", recipe(2, TP2))
     attempt = Attempt(run_dir, cache, ranks=2, sabotage=_wait_for_ever)
     try:
@@ -221,7 +220,7 @@ def test_a_driver_that_waits_long_for_a_reward_is_the_one_that_is_behind(tmp_pat
     assert (silent.rank, silent.phase) == (0, "generating")
 
 
-# What is done to the ranks, in their own processes
+# Sabotage, which runs in the processes of the ranks
 
 
 def _lose_the_environment(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""However the model is cut, a run whose Adam's state is in the host's memory but for the updates is the same run."""
+"""A run whose Adam state is in host memory except during updates has the same record, in every layout."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LAYOUTS: list[dict[str, Any]] = [{"tp": 2, "sequence_parallel": True}, {"tp": 2}
 @pytest.mark.parametrize(
     "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:])], ids=str
 )
-def test_a_run_with_off_load_is_the_one_without(layout: dict[str, Any], tmp_path: Path) -> None:
-    """Evaluations and checkpoints between its steps included; in bf16, where Adam has weights of its own."""
+def test_run_with_offload_equals_the_run_without(layout: dict[str, Any], tmp_path: Path) -> None:
+    """The run has evaluations and checkpoints between its steps, and is in bf16, where Adam has weights of its own."""
 
     def run(offload: str) -> RunDir:
         recipe = loop_recipe(

@@ -1,7 +1,7 @@
-"""What is the same bit for bit is so with the kernels for another instruction set, too.
+"""Tests that compare bits also pass with the kernels of an older instruction set.
 
-torch, MKL and oneDNN choose theirs by the processor. These variables have them choose those of an older one; what a
-newer one has cannot be tried here.
+torch, MKL and oneDNN choose their kernels by the processor. These variables select those of an older one; kernels of a
+newer one cannot be tested here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank that mrl doctor --deep starts in the container says, by a stand-in for srun that runs it here."""
+"""Report of the rank that `mrl doctor --deep` starts in the container; a stand-in for srun runs it on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.cluster.profile import Container, Profile
 
 @pytest.fixture
 def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
-    """A profile whose image is there; srun starts what stands after its options."""
+    """A profile whose image exists, with an srun that runs the command after its options."""
     image = tmp_path / "i.sqsh"
     image.write_bytes(b"hsqs".ljust(48, b"\0"))
     tools = tmp_path / "bin"
@@ -39,7 +39,7 @@ def test_it_imports_communicates_writes_and_says_where_it_may_run(on, tmp_path):
     assert not list(tmp_path.glob(".mrl-doctor-*"))
 
 
-def test_what_is_wrong_with_the_container_is_told(on, tmp_path):
+def test_faults_of_the_container_are_reported(on, tmp_path):
     (tmp_path / "bin" / "srun").write_text(
         "#!/bin/sh\ncat >&2 <<E\nslurmstepd: error: pyxis: printing enroot log file:\n"
         "slurmstepd: error: pyxis:     enroot-mount: failed to mount: /data\n"

@@ -1,5 +1,5 @@
-"""Whatever operation on its files fails while a rank trains, saves, records and goes on from a checkpoint: it goes on,
-or ends with the reason, and the next start brings the run to the same end as an undisturbed one.
+"""After the failure of any operation on its files, while it trains, saves, records or resumes, a rank continues or ends
+with the reason, and the next start brings the run to the same end as an undisturbed one.
 
 The runs are those of simulated_run.py; the failing file system is that of fault_injection.py."""
 
@@ -19,7 +19,7 @@ from megatron_rl.errors import ConfigurationError
 
 MakeRun = Callable[..., Simulation]
 HALF_WAY = 14
-"""The look at the drain flag at which the run is asked to leave: with a checkpoint, a record and a bank."""
+"""Poll of the drain flag at which the run is asked to leave: it then has a checkpoint, a record and a bank."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def undisturbed(make_run: MakeRun) -> Record:
 
 
 def faulty(run: Simulation, fault: Fault | None) -> tuple[list[Operation], str]:
-    """The operations of the second attempt of a run, and how it ends."""
+    """Run the second attempt of a run. Returns its operations, and how it ends."""
     seen: list[FaultyFiles] = []
 
     def put(patch: pytest.MonkeyPatch) -> None:
@@ -48,8 +48,8 @@ def faulty(run: Simulation, fault: Fault | None) -> tuple[list[Operation], str]:
     try:
         ending = run.attempt(files=put)
     except ConfigurationError:
-        raise  # nobody would start it again
-    except Exception as error:  # noqa: BLE001 - of whoever read the file: a crash, after which the next start goes on
+        raise  # such a run is not restarted
+    except Exception as error:  # noqa: BLE001 - a crash of the reader, after which the next start resumes
         ending = f"crashed: {error}"
     return seen[0].operations, ending
 
@@ -76,14 +76,14 @@ def sweep(make_run: MakeRun, undisturbed: Record, each: int | None, seconds: flo
     return tally
 
 
-def test_a_rank_that_meets_a_fault_loses_nothing(make_run, undisturbed, record_property) -> None:
+def test_rank_loses_nothing_by_a_fault(make_run, undisturbed, record_property) -> None:
     tally = sweep(make_run, undisturbed, 1, ONCE)
     tally.report("rank, once", record_property)
     assert tally.operations >= {"open", "read", "stat", "list", "create", "write", "fsync", "rename"}
 
 
-def test_no_single_fault_has_a_good_checkpoint_passed_over(tmp_path, groups, record_property) -> None:
-    """The one after the one that was gone on from instead would delete it."""
+def test_no_single_fault_makes_a_good_checkpoint_passed_over(tmp_path, groups, record_property) -> None:
+    """A run that resumed from an older checkpoint would delete the good one at its next save."""
     saver = checkpointer(tmp_path)
     saver.save(20, sharded_state(1.0), {})
     saver.wait(final=True)
@@ -106,5 +106,5 @@ def test_no_single_fault_has_a_good_checkpoint_passed_over(tmp_path, groups, rec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [ONCE, 60.0])
-def test_a_rank_that_meets_any_fault_loses_nothing(make_run, undisturbed, record_property, seconds) -> None:
+def test_rank_loses_nothing_by_any_fault(make_run, undisturbed, record_property, seconds) -> None:
     sweep(make_run, undisturbed, None, seconds).report(f"rank, for {seconds:.0f} s", record_property)

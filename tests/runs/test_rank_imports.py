@@ -1,4 +1,4 @@
-"""What a rank loads before it can begin: not what only some runs need, for that is half of the time it takes."""
+"""A rank does not import modules at its start that only some runs need, which would double its start-up time."""
 
 from __future__ import annotations
 

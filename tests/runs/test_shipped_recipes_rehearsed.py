@@ -1,4 +1,4 @@
-"""Recipes rehearsed at their true size by the code of a run, beside what the plan says that they need."""
+"""Rehearsals of recipes at full size by the code of a run, compared with the memory that the plan predicts."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ NORMAL = ("qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned", "smollm2-135m-chai
 
 @pytest.fixture(scope="module")
 def rehearsed() -> Iterator[Rehearse]:
-    """(recipe, overrides) -> what a rank of each kind did, and what was planned for it. One process has imported torch
-    for all of them."""
+    """(recipe, overrides) -> rehearsal and planned memory of a rank of each kind. One process imports torch for all."""
     with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -104,9 +103,8 @@ def test_other_layouts_need_what_is_planned(rehearsed: Rehearse, asked: tuple[st
 
 
 def as_planned(rank: Rehearsal, planned: Memory) -> None:
-    """In every phase that is planned, to 5 %. Where a rank is built it holds the most now at one moment and now at
-    another, by the number of experts: of those few tell nothing about many. Decode steps are not recorded in a
-    rehearsal, which decodes one token: what recordings keep is planned alone."""
+    """Check every planned phase to 5 %, except a build that is not the peak: the moment of its own peak depends on the
+    number of experts. A rehearsal decodes one token and records no decode graphs, so their memory is subtracted."""
     for phase in planned.phases:
         held = sum(rank.phases[phase.name].values())
         if phase.name == "build" and held < max(sum(each.values()) for each in rank.phases.values()):
@@ -121,9 +119,9 @@ def as_planned(rank: Rehearsal, planned: Memory) -> None:
     [("qwen2.5-3b-dapo", 12, None), ("qwen3-30b-a3b-dapo", 6, 32)],
     ids=["dense", "experts"],
 )
-def test_few_layers_and_experts_tell_what_all_of_them_need(recipe: str, layers: int, experts: int | None) -> None:
-    """In every phase of a step and by every holder, to the rounding of a buffer; of experts to what the work of a
-    single one needs, which has fewer tokens where there are more of them."""
+def test_memory_of_all_layers_and_experts_follows_from_a_few(recipe: str, layers: int, experts: int | None) -> None:
+    """The prediction holds in every phase of a step and for every holder, to the rounding of a buffer. For experts the
+    tolerance is the work of a single expert, which has fewer tokens where there are more experts."""
     program = f"""
 from dataclasses import asdict
 import megatron_rl.platform.megatron_core

@@ -1,4 +1,4 @@
-"""What reaches sbatch, and what stays on disk when it says no. Its answers are made up here; a real Slurm's are in
+"""Input of sbatch, and the files left when it refuses. The answers are made up here; those of a real Slurm are in
 tests/slurm."""
 
 from __future__ import annotations

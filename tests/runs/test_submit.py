@@ -48,7 +48,7 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 def wait_for(what: Callable[[], object], limit: float = 20) -> None:
     deadline = time.monotonic() + limit
     while not what():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
 
 
@@ -176,7 +176,7 @@ def test_a_terminal_sees_a_panel(submit):
         while chunk := os.read(ours, 65536):
             seen += chunk
     except OSError:
-        pass  # how a terminal says that nobody writes any more
+        pass  # a terminal reports this way that its writer has ended
     os.close(ours)
     assert process.wait(timeout=10) == 0
     assert "╭─" in seen.decode()

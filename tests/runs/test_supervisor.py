@@ -42,7 +42,7 @@ class Supervised:
     def wait_for(self, what: Callable[[], object], limit: float = 15) -> None:
         deadline = time.monotonic() + limit
         while not what():
-            assert time.monotonic() < deadline, "waited in vain"
+            assert time.monotonic() < deadline, "timed out"
             time.sleep(0.02)
 
     def wait_for_ranks(self, ranks: int = 2) -> list[int]:
@@ -235,7 +235,7 @@ def test_the_death_of_its_owner_drains(supervise):
     owner = subprocess.Popen(["sleep", "60"])
     run = supervise("long", "--owner", f"{owner.pid}:{start_time(owner.pid)}")
     run.wait_for_ranks()
-    owner.kill()  # and stays a zombie: nobody has asked for it yet
+    owner.kill()  # it stays a zombie until it is waited for
     assert run.wait() == 75
     assert "gone" in run.end.cause
     owner.wait()

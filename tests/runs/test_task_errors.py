@@ -1,4 +1,4 @@
-"""Where a task's own code fails, the terminal and the status show its file and line, and no frame of mrl."""
+"""If the code of a task fails, terminal and status show its file and line, and no frame of mrl."""
 
 from __future__ import annotations
 

@@ -52,18 +52,18 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "optimizer": {"learning_rate": 1e-3, "distributed": False},
     },
-    # In the first step one rank has nothing to run, in the second none has.
+    # One rank has nothing to train on in the first step, and neither has in the second.
     "answers without advantage": {
         "grpo": {"prompts_per_step": 4, "group_size": 4},
         "equal_rewards": {1: 2, 2: 4},
     },
-    # In the first step all that has a gradient is on one rank, which hands half of it over.
+    # All groups with a gradient are on one rank in the first step; it sends half of them to the other.
     "groups that move": {
         "grpo": {"prompts_per_step": 8, "group_size": 4, "reduction": "sequence"},
         "equal_rewards": {1: 4},
         "move": True,
     },
-    # One group an update: in each of them one of the ranks has nothing to do.
+    # One group per update, so one of the ranks has nothing to do.
     "updates that leave a rank empty": {
         "grpo": {"prompts_per_step": 3, "group_size": 4, "global_batch": 4, "kl_beta": 0.1, "importance": {"cap": 2.0}},
     },
@@ -73,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
 def losses_and_weights(
     rank: int, ranks: int, of_ranks: Groups, case: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], Tensor]:
-    """Three steps on this rank's share of recorded batches: what was tallied and the weights after them."""
+    """Train three steps on this rank's share of recorded batches. Returns the metrics and the final weights."""
     sections = {"optimizer": {"learning_rate": 1e-3}, "sampling": {"max_new_tokens": 7}, **case}
     equal = sections.pop("equal_rewards", {})  # step -> how many groups from the first on have no signal
     move = sections.pop("move", False)
@@ -95,7 +95,7 @@ def losses_and_weights(
         tally = Tally()
         run.trainer.train(batch, step).put(tally)
         total = dict(tally.reduce(of_ranks.control))
-        del total["batch.packed_tokens"]  # how prompts were shared: the layout's own
+        del total["batch.packed_tokens"]  # depends on how the layout packs prompts
         tallied.append(total)
     return tallied, torch.cat([weight.detach().flatten() for weight in run.trainer.policy.parameters()])
 
@@ -117,7 +117,7 @@ def all_cases(rank: int, ranks: int) -> list[tuple[list[dict[str, Any]], Tensor]
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[list[dict[str, Any]], Tensor]]]:
-    """For each case, what rank 0 and rank 1 saw; started once for all cases."""
+    """Observations of rank 0 and rank 1 for each case; the ranks are started once for all cases."""
     results = run_ranks(tmp_path_factory.mktemp("ranks"), 2, all_cases)
     return dict(zip(CASES, zip(*results, strict=True), strict=True))
 

@@ -1,5 +1,5 @@
-"""Weights come from a training world to replicas that have worlds of their own, bit for bit, whatever cuts the model
-there and here; who dies in a transfer takes nobody along."""
+"""Weights arrive bit for bit from a training world in replicas with worlds of their own, for any layouts on both sides.
+A death in a transfer ends no other process."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from megatron_rl.refit.transfer_group import TransferGroup
 from megatron_rl.refit.transfer_refit import TransferRefit
 
 LIMIT = timedelta(seconds=300)
-"""Of a transfer: longer than a test may take, so that none ends by it."""
+"""Timeout of a transfer: longer than a test may take, so that no transfer reaches it."""
 OF_TEST_S = 120.0
 
 LAYOUTS = [Layout(tp=2, pp=2), Layout(tp=2, ep=2, dp=2, sequence_parallel=True), Layout(pp=4), Layout(dp=4)]
-"""Of four training ranks."""
+"""Layouts of four training ranks."""
 
 
 def model(layout: Layout) -> Any:
@@ -46,7 +46,7 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 3
 
 
 def build(layout: Layout, of: Layout, *, trains: bool) -> tuple[Policy, Any]:
-    """A model, cut over the ranks of this world. of: the layout of training, which says what model it is."""
+    """Build a model split over the ranks of this world. of: layout of training, which determines the model."""
     groups = layout.groups()
     config = tiny_run(model=model(of).model_dump())
     platform = select(config.job)
@@ -63,7 +63,7 @@ def build(layout: Layout, of: Layout, *, trains: bool) -> tuple[Policy, Any]:
 
 
 def replicate(rank: int, world: int, number: int, of_ranks: Sequence[Connection]) -> list[str]:
-    """Do what comes over this rank's connection; each request is answered at once, and with what came of it."""
+    """Serve the requests of this rank's connection. Each is answered at once, and again with its result."""
     connection = of_ranks[rank]
     connection.send(os.getpid())
     replica, results = ReplicaRank(number, rank, world), []
@@ -108,7 +108,7 @@ class ReplicaRank:
 
 
 def end_in_exchange(group: TransferGroup, number: int, signum: int = signal.SIGKILL) -> None:
-    """Kill or stop this process when so many exchanges are through."""
+    """Kill or stop this process after `number` exchanges."""
     exchange, left = group.exchange, iter(range(number))
 
     def last(*messages: Any) -> None:
@@ -156,13 +156,13 @@ class ConnectedReplicas:
         return {(number, 0) for number in received if self._end(number) == {str(version)}}
 
     def ask(self, what: str, argument: Any) -> list[set[str]]:
-        """What came of a request to those of the last epoch; before the first to all."""
+        """Send a request to the replicas of the last epoch, or to all before the first epoch. Returns the results."""
         asked = self.of_epoch or [*range(len(self.connections))]
         self._begin(what, argument, asked)
         return [self._end(number) for number in asked]
 
     def end(self) -> list[set[str]]:
-        """What came of what the replicas of the epoch are at."""
+        """Wait for the pending requests of the epoch's replicas. Returns the results."""
         return [self._end(number) for number in self.of_epoch]
 
     def kill(self, number: int) -> None:
@@ -170,12 +170,12 @@ class ConnectedReplicas:
             process.kill()
 
     def have_end(self, number: int, signum: int = signal.SIGKILL) -> None:
-        """In the next transfer, by a signal."""
+        """Make a replica end in the next transfer, by a signal."""
         self._begin("end_in_transfer", signum, [number])
         self._end(number)
 
     def go_on(self, number: int) -> None:
-        """After it was stopped."""
+        """Resume a stopped replica."""
         for process in self.processes[number]:
             process.resume()
 
@@ -188,11 +188,11 @@ class ConnectedReplicas:
     def _begin(self, what: str, argument: Any, numbers: Sequence[int] | None = None) -> None:
         asked = self.of_epoch if numbers is None else numbers
         for number in asked:
-            self._end(number)  # what it is at is over as soon as its epoch is
+            self._end(number)  # a pending request ends with its epoch
         self.pending |= {*asked}
         for number in asked:
             for connection in self.connections[number]:
-                with suppress(OSError):  # of one that is gone: that is heard below
+                with suppress(OSError):  # a lost rank is noticed below
                     connection.send((what, argument))
         for number in asked:
             if self._heard(number) != {"begun"}:
@@ -207,7 +207,7 @@ class ConnectedReplicas:
         return self._heard(number)
 
     def _heard(self, number: int) -> set[str]:
-        """What each rank says; of one that is gone, that it is gone."""
+        """Answers of a replica's ranks; "gone" for a lost rank."""
         return {self._listen(*each) for each in zip(self.connections[number], self.processes[number], strict=True)}
 
     def _listen(self, connection: Connection, process: psutil.Process) -> str:
@@ -238,7 +238,7 @@ def refit_of(layout: Layout, replicas: ConnectedReplicas | None) -> tuple[Policy
 
 
 def worlds(folder: Path, training_ranks: int, replicas: Sequence[int], work: Callable[..., Any]) -> list[Ranks]:
-    """The world of training, and those of replicas of so many ranks each."""
+    """Start the training world, and a world for each replica with its number of ranks."""
     ends = [[multiprocessing.Pipe() for _ in range(ranks)] for ranks in replicas]
     ours, theirs = ([[pair[side] for pair in of_ranks] for of_ranks in ends] for side in (0, 1))
     return [
@@ -251,7 +251,7 @@ def worlds(folder: Path, training_ranks: int, replicas: Sequence[int], work: Cal
 
 
 def publish_in_layouts(_rank: int, replicas: ConnectedReplicas | None) -> list[tuple[int, list[set[str]]]]:
-    """Of each layout: the bytes of a publication, and what was wrong on the replicas after the second."""
+    """Publish twice in each layout. Returns the bytes of a publication, and what is wrong on the replicas then."""
     seen = []
     for layout in LAYOUTS:
         policy, refit = refit_of(layout, replicas)
@@ -311,7 +311,7 @@ def publish_among_deaths(rank: int, replicas: ConnectedReplicas | None) -> dict[
     return seen
 
 
-def test_a_death_ends_a_transfer_for_all_at_once_and_the_next_epoch_is_without_the_dead(tmp_path: Path) -> None:
+def test_death_ends_a_transfer_for_all_and_the_next_epoch_excludes_the_dead(tmp_path: Path) -> None:
     training, *replicas = worlds(tmp_path, 2, [1, 1, 1], publish_among_deaths)
     assert training.join(OF_TEST_S) == [0, -signal.SIGKILL]
     assert [each.join(OF_TEST_S) for each in replicas] == [[-signal.SIGKILL], [-signal.SIGKILL], [0]]
@@ -342,7 +342,7 @@ def publish_to_one_that_stops(_rank: int, replicas: ConnectedReplicas | None) ->
     return seen
 
 
-def test_one_that_stops_in_a_transfer_without_an_end_is_left_out_and_taken_in_when_it_goes_on(tmp_path: Path) -> None:
+def test_replica_that_stops_in_a_transfer_is_left_out_and_rejoins_when_it_resumes(tmp_path: Path) -> None:
     training, *replicas = worlds(tmp_path, 1, [1, 1], publish_to_one_that_stops)
     (seen,) = training.results(OF_TEST_S)
     for each in replicas:

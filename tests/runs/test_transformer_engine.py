@@ -1,5 +1,5 @@
-"""In an image that has Transformer Engine: a run that does not use it is made of the same modules as anywhere else, on
-a CPU too, and one that does has the same weights, names and checkpoints. With a stand-in for it: see te_stand_in.py."""
+"""A run in an image with Transformer Engine that does not use it has the same modules as elsewhere, also on a CPU. A
+run that uses it has the same weights, names and checkpoints. te_stand_in.py stands in for it."""
 
 from __future__ import annotations
 
@@ -162,9 +162,9 @@ def test_modules_and_checkpoint_are_the_same_with_and_without_transformer_engine
 
 
 def test_a_model_of_its_linears_has_the_weights_checkpoint_and_training_of_one_without() -> None:
-    """In both directions bit for bit; logits, summed gradients and updates to rounding, whatever is computed again.
-    In eight bits with numbers of tokens that the products can take: of seven tokens; the stand-in refuses all but
-    multiples of 16, as the kernels do, and rounds to E4M3."""
+    """Checkpoints load bit for bit in both directions; logits, summed gradients and updates agree to rounding with any
+    recomputation. FP8 needs padded inputs: there are seven tokens, and the stand-in, like the kernels, refuses token
+    counts that are not multiples of 16, and rounds to E4M3."""
     said, errors = run(USED)
     assert said["gradients in place"] == 3 * 2 * 4 * 4, errors  # models, layers, linears, micro-batches
     assert said["products"] == 2 * 4 * 4  # layers, linears, micro-batches
