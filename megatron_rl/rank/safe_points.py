@@ -16,7 +16,7 @@ from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener, fits
-from megatron_rl.rank.groups import Groups, gathered
+from megatron_rl.rank.groups import Groups
 
 POLL_S = 0.1
 
@@ -97,21 +97,26 @@ class SafePoints:
         if leave:
             raise LeaveAgreed
 
-    def gather(self, own: Tensor) -> list[Tensor]:
-        """[ranks] tensors of one shape, one from each rank. Also a safe point, at no extra message. Collective.
+    def maximum(self, own: Tensor) -> Tensor:
+        """[n] elementwise maximum over the `own` [n] of all ranks. Also a safe point, at no extra message. Collective.
+
+        It records no progress: agents may hang while their ranks poll each other.
 
         Raises:
             LeaveAgreed: as `agree` does.
         """
         if self._control is None:
+            if self.drain.asked:
+                raise LeaveAgreed
+            return own
+        found = torch.cat((own.new_tensor([self.drain.asked]), own))
+        outer, self.activity.doing = self.activity.doing, HEARTBEAT_WAIT
+        with self.timeline.phase("wait"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
+        self.activity.doing = outer
+        if found[0]:
             self.agree()
-            return [own]
-        with self.phase("wait"):
-            mine = torch.cat((own.new_tensor([self.poll()]), own.flatten()))
-            all_tensors = gathered(mine, self._control)
-        if any(each[0] for each in all_tensors):
-            self.agree()
-        return [each[1:].view_as(own) for each in all_tensors]
+        return found[1:]
 
     async def run_until_asked(self, work: Awaitable[Result], sign_of_life: Callable[[], object]) -> Result | None:
         """Return the result of `work`, or None if this rank was asked to leave and cancelled it.

@@ -80,6 +80,7 @@ class AgentLoop(ABC):
         """inference: engine that the agents of this loop query."""
         self.role = role
         self._inference, self._safe_points = inference, safe_points
+        self._progress: object = None
 
     @property
     @abstractmethod
@@ -116,11 +117,10 @@ class AgentLoop(ABC):
         Wait at most POLL_S seconds with `once`, or if the agents continue meanwhile: other ranks may be asked to leave.
         Every progress of the tasks sends a heartbeat.
         """
-        seen = None
         while pending := [task for task in tasks if not task.done()]:
             done, _ = await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
-            if (progress := (self._inference.busy_s, len(done))) != seen:
-                seen = progress
+            if (progress := (self._inference.busy_s, len(pending), len(done))) != self._progress:
+                self._progress = progress
                 self._safe_points.activity.beat()
             failed = any(task.exception() for task in done)
             if once or failed or self.continues or self.starved or self._safe_points.drain.asked:
@@ -155,7 +155,7 @@ class AgentLoop(ABC):
             if task.done():
                 task.result()
         own = torch.tensor([any(not task.done() for task in tasks), self.starved], dtype=torch.int32)
-        unfinished, starved = torch.stack(self._safe_points.gather(own)).any(0).tolist()
+        unfinished, starved = self._safe_points.maximum(own).bool().tolist()
         return unfinished, starved
 
 

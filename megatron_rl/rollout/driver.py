@@ -17,7 +17,6 @@ from functools import partial
 from itertools import count
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
@@ -228,18 +227,14 @@ class RolloutDriver:
 
         Raises LeaveAgreed if a rank is asked to leave.
         """
-        found = torch.zeros(2 + self._below - first, dtype=torch.int32)
-        found[0], found[1] = self._safe_points.drain.asked, self._loop.starved
+        found = torch.zeros(1 + self._below - first, dtype=torch.int32)
+        found[0] = self._loop.starved
         if (in_flight := self._in_flight) is not None:
             overdue_after = self._step - self._max_lag if self._max_lag and self._drops else None
             own = self._loop.do(lambda _: in_flight.states(range(first, self._below), overdue_after))
             for ordinal, state in own.items():
-                found[2 + ordinal - first] = state
-        with self._safe_points.phase("wait"):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._groups.control)
-        asked, starved, *states = found.tolist()
-        if asked:
-            self._safe_points.agree()
+                found[1 + ordinal - first] = state
+        starved, *states = self._safe_points.maximum(found).tolist()
         if starved:
             self._loop.feed()
         return [*map(State, states)]

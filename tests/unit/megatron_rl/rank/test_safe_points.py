@@ -50,14 +50,15 @@ def test_a_rank_without_a_world_leaves_when_asked() -> None:
         safe_points.agree()
 
 
-def test_gathering_is_a_safe_point(groups: Any) -> None:
+def test_taking_the_maximum_is_a_safe_point_and_no_progress(groups: Any) -> None:
     safe_points = quiet_safe_points()
     safe_points.connect(groups)
-    numbers = torch.tensor([[1.5, 2.0]])
-    assert [each.tolist() for each in safe_points.gather(numbers)] == [numbers.tolist()]
+    numbers, beat = torch.tensor([3, 0]), safe_points.activity.last_beat
+    assert safe_points.maximum(numbers).tolist() == [3, 0]
+    assert safe_points.activity.last_beat == beat
     safe_points.drain.asked = True
     with pytest.raises(LeaveAgreed):
-        safe_points.gather(numbers)
+        safe_points.maximum(numbers)
 
 
 def test_all_ranks_leave_if_one_was_asked(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,15 +94,15 @@ def test_rank_0s_clock_decides_whether_there_is_time_to_finish(
     assert flags == [said, [1, 0]]
 
 
-def test_ranks_learn_of_a_request_to_another_rank_by_gathering(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_maximum_notifies_ranks_of_a_request_to_another_rank(
+    groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of them then agree to leave; one that did not would wait for numbers that never come."""
     safe_points = quiet_safe_points()
     safe_points.connect(groups)
-    of_all = [torch.tensor([0.0, 1.5]), torch.tensor([1.0, 2.5])]
-    monkeypatch.setattr(safe_points_module, "gathered", lambda mine, group: of_all)
     monkeypatch.setattr(dist, "all_reduce", lambda flags, **_: flags.fill_(1))
     with pytest.raises(LeaveAgreed):
-        safe_points.gather(torch.tensor([1.5]))
+        safe_points.maximum(torch.tensor([0]))
 
 
 def test_after_an_error_the_heartbeat_names_the_innermost_phase() -> None:

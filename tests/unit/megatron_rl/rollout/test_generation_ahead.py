@@ -20,6 +20,7 @@ from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong
+from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.safe_points import LeaveAgreed
 from megatron_rl.rollout import driver as driver_module
 from megatron_rl.rollout.agent_loop import AgentThread
@@ -84,6 +85,8 @@ def driver_of(
     groups: Any = SimpleNamespace(control=rank)
     bank = bank_in(folder, attempt, driver=rank, drivers=ranks)
     safe_points = quiet_safe_points()
+    if ranks > 1:
+        safe_points.connect(groups)
     loop = AgentThread(role, inference, safe_points, refit)
     driver = RolloutDriver(agent, agent.training_sets(), inference, bank, config, groups, safe_points, loop)
     try:
@@ -95,7 +98,7 @@ def driver_of(
 
 @pytest.fixture(autouse=True)
 def _without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "dist", ThreadRanks(1))
+    monkeypatch.setattr(safe_points_module, "dist", ThreadRanks(1))
     monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)  # each rank keeps its own
 
 
@@ -173,7 +176,7 @@ def test_the_age_of_a_group_begun_while_a_step_trains_counts_from_the_weights_be
 
 def test_ranks_agree_on_the_batch_and_each_rolls_out_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, steps = 3, 4
-    monkeypatch.setattr(driver_module, "dist", ThreadRanks(ranks))
+    monkeypatch.setattr(safe_points_module, "dist", ThreadRanks(ranks))
     agents = [Agent() for _ in range(ranks)]
     batches: list[list[RolloutBatch]] = [[] for _ in range(ranks)]
 

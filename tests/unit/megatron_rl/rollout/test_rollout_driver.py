@@ -26,6 +26,7 @@ from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.algorithms.config import OverlongConfig
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong
+from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rollout import driver as driver_module
 from megatron_rl.rollout.agent_loop import EngineInTurn
 from megatron_rl.rollout.bank import file as file_module
@@ -82,6 +83,8 @@ def driver_of(
     engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0, partial_answers=list, **done)
     role: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
     safe_points = quiet_safe_points()
+    if ranks > 1:
+        safe_points.connect(groups)
     with TemporaryDirectory() as temporary:
         bank = bank_in(
             folder or Path(temporary),
@@ -112,7 +115,7 @@ def collect(
                 ordinal = batches[step][rank].next_ordinal
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver_module, "dist", ThreadRanks(ranks))
+        patch.setattr(safe_points_module, "dist", ThreadRanks(ranks))
         patch.setattr(driver_module, "exchange", lambda groups, *_: groups)  # each rank keeps its own
         threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
         for thread in threads:
@@ -206,7 +209,7 @@ def test_dynamic_batches_do_not_depend_on_the_ranks(dull: set[int], prompts: int
 def test_surplus_groups_are_secured_by_a_checkpoint_that_begins_after_the_driver_has_stopped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(driver_module, "dist", ThreadRanks(1))
+    monkeypatch.setattr(safe_points_module, "dist", ThreadRanks(1))
     monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)
     with driver_of(Agent(dull={0, 1, 2}), dynamic(4, 8), folder=tmp_path) as driver:
         batch = driver.collect(0)
@@ -218,7 +221,7 @@ def test_surplus_groups_are_secured_by_a_checkpoint_that_begins_after_the_driver
 
 
 def test_a_step_of_surplus_groups_alone_has_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "dist", ThreadRanks(1))
+    monkeypatch.setattr(safe_points_module, "dist", ThreadRanks(1))
     monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)
     with driver_of(Agent(dull={*range(8)}), dynamic(4, 8)) as driver:
         assert ordinals([driver.collect(0)]) == [8, 9, 10, 11]
@@ -234,7 +237,7 @@ def test_surplus_groups_are_carried_into_the_next_step(
 ) -> None:
     """Also if the process dies after the checkpoint between the two steps, and if the disk was full before it. While
     the disk is full, the checkpoint fails."""
-    monkeypatch.setattr(driver_module, "dist", ThreadRanks(1))
+    monkeypatch.setattr(safe_points_module, "dist", ThreadRanks(1))
     monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)
     config = dynamic(4, 8, partial="regenerate")
     agent, again = Agent(dull={0, 1, 2}, long={8}), Agent(long={8})
@@ -341,6 +344,6 @@ def test_an_error_of_an_agent_is_raised() -> None:
             raise RuntimeError("no such tool")
 
     with pytest.MonkeyPatch.context() as patch, driver_of(Broken(), tiny_run()) as driver:
-        patch.setattr(driver_module, "dist", ThreadRanks(1))
+        patch.setattr(safe_points_module, "dist", ThreadRanks(1))
         with pytest.raises(RuntimeError, match="no such tool"):
             driver.collect(0)
