@@ -94,9 +94,7 @@ def test_rank_0s_clock_decides_whether_there_is_time_to_finish(
     assert flags == [said, [1, 0]]
 
 
-def test_the_maximum_notifies_ranks_of_a_request_to_another_rank(
-    groups: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_maximum_notifies_ranks_of_a_request_to_another_rank(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them then agree to leave; one that did not would wait for numbers that never come."""
     safe_points = quiet_safe_points()
     safe_points.connect(groups)
