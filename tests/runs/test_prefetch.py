@@ -1,4 +1,4 @@
-"""mrl prefetch: what a recipe reads is fetched whole, once, and a dry run says what is missing.
+"""`mrl prefetch` fetches the inputs of a recipe completely and once, and a dry run says what is missing.
 
 huggingface_hub is the real one; the hub is a loopback server that answers the few requests it makes.
 """
@@ -216,14 +216,14 @@ def test_the_job_finds_it_offline(stock):
     assert names(Path(path)) == set(DATA)
 
 
-def test_of_a_tokenizer_no_weights_are_fetched(hub, profile):
+def test_tokenizer_is_fetched_without_weights(hub, profile):
     cache, need = Cache.of(profile), Need("tokenizer", "org/model")
     assert fetch(need, cache)
     assert names(cache.find(need)) == {"config.json", "tokenizer.json", "tokenizer_config.json"}
     assert cache.find(Need("model", "org/model")) is None
 
 
-def test_half_a_download_does_not_count(hub, profile, capfd):
+def test_partial_download_does_not_count(hub, profile, capfd):
     cache, need = Cache.of(profile), Need("model", "org/model")
     hub.broken.add("model.safetensors")
     assert not fetch(need, cache)
@@ -250,7 +250,7 @@ def test_a_refusal_is_one_line_with_a_remedy(hub, profile, capfd, name, words):
     assert "Traceback" not in said
 
 
-def test_the_token_of_the_user_is_used_and_kept_nowhere(stock):
+def test_token_of_the_user_is_used_and_not_stored(stock):
     assert "Bearer hf_hunter2" in stock.tokens
     written = [path.read_bytes() for path in stock.root.rglob("*") if path.is_file()]
     assert written
@@ -342,13 +342,13 @@ def test_the_command_fetches_and_reports(hub, profile, tmp_path, monkeypatch):
     assert all(Path(row["path"]).is_dir() for row in rows)
 
 
-def test_pickles_are_left_where_there_are_safetensors_and_taken_where_not():
+def test_pickles_are_fetched_only_without_safetensors():
     assert "*.bin" in (patterns("model", ["a.safetensors", "a.bin"])[1] or [])
     assert "*.bin" not in (patterns("model", ["a.bin"])[1] or [])
     assert patterns("dataset", ["a.bin"]) == (None, None)
 
 
-def test_no_internet_is_said():
+def test_missing_internet_is_reported():
     error = ConnectionError("[Errno 111] Connection refused")
     said = explain("model", "a/b", error)
     assert said.startswith("model a/b: [Errno 111] Connection refused; is there internet here?")
@@ -370,7 +370,7 @@ def test_the_child_is_online_whatever_the_user_exported(profile):
     assert env["HF_HOME"] == str(Path(profile.run_root) / "cache" / "huggingface")
 
 
-def test_a_recipe_may_leave_the_shape_to_a_model_that_is_yet_to_be_fetched(hub, tmp_path, monkeypatch):
+def test_recipe_may_take_its_shape_from_a_model_not_fetched_yet(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     values = yaml.safe_load(load_recipe("demo").text) | {"model": {"init": "huggingface", "huggingface": "org/model"}}
     recipe = tmp_path / "my.yaml"

@@ -56,7 +56,7 @@ def test_other_ends_keep_their_codes():
     assert "demo" in out
 
 
-def test_an_output_that_takes_nothing_is_one_error():
+def test_full_output_is_one_error():
     for words in (("mrl", "recipes"), ("mrl", "--help"), ("mrl-submit", "demo", "--dry-run")):
         with open("/dev/full", "w") as full:  # noqa: PTH123
             done = commands.run(words, stdout=full.fileno())
@@ -64,7 +64,7 @@ def test_an_output_that_takes_nothing_is_one_error():
         assert (done.returncode, said[-1]) == (1, "error: the output cannot be written: No space left on device")
 
 
-def test_a_directory_that_was_removed_is_said(tmp_path, monkeypatch):
+def test_removed_working_directory_is_reported(tmp_path, monkeypatch):
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -23,7 +23,7 @@ SQUEUE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"  #
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make commands that stand for Slurm's; `said` is what sbatch was called with."""
+    """Create stand-ins for Slurm's commands; `said` holds the arguments of sbatch."""
     folder = tmp_path / "bin"
     folder.mkdir()
     profile = {"partition": "gold", "gpus_per_node": 8, "container": None, "run_root": str(tmp_path / "root")}
@@ -64,7 +64,7 @@ def test_the_profile_says_who_may_read_a_run(cluster, tmp_path, readable_by, mod
     assert (tmp_path / "r").stat().st_mode & 0o777 == mode
 
 
-def test_the_script_that_is_shown_is_the_script_that_is_submitted(cluster, tmp_path):
+def test_shown_script_equals_the_submitted_script(cluster, tmp_path):
     shown = submit("--run-dir", "r", "--dry-run", "--script").stdout
     assert calls(tmp_path) == []
     said = json.loads(submit("--run-dir", "r", "--json").stdout)
@@ -108,7 +108,7 @@ def test_a_partition_for_harvested_replicas_that_slurm_does_not_have_is_refused(
     for words in (
         ["harvest.partition='gold,backfil'"],
         ["harvest.partition=backfil", "--test-only"],
-        ["harvest.partition=gold,backfil"],  # a sweep, of which the first would do
+        ["harvest.partition=gold,backfil"],  # a sweep whose first run would be accepted
     ):
         done = submit(*HARVEST, *words, code=2)
         assert "harvest.partition: there is none called backfil; there are: backfill, gold; did you mean backfill?" in (
@@ -142,7 +142,7 @@ def test_a_refused_update_of_the_code_leaves_the_old_code(cluster, tmp_path):
     assert not (run.root / "code-002").exists()
 
 
-def test_a_job_that_sbatch_may_have_taken_keeps_its_directory(cluster, tmp_path):
+def test_job_that_sbatch_may_have_accepted_keeps_its_directory(cluster, tmp_path):
     cluster("sbatch", "kill -INT $PPID; sleep 20")
     done = submit("--run-dir", "r", code=1)
     assert "interrupted; Slurm may have accepted the job: see `squeue --me`" in done.stderr
@@ -153,7 +153,7 @@ def test_a_job_that_sbatch_may_have_taken_keeps_its_directory(cluster, tmp_path)
     assert json.loads(submit("--run-dir", "r", "--json").stdout)["job_id"] == "7"
 
 
-def test_a_job_that_slurm_may_take_later_keeps_its_directory(cluster, tmp_path):
+def test_job_that_slurm_may_accept_later_keeps_its_directory(cluster, tmp_path):
     cluster(
         "sbatch",
         "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1",
@@ -162,13 +162,13 @@ def test_a_job_that_slurm_may_take_later_keeps_its_directory(cluster, tmp_path):
     assert RunDir(tmp_path / "r").script.is_file()
 
 
-def test_a_job_is_told_that_its_directory_was_made(cluster, tmp_path):
+def test_job_is_notified_that_its_directory_was_created(cluster, tmp_path):
     submit("--run-dir", "r")
     assert f"MRL_PREPARED={tmp_path / 'r'}" in (tmp_path / "environment").read_text().splitlines()
 
 
 @pytest.mark.parametrize("answer", ["", "Submitted", "12a"])
-def test_where_sbatch_succeeds_and_says_no_job_id_there_may_be_a_job(cluster, tmp_path, answer):
+def test_sbatch_without_a_job_id_may_have_created_a_job(cluster, tmp_path, answer):
     cluster("sbatch", f"echo '{answer}'")
     assert "Slurm may have accepted the job" in submit("--run-dir", "r", code=1).stderr
     assert RunDir(tmp_path / "r").script.is_file()
@@ -191,7 +191,7 @@ def test_a_job_does_not_inherit_the_job_that_it_is_submitted_from(cluster, tmp_p
 
 
 @pytest.mark.parametrize("words", [(), ("--test-only",)])
-def test_the_shell_overrules_nothing_that_the_script_says(cluster, tmp_path, monkeypatch, words):
+def test_variables_of_the_shell_overrule_no_option_of_the_script(cluster, tmp_path, monkeypatch, words):
     estimate = "sbatch: Job 101 to start at now on nodes n1 in partition gold"
     cluster("sbatch", f"env >> environment; echo 101; echo '{estimate}' >&2")
     for name in ("PARTITION", "NO_REQUEUE", "TIMELIMIT", "SIGNAL", "OPEN_MODE", "ARRAY_INX", "EXPORT", "ACCOUNT"):
@@ -201,7 +201,7 @@ def test_the_shell_overrules_nothing_that_the_script_says(cluster, tmp_path, mon
     assert seen == ["SBATCH_ACCOUNT=7"], "the profile leaves the account to the user"
 
 
-def test_a_sweep_is_chained_so_that_no_more_run_at_once(cluster, tmp_path):
+def test_sweep_is_chained_to_limit_jobs_at_once(cluster, tmp_path):
     said = json.loads(submit("training.seed=1,2,3,4", "--max-running", "2", "--json").stdout)["runs"]
     assert [one["job_id"] for one in said] == ["101", "102", "103", "104"]
     waits = [word for call in calls(tmp_path) for word in call.split() if word.startswith("--dependency")]
@@ -209,7 +209,7 @@ def test_a_sweep_is_chained_so_that_no_more_run_at_once(cluster, tmp_path):
     assert sorted(Path(one["run_dir"]).name.partition("_")[2] for one in said) == [f"seed={n}" for n in range(1, 5)]
 
 
-def test_a_sweep_that_slurm_takes_in_part_says_which(cluster, tmp_path):
+def test_partly_accepted_sweep_names_the_accepted_runs(cluster, tmp_path):
     cluster(
         "sbatch",
         'echo "$@" >> said; [ $(wc -l < said) -lt 2 ] && echo 101 && exit; '
@@ -228,7 +228,7 @@ def test_a_finished_run_is_not_submitted_again(cluster, tmp_path):
     assert len(calls(tmp_path)) == 1
 
 
-def test_a_run_that_a_job_only_came_to_own_can_be_submitted(cluster, tmp_path):
+def test_run_whose_job_only_claimed_it_can_be_submitted(cluster, tmp_path):
     (tmp_path / "r").mkdir()
     write(tmp_path / "r" / "job.json", Owner("7", "lab", 0.0, slurm_cluster="east"))
     submit("--run-dir", "r")
@@ -236,7 +236,7 @@ def test_a_run_that_a_job_only_came_to_own_can_be_submitted(cluster, tmp_path):
 
 
 def queued(**facts: str) -> str:
-    """A squeue that knows one job."""
+    """Script of a squeue that knows one job."""
     return f"printf %s '{squeue_record(**facts)}'"
 
 
@@ -274,20 +274,20 @@ def test_one_job_owns_a_run(cluster, tmp_path, squeue, said):
         (("--in-allocation",), "--in-allocation: this shell is not in an allocation"),
     ],
 )
-def test_options_that_make_no_sense_together(cluster, tmp_path, monkeypatch, words, expected):
+def test_contradictory_options_are_refused(cluster, tmp_path, monkeypatch, words, expected):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert expected in submit(*words, code=2).stderr
     assert calls(tmp_path) == []
 
 
-def test_the_allocation_to_get_has_what_the_script_asks_for(cluster, monkeypatch):
+def test_suggested_allocation_has_the_resources_of_the_script(cluster, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     said = submit("--in-allocation", "job.device=cuda", "job.time_limit=0:30:00", code=2).stderr
     flags = "--partition=gold --nodes=1 --gpus-per-node=2 --time=0:30:00 --mem=0 --exclusive"
     assert f"get one with: salloc {flags}\n" in said
 
 
-def test_a_job_to_wait_for_counts_once_however_it_is_named(cluster, tmp_path):
+def test_job_to_wait_for_counts_once_under_any_name(cluster, tmp_path):
     submit("--run-dir", "long")
     cluster("squeue", queued(JobID="101", State="RUNNING"))
     said = submit("--after", "long", "--after", "101").stdout
@@ -295,11 +295,11 @@ def test_a_job_to_wait_for_counts_once_however_it_is_named(cluster, tmp_path):
     assert calls(tmp_path)[1].startswith("--parsable --dependency=afterany:101 ")
 
 
-def test_a_run_to_wait_for_that_there_is_not_is_named_with_its_option(cluster):
+def test_missing_run_to_wait_for_is_named_with_its_option(cluster):
     assert submit("--after", "nope", code=2).stderr.startswith("error: --after nope: no run is called 'nope'")
 
 
-def test_an_estimate_that_slurm_made_up_is_none(cluster):
+def test_placeholder_estimate_of_slurm_is_ignored(cluster):
     estimate = "sbatch: Job 7 to start at {} using 2 processors on nodes n1 in partition gold"
     cluster("sbatch", f"echo '{estimate.format('2128-12-19T10:00:00')}' >&2")
     assert "cannot estimate its start" in submit("--test-only").stdout
@@ -308,7 +308,7 @@ def test_an_estimate_that_slurm_made_up_is_none(cluster):
     assert "at 2020-01-01T10:00:00 on n1, partition gold" in submit("--test-only").stdout
 
 
-def test_the_commands_it_prints_are_fit_for_a_shell(cluster):
+def test_printed_commands_are_quoted_for_a_shell(cluster):
     said = submit("--run-dir", "my 'run' $(touch pwned)").stdout
     (line,) = [line for line in said.splitlines() if "state" in line]
     assert shlex.split(line) == ["state", "mrl", "status", "my 'run' $(touch pwned)"]

@@ -1,4 +1,4 @@
-"""mrl-submit from end to end, with ranks that only pretend to train."""
+"""mrl-submit from start to end, with fake ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_run_from_start_to_end(submit, tmp_path):
     assert "greedy accuracy: 0.000 -> 1.000 on held_out" in output
     assert f"tensorboard --logdir {root.relative_to(tmp_path)}/tensorboard" in output
     assert RunDir(root).done.exists()
-    assert not list((tmp_path / "tmp").iterdir()), "nothing is left behind"
+    assert not list((tmp_path / "tmp").iterdir()), "temporary files are left"
 
 
 def test_a_crash_shows_the_error_and_the_log(submit):
@@ -87,7 +87,7 @@ def test_a_crash_shows_the_error_and_the_log(submit):
     assert "resume:      mrl-submit demo --run-dir r" in output
 
 
-def test_a_crash_without_a_word_shows_the_end_of_the_log(submit):
+def test_crash_without_an_error_file_shows_the_end_of_the_log(submit):
     code, output = finish(submit("liar,segfault", "demo", "--run-dir", "r"))
     assert code == 1
     assert "failed: rank 1: it was killed by SIGSEGV" in output
@@ -109,7 +109,7 @@ def test_an_interrupted_run_is_saved_and_its_hint_resumes_it(submit, signum, mon
     assert code == 130
     assert read(Outcome, RunDir("r").attempt(1).outcome).outcome == "drained"
     if signum == signal.SIGHUP:
-        assert "saved" not in output, "there is no terminal to say it to"
+        assert "saved" not in output, "there is no terminal to print it on"
     if signum != signal.SIGINT:
         return
     hint = output.partition("resume:")[2].strip()
@@ -137,7 +137,7 @@ def test_a_second_ctrl_c_kills(submit):
     assert start_time(int((folder / "pid.1").read_text())) is None
 
 
-def test_a_killed_mrl_submit_takes_nothing_with_it_but_leaves_nothing_running(submit):
+def test_killed_mrl_submit_loses_nothing_and_leaves_no_process(submit):
     process = submit("long", "demo", "--run-dir", "r")
     pids = rank_pids("r")
     process.kill()
@@ -191,7 +191,7 @@ def test_a_dry_run_writes_nothing(submit, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_bad_input_is_one_message_a_problem_and_code_2(submit, tmp_path):
+def test_bad_input_is_one_message_per_problem_and_code_2(submit, tmp_path):
     code, output = finish(submit("crash", "demo", "grpo.group_sizes=8", "training.stepz=1"))
     assert code == 2
     assert output.splitlines() == [

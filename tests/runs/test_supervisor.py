@@ -1,4 +1,4 @@
-"""The supervisor: starts ranks, relays drains, ends what hangs, judges, and leaves nothing behind."""
+"""The supervisor starts ranks, relays drains, ends hanging ranks, judges, and leaves no process or file behind."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_finished_attempt_is_recorded_and_done(supervise):
     assert owner_of(run.run.lock) is None
 
 
-def test_ranks_are_told_who_they_are(supervise, monkeypatch):
+def test_ranks_get_their_identity(supervise, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     for name in (*WAITING_THREADS, *KEPT_MEMORY):
         monkeypatch.delenv(name, raising=False)
@@ -133,7 +133,7 @@ def test_a_bad_configuration_has_its_own_code(supervise):
     assert run.end.outcome == "misconfigured"
 
 
-def test_a_signal_is_named_where_a_rank_could_not_say_a_word(supervise):
+def test_signal_is_named_if_a_rank_left_no_error(supervise):
     run = supervise("long,segfault")
     assert run.wait() == 1
     assert run.end.rank == 1
@@ -153,7 +153,7 @@ def test_a_hanging_rank_that_ignores_sigterm_does_not_survive_its_sister(supervi
     assert run.end.error == "RuntimeError: boom"
 
 
-def test_what_a_rank_started_ends_with_it(supervise):
+def test_children_of_a_rank_end_with_it(supervise):
     run = supervise("parent")
     assert run.wait() == 0
     assert list(run.attempt.folder.glob("child.*"))
@@ -185,7 +185,7 @@ def test_a_drain_file_drains(supervise):
     assert run.end.cause == "test"
 
 
-def test_a_log_that_the_disk_does_not_take_keeps_nobody_from_saving(supervise, tmp_path):
+def test_unwritable_log_does_not_prevent_a_save(supervise, tmp_path):
     log = RunDir(tmp_path).attempt(1).log(0, role="supervisor")
     log.parent.mkdir(parents=True)
     log.symlink_to("/dev/full")
@@ -196,7 +196,7 @@ def test_a_log_that_the_disk_does_not_take_keeps_nobody_from_saving(supervise, t
     assert (run.end.outcome, run.end.step) == ("drained", read(Outcome, run.attempt.outcome).step)
 
 
-def test_a_drain_reaches_ranks_that_were_not_ready_for_it(supervise):
+def test_drain_reaches_ranks_that_are_still_starting(supervise):
     run = supervise("late", "--drain-limit", "30")
     run.wait_for_ranks()
     ask(run.attempt, 30)
@@ -212,7 +212,7 @@ def test_ranks_that_do_not_drain_in_time_are_ended(supervise):
     assert not any(map(start_time, pids))
 
 
-def test_a_drain_may_be_hurried(supervise):
+def test_second_request_shortens_a_drain(supervise):
     run = supervise("stubborn")
     run.wait_for_ranks()
     ask(run.attempt, 600)
@@ -250,7 +250,7 @@ def test_a_run_has_one_owner(supervise):
     assert first.process.poll() is None
 
 
-def test_an_attempt_that_was_overtaken_does_not_start(supervise, tmp_path):
+def test_overtaken_attempt_does_not_start(supervise, tmp_path):
     RunDir(tmp_path).attempt(2).folder.mkdir(parents=True)
     run = supervise("train", number=1)
     assert run.wait() == 2

@@ -1,4 +1,4 @@
-"""A rank that trains, and stays at a place of the test's choice until it is asked to leave, or killed there.
+"""A rank that trains, and stops at a point chosen by the test until it is asked to leave or is killed.
 
     python held_rank.py PLACES -m MODULE --run-dir DIR --attempt N
 
@@ -34,9 +34,9 @@ from typing import Any
 from megatron_rl.contract.paths import RunDir
 
 LIMIT = 300.0
-"""Seconds after which a rank that nobody asks to leave goes on: then the test has failed long since."""
+"""Seconds after which a held rank continues without a request to leave: the test has failed by then."""
 TOKENS = 1
-"""Engine steps that a held generation or evaluation has behind it; the shortest answers have two tokens."""
+"""Engine steps before a generation or evaluation is held; the shortest answers have two tokens."""
 
 Place = dict[str, Any]
 
@@ -46,7 +46,7 @@ class Boom(RuntimeError):
 
 
 class Held:
-    """The places at which this rank is held."""
+    """Points at which this rank is held."""
 
     def __init__(self, places: list[Place], run_dir: str, attempt: int) -> None:
         self.folder = RunDir(run_dir).attempt(attempt)
@@ -57,7 +57,7 @@ class Held:
         self._passed: Counter[tuple[str, int]] = Counter()
 
     def arrive(self, where: str, step: int, skip: int = 0) -> None:
-        """Stay, if this is a place to be held at and the rank has been here `skip` times already."""
+        """Hold the rank if the test chose this point and the rank has passed it `skip` times."""
         self._passed[where, step] += 1
         here = [place for place in self._places if place["where"] == where and place.get("step", step) == step]
         if not here or self._passed[where, step] != skip + 1:
@@ -76,12 +76,12 @@ class Held:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder.folder))
 
     def _asked(self) -> bool:
-        """Step of the training itself; before there is any, of the file."""
+        """Whether the rank was asked to leave: by its drain listener or, before there is one, by the drain file."""
         return self.safe_points.drain.asked if self.safe_points is not None else self.folder.drain.exists()
 
 
 def hold(held: Held) -> None:
-    """Put `held` in the way of the training."""
+    """Patch the training so that it passes through `held`."""
     from megatron_rl.checkpoint import writer
     from megatron_rl.inference.engine import Engine
     from megatron_rl.rank.safe_points import PHASES, SafePoints

@@ -75,7 +75,7 @@ def test_a_gpu_that_is_not_there_is_refused(lab: Cluster) -> None:
         lab.run("sbatch", "--test-only", "--partition=low", "--gpus-per-node=a100:8", "--wrap=true")
 
 
-def test_a_controller_that_is_gone_is_said_in_time(lab: Cluster) -> None:
+def test_missing_controller_is_reported_in_time(lab: Cluster) -> None:
     changed = {"SlurmctldPort": "1", "MessageTimeout": "2"}  # which is how long Slurm's commands try
     lines = [line for line in lab.conf.read_text().splitlines() if line.partition("=")[0] not in changed]
     dead = lab.directory / "dead.conf"
@@ -87,7 +87,7 @@ def test_a_controller_that_is_gone_is_said_in_time(lab: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def small(accounting_lab: Cluster) -> Iterator[Cluster]:
-    """A QOS of at most two nodes and an hour, for everybody."""
+    """A cluster whose users all have a QOS of at most two nodes and one hour."""
     limits = ("GrpTRES=node=2", "MaxWall=1:00:00", "Flags=DenyOnLimit", "GraceTime=30")
     accounting_lab.run("sacctmgr", "-i", "add", "qos", "small", "set", *limits)
     accounting_lab.run("sacctmgr", "-i", "modify", "user", "where", "name=root", "set", "qos+=small")
@@ -102,7 +102,7 @@ def test_accounting_is_seen(small: Cluster) -> None:
 
 
 def test_limits_count_where_the_cluster_keeps_them(small: Cluster) -> None:
-    """The doctor and sbatch are of one mind, whatever AccountingStorageEnforce says."""
+    """The doctor and sbatch agree for each value of AccountingStorageEnforce."""
     profiles = str(small.directory / "doctor.yaml")
     answer = doctor(small, "demo", "job.nodes=3", "--cluster", "small", MRL_CLUSTERS=profiles)
     job = ("--test-only", "--partition=low", "--qos=small", "--nodes=3", "--wrap=true")

@@ -28,7 +28,7 @@ def jobs(run: Run, what: str) -> str:
 
 
 def submit(login: Login, most: int, *words: str) -> Run:
-    """A run with one replica of its own and so many harvested ones, all of which answer."""
+    """Submit a run with one replica of its own and `most` harvested ones, and wait until all answer."""
     login.profiles["real"] |= {
         "partition": "high",
         "health_check": False,
@@ -43,7 +43,7 @@ def submit(login: Login, most: int, *words: str) -> Run:
     return run
 
 
-def test_they_come_and_go_and_the_run_misses_nothing(login: Login) -> None:
+def test_harvested_replicas_come_and_go_without_loss(login: Login) -> None:
     """The job's node is taken away in mid-run; the next one finds another."""
     run = submit(login, 1)
     lines = login.call("mrl", "status", run.dir.root).stdout

@@ -1,4 +1,4 @@
-"""Jobs are ended for the run that they are of, and for no other directory that says it has them."""
+"""A command ends only jobs of its own run, even if another run directory names the same job."""
 
 from __future__ import annotations
 

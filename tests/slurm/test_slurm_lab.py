@@ -1,4 +1,4 @@
-"""The lab is what the other tests take it for: a cluster, and gone when its owner is."""
+"""The lab is a working cluster, and ends with its owner."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_killed_node_takes_its_tasks_along_and_comes_back(lab: Cluster, tmp_pa
     assert not alive.exists()
 
 
-def test_what_cannot_be_switched_is_said(lab: Cluster, tmp_path: Path) -> None:
+def test_node_that_cannot_be_switched_is_reported(lab: Cluster, tmp_path: Path) -> None:
     with pytest.raises(LabError, match=r"^no node is called node77; there are node01 to node10$"):
         lab.kill_node("node77")
     with pytest.raises(LabError, match=r"^node02 is on already$"):

@@ -55,7 +55,7 @@ def test_an_allocation_runs_a_run_once(login: Login) -> None:
     assert str(root) in said("second.log")
     run = login.adopt(root)
     assert [line["event"] for line in run.ledger()] == ["start", "end"], said("first.log")
-    assert run.ends()[0][0] == "drained", "the first went on until it was told to leave"
+    assert run.ends()[0][0] == "drained", "the first must continue until it is asked to leave"
     assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
 
 

@@ -1,5 +1,5 @@
-"""Training on nodes of its own, with answers from a replica on another one, is that of ranks which do both, whatever
-happens to either."""
+"""Training with answers from a replica on another node has the record of ranks that train and generate, also after
+faults of either side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT_S = 300.0
 
 @pytest.fixture(scope="module")
 def colocated(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], RunDir]]:
-    """A run on as many ranks that train, which do both. Its ranks start with the tests; the call waits for its end."""
+    """Co-located run on the same number of training ranks. It starts with the tests; the call waits for its end."""
     root = tmp_path_factory.mktemp("colocated") / "run"
     run = prepare(root, load_recipe("demo", SHORT).config.model_dump())
     attempt = Attempt(run, lab.cache, ranks=3)
@@ -37,7 +37,7 @@ def colocated(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def submit(login: Login) -> Run:
-    """Whether it has made two steps."""
+    """Submit a partitioned run, and wait until it has trained two steps."""
     login.profiles["real"] |= {"health_check": False, "environment": {"MRL_CACHE": str(login.lab.cache)}}
     run = login.submit("demo", "--cluster", "real", *SHORT, *APART)
     run.wait_for_step(2, LIMIT_S)

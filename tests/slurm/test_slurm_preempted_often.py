@@ -42,7 +42,7 @@ def test_a_run_that_is_preempted_often_comes_back_and_ends_once(
         # Slurm 24.05 and later calls a job PREEMPTED that was ever in a grace time.
         assert run.wait() in ("COMPLETED", "PREEMPTED")
     assert run.ends() == [("drained", "preempted")] * times + [("crashed", None), ("finished", None)]
-    assert run.field("Restarts") == str(times + 1), "it does not start once more when it has finished"
+    assert run.field("Restarts") == str(times + 1), "the job must not start again after it has finished"
     assert "finished" in login.call("mrl", "status", run.dir.root).stdout
 
 

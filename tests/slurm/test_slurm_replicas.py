@@ -29,7 +29,7 @@ def wait_for_start(run: Run, step: str, start: int) -> None:
 
 
 def ends_in_order(login: Login, run: Run) -> None:
-    """Nothing of what happened to the replicas has anything to do with the training."""
+    """Check that the run ends undisturbed by the faults of its replicas."""
     login.call("mrl", "cancel", "--drain", run.dir.root)
     run.wait("COMPLETED")
     assert run.ends() == [("stopped", "cancelled")], run.log()
@@ -70,7 +70,7 @@ def test_a_node_that_only_generates_may_die(login: Login, spare: int) -> None:
         else:
             state = run.dir.attempt(1).replica(1).state
             wait_until("it cannot be started", lambda: (read_json(state) or {})["starts"] > 2, LIMIT_S)
-            assert "srun: " in read_json(state)["why"], "by Slurm's own words"
+            assert "srun: " in read_json(state)["why"], "the reason must be Slurm's message"
         step = len(run.metrics())
         run.wait_for_step(step + 3)
         assert starts(run, "infer-0") == 0
