@@ -222,8 +222,11 @@ def test_published_weights_are_evaluated_with_a_table(tmp_path: Path) -> None:
         (["RUN", "--env-args", "3"], "expected KEY=VALUE"),
         (["RUN", "--temperature", "-1"], "--temperature: sampling.temperature: expected a number >= 0, got -1.0"),
         (["RUN", "--k", "0"], "'--k': 0"),
-        (["RUN", "--dry-run"], "--dry-run: is for jobs"),
-        (["RUN", "--out", "/dev/null/found.json"], "--out /dev/null/found.json: the folder /dev/null cannot be made"),
+        (["RUN", "--dry-run"], "--dry-run: this option needs a job"),
+        (
+            ["RUN", "--out", "/dev/null/found.json"],
+            "--out /dev/null/found.json: the folder /dev/null cannot be created",
+        ),
         (["."], "is neither a run directory"),
         (["no/where"], "no such directory"),
     ],

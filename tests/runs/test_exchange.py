@@ -159,5 +159,5 @@ def _leave(*_: Any) -> dict[int, bytes]:
 
 def test_rank_that_waits_for_a_lost_rank_names_it(tmp_path: Path) -> None:
     _, waiting = run_ranks(tmp_path, 2, lose_a_rank)
-    assert waiting.startswith("while groups of the step were under way ")
+    assert waiting.startswith("during the exchange of the step's groups, ")
     assert waiting.endswith(" rank 0")

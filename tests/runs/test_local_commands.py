@@ -68,7 +68,7 @@ def test_status_cancel_and_resume(call):
     wait_for("the end", lambda: owner_of(run.lock) is None)
     status = json.loads(call("mrl", "status", "--json").stdout)
     assert (status["state"], status["reason"]) == ("stopped", f"saved after step {status['step']} (cancelled)")
-    assert "ended already: stopped" in call("mrl", "cancel", "r").stdout
+    assert "already ended: stopped" in call("mrl", "cancel", "r").stdout
     said = json.loads(call("mrl", "resume", "--detach", "--json").stdout)
     assert (said["run_dir"], said["attempt"]) == (str(run.root), 2)
 

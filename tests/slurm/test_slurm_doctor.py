@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_deep_looks_at_a_node_and_leaves_nothing(lab: Cluster) -> None:
     answer = doctor(lab, "--cluster", "deep", "--deep", MRL_CLUSTERS=str(profiles))
     assert told(answer, "compute node").startswith("ok: a step ran on ")
     assert "a file written here is seen on" in told(answer, "run root")
-    assert told(answer, "python").startswith("ok: python3 is 3.")
+    assert re.match(r"ok: \S*python\S* is 3\.", told(answer, "python"))
     assert not list(root.iterdir())
 
 
@@ -52,7 +53,7 @@ def test_pyxis_is_found_where_it_is_loaded(lab: Cluster) -> None:
 def test_more_nodes_than_the_partition_has_never_start(lab: Cluster) -> None:
     answer = doctor(lab, "demo", "job.nodes=11", "--cluster", "lab")
     assert answer["exit"] == 1
-    assert "error: 11 nodes needed, low has 10 such nodes: such a job can never start" in told(answer, "nodes")
+    assert "error: 11 nodes needed, low has 10 such nodes, so the job can never start" in told(answer, "nodes")
     submit = ("sbatch", "--parsable", "--partition=low", "--nodes=11", "--wrap=true", "--output=/dev/null")
     try:
         job = lab.run(*submit).strip()

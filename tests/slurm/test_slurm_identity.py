@@ -53,5 +53,5 @@ def test_a_job_id_that_another_run_has_now_is_not_cancelled_for_it(login: Login)
     first.dir.job.write_text(json.dumps({**owner, "job_id": second.job}))  # as if Slurm had begun again at 1
     status = json.loads(login.call("mrl", "status", first.dir.root, "--json").stdout)
     assert status["state"] not in ("running", "queued", "unknown")
-    assert "ended already" in login.call("mrl", "cancel", first.dir.root).stdout
+    assert "already ended" in login.call("mrl", "cancel", first.dir.root).stdout
     assert is_running(second)

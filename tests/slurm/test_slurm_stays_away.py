@@ -93,7 +93,7 @@ def test_a_stopped_run_stays_away_until_it_is_resumed(login: Login) -> None:
     steps = len(run.metrics())
     status = told(login, run.dir.root)
     assert (status["state"], status["reason"]) == ("stopped", f"saved after step {steps} (cancelled)")
-    assert "ended already" in login.call("mrl", "cancel", run.dir.root).stdout
+    assert "already ended" in login.call("mrl", "cancel", run.dir.root).stdout
 
     login.lab.run("scontrol", "requeue", run.job)  # of somebody who does not know
     wait_until("it has started again", lambda: run.field("Restarts") == "1" and run.state() in OVER, SECONDS)
