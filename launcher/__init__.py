@@ -1,1 +1,1 @@
-"""What runs on the login node, and beside the ranks on a job's nodes (`host`). Never imports torch."""
+"""The side that runs on the login node, and beside the ranks on a job's nodes (`host`). Never imports torch."""

@@ -225,7 +225,7 @@ def test_published_weights_are_evaluated_with_a_table(tmp_path: Path) -> None:
         (["RUN", "--dry-run"], "--dry-run: this option needs a job"),
         (
             ["RUN", "--out", "/dev/null/found.json"],
-            "--out /dev/null/found.json: the folder /dev/null cannot be created",
+            "the folder /dev/null cannot be created",
         ),
         (["."], "is neither a run directory"),
         (["no/where"], "no such directory"),

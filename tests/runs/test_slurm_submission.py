@@ -248,7 +248,7 @@ def queued(**facts: str) -> str:
             queued(JobID="101", State="RUNNING", NodeList="n1"),
             ", which is running on n1; see it with mrl status r",
         ),
-        (queued(JobID="101", State="COMPLETING", NodeList="n1"), ", which is completing on n1; Slurm is ending what"),
+        (queued(JobID="101", State="COMPLETING", NodeList="n1"), ", which is completing on n1; Slurm is ending it"),
     ],
     ids=["silent", "running", "completing"],
 )
