@@ -150,8 +150,9 @@ class RolloutDriver:
             self._loop.do(lambda _: bank.end_checkpoint(step))
 
     def stop(self) -> None:
-        """Stop generating. Collective over the ranks that generate together."""
+        """Stop generating, and free what that needs. Collective over the ranks that generate together."""
         self._loop.advance(self._stop)
+        self._loop.pause()
 
     async def _stop(self) -> None:
         if self._in_flight is not None:
