@@ -19,7 +19,7 @@ from launcher.doctor.preflight import refuse_unready
 from launcher.runs.policy import prepare_policy
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
 
-MODULE = "megatron_rl.chat"
+MODULE = "megatron_rl.standalone.chat"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 LEAVE, CLEAR = "/exit", "/clear"
 
