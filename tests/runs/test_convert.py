@@ -109,14 +109,8 @@ def wait_for_writing(folder: Path, process: Command) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, id="TERM", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, id="KILL"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "TERM", "KILL"])
 def test_interrupted_conversion_leaves_no_output(
     tmp_path: Path, large: Path, published: Path, number: signal.Signals
 ) -> None:

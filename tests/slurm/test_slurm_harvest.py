@@ -43,6 +43,7 @@ def submit(login: Login, most: int, *words: str) -> Run:
     return run
 
 
+@pytest.mark.slow  # two minutes; tests/runs has replicas that come and go without Slurm
 def test_harvested_replicas_come_and_go_without_loss(login: Login) -> None:
     """The job's node is taken away in mid-run; the next one finds another."""
     run = submit(login, 1)

@@ -9,7 +9,8 @@ from records import preempt
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 
 
-@pytest.mark.parametrize("grace", ["20", pytest.param("0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("grace", ["20", "0"])
 def test_a_run_that_is_preempted_by_cancelling_goes_on(login: Login, grace: str) -> None:
     """Before 24.05, where the script requeues itself: in the grace time, or in KillWait."""
     login.profiles["stub"]["sbatch"] = ["--nodelist=node[09-10]"]

@@ -32,6 +32,7 @@ IN_STEP_6 = {"attempt": 1, "where": "generate", "step": 6}
 """The newest checkpoint is that of step 4."""
 
 
+@pytest.mark.slow  # a minute; test_slurm_preempted_often does so with stub ranks
 def test_a_run_that_is_preempted_and_then_loses_a_rank(login: Login, undisturbed: RunDir) -> None:
     """One that sbatch alone has submitted."""
     hold(login, IN_STEP_6, {"attempt": 2, "where": "generate", "step": 8})
