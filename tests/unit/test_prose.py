@@ -7,8 +7,9 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+
+from parsed import parsed
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ("launcher", "megatron_rl", "tests")
@@ -40,14 +41,9 @@ def python_files() -> list[Path]:
     return [file for top in PYTHON for file in sorted((ROOT / top).rglob("*.py"))]
 
 
-@cache
-def tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
-
-
 def docstrings(file: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring, including those of fields and constants."""
-    for node in ast.walk(tree(file)):
+    for node in ast.walk(parsed(file)):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             match statement:
@@ -64,7 +60,7 @@ def comments(file: Path) -> Iterator[tuple[int, str]]:
 
 def messages(file: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each string."""
-    for node in ast.walk(tree(file)):
+    for node in ast.walk(parsed(file)):
         match node:
             case ast.Constant(value=str(text)):
                 yield node.lineno, text

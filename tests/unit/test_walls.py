@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from parsed import parsed
 
 ROOT = Path(__file__).parents[2]
 OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python3"
@@ -52,7 +53,7 @@ def modules() -> dict[str, Path]:
 def imports(file: Path) -> frozenset[str]:
     """Absolute names of all imports in a file."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
