@@ -89,7 +89,7 @@ def test_adjustments_reach_the_engine() -> None:
 def test_text_starts_as_the_tokenizer_starts_any_text() -> None:
     """Token ids stay unchanged. Special tokens that a text spells out become tokens, as in a template."""
     begins = copy(byte_tokenizer())
-    begins._beginning = [5]
+    begins._prefix = [5]
     for asked, expected in (
         ({"prompt": "ask"}, [5, *encode("ask")]),
         ({"prompt": ["ask"], "add_special_tokens": False}, encode("ask")),
