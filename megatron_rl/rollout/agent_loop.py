@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl.inference.api import RankEngine, ResumableInference
 from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.safe_points import POLL_S, SafePoints
+from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed, SafePoints
 
 STOP_S = 10.0
 """Seconds that the agents' thread has to end."""
@@ -140,11 +140,11 @@ class AgentLoop(ABC):
                     break
                 if starved:
                     self.feed()
-        except BaseException:
+        except LeaveAgreed:  # raised on all ranks; after another error, collectives with the others would only hang
             self.advance(partial(_cancel, tasks))
-            raise
-        finally:
             self.pause()
+            raise
+        self.pause()
         return tasks[0].result() if tasks else None
 
     def _poll(self, tasks: Sequence[asyncio.Task[Any]]) -> tuple[bool, bool]:

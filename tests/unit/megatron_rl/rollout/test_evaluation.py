@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,9 +33,11 @@ class Scripted(EvaluationAgent):
         return EvaluationResponse(answers, {"timeout": rewards.count(None)})
 
 
-def score(agent: Scripted, groups: Any, limit: int | None = None) -> dict[str, float]:
+def score(
+    agent: Scripted, groups: Any, limit: int | None = None, release: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     config = tiny_run(sampling={"max_new_tokens": 7}, evaluation={"prompts": limit})
-    engine: Any = SimpleNamespace(busy_s=0.0, release_followers=lambda: None, end_phase=lambda: None)
+    engine: Any = SimpleNamespace(busy_s=0.0, release_followers=release, end_phase=lambda: None)
     ranks: Any = SimpleNamespace(index=0, count=1, drives=True)
     loop = EngineInTurn(ranks, engine, quiet_safe_points())
     try:
@@ -66,3 +68,16 @@ def test_lost_answers_are_counted_apart_from_wrong_ones(groups: Any, caplog: pyt
     }
     messages = [record.message for record in caplog.records]
     assert messages == ["evaluation on aime: 2 answers lost: timeout", "evaluation on lost: 1 answers lost: timeout"]
+
+
+def test_error_of_an_agent_is_raised_without_another_collective(groups: Any) -> None:
+    """The other ranks of its engine would not take part, and the error would be reported after their time-out."""
+
+    class Broken(Scripted):
+        async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
+            raise RuntimeError("no such tool")
+
+    released: list[None] = []
+    with pytest.raises(RuntimeError, match="no such tool"):
+        score(Broken({"aime": [1.0]}), groups, release=lambda: released.append(None))
+    assert len(released) == 1, "once, after the agents ran"
