@@ -77,7 +77,7 @@ def _type(annotation: Any, module: dict[str, Any]) -> Any:
     text = getattr(annotation, "__forward_arg__", annotation)
     if not isinstance(text, str):
         return annotation
-    kind = eval(text.removesuffix(" | None"), module)
+    kind = eval(text.removesuffix(" | None"), module)  # source of this package, never data
     return Optional[kind] if text.endswith(" | None") else kind
 
 

@@ -65,7 +65,8 @@ class RolloutDriver:
         """
         self._agent, self._inference, self._bank, self._config = agent, inference, bank, config
         self._groups, self._safe_points, self._loop = groups, safe_points, loop
-        self._stream = Mixture(sets, config.training.seed, config.grpo.prompts_per_step)
+        self.stream = Mixture(sets, config.training.seed, config.grpo.prompts_per_step)
+        """Problem of each ordinal."""
         self._wanted = config.grpo.prompts_per_step
         dynamic = config.grpo.dynamic_sampling
         self._rounds = dynamic.max_rounds if dynamic.enabled else 1
@@ -77,7 +78,7 @@ class RolloutDriver:
         self._idle_s = 0.0  # seconds of the step in which agents ran but the engine did not
         self._in_flight: InFlightGroups | None = None
         if bank is not None:
-            self._in_flight = InFlightGroups(agent, self._stream.problem, inference, bank, config)
+            self._in_flight = InFlightGroups(agent, self.stream.problem, inference, bank, config)
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
         """Return the batch of the next step: the first `prompts_per_step` usable ordinals from `first_ordinal` on.
@@ -116,7 +117,7 @@ class RolloutDriver:
         self._idle_s = 0.0
         with self._safe_points.phase("wait"):
             rewards = self._moments(groups.values()) if self._config.grpo.baseline == "batch" else None
-            trained = exchange(groups, self._config, self._groups, self._stream.problem, self._gather, rewards)
+            trained = exchange(groups, self._config, self._groups, self.stream.problem, self._gather, rewards)
         failures: Counter[str] = Counter()
         for group in (*groups.values(), *passed_over):  # lost answers may be the reason that a group has no signal
             failures.update(group.failures)

@@ -198,7 +198,7 @@ def leave(why: str) -> NoReturn:
     why: one line; rank 0 logs the last line of this process.
     """
     sys.stderr.write(why + "\n")
-    os._exit(EXIT_CRASHED)
+    os._exit(EXIT_CRASHED)  # a regular exit runs wandb's hooks, which may wait for a network that is gone
 
 
 def main() -> None:
