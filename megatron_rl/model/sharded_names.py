@@ -1,0 +1,41 @@
+"""Pure: names of the weights that megatron-core's sharded state holds, where all layers, and all experts of a layer,
+share one tensor.
+
+    decoder.layers.mlp.linear_fc2.weight                    [layer, ...]          at layer 3
+        -> decoder.layers.3.mlp.linear_fc2.weight
+    decoder.layers.mlp.experts.experts.linear_fc2.weight    [layer, expert, ...]  at layer 3, expert 5
+        -> decoder.layers.3.mlp.experts.local_experts.5.linear_fc2.weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+LAYERS = "decoder.layers."
+EXPERTS = "mlp.experts.experts."
+_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Norms that the sharded state stores with the projection that follows them, as Transformer Engine fuses them."""
+
+
+def leading_axes(key: str) -> int:
+    """Number of axes of a tensor of the sharded state that count layers and experts."""
+    return 0 if not key.startswith(LAYERS) else 2 if key.startswith(LAYERS + EXPERTS) else 1
+
+
+def weight_name(key: str, offset: Sequence[int]) -> str:
+    """Name of the weight of which a box is a part: that of `hf_mapping.weights`.
+
+    Args:
+        key: name of the whole tensor.
+        offset: where the box begins in it.
+    """
+    axes = leading_axes(key)
+    if axes == 0:
+        return key
+    rest = key.removeprefix(LAYERS)
+    if axes == 2:
+        rest = f"mlp.experts.local_experts.{offset[1]}.{rest.removeprefix(EXPERTS)}"
+    return f"{LAYERS}{offset[0]}.{_NORMS.get(rest, rest)}"

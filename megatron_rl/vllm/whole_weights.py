@@ -1,0 +1,62 @@
+"""Hugging Face's tensors from the boxes of megatron-core's sharded state. No megatron-core."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.hf_mapping import OUTPUT, pieces, weights
+from megatron_rl.model.sharded_names import leading_axes, weight_name
+from megatron_rl.refit.plan import Box
+
+
+def hugging_face_tensors(
+    boxes: Mapping[Box, Tensor], model: ModelConfig, vocabulary: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all Hugging Face tensors that the boxes contain, layer after layer.
+
+    Tensors may be views of the boxes. The output layer of a model with tied embeddings is left out.
+
+    Args:
+        boxes: the parts of each weight, all of them or none, each tensor in the shape of its box.
+        vocabulary: tokens of the model, without the rows that pad the embedding.
+
+    Raises:
+        ValueError: a weight is unknown, or incomplete.
+    """
+    parts: dict[str, dict[Box, Tensor]] = defaultdict(dict)
+    for box, part in boxes.items():
+        parts[weight_name(box.key, box.offset)][box] = part
+    known = weights(model.model_copy(update={"vocab_size": vocabulary}))
+    if unknown := parts.keys() - known.keys():
+        raise ValueError(f"Hugging Face has no weight {min(unknown)}")
+    for name, weight in known.items():
+        if name not in parts or (name == OUTPUT and model.tied_embeddings):
+            continue
+        whole = _joined(name, parts[name])
+        tensors = {source.name: whole.new_empty(source.shape) for source in weight.sources}
+        for piece in pieces(weight, whole):
+            place = tensors[piece.source.name][piece.index]
+            place.copy_(piece.view.reshape(place.shape))
+        yield from tensors.items()
+
+
+def _joined(name: str, parts: Mapping[Box, Tensor]) -> Tensor:
+    """Join the parts of one weight, without the axes that count layers and experts."""
+    axes = leading_axes(next(iter(parts)).key)
+    ends = [[start + size for start, size in zip(box.offset, box.shape, strict=True)][axes:] for box in parts]
+    shape = [max(of_axis) for of_axis in zip(*ends, strict=True)]
+    if sum(box.elements for box in parts) != torch.Size(shape).numel():
+        raise ValueError(f"{name} {shape} is incomplete: {len(parts)} of its parts are here")
+    first = next(iter(parts.values()))
+    if len(parts) == 1:
+        return first.view(shape)
+    whole = first.new_empty(shape)
+    for box, part in parts.items():
+        index = tuple(slice(at, at + size) for at, size in zip(box.offset[axes:], box.shape[axes:], strict=True))
+        whole[index] = part.view(box.shape[axes:])
+    return whole

@@ -1,0 +1,63 @@
+"""Hugging Face's tensors are joined from boxes as an export writes them, however the training ranks split the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import VOCAB, tiny_model, tiny_policy
+from torch import Tensor
+
+from megatron_rl.refit.packages import model_tensors, parts_by_box
+from megatron_rl.refit.plan import Box
+from megatron_rl.refit.served_folder import whole_tensors
+from megatron_rl.vllm.whole_weights import hugging_face_tensors
+
+MODELS = {
+    "tied": {"qkv_bias": True},
+    "untied, with norms of queries and keys": {"tied_embeddings": False, "qkv_bias": False, "qk_norm": True},
+    "experts": {"tied_embeddings": False, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24},
+}
+
+
+def halves(boxes: dict[Box, Tensor], axis: int) -> dict[Box, Tensor]:
+    """Cut each box of more than one element in two along an axis, counted from the last."""
+    found = {}
+    for box, tensor in boxes.items():
+        at = len(box.shape) + axis
+        size = box.shape[at] if at >= 0 else 1
+        if size % 2:
+            found[box] = tensor
+            continue
+        for half, part in enumerate(tensor.chunk(2, dim=at)):
+            offset, shape = [*box.offset], [*box.shape]
+            offset[at] += half * size // 2
+            shape[at] //= 2
+            found[replace(box, offset=tuple(offset), shape=tuple(shape))] = part
+    return found
+
+
+@pytest.mark.parametrize("axis", [None, -1, -2], ids=["whole", "columns cut", "rows cut"])
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_boxes_give_the_tensors_of_an_export(
+    fields: dict[str, Any], axis: int | None, platform: Any, groups: Any
+) -> None:
+    model = tiny_model(vocab_size=VOCAB, **fields)
+    policy = tiny_policy(platform, model)
+    boxes = parts_by_box(model_tensors(policy).values())
+    if axis is not None:
+        boxes = halves(boxes, axis)
+    found = dict(hugging_face_tensors(boxes, model, VOCAB))
+    expected = dict(whole_tensors(policy, model))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_weight_with_a_part_missing_is_refused(platform: Any, groups: Any) -> None:
+    boxes = halves(parts_by_box(model_tensors(tiny_policy(platform)).values()), -2)
+    lost = next(box for box in boxes if "linear_fc2" in box.key and box.offset[0] == 1)
+    del boxes[lost]
+    with pytest.raises(ValueError, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight .* is incomplete"):
+        list(hugging_face_tensors(boxes, tiny_model(), VOCAB))
