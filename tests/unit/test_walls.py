@@ -19,7 +19,7 @@ ORDER = {
     "megatron_rl": """
         contract errors section extras CONFIG config
         platform metrics rank model inference agent environments algorithms rollout checkpoint training refit
-        standalone server replica evaluate fabric rehearse run
+        standalone server replica vllm evaluate fabric rehearse run
         train_rl run.attempt rank_main replica_main
     """,
     "launcher": """
