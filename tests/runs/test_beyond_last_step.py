@@ -20,7 +20,7 @@ def given_fewer_steps(run: Simulation, config: RunConfig, steps: int) -> None:
     run.run_dir.resolved.write_text(yaml.safe_dump(fewer.model_dump(exclude_defaults=True)), encoding="utf-8")
 
 
-def test_it_ends_at_once_and_changes_no_record(
+def test_run_beyond_its_last_step_ends_at_once_and_changes_no_record(
     tmp_path: Path, platform: Any, groups: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = recipe(dynamic=False)

@@ -133,7 +133,7 @@ def _one_rank_fails(rank: int, world_size: int, folder: Path) -> Any:
     return [str(event) if isinstance(event, SaveFailed) else event.step for event in saver.poll()]
 
 
-def test_the_failure_of_any_rank_is_reported_by_rank_0_at_once(tmp_path: Path) -> None:
+def test_failure_of_any_rank_is_reported_by_rank_0_at_once(tmp_path: Path) -> None:
     started = time.monotonic()
     first, second = run_ranks(tmp_path, 2, _one_rank_fails, tmp_path)
     assert time.monotonic() - started < 30  # well below the timeout

@@ -66,7 +66,7 @@ def test_changes_after_save_are_not_saved(tmp_path: Path, monkeypatch: pytest.Mo
     assert loaded_meta == {"cursor": [1]}
 
 
-def test_a_second_save_reuses_the_host_memory_of_the_first() -> None:
+def test_second_save_reuses_the_host_memory_of_the_first() -> None:
     copies = HostCopies()
     first = copies.take(sharded_state(1.0)).shards["split"][0].data
     second = copies.take(sharded_state(2.0)).shards["split"][0].data
@@ -100,7 +100,7 @@ def test_meta_that_is_not_json_is_refused_at_once(tmp_path: Path) -> None:
         checkpointer(tmp_path).save(1, sharded_state(1.0), {"cursor": {1, 2}})
 
 
-def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_one_clear_error(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     saver.save(40, sharded_state(7.0), {})
     saver.wait(final=True)
@@ -109,12 +109,12 @@ def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path: Path) -> Non
         load(RunDir(tmp_path).checkpoint(40), other, world())
 
 
-def test_a_folder_without_manifest_is_one_clear_error(tmp_path: Path) -> None:
+def test_folder_without_manifest_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a checkpoint of mrl"):
         load(tmp_path, sharded_state(0.0), world())
 
 
-def test_a_flipped_bit_is_found_before_it_is_loaded(tmp_path: Path) -> None:
+def test_flipped_bit_is_found_before_it_is_loaded(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     saver.save(40, sharded_state(7.0), {})
     saver.wait(final=True)
@@ -158,7 +158,7 @@ def test_gap_between_the_parts_is_refused(tmp_path: Path) -> None:
         write_metadata(tmp_path, parts)
 
 
-def test_an_object_saved_by_two_ranks_is_refused(tmp_path: Path) -> None:
+def test_object_saved_by_two_ranks_is_refused(tmp_path: Path) -> None:
     """Otherwise the last object would silently replace the first."""
     state = {"rng": ShardedObject("rng", 1, (1,), (0,))}
     parts = [write_part(tmp_path, HostCopies().take(dict(state)), rank, _go_on) for rank in range(2)]
@@ -186,7 +186,7 @@ def _load(rank: int, world_size: int, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("save_ranks", "load_ranks"), [(1, 2), (2, 1), (2, 2), (2, 4)])
-def test_a_checkpoint_loads_into_another_number_of_ranks(tmp_path: Path, save_ranks: int, load_ranks: int) -> None:
+def test_checkpoint_loads_into_another_number_of_ranks(tmp_path: Path, save_ranks: int, load_ranks: int) -> None:
     for published in run_ranks(tmp_path, save_ranks, _save, tmp_path):
         assert [type(outcome) for outcome in published] == [Published]
     assert find_latest(RunDir(tmp_path)).step == 40

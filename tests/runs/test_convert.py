@@ -47,7 +47,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_conversion_to_a_checkpoint_and_back(tmp_path: Path, published: Path) -> None:
+def test_weights_converted_to_a_checkpoint_and_back_are_unchanged(tmp_path: Path, published: Path) -> None:
     code, out, err = convert("hf-to-megatron", published, tmp_path / "m", "--tp", "2")
     assert (code, err) == (0, "") and out.startswith(f"{tmp_path / 'm'}: ")
     code, out, _ = convert("megatron-to-hf", tmp_path / "m", tmp_path / "back", "--shard-size", "20KB", "--json")
@@ -94,7 +94,7 @@ def test_missing_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_nothing(small_disk: Path, large: Path) -> None:
+def test_full_disk_leaves_no_output(small_disk: Path, large: Path) -> None:
     """The command sees the full disk before it writes; a test of the conversion itself fills the disk in the middle."""
     code, _, err = convert("hf-to-megatron", large, small_disk / "m")
     assert code == EXIT_USAGE and "needs 0.3 GB" in err

@@ -42,7 +42,7 @@ def on_one_rank(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir
     return run
 
 
-def test_two_ranks_then_one_then_three_leave_the_record_of_one(
+def test_run_on_two_ranks_then_one_then_three_leaves_the_record_of_one(
     on_one_rank: RunDir, tmp_path: Path, cache: Path
 ) -> None:
     run = prepare(tmp_path / "elastic", RECIPE)

@@ -65,7 +65,7 @@ def fabric(
     return report
 
 
-def test_sound_nodes_are_only_measured_together(tmp_path):
+def test_sound_nodes_are_measured_once_and_only_together(tmp_path):
     found = fabric(tmp_path, [None] * 3)
     assert found.hosts == ["n0", "n1", "n2"]
     assert found.bad == {}
@@ -86,7 +86,7 @@ def test_sound_nodes_are_only_measured_together(tmp_path):
         ),
     ],
 )
-def test_the_node_that_spoils_every_group_is_named(tmp_path, trouble, words, limits):
+def test_node_that_fails_in_every_group_is_named(tmp_path, trouble, words, limits):
     found = fabric(tmp_path, [None, None, trouble, None], limits=limits)
     assert list(found.bad) == ["n2"]
     assert words in found.bad["n2"]
@@ -94,13 +94,13 @@ def test_the_node_that_spoils_every_group_is_named(tmp_path, trouble, words, lim
     assert len(found.pairs) == 4
 
 
-def test_a_node_that_does_not_arrive_is_left_out_and_the_others_are_tested(tmp_path):
+def test_node_that_does_not_arrive_is_left_out_and_the_others_are_tested(tmp_path):
     found = fabric(tmp_path, [None] * 3, absent=(2,), limits=FabricTimeouts(meet=3.0, stage=15.0, slack=10.0))
     assert found.hosts == ["n0", "n1"]
     assert found.bad == {}
 
 
-def test_a_parent_survives_the_end_of_its_child():
+def test_failed_child_is_an_error_and_its_parent_continues():
     def fail() -> AllReduce:
         raise RuntimeError("NCCL error\nin ncclCommInitRank")
 
@@ -122,12 +122,12 @@ def test_two_nodes_that_are_slow_together_are_reported_and_neither_is_blamed():
     ]
 
 
-def test_the_parents_import_no_megatron_core_and_touch_no_device():
+def test_parents_import_no_megatron_core_and_touch_no_device():
     found = "'megatron.core' in sys.modules, torch.cuda.is_initialized()"
     program = f"import sys, torch, megatron_rl.fabric.check; print({found})"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.split() == ["False", "False"]
 
 
-def test_a_node_counts_only_with_all_its_ranks():
+def test_node_counts_only_with_all_its_ranks():
     assert whole_nodes(["a", "a", "b", None, "c", "c"]) == {"a": (0, 1), "c": (4, 5)}

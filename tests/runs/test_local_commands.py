@@ -59,7 +59,7 @@ def started(call: Call) -> RunDir:
     return run
 
 
-def test_status_cancel_and_resume(call):
+def test_drained_run_is_reported_as_stopped_and_can_be_resumed(call):
     run = started(call)
     status = json.loads(call("mrl", "status", "--json").stdout)
     assert (status["run"], status["state"], status["cluster"], status["job"]) == ("r", "running", "local", None)
@@ -73,7 +73,7 @@ def test_status_cancel_and_resume(call):
     assert (said["run_dir"], said["attempt"]) == (str(run.root), 2)
 
 
-def test_cancel_without_drain_kills(call):
+def test_cancel_without_drain_kills_the_run(call):
     run = started(call)
     assert call("mrl", "cancel", "--yes").stdout == "r: killed\n"
     wait_for("the end", lambda: owner_of(run.lock) is None)
@@ -91,7 +91,7 @@ def test_options_for_slurm_are_refused_with_a_remedy(call):
     assert "a sweep of 2 runs needs a Slurm cluster" in call("mrl-submit", "demo", "training.seed=1,2", code=2).stderr
 
 
-def test_ls_and_logs(call):
+def test_ls_lists_runs_and_logs_prints_the_log_of_a_rank(call):
     call("mrl-submit", "demo", "training.steps=5", "--run-dir", "first", script="train")
     table = call("mrl", "ls").stdout.splitlines()
     assert table[0].split() == ["run", "state", "step", "last", "reward", "cluster", "job", "submitted"]
@@ -105,7 +105,7 @@ def test_ls_and_logs(call):
     assert said == "error: first: no log of the role nobody; the roles are: supervisor, train\n"
 
 
-def test_a_resumed_run_has_only_the_documented_freedom(call):
+def test_resume_accepts_only_the_documented_changes(call):
     call("mrl-submit", "demo", "training.steps=5", "--run-dir", "r", script="train")
     assert "already finished" in call("mrl", "resume", "r").stdout
     assert "grpo.group_size: 16 -> 8" in call("mrl", "resume", "r", "grpo.group_size=8", code=2).stderr
@@ -113,7 +113,7 @@ def test_a_resumed_run_has_only_the_documented_freedom(call):
     assert "changed: training.steps: 5 -> 7" in said
 
 
-def test_a_fork_that_cannot_start_leaves_nothing(call):
+def test_fork_that_cannot_start_leaves_nothing(call):
     call("mrl-submit", "demo", "training.steps=5", "--run-dir", "r", script="train")
     run = RunDir("r")
     run.checkpoint(3).mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_shells_complete_commands_recipes_keys_and_runs(call, monkeypatch):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_the_completion_is_a_script_of_that_shell(call, shell):
+def test_completion_prints_a_script_for_each_shell(call, shell):
     script = call("mrl", "completion", shell).stdout
     assert "_MRL_COMPLETE" in script
     assert "_MRL_SUBMIT_COMPLETE" in script
@@ -158,7 +158,7 @@ def test_the_completion_is_a_script_of_that_shell(call, shell):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, env={"PATH": os.environ["PATH"]})
 
 
-def test_a_run_that_is_local_by_default_says_why(call, monkeypatch, tmp_path):
+def test_run_that_is_local_by_default_says_why(call, monkeypatch, tmp_path):
     said = call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run").stderr.splitlines()[0]
     assert re.match(r"note: no cluster profile in \S+, so it runs on this machine; --cluster NAME .*h100", said)
     assert "note" not in call("mrl-submit", "demo", "--dry-run").stderr

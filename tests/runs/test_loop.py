@@ -49,7 +49,7 @@ def scalars(undisturbed: RunDir) -> EventAccumulator:
 # The record
 
 
-def test_there_is_one_line_a_step_with_registered_names_and_finite_numbers(undisturbed: RunDir) -> None:
+def test_each_step_has_one_line_with_registered_names_and_finite_numbers(undisturbed: RunDir) -> None:
     lines = lines_of(undisturbed.metrics)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
@@ -59,7 +59,7 @@ def test_there_is_one_line_a_step_with_registered_names_and_finite_numbers(undis
     assert all(expected <= line.keys() for line in lines)
 
 
-def test_the_numbers_are_those_of_the_recipe(undisturbed: RunDir) -> None:
+def test_metrics_agree_with_the_recipe(undisturbed: RunDir) -> None:
     for line in lines_of(undisturbed.metrics):
         step = line["step"]
         assert (line["first_ordinal"], line["next_ordinal"]) == (5 * step - 5, 5 * step)
@@ -76,7 +76,7 @@ def test_the_numbers_are_those_of_the_recipe(undisturbed: RunDir) -> None:
     assert len(rewards) > 2  # otherwise nothing was trained
 
 
-def test_evaluations_come_before_in_between_and_after(undisturbed: RunDir) -> None:
+def test_evaluations_run_before_during_and_after_training(undisturbed: RunDir) -> None:
     lines = lines_of(undisturbed.evaluations)
     assert [line["step"] for line in lines] == [0, 8, 16, 24]
     for line in lines:
@@ -98,7 +98,7 @@ def test_evaluations_come_before_in_between_and_after(undisturbed: RunDir) -> No
         "time/log_probs_s",
     ],
 )
-def test_tensorboard_shows_what_the_record_holds(undisturbed: RunDir, scalars: EventAccumulator, name: str) -> None:
+def test_tensorboard_shows_the_values_of_the_record(undisturbed: RunDir, scalars: EventAccumulator, name: str) -> None:
     events = scalars.Scalars(name)
     record = lines_of(undisturbed.metrics)
     assert [event.step for event in events] == [line["step"] for line in record]
@@ -117,7 +117,7 @@ def test_sample_rollouts_can_be_read(undisturbed: RunDir) -> None:
     assert "reward" in text
 
 
-def test_a_finished_run_says_so(undisturbed: RunDir) -> None:
+def test_finished_run_has_an_outcome_and_its_last_checkpoint(undisturbed: RunDir) -> None:
     assert outcome_of(undisturbed.attempt(1)) == Outcome(FINISHED, STEPS)
     assert undisturbed.checkpoint_steps()[0] == STEPS
     assert not undisturbed.attempt(1).errors()
@@ -126,7 +126,7 @@ def test_a_finished_run_says_so(undisturbed: RunDir) -> None:
 # Interruptions
 
 
-def test_a_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, tmp_path: Path, cache: Path) -> None:
+def test_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, tmp_path: Path, cache: Path) -> None:
     """All ranks are killed three times, each at a random moment after some step; then the run finishes."""
     run_dir = prepare(tmp_path / "killed", loop_recipe())
     moments = random.Random(7)
@@ -143,7 +143,7 @@ def test_a_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, 
 
 
 @pytest.mark.slow  # test_loop_layouts.py covers four ranks that depend on each other
-def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> None:
+def test_run_on_four_ranks_survives_a_kill_and_a_drain(tmp_path: Path, cache: Path) -> None:
     """Four ranks have different shares of the prompts. Without KL penalty each trains only on answers with an
     advantage, and groups move to ranks with less work."""
     grpo = {"kl_beta": 0.0, "prompts_per_step": 14, "group_size": 8}
@@ -211,7 +211,7 @@ def test_run_whose_data_were_edited_resumes_only_as_a_fork(tmp_path: Path, cache
 # Failures
 
 
-def test_a_failing_rank_says_what_happened_and_takes_the_others_along(tmp_path: Path, cache: Path) -> None:
+def test_failing_rank_reports_its_error_and_ends_the_others(tmp_path: Path, cache: Path) -> None:
     run_dir = prepare(tmp_path / "failing", loop_recipe())
     attempt = Attempt(run_dir, cache, sabotage=_fail_in_step_3_of_rank_1)
     assert attempt.exit_codes() == [EXIT_CRASHED] * 2, attempt.logs()
@@ -224,7 +224,7 @@ def test_a_failing_rank_says_what_happened_and_takes_the_others_along(tmp_path: 
     assert [line["step"] for line in lines_of(run_dir.metrics)] == [1, 2]
 
 
-def test_a_rank_that_has_other_problems_than_the_others_fails(tmp_path: Path, cache: Path) -> None:
+def test_rank_with_other_problems_than_the_others_fails(tmp_path: Path, cache: Path) -> None:
     run_dir = prepare(tmp_path / "run", loop_recipe(model={"init": "from-scratch"}))
     attempt = Attempt(run_dir, cache, sabotage=_forget_a_problem_on_rank_1)
     assert attempt.exit_codes() == [EXIT_CRASHED] * 2, attempt.logs()
@@ -257,7 +257,7 @@ def test_persistently_non_finite_gradients_stop_the_run_before_a_bad_save(tmp_pa
     ],
     ids=["unknown environment", "bad argument", "missing character", "prompt too long"],
 )
-def test_a_recipe_that_cannot_run_exits_with_the_configuration_code(
+def test_recipe_that_cannot_run_exits_with_the_configuration_code(
     tmp_path: Path, cache: Path, sections: dict[str, Any], complaint: str
 ) -> None:
     recipe = loop_recipe(job={"gpus_per_node": 1}, model={"init": "from-scratch"}, **sections)
@@ -266,7 +266,7 @@ def test_a_recipe_that_cannot_run_exits_with_the_configuration_code(
     assert complaint in read_error(attempt, 0)["error"]
 
 
-def test_another_megatron_core_is_one_clear_error(tmp_path: Path, cache: Path) -> None:
+def test_unsupported_megatron_core_is_one_clear_error(tmp_path: Path, cache: Path) -> None:
     attempt = Attempt(prepare(tmp_path / "run", loop_recipe()), cache, ranks=1, sabotage=_expect_another_megatron_core)
     assert attempt.exit_codes() == [EXIT_CONFIG], attempt.logs()
     error = read_error(attempt, 0)["error"]

@@ -94,7 +94,7 @@ def test_pipelined_training_and_generation_on_tensor_parallel_ranks_agree_with_o
         pytest.param(2, {"training": {"tp": 2, "sequence_parallel": True}}, id="TP2 SP", marks=pytest.mark.slow),
     ],
 )
-def test_any_other_layout_agrees_with_one_rank(
+def test_every_layout_agrees_with_one_rank(
     ranks: int, placement: dict[str, Any], alone: RunDir, tmp_path: Path, cache: Path
 ) -> None:
     agree(finished(prepare(tmp_path / "run", recipe(ranks, placement)), cache, ranks), alone)

@@ -16,7 +16,7 @@ OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX
 LIMIT_S = 290
 
 
-def test_what_compares_bits_passes_with_the_kernels_for_an_older_processor() -> None:
+def test_tests_of_equal_bits_pass_with_the_kernels_of_an_older_processor() -> None:
     files = [file for file in (TESTS / "unit").rglob("test_*.py") if "pytest.mark.bits" in file.read_text("utf-8")]
     assert files
     command = [sys.executable, "-m", "pytest", "-m", "bits and not slow", "-p", "no:cacheprovider", *map(str, files)]

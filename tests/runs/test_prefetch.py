@@ -196,7 +196,7 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_model_is_fetched_once_without_its_copies_in_other_formats(hub, profile):
+def test_model_is_fetched_once_without_its_copies_in_other_formats(hub, profile):
     cache, need = Cache.of(profile), Need("model", "org/model")
     assert cache.find(need) is None
     assert fetch(need, cache)
@@ -208,7 +208,7 @@ def test_a_model_is_fetched_once_without_its_copies_in_other_formats(hub, profil
     assert not [request for request in hub.asked if request.startswith("GET")]
 
 
-def test_the_job_finds_it_offline(stock):
+def test_job_finds_fetched_data_offline(stock):
     from huggingface_hub import snapshot_download
 
     hub = stock.cache.huggingface / "hub"
@@ -241,7 +241,7 @@ def test_partial_download_does_not_count(hub, profile, capfd):
         ("not a name", "not a name on the hub"),
     ],
 )
-def test_a_refusal_is_one_line_with_a_remedy(hub, profile, capfd, name, words):
+def test_refusal_is_one_line_with_a_remedy(hub, profile, capfd, name, words):
     hub.gated.add("models/org/model")
     assert not fetch(Need("model", name), Cache.of(profile))
     said = capfd.readouterr().err
@@ -257,7 +257,7 @@ def test_token_of_the_user_is_used_and_not_stored(stock):
     assert not [text for text in written if b"hunter2" in text]
 
 
-def test_the_record_moves_with_the_cache(stock, tmp_path):
+def test_record_moves_with_the_cache(stock, tmp_path):
     moved = Stock(tmp_path / "moved", set())
     shutil.copytree(stock.root, moved.root, symlinks=True)
     assert names(moved.cache.find(Need("dataset", "org/data"))) == set(DATA)
@@ -265,7 +265,7 @@ def test_the_record_moves_with_the_cache(stock, tmp_path):
     assert moved.cache.find(Need("dataset", "org/data")) is None
 
 
-def test_a_recipe_needs_each_thing_once(profile):
+def test_recipe_needs_each_image_model_and_dataset_once(profile):
     config = load_recipe("qwen2.5-32b-dapo").config
     assert needs(config, profile) == [
         Need("image", "org/image:1"),
@@ -281,7 +281,7 @@ def test_a_recipe_needs_each_thing_once(profile):
     assert needs(load_recipe("demo").config, None) == []
 
 
-def test_a_dry_run_lists_missing_files_with_a_remedy(profile):
+def test_dry_run_lists_missing_files_with_a_remedy(profile):
     config = load_recipe("qwen2.5-32b-dapo").config
     image, others = missing(config, profile)
     assert image.startswith("image org/image:1 is not in ")
@@ -295,7 +295,7 @@ def test_a_dry_run_lists_missing_files_with_a_remedy(profile):
     assert missing(path, profile)[0] == "image /nowhere.sqsh is missing or not a complete squashfs file"
 
 
-def test_an_image_for_the_login_node_is_imported_before_submitting_or_nothing_is_submitted(profile, capfd, monkeypatch):
+def test_image_for_the_login_node_is_imported_before_submitting_or_nothing_is_submitted(profile, capfd, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     import_image_on_login(load_recipe("demo").config, profile)
     with pytest.raises(BadInput, match=r"image org/image:1 could not be imported here \(image\.import_on: login\)"):
@@ -322,7 +322,7 @@ def test_files_of_a_package_are_exported_and_not_fetched(profile, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_the_command_fetches_and_reports(hub, profile, tmp_path, monkeypatch):
+def test_prefetch_fetches_everything_and_reports_it(hub, profile, tmp_path, monkeypatch):
     clusters = tmp_path / "clusters.yaml"
     lab = {"gpus_per_node": 8, "run_root": profile.run_root, "partition": "gpu", "container": None}
     clusters.write_text(yaml.safe_dump({"clusters": {"lab": lab}}))
@@ -354,17 +354,17 @@ def test_missing_internet_is_reported():
     assert said.startswith("model a/b: [Errno 111] Connection refused; is there internet here?")
 
 
-def test_an_unwritable_cache_is_named():
+def test_unwritable_cache_is_named():
     error = PermissionError(13, "Permission denied", "/cache/hub")
     assert explain("model", "a/b", error) == "model a/b: /cache/hub: Permission denied"
 
 
-def test_names_make_distinct_records(tmp_path):
+def test_each_name_has_a_record_of_its_own(tmp_path):
     found = {record_of(tmp_path, kind, name) for kind in ("model", "tokenizer") for name in ("a/b", "a--c", "a")}
     assert len(found) == 6
 
 
-def test_the_child_is_online_whatever_the_user_exported(profile):
+def test_child_process_is_online_whatever_the_user_exported(profile):
     env = _environment(Cache.of(profile), {"HF_HUB_OFFLINE": "1", "HF_TOKEN_PATH": "/t"})
     assert (env["HF_HUB_OFFLINE"], env["HF_TOKEN_PATH"]) == ("0", "/t")
     assert env["HF_HOME"] == str(Path(profile.run_root) / "cache" / "huggingface")

@@ -27,7 +27,7 @@ def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
     return Profile.model_validate({**values, "container": container})
 
 
-def test_it_imports_communicates_writes_and_says_where_it_may_run(on, tmp_path):
+def test_probe_reports_versions_and_usable_cpus_and_leaves_no_files(on, tmp_path):
     found = probe(on, None, tmp_path, gpus=False)
     assert (found.failure, found.gpus) == (None, 0)
     assert "megatron-core" in found.versions
@@ -48,11 +48,11 @@ def test_faults_of_the_container_are_reported(on, tmp_path):
     assert probe(on, None, tmp_path, gpus=True).failure == "enroot-mount: failed to mount: /data"
 
 
-def test_an_image_without_megatron_core_fails_here_and_not_in_a_job(on, tmp_path):
+def test_image_without_megatron_core_is_reported_before_a_job_runs(on, tmp_path):
     bare = on.model_copy(update={"python": "/usr/bin/python3"})
     assert "No module named" in str(probe(bare, None, tmp_path, gpus=False).failure)
 
 
-def test_an_image_that_has_to_be_imported_first_is_no_fault(on, tmp_path):
+def test_image_not_imported_yet_is_no_fault(on, tmp_path):
     on = on.model_copy(update={"container": Container(image="nvcr.io#team/mrl:1")})
     assert probe(on, None, tmp_path, gpus=True) == RankFacts(unasked="nvcr.io#team/mrl:1 is not imported yet")

@@ -36,17 +36,17 @@ def run(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("at", ["pathlib", "click", "launcher.cli.completion", "launcher.cli.submit.launch"])
-def test_ctrl_c_while_it_loads(at):
+def test_ctrl_c_during_imports_is_one_line_and_exit_code_130(at):
     code, out, said = start("mrl-submit", "demo", "--dry-run", at=at)
     assert (code, out, said.strip()) == (130, "", "interrupted")
 
 
-def test_ctrl_c_within_a_command_of_mrl():
+def test_ctrl_c_during_a_command_is_one_line_and_exit_code_130():
     code, out, said = start("mrl", "recipes", at="launcher.recipe.load")
     assert (code, out, said.strip()) == (130, "", "interrupted")
 
 
-def test_other_ends_keep_their_codes():
+def test_bad_usage_exits_with_2_and_success_with_0():
     code, out, said = run("mrl-submit", "demoo")
     assert (code, out) == (2, "")
     assert said.startswith("error: no recipe is called 'demoo'")
@@ -56,7 +56,7 @@ def test_other_ends_keep_their_codes():
     assert "demo" in out
 
 
-def test_full_output_is_one_error():
+def test_full_disk_for_the_output_is_one_error():
     for words in (("mrl", "recipes"), ("mrl", "--help"), ("mrl-submit", "demo", "--dry-run")):
         with open("/dev/full", "w") as full:  # noqa: PTH123
             done = commands.run(words, stdout=full.fileno())
@@ -73,7 +73,7 @@ def test_removed_working_directory_is_reported(tmp_path, monkeypatch):
     assert (code, said) == (2, "error: the current directory was removed; cd to another one\n")
 
 
-def test_errors_are_data_where_json_was_asked_for():
+def test_errors_are_json_with_the_option_json():
     code, out, said = run("mrl-submit", "demoo", "--json")
     assert code == 2
     told = json.loads(out)

@@ -65,7 +65,7 @@ def rehearsed() -> Iterator[Rehearse]:
             process.kill()
 
 
-def test_the_command_says_what_each_rank_held_in_every_phase_of_a_step() -> None:
+def test_rehearse_reports_the_memory_of_each_rank_in_every_phase() -> None:
     result = CliRunner().invoke(command, ["demo", "--json"])
     assert result.exit_code == 0, result.output
     (rank,) = json.loads(result.output)["ranks"]
@@ -85,7 +85,7 @@ def test_the_command_says_what_each_rank_held_in_every_phase_of_a_step() -> None
     "recipe",
     [pytest.param(name, marks=() if name in NORMAL else pytest.mark.slow) for name in shipped_recipes()],
 )
-def test_a_shipped_recipe_goes_through_as_planned_and_fits(rehearsed: Rehearse, recipe: str) -> None:
+def test_shipped_recipe_needs_the_planned_memory_and_fits(rehearsed: Rehearse, recipe: str) -> None:
     limit = gpu_bytes(load_recipe(recipe).config, load_clusters().choose_profile("h100", None)[1])
     for rank, planned in rehearsed(recipe):
         assert rank.failure is None
@@ -96,7 +96,7 @@ def test_a_shipped_recipe_goes_through_as_planned_and_fits(rehearsed: Rehearse, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", LAYOUTS.values(), ids=LAYOUTS)
-def test_other_layouts_need_what_is_planned(rehearsed: Rehearse, asked: tuple[str, ...]) -> None:
+def test_other_layouts_need_the_planned_memory(rehearsed: Rehearse, asked: tuple[str, ...]) -> None:
     for rank, planned in rehearsed(*asked):
         assert rank.failure is None
         as_planned(rank, planned)
@@ -119,7 +119,9 @@ def as_planned(rank: Rehearsal, planned: Memory) -> None:
     [("qwen2.5-3b-dapo", 12, None), ("qwen3-30b-a3b-dapo", 6, 32)],
     ids=["dense", "experts"],
 )
-def test_memory_of_all_layers_and_experts_follows_from_a_few(recipe: str, layers: int, experts: int | None) -> None:
+def test_memory_of_all_layers_and_experts_is_predicted_from_a_few(
+    recipe: str, layers: int, experts: int | None
+) -> None:
     """The prediction holds in every phase of a step and for every holder, to the rounding of a buffer. For experts the
     tolerance is the work of a single expert, which has fewer tokens where there are more experts."""
     program = f"""
@@ -183,7 +185,7 @@ print(json.dumps(found))
 """
 
 
-def test_what_would_fail_on_a_gpu_fails_by_name() -> None:
+def test_planted_faults_are_reported_with_phase_and_place() -> None:
     """The faults are planted: a tensor of the wrong device, one of the wrong shape, an error of the code, and a model
     that is too small for its tokenizer."""
     ran = subprocess.run([sys.executable, "-c", PLANTED], capture_output=True, text=True, timeout=300, check=False)

@@ -56,7 +56,7 @@ def calls(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("readable_by", "mode"), [("me", 0o700), ("group", 0o750), ("all", 0o755)])
-def test_the_profile_says_who_may_read_a_run(cluster, tmp_path, readable_by, mode):
+def test_profile_decides_who_may_read_a_run(cluster, tmp_path, readable_by, mode):
     clusters = json.loads((tmp_path / "clusters.yaml").read_text())
     clusters["lab"]["readable_by"] = readable_by
     (tmp_path / "clusters.yaml").write_text(json.dumps(clusters))
@@ -79,7 +79,7 @@ def test_shown_script_equals_the_submitted_script(cluster, tmp_path):
     assert run.last_attempt() == 0, "the job opens its attempts itself"
 
 
-def test_a_dry_run_keeps_stdout_for_the_script(cluster):
+def test_dry_run_keeps_stdout_for_the_script(cluster):
     done = submit("--dry-run")
     assert done.stdout.startswith("#!/bin/bash\n")
     assert "would submit to lab: demo on 1 node x 2 CPU processes, colocated" in done.stderr
@@ -88,7 +88,7 @@ def test_a_dry_run_keeps_stdout_for_the_script(cluster):
     assert whole["resolved"]["cluster"] == "lab"
 
 
-def test_a_refused_job_leaves_nothing(cluster, tmp_path):
+def test_refused_job_leaves_no_files(cluster, tmp_path):
     cluster("sbatch", "echo 'sbatch: error: invalid partition specified: gold' >&2; exit 1")
     done = submit(code=2)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
@@ -103,7 +103,7 @@ def test_a_refused_job_leaves_nothing(cluster, tmp_path):
 HARVEST = ("placement.mode=partitioned", "placement.inference.nodes=1", "job.nodes=2", "harvest.max_replicas=1")
 
 
-def test_a_partition_for_harvested_replicas_that_slurm_does_not_have_is_refused(cluster, tmp_path):
+def test_unknown_partition_for_harvested_replicas_is_refused(cluster, tmp_path):
     cluster("sinfo", "echo gold; echo backfill")
     for words in (
         ["harvest.partition='gold,backfil'"],
@@ -122,7 +122,7 @@ def test_a_partition_for_harvested_replicas_that_slurm_does_not_have_is_refused(
     assert len(calls(tmp_path)) == 2
 
 
-def test_a_refused_change_leaves_the_old_run_as_it_was(cluster, tmp_path):
+def test_refused_change_leaves_the_old_run_unchanged(cluster, tmp_path):
     submit("training.steps=800", "--run-dir", "r")
     run = RunDir(tmp_path / "r")
     before = {path: path.read_text() for path in (run.resolved, run.script, run.plan)}
@@ -132,7 +132,7 @@ def test_a_refused_change_leaves_the_old_run_as_it_was(cluster, tmp_path):
     assert not run.changes.exists()
 
 
-def test_a_refused_update_of_the_code_leaves_the_old_code(cluster, tmp_path):
+def test_refused_update_of_the_code_leaves_the_old_code(cluster, tmp_path):
     submit("--run-dir", "r")
     run = RunDir(tmp_path / "r")
     cluster("sbatch", "echo 'sbatch: error: Batch job submission failed: no' >&2; exit 1")
@@ -174,12 +174,12 @@ def test_sbatch_without_a_job_id_may_have_created_a_job(cluster, tmp_path, answe
     assert RunDir(tmp_path / "r").script.is_file()
 
 
-def test_a_federated_answer_names_the_cluster_behind_the_id(cluster):
+def test_job_id_of_a_federated_cluster_is_read_without_its_cluster(cluster):
     cluster("sbatch", "echo '4711;east'")
     assert json.loads(submit("--json").stdout)["job_id"] == "4711"
 
 
-def test_a_job_does_not_inherit_the_job_that_it_is_submitted_from(cluster, tmp_path, monkeypatch):
+def test_job_does_not_inherit_variables_of_the_job_it_is_submitted_from(cluster, tmp_path, monkeypatch):
     for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CONF", "HF_TOKEN"):
         monkeypatch.setenv(name, "7")
     submit()
@@ -221,7 +221,7 @@ def test_partly_accepted_sweep_names_the_accepted_runs(cluster, tmp_path):
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["seed=1"]
 
 
-def test_a_finished_run_is_not_submitted_again(cluster, tmp_path):
+def test_finished_run_is_not_submitted_again(cluster, tmp_path):
     submit("--run-dir", "r")
     RunDir(tmp_path / "r").done.touch()
     assert "already finished" in submit("--run-dir", "r").stdout
@@ -252,7 +252,7 @@ def queued(**facts: str) -> str:
     ],
     ids=["silent", "running", "completing"],
 )
-def test_one_job_owns_a_run(cluster, tmp_path, squeue, said):
+def test_run_with_a_live_job_is_not_submitted_again(cluster, tmp_path, squeue, said):
     submit("--run-dir", "r")
     record = tmp_path / "r" / "job.json"
     assert read(Owner, record).job_id == "101"

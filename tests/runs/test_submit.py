@@ -64,7 +64,7 @@ def finish(process: Command) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_a_run_from_start_to_end(submit, tmp_path):
+def test_finished_run_prints_its_results_and_leaves_no_temporary_files(submit, tmp_path):
     code, output = finish(submit("train", "demo", "training.steps=5"))
     assert code == 0, output
     (root,) = (tmp_path / "runs").iterdir()
@@ -78,7 +78,7 @@ def test_a_run_from_start_to_end(submit, tmp_path):
     assert not list((tmp_path / "tmp").iterdir()), "temporary files are left"
 
 
-def test_a_crash_shows_the_error_and_the_log(submit):
+def test_crash_shows_the_error_and_the_log(submit):
     code, output = finish(submit("train,crash", "demo", "--run-dir", "r"))
     assert code == 1
     assert "failed: rank 1 in step 3 (training): RuntimeError: boom" in output
@@ -94,14 +94,14 @@ def test_crash_without_an_error_file_shows_the_end_of_the_log(submit):
     assert "  | rank 1 is here" in output
 
 
-def test_a_configuration_that_the_ranks_refuse_is_bad_input(submit):
+def test_configuration_refused_by_the_ranks_is_bad_input(submit):
     code, output = finish(submit("misconfigured", "demo", "--run-dir", "r"))
     assert code == 2
     assert "ConfigurationError: no such tokenizer" in output
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_run_is_saved_and_its_hint_resumes_it(submit, signum, monkeypatch):
+def test_interrupted_run_is_saved_and_the_printed_command_resumes_it(submit, signum, monkeypatch):
     process = submit("long", "demo", "--run-dir", "r", "training.seed=3")
     rank_pids("r")
     os.killpg(process.pid, signum)  # as a terminal does: the whole process group gets it
@@ -122,7 +122,7 @@ def test_an_interrupted_run_is_saved_and_its_hint_resumes_it(submit, signum, mon
     assert "attempt 2" in output
 
 
-def test_a_second_ctrl_c_kills(submit):
+def test_second_ctrl_c_kills_the_ranks(submit):
     process = submit("stubborn", "demo", "--run-dir", "r")
     folder = RunDir("r").attempt(1).folder
     wait_for(lambda: (folder / "pid.1").exists())
@@ -146,7 +146,7 @@ def test_killed_mrl_submit_loses_nothing_and_leaves_no_process(submit):
     assert read_lines(LEDGER, RunDir("r").attempts_ledger).records[-1].outcome == "drained"
 
 
-def test_a_detached_run_lives_on_and_holds_no_pipe(submit):
+def test_detached_run_continues_and_holds_no_pipe(submit):
     code, output = finish(submit("long", "demo", "--run-dir", "r", "--detach"))
     assert code == 0
     pids = rank_pids("r")
@@ -159,7 +159,7 @@ def test_a_detached_run_lives_on_and_holds_no_pipe(submit):
     wait_for(lambda: not any(map(start_time, pids)))
 
 
-def test_a_reader_that_leaves_does_not_end_the_run(submit):
+def test_closed_pipe_does_not_end_the_run(submit):
     process = submit("train", "demo", "--run-dir", "r", "training.steps=5")
     assert process.stdout.readline().startswith("starting demo")
     process.stdout.close()  # as `head -1` does
@@ -167,7 +167,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(submit):
     assert RunDir("r").done.exists()
 
 
-def test_a_terminal_sees_a_panel(submit):
+def test_terminal_shows_a_live_panel(submit):
     ours, theirs = pty.openpty()
     process = submit("train", "demo", "--run-dir", "r", "training.steps=5", stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -183,7 +183,7 @@ def test_a_terminal_sees_a_panel(submit):
     assert "5/5" in seen.decode()
 
 
-def test_a_dry_run_writes_nothing(submit, tmp_path):
+def test_dry_run_writes_nothing(submit, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     code, output = finish(submit("crash", "demo", "--dry-run", "grpo.group_size=8"))
     assert code == 0
@@ -201,6 +201,6 @@ def test_bad_input_is_one_message_per_problem_and_code_2(submit, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_unknown_cluster_is_refused(submit):
+def test_unknown_cluster_is_refused(submit):
     code, output = finish(submit("crash", "demo", "--cluster", "moon"))
     assert (code, "--cluster: no cluster is called 'moon'" in output) == (2, True)

@@ -74,7 +74,7 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
         one.process.communicate()
 
 
-def test_a_finished_attempt_is_recorded_and_done(supervise):
+def test_finished_attempt_is_recorded_and_writes_the_done_file(supervise):
     run = supervise("train")
     assert run.wait() == 0
     assert read(Done, run.run.done).step == 5
@@ -86,7 +86,7 @@ def test_a_finished_attempt_is_recorded_and_done(supervise):
     assert owner_of(run.run.lock) is None
 
 
-def test_ranks_get_their_identity(supervise, monkeypatch):
+def test_ranks_get_their_identity_in_the_environment(supervise, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     for name in (*WAITING_THREADS, *KEPT_MEMORY):
         monkeypatch.delenv(name, raising=False)
@@ -105,14 +105,14 @@ def test_ranks_get_their_identity(supervise, monkeypatch):
     }
 
 
-def test_the_users_choice_of_gpus_reaches_the_ranks(supervise, monkeypatch):
+def test_gpus_chosen_by_the_user_reach_the_ranks(supervise, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
     run = supervise("train", "--device", "cuda")
     assert run.wait() == 0
     assert json.loads((run.attempt.folder / "env.0.json").read_text())["CUDA_VISIBLE_DEVICES"] == "5,3"
 
 
-def test_one_failing_rank_ends_all_and_its_error_is_the_verdict(supervise):
+def test_failing_rank_ends_all_and_its_error_is_the_verdict(supervise):
     run = supervise("long,crash")
     assert run.wait() == 1
     assert (run.end.outcome, run.end.rank, run.end.error) == ("crashed", 1, "RuntimeError: boom")
@@ -120,14 +120,14 @@ def test_one_failing_rank_ends_all_and_its_error_is_the_verdict(supervise):
     assert not run.run.done.exists()
 
 
-def test_of_several_errors_the_first_one_is_the_cause(supervise):
+def test_first_of_several_errors_is_the_cause(supervise):
     run = supervise("consequence,crash", "--grace", "3")
     run.wait()
     assert len(run.attempt.errors()) == 2
     assert run.end.error == "RuntimeError: boom"
 
 
-def test_a_bad_configuration_has_its_own_code(supervise):
+def test_bad_configuration_has_its_own_exit_code(supervise):
     run = supervise("misconfigured")
     assert run.wait() == 78
     assert run.end.outcome == "misconfigured"
@@ -140,13 +140,13 @@ def test_signal_is_named_if_a_rank_left_no_error(supervise):
     assert "SIGSEGV" in run.end.error
 
 
-def test_leaving_with_75_but_no_outcome_is_a_crash(supervise):
+def test_exit_code_75_without_an_outcome_is_a_crash(supervise):
     run = supervise("liar")
     assert run.wait() == 1
     assert "without recording an outcome" in run.end.error
 
 
-def test_a_hanging_rank_that_ignores_sigterm_does_not_survive_its_sister(supervise):
+def test_hanging_rank_that_ignores_sigterm_is_killed_after_another_rank_fails(supervise):
     run = supervise("stubborn,crash")
     assert run.wait() == 1
     assert run.survivors() == []
@@ -161,7 +161,7 @@ def test_children_of_a_rank_end_with_it(supervise):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_drains(supervise, signum):
+def test_signal_drains_the_run(supervise, signum):
     run = supervise("long")
     run.wait_for_ranks()
     run.process.send_signal(signum)
@@ -177,7 +177,7 @@ def ask(attempt: Attempt, seconds: float) -> None:
     write(attempt.drain, Drain("test", "test", now, now + seconds))
 
 
-def test_a_drain_file_drains(supervise):
+def test_drain_file_drains_the_run(supervise):
     run = supervise("long")
     run.wait_for_ranks()
     ask(run.attempt, 30)
@@ -231,7 +231,7 @@ def test_ranks_die_with_a_killed_supervisor_and_the_next_attempt_says_so(supervi
     assert [end.attempt for end in ends_in(read_ledger(run.run)) if end.outcome == "lost"] == [1]
 
 
-def test_the_death_of_its_owner_drains(supervise):
+def test_death_of_its_owner_drains_the_run(supervise):
     owner = subprocess.Popen(["sleep", "60"])
     run = supervise("long", "--owner", f"{owner.pid}:{start_time(owner.pid)}")
     run.wait_for_ranks()
@@ -241,7 +241,7 @@ def test_the_death_of_its_owner_drains(supervise):
     owner.wait()
 
 
-def test_a_run_has_one_owner(supervise):
+def test_second_owner_of_a_run_is_refused(supervise):
     first = supervise("long")
     first.wait_for_ranks()
     second = supervise("train", number=1)
@@ -250,21 +250,21 @@ def test_a_run_has_one_owner(supervise):
     assert first.process.poll() is None
 
 
-def test_overtaken_attempt_does_not_start(supervise, tmp_path):
+def test_attempt_with_a_newer_successor_does_not_start(supervise, tmp_path):
     RunDir(tmp_path).attempt(2).folder.mkdir(parents=True)
     run = supervise("train", number=1)
     assert run.wait() == 2
     assert "overtaken by attempt 2" in run.process.stderr.read()
 
 
-def test_a_finished_run_is_left_alone(supervise, tmp_path):
+def test_finished_run_is_not_started_again(supervise, tmp_path):
     write(RunDir(tmp_path).done, Done(1, 5, 0.0))
     run = supervise("crash")
     assert run.wait() == 0
     assert not run.run.attempts_ledger.exists()
 
 
-def test_an_address_left_behind_is_removed(supervise, tmp_path):
+def test_address_file_of_an_earlier_start_is_removed(supervise, tmp_path):
     attempt = RunDir(tmp_path).attempt(1)
     attempt.folder.mkdir(parents=True)
     attempt.address("train").parent.mkdir(parents=True)
@@ -274,7 +274,7 @@ def test_an_address_left_behind_is_removed(supervise, tmp_path):
     assert not attempt.address("train").exists()
 
 
-def test_a_process_is_known_by_pid_and_start():
+def test_zombie_has_no_start_time():
     assert start_time(os.getpid()) is not None
     child = subprocess.Popen(["true"])
     time.sleep(0.2)

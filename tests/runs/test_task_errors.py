@@ -62,7 +62,7 @@ RECIPE = ("environment.name=broken-task", "model.init=from-scratch", "job.gpus_p
         ),
     ],
 )
-def test_the_terminal_shows_the_authors_line(
+def test_terminal_shows_the_line_of_the_environment_that_failed(
     tmp_path: Path, fails: str, code: int, headline: str, source: str, error: str
 ) -> None:
     (tmp_path / "broken_task.py").write_text(TASK)

@@ -132,7 +132,7 @@ def test_two_ranks_train_like_one(name: str, on_two_ranks: Any, platform: Any, g
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_two_ranks_hold_the_same_bits(name: str, on_two_ranks: Any) -> None:
+def test_two_ranks_have_bit_equal_weights(name: str, on_two_ranks: Any) -> None:
     (one_tally, one_weights), (other_tally, other_weights) = on_two_ranks[name]
     assert one_tally == other_tally
     assert torch.equal(one_weights, other_weights)
@@ -160,7 +160,9 @@ def initial_weights(rank: int, ranks: int, dtype: str, distributed: bool) -> lis
 
 
 @pytest.mark.parametrize(("dtype", "distributed"), [("fp32", True), ("bf16", False)])
-def test_ranks_that_made_different_weights_begin_with_the_same(tmp_path: Path, dtype: str, distributed: bool) -> None:
+def test_ranks_with_different_initial_weights_start_with_equal_ones(
+    tmp_path: Path, dtype: str, distributed: bool
+) -> None:
     one, other = run_ranks(tmp_path, 2, initial_weights, dtype, distributed)
     assert len(one) == len(other) > 10
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))

@@ -107,7 +107,7 @@ def lives(process: psutil.Process) -> bool:
 # One W&B run per run
 
 
-def test_a_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server: Server, tmp_path: Path) -> None:
+def test_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server: Server, tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine", tags="[long, cold]")
     first = record_of(run, 1)
     first.evaluation(0, {"eval/held_out/greedy_accuracy": 0.25})
@@ -144,7 +144,7 @@ def test_a_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server
     assert (identity(run).url or "").endswith(f"/runs/{identity(run).id}")
 
 
-def test_a_fork_is_another_wandb_run_with_the_steps_of_its_source(server: Server, tmp_path: Path) -> None:
+def test_fork_is_another_wandb_run_with_the_steps_of_its_source(server: Server, tmp_path: Path) -> None:
     source = a_run(tmp_path / "source")
     write(source.wandb, WandbRun("of-the-source"))
     for number in (1, 2, 3):
@@ -160,7 +160,7 @@ def test_a_fork_is_another_wandb_run_with_the_steps_of_its_source(server: Server
     assert shown(server, target).config["fork"] == {"from": str(source.root), "step": 2}
 
 
-def test_an_offline_record_is_complete_and_uploaded_by_wandb_sync(server: Server, tmp_path: Path) -> None:
+def test_offline_record_is_complete_and_uploaded_by_wandb_sync(server: Server, tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine", mode="offline")
     for number in (1, 2, 3):
         append(run.metrics, MetricsLine(number, {"loss": float(number)}))
@@ -182,7 +182,7 @@ def test_an_offline_record_is_complete_and_uploaded_by_wandb_sync(server: Server
 # Failures of W&B do not affect the run
 
 
-def test_a_wandb_that_cannot_start_is_logged_once_and_catches_up_later(
+def test_failed_start_of_wandb_is_logged_once_and_its_steps_are_sent_later(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mirror, "RESTART_S", 0.0)
@@ -206,7 +206,7 @@ def test_a_wandb_that_cannot_start_is_logged_once_and_catches_up_later(
     assert shown(server, run).curve("loss") == [(each, each) for each in range(1, number + 1)]
 
 
-def test_a_server_that_never_answers_delays_the_end_of_a_run_by_seconds(
+def test_silent_server_delays_the_end_of_a_run_by_seconds(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mirror, "FINISH_S", 1.0)
@@ -246,7 +246,7 @@ def test_nothing_of_wandb_outlives_a_killed_rank(server: Server, tmp_path: Path)
     assert shown(server, run).state == "failed"
 
 
-def test_a_recipe_with_wandb_is_refused_if_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_with_wandb_is_refused_if_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     check_installed(LoggingConfig(wandb=WandbConfig(project="p")))
 
     def missing(name: str) -> str:
@@ -261,14 +261,16 @@ def test_a_recipe_with_wandb_is_refused_if_it_is_not_installed(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("secrets", "mode", "told"), [([], "online", True), (["WANDB_API_KEY"], "online", False), ([], "offline", False)]
 )
-def test_a_job_that_will_have_no_key_is_noted(tmp_path: Path, secrets: list[str], mode: str, told: bool) -> None:
+def test_missing_wandb_key_of_a_job_is_noted_at_submission(
+    tmp_path: Path, secrets: list[str], mode: str, told: bool
+) -> None:
     profile = load_clusters(environ={"HOME": str(tmp_path)}).profile("h100").model_copy(update={"secrets": secrets})
     recipe = load_recipe("demo", ["logging.wandb.project=p", f"logging.wandb.mode={mode}"])
     notes = draft(recipe, "h100", profile, tmp_path / "run").notes
     assert any("WANDB_API_KEY is not among the secrets of h100" in note for note in notes) == told
 
 
-def test_the_rank_itself_never_imports_wandb() -> None:
+def test_rank_never_imports_wandb() -> None:
     program = (
         "import sys, megatron_rl.metrics.wandb.mirror, megatron_rl.metrics.wandb.upload; print('wandb' in sys.modules)"
     )
@@ -280,7 +282,7 @@ def test_the_rank_itself_never_imports_wandb() -> None:
 
 
 @given(looks=st.lists(st.sampled_from(["step", "evaluation", "look"]), max_size=40))
-def test_each_step_is_one_row_in_order_however_often_it_is_read(
+def test_each_step_is_one_row_in_order_however_often_the_record_is_read(
     looks: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run = RunDir(tmp_path_factory.mktemp("run"))
@@ -302,7 +304,7 @@ def test_each_step_is_one_row_in_order_however_often_it_is_read(
     assert [(row.step, row.values) for row in rows] == sorted(wanted.items())
 
 
-def test_a_line_that_is_being_written_or_torn_waits(tmp_path: Path) -> None:
+def test_partial_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     record = RecordReader(run, run.attempt(1))
     run.metrics.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
@@ -312,7 +314,7 @@ def test_a_line_that_is_being_written_or_torn_waits(tmp_path: Path) -> None:
     assert [(row.step, row.values) for row in record.rows(complete=True)] == [(2, {"loss": 2.0}), (3, {"loss": 3.0})]
 
 
-def test_the_time_of_a_step_comes_from_its_own_attempt(tmp_path: Path) -> None:
+def test_time_of_a_step_comes_from_its_own_attempt(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     lines = {
         1: [TimelineLine(0.5, 0, {}, resumed=0), TimelineLine(1.0, 1, {}), TimelineLine(2.0, 2, {})],

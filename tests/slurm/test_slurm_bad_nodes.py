@@ -28,7 +28,7 @@ def no_health_step(login: Login, condition: str) -> None:
 
 
 @together
-def test_without_a_spare_the_job_goes_elsewhere_and_avoids_the_bad_node(login: Login) -> None:
+def test_job_without_a_spare_node_moves_to_other_nodes_and_avoids_the_bad_one(login: Login) -> None:
     # Nodes 1 to 3 are the job's choice, and the third is taken until it has begun: so it gets the second, which is bad.
     login.confine(1, 3)
     sick = login.program("python", 'case "$(hostname) $*" in node02*host.health*) exit 1 ;; esac\nexec python3 "$@"')
@@ -44,7 +44,7 @@ def test_without_a_spare_the_job_goes_elsewhere_and_avoids_the_bad_node(login: L
 
 
 @together
-def test_the_only_nodes_there_are_are_not_avoided(login: Login) -> None:
+def test_bad_node_is_not_avoided_if_too_few_would_be_left(login: Login) -> None:
     """The job would wait for ever. Meanwhile the node is repaired here."""
     login.confine(4, 5)
     once = f"[[ -e {login.home}/once ]] || {{ touch {login.home}/once; exit 1; }}"
@@ -58,7 +58,7 @@ def test_the_only_nodes_there_are_are_not_avoided(login: Login) -> None:
 
 
 @together
-def test_a_health_check_that_cannot_start_blames_no_node_and_the_run_goes_on_once_it_can(login: Login) -> None:
+def test_health_check_that_cannot_start_blames_no_node_and_is_repeated(login: Login) -> None:
     login.confine(6, 7)
     once = login.home / "once"
     no_health_step(login, f"! [[ -e {once} ]] && touch {once}")
@@ -73,7 +73,7 @@ def test_a_health_check_that_cannot_start_blames_no_node_and_the_run_goes_on_onc
 
 
 @together
-def test_a_check_that_a_drain_cuts_short_blames_no_node(login: Login) -> None:
+def test_health_check_interrupted_by_a_drain_blames_no_node(login: Login) -> None:
     login.confine(8, 9)
     slow = login.program("python", 'case "$*" in *host.health*) sleep 1000 ;; esac\nexec python3 "$@"')
     login.profiles["stub"] |= {"health_check": True, "host_python": str(slow)}
@@ -86,7 +86,7 @@ def test_a_check_that_a_drain_cuts_short_blames_no_node(login: Login) -> None:
 
 
 @together
-def test_a_health_check_that_slurm_keeps_waiting_is_given_up(login: Login) -> None:
+def test_health_check_that_slurm_never_starts_times_out(login: Login) -> None:
     """srun waits for busy nodes without end; what keeps them busy here goes with the job."""
     login.confine(10, 10)
     begun = "squeue --noheader --steps --jobs=$SLURM_JOB_ID --format=%i | grep -q '[.]0$'"
@@ -102,7 +102,7 @@ def test_a_health_check_that_slurm_keeps_waiting_is_given_up(login: Login) -> No
 
 
 @together
-def test_a_node_without_room_for_the_image_is_replaced_by_the_spare_one(login: Login) -> None:
+def test_node_without_space_for_the_image_is_replaced_by_the_spare_node(login: Login) -> None:
     """Its disk is its own: to wait for room there is to wait for ever."""
     login.confine(1, 2)
     full = login.lab.directory / "full-node01"

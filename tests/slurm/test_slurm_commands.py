@@ -27,7 +27,7 @@ def run(owner: Login) -> Run:
     return run
 
 
-def test_a_run_is_found_by_name_path_job_id_or_as_the_newest(owner: Login, run: Run) -> None:
+def test_status_finds_a_run_by_name_path_or_job_id_or_takes_the_newest(owner: Login, run: Run) -> None:
     for name in ((), (run.dir.root.name,), (run.dir.root,), (run.job,)):
         status = told(owner, "status", *name)
         assert (status["state"], status["job"]["id"], status["run_dir"]) == ("running", run.job, str(run.dir.root))
@@ -37,7 +37,7 @@ def test_a_run_is_found_by_name_path_job_id_or_as_the_newest(owner: Login, run: 
     assert "no run is called" in owner.call("mrl", "status", "nobody", code=2).stderr
 
 
-def test_a_slurm_that_cannot_be_asked_is_no_ended_job(owner: Login, run: Run) -> None:
+def test_job_is_not_reported_as_ended_if_slurm_does_not_answer(owner: Login, run: Run) -> None:
     commands = owner.home / "bin"  # without squeue
     commands.mkdir()
     (commands / "sbatch").symlink_to(shutil.which("sbatch") or "")
@@ -51,7 +51,7 @@ def test_a_slurm_that_cannot_be_asked_is_no_ended_job(owner: Login, run: Run) ->
     assert f"Slurm does not answer about job {run.job}" in said
 
 
-def test_a_live_job_owns_its_run(owner: Login, run: Run) -> None:
+def test_run_with_a_live_job_is_neither_submitted_nor_resumed(owner: Login, run: Run) -> None:
     jobs = owner.lab.jobs()
     said = owner.call("mrl-submit", *STUB, "--run-dir", run.dir.root, code=2).stderr
     assert f"belongs to job {run.job}, which is running on node" in said
@@ -59,7 +59,7 @@ def test_a_live_job_owns_its_run(owner: Login, run: Run) -> None:
     assert owner.lab.jobs() == jobs
 
 
-def test_a_job_that_runs_already_is_not_taken_for_one_that_waits(owner: Login, run: Run) -> None:
+def test_scancel_of_pending_jobs_leaves_a_running_job_alone(owner: Login, run: Run) -> None:
     """`mrl cancel --drain` cancels a job that it believes to wait, and reports a job that is gone."""
     assert owner.lab.run("scancel", "--state=PENDING", run.job) == ""
     assert run.state() == "RUNNING"
@@ -68,7 +68,7 @@ def test_a_job_that_runs_already_is_not_taken_for_one_that_waits(owner: Login, r
     assert owner.lab.run("squeue", "--noheader", "--all", "--states=all", "--jobs=9999,9998") == ""
 
 
-def test_a_job_that_can_never_start_says_so(login: Login) -> None:
+def test_status_says_that_a_held_job_will_not_start(login: Login) -> None:
     login.profiles["stub"]["sbatch"] = ["--hold"]
     login.submit(*STUB)
     assert "it will not start: it is held: scontrol release" in told(login, "status")["reason"]
@@ -76,7 +76,7 @@ def test_a_job_that_can_never_start_says_so(login: Login) -> None:
     assert told(login, "status")["state"] == "cancelled"
 
 
-def test_slurm_estimates_a_start_and_nothing_is_submitted(login: Login) -> None:
+def test_option_test_only_prints_the_estimated_start_and_submits_nothing(login: Login) -> None:
     jobs = login.lab.jobs()
     said = json.loads(login.call("mrl-submit", *STUB, "--test-only", "--json").stdout)
     assert said["partition"] == "low"
@@ -112,7 +112,7 @@ def test_attach_runs_beside_the_rank_in_its_container(login: Login) -> None:
     assert "has 2 ranks" in login.call("mrl", "attach", "--rank", "2", code=2).stderr
 
 
-def test_a_waiting_run_says_what_it_waits_for(owner: Login, run: Run) -> None:
+def test_status_of_a_queued_run_names_the_job_it_waits_for(owner: Login, run: Run) -> None:
     second = owner.submit(*STUB, "--after", run.dir.root.name, stub={"steps": 2})
     status = told(owner, "status")
     assert (status["state"], status["waits_for"]) == ("queued", f"job {run.job} to end")

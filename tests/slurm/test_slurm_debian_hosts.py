@@ -18,7 +18,7 @@ exec "$@"
 """
 
 
-def test_ranks_meet_where_a_nodes_own_name_means_loopback(lab: Cluster, tmp_path: Path) -> None:
+def test_ranks_connect_although_the_name_of_their_node_resolves_to_loopback(lab: Cluster, tmp_path: Path) -> None:
     if lab.isolation != "net":
         pytest.skip("the lab's nodes share one loopback")
     rank = (sys.executable, Path(__file__).parent / "rank_that_meets.py", tmp_path / "train.json")

@@ -23,7 +23,7 @@ def told(answer: dict[str, Any], topic: str) -> str:
     return "\n".join(f"{one['level']}: {one['text']}" for one in answer["findings"] if one["topic"] == topic)
 
 
-def test_the_demo_on_the_lab(lab: Cluster) -> None:
+def test_doctor_reports_partition_preemption_notice_signal_and_accounting(lab: Cluster) -> None:
     answer = doctor(lab, "demo", "--cluster", "lab")
     assert answer["exit"] == 0, answer
     assert told(answer, "slurm").startswith("ok: ")
@@ -34,7 +34,7 @@ def test_the_demo_on_the_lab(lab: Cluster) -> None:
     assert "10 such nodes" in told(answer, "nodes")
 
 
-def test_deep_looks_at_a_node_and_leaves_nothing(lab: Cluster) -> None:
+def test_deep_check_runs_a_step_on_a_node_and_leaves_no_files(lab: Cluster) -> None:
     root = lab.directory / "doctor root"
     root.mkdir(exist_ok=True)
     profiles = lab.directory / "doctor.yaml"
@@ -46,11 +46,11 @@ def test_deep_looks_at_a_node_and_leaves_nothing(lab: Cluster) -> None:
     assert not list(root.iterdir())
 
 
-def test_pyxis_is_found_where_it_is_loaded(lab: Cluster) -> None:
+def test_pyxis_is_detected_on_a_cluster_that_loads_it(lab: Cluster) -> None:
     assert told(doctor(lab, "demo", "--cluster", "lab-pyxis"), "pyxis").startswith("ok: ")
 
 
-def test_more_nodes_than_the_partition_has_never_start(lab: Cluster) -> None:
+def test_job_with_more_nodes_than_its_partition_is_an_error(lab: Cluster) -> None:
     answer = doctor(lab, "demo", "job.nodes=11", "--cluster", "lab")
     assert answer["exit"] == 1
     assert "error: 11 nodes needed, low has 10 such nodes, so the job can never start" in told(answer, "nodes")
@@ -67,7 +67,7 @@ def test_more_nodes_than_the_partition_has_never_start(lab: Cluster) -> None:
         lab.run("scancel", job)
 
 
-def test_a_gpu_that_is_not_there_is_refused(lab: Cluster) -> None:
+def test_unknown_gpu_type_is_an_error(lab: Cluster) -> None:
     profiles = lab.directory / "doctor.yaml"
     profiles.write_text("wrong: {partition: low, gpus_per_node: 8, gres: a100, container: null, run_root: /tmp}\n")
     answer = doctor(lab, "--cluster", "wrong", MRL_CLUSTERS=str(profiles))
@@ -97,12 +97,12 @@ def small(accounting_lab: Cluster) -> Iterator[Cluster]:
     yield accounting_lab
 
 
-def test_accounting_is_seen(small: Cluster) -> None:
+def test_working_accounting_is_reported(small: Cluster) -> None:
     answer = doctor(small, "demo", "--cluster", "lab")
     assert told(answer, "accounting").startswith("ok: sacct works")
 
 
-def test_limits_count_where_the_cluster_keeps_them(small: Cluster) -> None:
+def test_qos_limits_are_an_error_exactly_if_slurm_enforces_them(small: Cluster) -> None:
     """The doctor and sbatch agree for each value of AccountingStorageEnforce."""
     profiles = str(small.directory / "doctor.yaml")
     answer = doctor(small, "demo", "job.nodes=3", "--cluster", "small", MRL_CLUSTERS=profiles)

@@ -22,7 +22,7 @@ def comes_back(run: Run) -> None:
 
 
 @together
-def test_a_job_requeued_with_scontrol_comes_back_once(login: Login) -> None:
+def test_job_requeued_with_scontrol_restarts_once(login: Login) -> None:
     run = login.submit(*DEMO, stub=LONG)
     run.wait_for_step(2)
     login.lab.run("scontrol", "requeue", run.job)
@@ -31,7 +31,7 @@ def test_a_job_requeued_with_scontrol_comes_back_once(login: Login) -> None:
 
 
 @together
-def test_ranks_that_never_leave_cost_the_work_since_the_last_save_and_not_the_run(login: Login) -> None:
+def test_ranks_that_ignore_a_drain_lose_the_work_since_the_last_save_and_the_run_continues(login: Login) -> None:
     run = login.submit(*DEMO, stub={**LONG, "deaf": True})
     run.wait_for_step(2)
     login.lab.run("scontrol", "requeue", run.job)

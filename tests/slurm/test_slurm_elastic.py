@@ -41,7 +41,7 @@ def wait_for_idle_nodes(lab: Cluster, first: int = 1) -> None:
 
 
 @together
-def test_a_range_of_nodes_starts_again_with_those_that_are_left(login: Login) -> None:
+def test_run_on_a_range_of_nodes_restarts_on_the_available_ones(login: Login) -> None:
     login.confine(1, 4)
     wait_for_idle_nodes(login.lab)
     run = login.submit("demo", "--cluster", "stub", "job.nodes=2-4", "job.gpus_per_node=2", stub=LONG)
@@ -63,7 +63,7 @@ def test_a_range_of_nodes_starts_again_with_those_that_are_left(login: Login) ->
 
 
 @together
-def test_a_bad_node_only_makes_a_range_smaller(login: Login) -> None:
+def test_run_on_a_range_of_nodes_starts_without_a_bad_node(login: Login) -> None:
     sick = login.program("python", 'case "$(hostname) $*" in node06*host.health*) exit 1 ;; esac\nexec python3 "$@"')
     login.confine(5, 8)
     login.profiles["stub"] |= {"health_check": True, "host_python": str(sick)}
@@ -76,7 +76,7 @@ def test_a_bad_node_only_makes_a_range_smaller(login: Login) -> None:
 
 @pytest.mark.slow  # Slurm takes its time to find out
 @pytest.mark.parametrize(("sizes", "then"), [(["job.nodes=2", "job.spare_nodes=1"], 2), (["job.nodes=2-3"], 2)])
-def test_what_is_left_of_an_allocation_goes_on_when_a_node_dies(login: Login, sizes: list[str], then: int) -> None:
+def test_run_restarts_on_the_surviving_nodes_of_its_allocation(login: Login, sizes: list[str], then: int) -> None:
     login.confine(1, 4)
     login.profiles["stub"]["health_check"] = True
     wait_for_idle_nodes(login.lab)

@@ -16,7 +16,7 @@ ROUND = 32
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_is_preempted_goes_on(login: Login, undisturbed: RunDir) -> None:
+def test_preempted_evaluation_resumes(login: Login, undisturbed: RunDir) -> None:
     hold(login, {"attempt": 1, "where": "evaluate", "step": ROUND})
     asked = (
         undisturbed.root,

@@ -36,7 +36,7 @@ def accounted(lab: Cluster, run: Run) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_state_is_the_same_while_slurm_remembers_and_as_true_as_can_be_later(login: Login) -> None:
+def test_state_of_a_forgotten_job_comes_from_the_accounts_or_is_lost(login: Login) -> None:
     accounts = login.lab.accounting
     requeued = login.submit(*STUB, stub={"steps": 40, "seconds": 0.1})
     killed = login.submit(*STUB, stub={"steps": 1000})

@@ -9,7 +9,7 @@ from login import SECONDS, Login
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 
 
-def test_a_hang_is_ended_and_its_culprit_named(login: Login) -> None:
+def test_hanging_run_is_ended_and_the_hanging_rank_named(login: Login) -> None:
     run = login.submit(*DEMO, "job.silence_limit_s=6", stub={"steps": 1000, "hangs_at": 3})
     wait_until("the attempt has ended", run.ends, SECONDS)
     node = run.seen()["train.1"]["host"]

@@ -44,7 +44,7 @@ def submit(login: Login, most: int, *words: str) -> Run:
 
 
 @pytest.mark.slow  # two minutes; tests/runs has replicas that come and go without Slurm
-def test_harvested_replicas_come_and_go_without_loss(login: Login) -> None:
+def test_harvested_replica_is_replaced_and_no_prompt_is_lost(login: Login) -> None:
     """The job's node is taken away in mid-run; the next one finds another."""
     run = submit(login, 1)
     lines = login.call("mrl", "status", run.dir.root).stdout
@@ -66,7 +66,7 @@ def test_harvested_replicas_come_and_go_without_loss(login: Login) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_three_that_come_and_go_leave_no_trace_in_the_record(login: Login, tmp_path: Path) -> None:
+def test_replacing_three_harvested_replicas_leaves_the_record_unchanged(login: Login, tmp_path: Path) -> None:
     """Each of their nodes is taken away in turn, and given back."""
     plain = ("optimizer.decay=constant", "evaluation.every=0")  # nothing depends on when the run ends
     run = submit(login, 3, *plain)

@@ -15,7 +15,7 @@ def is_running(run: Run) -> bool:
     return run.state() == "RUNNING"
 
 
-def test_a_copy_of_a_running_run_is_another_one_and_two_runs_are_not_mistaken(login: Login) -> None:
+def test_commands_for_a_copied_run_directory_leave_the_original_job_alone(login: Login) -> None:
     run = login.submit(*STUB, stub=LONG)
     run.wait_for_step(2)
     identity = json.loads(run.dir.identity.read_text())
@@ -44,7 +44,7 @@ def test_a_copy_of_a_running_run_is_another_one_and_two_runs_are_not_mistaken(lo
     run.wait("CANCELLED", "COMPLETED")
 
 
-def test_a_job_id_that_another_run_has_now_is_not_cancelled_for_it(login: Login) -> None:
+def test_cancel_leaves_a_job_alone_whose_id_now_belongs_to_another_run(login: Login) -> None:
     first, second = (login.submit(*STUB, stub=LONG) for _ in range(2))
     second.wait("RUNNING")
     owner = json.loads(first.dir.job.read_text())

@@ -36,7 +36,7 @@ class Import:
 
 
 @together
-def test_a_drain_stops_it_and_the_next_start_begins_again(login: Login) -> None:
+def test_drain_stops_an_image_import_and_the_next_start_repeats_it(login: Login) -> None:
     imported = Import(login, 1)
     run = imported.run
     login.lab.run("scancel", "--signal=USR1", "--batch", run.job)
@@ -48,7 +48,7 @@ def test_a_drain_stops_it_and_the_next_start_begins_again(login: Login) -> None:
 
 
 @together
-def test_mrl_cancel_drain_stops_it(login: Login) -> None:
+def test_mrl_cancel_drain_stops_an_image_import(login: Login) -> None:
     imported = Import(login, 2)
     login.call("mrl", "cancel", "--drain", imported.run.dir.root)
     imported.wait_for_end()

@@ -13,7 +13,7 @@ from lab import HERE, Cluster, LabError, wait_until
 from stand_in import make_image
 
 
-def test_a_job_has_its_nodes_and_gpus(lab: Cluster) -> None:
+def test_job_gets_its_nodes_and_gpus(lab: Cluster) -> None:
     show = "echo $(hostname) $CUDA_VISIBLE_DEVICES"
     answer = lab.run("srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "sh", "-c", show)
     names, gpus = zip(*(line.split() for line in answer.splitlines()), strict=True)
@@ -29,7 +29,7 @@ def test_every_node_can_listen_on_the_same_port(lab: Cluster) -> None:
     assert answer == "listened\n" * 3
 
 
-def test_a_killed_node_takes_its_tasks_along_and_comes_back(lab: Cluster, tmp_path: Path) -> None:
+def test_killed_node_ends_its_tasks_and_can_be_restarted(lab: Cluster, tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     script = f"#!/bin/sh\nwhile date > {alive}; do sleep 0.1; done\n"
     (tmp_path / "job").write_text(script)
@@ -56,7 +56,7 @@ def test_node_that_cannot_be_switched_is_reported(lab: Cluster, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("isolation", ["net", "uts"])
-def test_nothing_outlives_the_owner_even_if_killed(lab: Cluster, isolation: str) -> None:
+def test_lab_ends_with_a_killed_owner(lab: Cluster, isolation: str) -> None:
     if isolation == "net" and lab.isolation == "uts":
         pytest.skip("this machine permits no network namespaces")
     program = (
@@ -87,7 +87,7 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
-def test_a_container_step_sees_its_image_and_is_recorded(lab: Cluster, tmp_path: Path) -> None:
+def test_container_step_sees_its_image_and_is_recorded(lab: Cluster, tmp_path: Path) -> None:
     image = tmp_path / "image.sqsh"
     make_image(image, FROM_IMAGE="image", BOTH="image", KEPT="image", PYTORCH_VERSION="2.8")
     options = [f"--container-image={image}", "--container-workdir=/usr", "--container-env=KEPT"]
@@ -98,7 +98,7 @@ def test_a_container_step_sees_its_image_and_is_recorded(lab: Cluster, tmp_path:
     assert (record["image"], record["env"], record["mount_home"]) == (str(image), "KEPT", "false")
 
 
-def test_a_container_has_no_slurm(lab: Cluster) -> None:
+def test_container_has_no_slurm_commands(lab: Cluster) -> None:
     with pytest.raises(LabError, match="exit code 1"):
         lab.run("srun", "--container-image=nvcr.io#nvidia/pytorch:25.06-py3", "sinfo")
 
@@ -116,12 +116,12 @@ def test_a_container_has_no_slurm(lab: Cluster) -> None:
         (["--container-name=train:again"], "flag must be"),
     ],
 )
-def test_what_pyxis_refuses_is_refused(lab: Cluster, options: list[str], reason: str) -> None:
+def test_option_that_pyxis_refuses_is_refused(lab: Cluster, options: list[str], reason: str) -> None:
     with pytest.raises(LabError, match=reason):
         lab.run("srun", "--container-image=ubuntu", *options, "true")
 
 
 @pytest.mark.parametrize("image", ["/none.sqsh", "./none.sqsh", "none.sqsh"])
-def test_an_image_that_is_not_there_is_refused(lab: Cluster, image: str) -> None:
+def test_missing_image_is_refused(lab: Cluster, image: str) -> None:
     with pytest.raises(LabError, match=f"image: {image}"):
         lab.run("srun", f"--container-image={image}", "true")

@@ -11,7 +11,7 @@ from login import SECONDS, Login
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
 
 
-def test_of_four_jobs_that_start_together_one_runs(login: Login) -> None:
+def test_one_of_four_simultaneous_jobs_owns_the_run(login: Login) -> None:
     login.share.mkdir()
     root, script = login.share / "run", login.home / "job.sbatch"
     script.write_text(login.call("mrl-submit", *STUB, "--run-dir", root, "--dry-run", "--script").stdout)
@@ -29,7 +29,7 @@ def test_of_four_jobs_that_start_together_one_runs(login: Login) -> None:
     assert json.loads(runs[owner].dir.job.read_text())["job_id"] == owner
 
 
-def test_an_allocation_runs_a_run_once(login: Login) -> None:
+def test_second_submission_in_an_allocation_is_refused_while_the_first_runs(login: Login) -> None:
     root = login.share / "run"
     inside = " ".join(login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation"))
     shell = login.program(
@@ -59,7 +59,7 @@ def test_an_allocation_runs_a_run_once(login: Login) -> None:
     assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
 
 
-def test_a_job_waits_for_one_that_is_being_ended(login: Login) -> None:
+def test_job_waits_until_a_cancelled_job_has_left_its_nodes(login: Login) -> None:
     """Its script is gone, and the nodes are still cleaned up."""
     login.share.mkdir()
     root, script = login.share / "run", login.home / "job.sbatch"

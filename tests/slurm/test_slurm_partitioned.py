@@ -44,7 +44,7 @@ def submit(login: Login) -> Run:
     return run
 
 
-def test_a_replica_is_killed(login: Login, colocated: Callable[[], RunDir]) -> None:
+def test_killed_replica_is_restarted_and_the_record_unchanged(login: Login, colocated: Callable[[], RunDir]) -> None:
     run = submit(login)
     assert kill_rank(run, 0, "infer-0")
     finish(run)
@@ -56,7 +56,9 @@ def test_a_replica_is_killed(login: Login, colocated: Callable[[], RunDir]) -> N
 
 
 @pytest.mark.slow
-def test_the_job_is_preempted(login: Login, colocated: Callable[[], RunDir]) -> None:
+def test_preempted_partitioned_run_resumes_with_the_record_unchanged(
+    login: Login, colocated: Callable[[], RunDir]
+) -> None:
     run = submit(login)
     preempt(login, run)
     finish(run)

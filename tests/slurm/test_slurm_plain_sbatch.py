@@ -19,7 +19,7 @@ def write_script(login: Login, *words: str | Path) -> Path:
 
 
 @pytest.mark.parametrize("name", [pytest.param("run", marks=pytest.mark.slow), 'it\'s a "run" of $HOME, 100% `new`'])
-def test_the_script_alone_makes_the_run(login: Login, name: str) -> None:
+def test_script_alone_creates_and_finishes_the_run(login: Login, name: str) -> None:
     root = login.share / name
     login.share.mkdir()
     script = write_script(login, *DEMO, "--run-dir", root)
@@ -35,7 +35,7 @@ def test_the_script_alone_makes_the_run(login: Login, name: str) -> None:
 
 
 @pytest.mark.slow  # in containers: test_slurm_submit.py
-def test_a_submitted_run_has_the_same_files(login: Login) -> None:
+def test_submitted_run_has_the_same_files_as_one_of_its_script(login: Login) -> None:
     login.share.mkdir()
     script = write_script(login, *DEMO, "--run-dir", login.share / "plain")
     plain = login.adopt(login.share / "plain", login.sbatch(script))
@@ -55,7 +55,7 @@ def files(run: Run) -> set[str]:
 
 
 @pytest.mark.slow  # in containers: test_slurm_submit.py
-def test_a_finished_run_ends_at_once(login: Login) -> None:
+def test_second_job_of_a_finished_run_ends_at_once(login: Login) -> None:
     login.share.mkdir()
     script = write_script(login, *DEMO, "--run-dir", login.share / "run")
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_a_finished_run_ends_at_once(login: Login) -> None:
     assert "finished already" in run.dir.batch_log.read_text()
 
 
-def test_a_second_job_does_not_touch_a_run_that_has_one(login: Login) -> None:
+def test_second_job_leaves_a_run_with_a_live_job_alone(login: Login) -> None:
     login.share.mkdir()
     script = write_script(login, *DEMO, "--run-dir", login.share / "run")
     first = login.adopt(login.share / "run", login.sbatch(script, stub={"steps": 1000}))
@@ -78,7 +78,7 @@ def test_a_second_job_does_not_touch_a_run_that_has_one(login: Login) -> None:
 
 
 @pytest.mark.slow  # in containers: test_slurm_submit.py
-def test_mrl_knows_a_run_that_it_did_not_submit(login: Login) -> None:
+def test_mrl_finds_a_run_submitted_with_sbatch(login: Login) -> None:
     login.share.mkdir()
     root = login.share / "submitted-by-sbatch"
     run = login.adopt(root, login.sbatch(write_script(login, *DEMO, "--run-dir", root)))

@@ -11,7 +11,7 @@ DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grace", ["20", "0"])
-def test_a_run_that_is_preempted_by_cancelling_goes_on(login: Login, grace: str) -> None:
+def test_run_preempted_by_cancellation_resumes(login: Login, grace: str) -> None:
     """Before 24.05, where the script requeues itself: in the grace time, or in KillWait."""
     login.profiles["stub"]["sbatch"] = ["--nodelist=node[09-10]"]
     partition = ("scontrol", "update", "PartitionName=low")

@@ -20,7 +20,7 @@ NO_SIGNAL = {"SlurmctldParameters=preempt_send_user_signal\n": ""}
         pytest.param(8, NO_SIGNAL, id="8 times without the user's signal", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_preempted_often_comes_back_and_ends_once(
+def test_run_preempted_repeatedly_resumes_each_time_and_finishes_once(
     login: Login, times: int, changes: dict[str, str]
 ) -> None:
     login.profiles["stub"]["sbatch"] = ["--nodelist=node[07-08]"]
@@ -47,7 +47,7 @@ def test_a_run_that_is_preempted_often_comes_back_and_ends_once(
 
 
 @pytest.mark.slow
-def test_a_preempted_run_outlasts_its_time_limit_and_the_loss_of_a_node(login: Login) -> None:
+def test_preempted_run_survives_its_time_limit_and_the_loss_of_a_node(login: Login) -> None:
     login.confine(5, 8)
     login.profiles["stub"]["signal_s"] = 40
     run = login.submit(*DEMO, "job.time_limit=0:02:00", stub={"steps": 100_000, "seconds": 0.1, "until": "enough"})
@@ -76,7 +76,7 @@ def test_a_preempted_run_outlasts_its_time_limit_and_the_loss_of_a_node(login: L
     assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
 
 
-def test_a_preempted_run_that_is_stopped_stays_away(login: Login) -> None:
+def test_preempted_run_that_is_cancelled_stays_cancelled(login: Login) -> None:
     login.profiles["stub"]["sbatch"] = ["--nodelist=node[07-08]"]
     run = login.submit(*DEMO, stub={"steps": 100_000})
     run.wait_for_step(2)

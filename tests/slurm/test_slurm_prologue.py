@@ -36,7 +36,7 @@ class Held:
 
 
 @together
-def test_a_run_directory_that_was_cut_short_is_made_by_the_next_start(login: Login) -> None:
+def test_incomplete_run_directory_is_completed_by_the_next_start(login: Login) -> None:
     held = Held(login)
     first = login.adopt(held.root, login.sbatch(held.script))
     held.wait_until_half_made()
@@ -50,7 +50,7 @@ def test_a_run_directory_that_was_cut_short_is_made_by_the_next_start(login: Log
 
 
 @together
-def test_a_signal_that_comes_before_the_first_attempt_is_not_forgotten(login: Login) -> None:
+def test_signal_before_the_first_attempt_drains_that_attempt(login: Login) -> None:
     held = Held(login)
     run = login.adopt(held.root, login.sbatch(held.script, stub={"steps": 100}))
     held.wait_until_half_made()
@@ -64,7 +64,7 @@ def test_a_signal_that_comes_before_the_first_attempt_is_not_forgotten(login: Lo
 
 
 @together
-def test_a_cancellation_that_comes_before_the_first_attempt_is_final(login: Login) -> None:
+def test_cancellation_before_the_first_attempt_is_final(login: Login) -> None:
     held = Held(login)
     run = login.adopt(held.root, login.sbatch(held.script, stub={"steps": 100}))
     held.wait_until_half_made()

@@ -19,7 +19,7 @@ def refused(login: Login, *words: str | Path, **changes: str) -> str:
     return done.stderr
 
 
-def test_a_partition_that_does_not_exist(login: Login) -> None:
+def test_unknown_partition_is_refused(login: Login) -> None:
     login.profiles["stub"]["partition"] = "gold"
     said = refused(login, *DEMO)
     assert "gold" in said
@@ -27,29 +27,29 @@ def test_a_partition_that_does_not_exist(login: Login) -> None:
     assert said.count("error") == 1
 
 
-def test_a_partition_for_harvested_replicas_that_does_not_exist(login: Login) -> None:
+def test_unknown_partition_for_harvested_replicas_is_refused(login: Login) -> None:
     apart = ("job.nodes=2", "placement.mode=partitioned", "placement.inference.nodes=1", "harvest.max_replicas=1")
     said = refused(login, *DEMO, *apart, "harvest.partition=lwo")
     assert "harvest.partition: there is none called lwo; there are: high, low; did you mean low?" in said
 
 
-def test_a_constraint_that_no_node_meets(login: Login) -> None:
+def test_constraint_that_no_node_meets_is_refused(login: Login) -> None:
     login.profiles["stub"]["constraint"] = "h200"
     said = refused(login, *DEMO)
     assert "constraint" in said
     assert said.count("error") == 1
 
 
-def test_a_run_root_that_cannot_be_written(login: Login) -> None:
+def test_unwritable_run_root_is_refused(login: Login) -> None:
     login.profiles["stub"]["run_root"] = "/proc/mrl"
     assert "/proc/mrl" in refused(login, *DEMO)
 
 
-def test_no_sbatch_on_path(login: Login) -> None:
+def test_missing_sbatch_is_reported(login: Login) -> None:
     assert "no sbatch on PATH" in refused(login, *DEMO, PATH="/nonexistent")
 
 
-def test_a_cluster_without_a_controller(login: Login, tmp_path: Path) -> None:
+def test_missing_controller_is_one_error(login: Login, tmp_path: Path) -> None:
     conf = tmp_path / "slurm.conf"
     text = login.lab.conf.read_text().replace("\nSlurmctldPort=", "\nSlurmctldPort=1 #")
     conf.write_text(text.replace("MessageTimeout=20", "MessageTimeout=2"))

@@ -37,7 +37,7 @@ def ends_in_order(login: Login, run: Run) -> None:
     assert not login.lab.run("squeue", "--noheader", "--steps", "--jobs", run.job).strip()
 
 
-def test_a_replica_that_hangs_is_ended_by_slurm_and_started_again(login: Login) -> None:
+def test_hanging_replica_is_ended_by_slurm_and_restarted(login: Login) -> None:
     login.confine(1, 3)
     run = submit(login, "job.silence_limit_s=10")
     wait_for_start(run, "infer-1", 0)
@@ -54,7 +54,7 @@ def test_a_replica_that_hangs_is_ended_by_slurm_and_started_again(login: Login) 
 
 @pytest.mark.slow  # Slurm takes its time to find out
 @pytest.mark.parametrize("spare", [1, 0])
-def test_a_node_that_only_generates_may_die(login: Login, spare: int) -> None:
+def test_training_continues_after_the_death_of_a_replicas_node(login: Login, spare: int) -> None:
     login.confine(1, 3 + spare)
     run = submit(login, f"job.spare_nodes={spare}")
     wait_for_start(run, "infer-1", 0)

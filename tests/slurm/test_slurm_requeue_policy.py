@@ -26,7 +26,7 @@ def until_second_attempt(login: Login, run: Run, taken: str) -> None:
 
 
 @together
-def test_a_crash_after_a_new_checkpoint_comes_back_later_and_the_second_time_elsewhere(login: Login) -> None:
+def test_run_that_crashes_after_a_new_checkpoint_restarts_later_and_then_on_other_nodes(login: Login) -> None:
     login.confine(1, 3)
     taken = login.take("node03")
     run = login.submit(*DEMO, "job.backoff_s=10", stub={"steps": 40, "checkpoint": 5, "crash_at": [10, 20]})
@@ -55,7 +55,7 @@ def test_a_crash_after_a_new_checkpoint_comes_back_later_and_the_second_time_els
 
 
 @together
-def test_the_same_crash_on_another_node_is_held_and_mrl_resume_goes_on(login: Login) -> None:
+def test_run_with_the_same_crash_on_two_nodes_is_held_until_it_is_resumed(login: Login) -> None:
     login.confine(4, 6)
     taken = login.take("node06")
     run = login.submit(*DEMO, "job.backoff_s=1", stub={"steps": 1000, "crash_at": 3})
@@ -82,7 +82,7 @@ def test_the_same_crash_on_another_node_is_held_and_mrl_resume_goes_on(login: Lo
 
 
 @together
-def test_a_job_that_cannot_be_requeued_has_a_successor(login: Login) -> None:
+def test_job_that_cannot_be_requeued_submits_a_successor(login: Login) -> None:
     login.confine(7, 9)
     login.profiles["stub"]["sbatch"].append("--no-requeue")
     run = login.submit(*DEMO, stub={"steps": 30, "seconds": 0.2})

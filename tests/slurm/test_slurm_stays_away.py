@@ -29,21 +29,21 @@ def assert_away(run: Run) -> None:
 
 @pytest.mark.slow
 @together
-def test_a_job_that_slurm_cancels_while_it_saves_for_another_reason(login: Login) -> None:
+def test_draining_job_cancelled_with_scancel_stays_cancelled(login: Login) -> None:
     run = is_saving(login)
     login.lab.run("scancel", run.job)
     assert_away(run)
 
 
 @together
-def test_a_job_that_mrl_cancels_while_it_saves_for_another_reason(login: Login) -> None:
+def test_draining_job_cancelled_by_mrl_stays_cancelled(login: Login) -> None:
     run = is_saving(login)
     login.call("mrl", "cancel", run.dir.root)
     assert_away(run)
 
 
 @together
-def test_a_job_that_mrl_cancels_with_a_save_while_it_saves_for_another_reason(login: Login) -> None:
+def test_draining_job_cancelled_by_mrl_with_a_save_stays_cancelled(login: Login) -> None:
     run = is_saving(login)
     login.call("mrl", "cancel", "--drain", run.dir.root)
     assert_away(run)
@@ -60,7 +60,7 @@ def is_saving(login: Login) -> Run:
 
 
 @together
-def test_a_job_cancelled_while_it_saves_because_of_a_preemption(login: Login) -> None:
+def test_preempted_job_cancelled_while_it_saves_stays_cancelled(login: Login) -> None:
     """Requeue at once: Slurm has not noticed that the grace time is over, nor we that it has begun."""
     node = "--nodelist=node10"
     login.profiles["stub"]["sbatch"] = [node]
@@ -74,7 +74,7 @@ def test_a_job_cancelled_while_it_saves_because_of_a_preemption(login: Login) ->
 
 
 @together
-def test_a_job_cancelled_where_slurm_tells_relative_times(login: Login) -> None:
+def test_cancelled_job_stays_cancelled_although_slurm_prints_relative_times(login: Login) -> None:
     login.confine(1, 9)
     login.profiles["stub"]["environment"] = {"SLURM_TIME_FORMAT": "relative"}
     run = login.submit(*STUB, stub={"steps": 10_000})
@@ -84,7 +84,7 @@ def test_a_job_cancelled_where_slurm_tells_relative_times(login: Login) -> None:
 
 
 @together
-def test_a_stopped_run_stays_away_until_it_is_resumed(login: Login) -> None:
+def test_stopped_run_starts_again_only_when_it_is_resumed(login: Login) -> None:
     login.confine(1, 9)
     run = login.submit(*STUB, stub={"steps": 10_000})
     run.wait_for_step(2)
@@ -111,7 +111,7 @@ def told(login: Login, run: str | Path) -> dict[str, Any]:
 
 
 @together
-def test_a_job_cancelled_during_the_health_check(login: Login) -> None:
+def test_job_cancelled_during_the_health_check_stays_cancelled(login: Login) -> None:
     login.confine(1, 9)
     slow = login.program("python", 'case "$*" in *host.health*) sleep 1000 ;; esac\nexec python3 "$@"')
     login.profiles["stub"] |= {"health_check": True, "host_python": str(slow)}

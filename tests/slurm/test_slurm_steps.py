@@ -54,7 +54,7 @@ def test_qwen_32b_runs_64_ranks_in_containers_on_8_nodes(login: Login) -> None:
 
 
 @together
-def test_a_partitioned_run_gives_every_replica_a_step_of_its_own(login: Login) -> None:
+def test_each_replica_of_a_partitioned_run_has_a_step_of_its_own(login: Login) -> None:
     login.confine(1, 8)
     layout = ("placement.mode=partitioned", "job.nodes=5", "job.gpus_per_node=2", "placement.inference.nodes=3")
     layout += ("placement.inference.tp=2",)
@@ -81,7 +81,7 @@ def test_a_partitioned_run_gives_every_replica_a_step_of_its_own(login: Login) -
 
 
 @together
-def test_a_node_without_one_of_its_gpus_is_replaced_by_the_spare(login: Login) -> None:
+def test_node_with_a_missing_gpu_is_replaced_by_the_spare_node(login: Login) -> None:
     login.lab.run("srun", "--nodelist=node09", "mv", "/dev/nvidia3", "/dev/broken3")
     try:
         sizes = ("job.nodes=2", "job.spare_nodes=1", "job.device=cuda", "job.gpus_per_node=8")
@@ -95,7 +95,7 @@ def test_a_node_without_one_of_its_gpus_is_replaced_by_the_spare(login: Login) -
 
 
 @together
-def test_a_missing_image_fails_before_the_ranks_start(login: Login) -> None:
+def test_missing_image_fails_before_the_ranks_start(login: Login) -> None:
     login.confine(1, 8)
     login.profiles["pods"]["container"]["image"] = str(login.home / "none.sqsh")
     run = run_script_of(login, "demo", "job.nodes=1", "job.backoff_s=1")

@@ -46,7 +46,7 @@ def script(user: Login) -> Path:
     return file
 
 
-def test_the_steps_obey_no_variable_of_the_submitting_shell(user: Login, script: Path) -> None:
+def test_steps_ignore_variables_of_the_submitting_shell(user: Login, script: Path) -> None:
     root = user.share / "hostile-shell"
     user.profiles["stub"]["health_check"] = True
     text = user.call("mrl-submit", *DEMO, "--run-dir", root, "--dry-run", "--script").stdout
@@ -85,7 +85,7 @@ def plain(runs: tuple[Run, Run]) -> Run:
     return runs[1]
 
 
-def test_a_submitted_run_finishes(submitted: Run, lab: Cluster) -> None:
+def test_submitted_run_finishes(submitted: Run, lab: Cluster) -> None:
     assert [line["step"] for line in submitted.metrics()] == [1, 2, 3, 4, 5]
     assert submitted.ends() == [("finished", None)]
     assert read_json(submitted.dir.done)["step"] == 5
@@ -95,7 +95,7 @@ def test_a_submitted_run_finishes(submitted: Run, lab: Cluster) -> None:
     assert "finished after step 5" in submitted.dir.batch_log.read_text()
 
 
-def test_the_script_alone_makes_the_run(submitted: Run, plain: Run, script: Path) -> None:
+def test_script_alone_creates_the_same_run(submitted: Run, plain: Run, script: Path) -> None:
     assert [line["step"] for line in plain.metrics()] == [1, 2, 3, 4, 5]
     assert plain.ends() == [("finished", None)]
     assert plain.dir.script.read_text() == script.read_text()
@@ -134,7 +134,7 @@ def test_every_rank_runs_the_snapshot_on_its_own_node(submitted: Run) -> None:
         assert environment["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_secret_reaches_the_ranks_and_no_file(submitted: Run) -> None:
+def test_secret_reaches_the_ranks_and_is_in_no_file(submitted: Run) -> None:
     assert submitted.seen()["train.1"]["environment"]["MY_TOKEN"] == SECRET
     texts = {
         file: file.read_text(errors="replace")
@@ -151,29 +151,29 @@ def test_environment_values_reach_the_ranks_literally(runs: tuple[Run, Run]) -> 
     assert not Path("/tmp/mrl-injected").exists()
 
 
-def test_the_prolog_may_use_variables_that_are_not_set(submitted: Run) -> None:
+def test_prolog_may_use_unset_variables(submitted: Run) -> None:
     assert "libraries: /opt/lib:" in submitted.dir.batch_log.read_text()
 
 
-def test_the_shell_overrules_nothing_that_the_script_says(submitted: Run) -> None:
+def test_script_overrides_variables_of_the_submitting_shell(submitted: Run) -> None:
     assert (submitted.field("Partition"), submitted.field("Requeue")) == ("low", "1")
 
 
-def test_a_finished_run_ends_at_once(user: Login, plain: Run, script: Path) -> None:
+def test_second_job_of_a_finished_run_ends_at_once(user: Login, plain: Run, script: Path) -> None:
     again = user.adopt(plain.dir.root, user.sbatch(script))
     assert again.wait() == "COMPLETED"
     assert again.ends() == [("finished", None)]
     assert "finished already" in again.dir.batch_log.read_text()
 
 
-def test_mrl_knows_a_run_that_it_did_not_submit(user: Login, plain: Run) -> None:
+def test_mrl_finds_a_run_submitted_with_sbatch(user: Login, plain: Run) -> None:
     home = user.lab.env["XDG_STATE_HOME"]  # that of the shell that called sbatch
     assert "finished" in user.call("mrl", "status", plain.dir.root.name, XDG_STATE_HOME=home).stdout
     listed = json.loads(user.call("mrl", "ls", "--json", XDG_STATE_HOME=home).stdout)["runs"]
     assert str(plain.dir.root) in {one["run_dir"] for one in listed}
 
 
-def test_logs_are_those_of_the_rank_asked_for(user: Login, submitted: Run) -> None:
+def test_logs_prints_the_log_of_the_requested_rank(user: Login, submitted: Run) -> None:
     log = submitted.dir.attempt(1).log(1)
     log.write_text("".join(f"line {number}\n" for number in range(10)))
 
@@ -190,7 +190,7 @@ def test_logs_are_those_of_the_rank_asked_for(user: Login, submitted: Run) -> No
     assert str(log) in json.loads(said("--list", "--json"))["files"]
 
 
-def test_a_fork_begins_where_the_checkpoint_is(user: Login, submitted: Run) -> None:
+def test_fork_starts_from_the_checkpoint_of_its_source(user: Login, submitted: Run) -> None:
     make_checkpoint(submitted.dir, 3)
     there = set(user.share.glob("*/resolved.yaml"))
     user.call("mrl", "fork", "submitted@4", code=2)

@@ -33,7 +33,7 @@ IN_STEP_6 = {"attempt": 1, "where": "generate", "step": 6}
 
 
 @pytest.mark.slow  # a minute; test_slurm_preempted_often does so with stub ranks
-def test_a_run_that_is_preempted_and_then_loses_a_rank(login: Login, undisturbed: RunDir) -> None:
+def test_run_survives_a_preemption_and_the_loss_of_a_rank(login: Login, undisturbed: RunDir) -> None:
     """One that sbatch alone has submitted."""
     hold(login, IN_STEP_6, {"attempt": 2, "where": "generate", "step": 8})
     login.share.mkdir()
@@ -109,7 +109,9 @@ class Scene(NamedTuple):
     ],
     ids=lambda scene: f"{scene.where}-{'with' if scene.user_signal else 'without'}-signal-grace-{scene.grace}",
 )
-def test_a_preempted_run_goes_on_wherever_and_however(login: Login, scene: Scene, undisturbed: RunDir) -> None:
+def test_preempted_run_resumes_from_any_phase_with_or_without_a_signal(
+    login: Login, scene: Scene, undisturbed: RunDir
+) -> None:
     changes = {"GraceTime=20": f"GraceTime={scene.grace}"}
     if not scene.user_signal:
         changes["SlurmctldParameters=preempt_send_user_signal\n"] = ""
@@ -132,7 +134,7 @@ def qos_lab(accounting_lab: Cluster) -> Cluster:
 
 
 @pytest.mark.slow
-def test_a_run_preempted_by_a_quality_of_service_goes_on(qos_lab: Cluster, tmp_path: Path, undisturbed: RunDir) -> None:
+def test_run_preempted_by_a_quality_of_service_resumes(qos_lab: Cluster, tmp_path: Path, undisturbed: RunDir) -> None:
     with Login(qos_lab, tmp_path / "home", tmp_path / "share") as login:
         login.profiles["real"]["qos"] = "normal"
         hold(login, IN_STEP_6)
@@ -149,7 +151,7 @@ def test_a_run_preempted_by_a_quality_of_service_goes_on(qos_lab: Cluster, tmp_p
 
 
 @pytest.mark.slow
-def test_a_run_comes_back_after_its_time_limit(login: Login, undisturbed: RunDir) -> None:
+def test_run_resumes_after_its_time_limit(login: Login, undisturbed: RunDir) -> None:
     login.profiles["real"]["signal_s"] = 40
     hold(login, IN_STEP_6)
     run = login.submit(*RECIPE, "job.time_limit=0:02:00")
@@ -167,7 +169,7 @@ def test_a_run_comes_back_after_its_time_limit(login: Login, undisturbed: RunDir
 
 
 @pytest.mark.slow
-def test_one_rank_fails_while_the_others_leave(login: Login, undisturbed: RunDir) -> None:
+def test_rank_that_fails_during_a_drain_is_a_crash_and_the_run_resumes(login: Login, undisturbed: RunDir) -> None:
     here = {"attempt": 1, "where": "train", "step": 6}
     hold(login, {**here, "rank": 0}, {**here, "rank": 1, "then": "fails"})
     run = login.submit(*RECIPE)
@@ -183,7 +185,7 @@ def test_one_rank_fails_while_the_others_leave(login: Login, undisturbed: RunDir
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1], ids=["batch host", "other node"])
-def test_a_node_dies(login: Login, victim: int, undisturbed: RunDir) -> None:
+def test_run_survives_the_loss_of_a_node(login: Login, victim: int, undisturbed: RunDir) -> None:
     hold(login, IN_STEP_6)
     run = login.submit(*RECIPE)
     wait_until_held(run)
@@ -217,7 +219,7 @@ def is_stopped(login: Login) -> Run:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_nodes(login: Login, undisturbed: RunDir) -> None:
+def test_stopped_run_resumes_on_fewer_nodes(login: Login, undisturbed: RunDir) -> None:
     resumed = resume(login, is_stopped(login), "job.nodes=1")
     finish(resumed)
     assert len(resumed.ledger()[-2]["nodes"]) == 1

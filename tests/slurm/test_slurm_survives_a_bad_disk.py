@@ -11,7 +11,9 @@ from megatron_rl.contract.paths import RunDir
 
 
 @pytest.mark.slow
-def test_the_disk_is_full_during_a_save(login: Login, undisturbed: RunDir) -> None:
+def test_run_whose_disk_fills_up_in_a_save_resumes_from_the_previous_checkpoint(
+    login: Login, undisturbed: RunDir
+) -> None:
     """The checkpoint before it stays, the run goes on, and starts again from there when it has to."""
     hold(
         login,
@@ -31,7 +33,7 @@ def test_the_disk_is_full_during_a_save(login: Login, undisturbed: RunDir) -> No
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_damaged_afterwards(login: Login, undisturbed: RunDir) -> None:
+def test_run_with_a_damaged_checkpoint_resumes_from_the_previous_one(login: Login, undisturbed: RunDir) -> None:
     pin(login)
     hold(login, {"attempt": 1, "where": "generate", "step": 6})
     run = login.submit(*RECIPE)

@@ -78,7 +78,7 @@ def strike(login: Login, run: Run, after_s: float, weapon: Callable[[Login, Run]
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(login: Login, undisturbed: RunDir) -> None:
+def test_run_with_random_faults_ends_as_if_undisturbed(login: Login, undisturbed: RunDir) -> None:
     chance, blows = random.Random(4), 0
     longest = START_UP_S + STEPS * sum(pause["seconds"] for pause in PAUSES)
     hold(login, *PAUSES)

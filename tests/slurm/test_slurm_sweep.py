@@ -9,7 +9,7 @@ from login import Login
 SWEEP = ("demo", "--cluster", "stub", "training.seed=1,2,3", "--json")
 
 
-def test_a_sweep_is_one_run_for_each_value_and_no_more_run_at_once_than_asked_for(login: Login) -> None:
+def test_sweep_submits_a_run_for_each_value_and_limits_simultaneous_jobs(login: Login) -> None:
     stub = json.dumps({"steps": 20, "seconds": 0.1})
     said = json.loads(login.call("mrl-submit", *SWEEP, "--max-running", "2", MRL_STUB=stub).stdout)["runs"]
     login.jobs += [one["job_id"] for one in said]

@@ -46,12 +46,12 @@ def edited(name: str, login: Login, recipe: list[str], nodes: int) -> str:
 
 
 @together
-def test_the_edited_colocated_template_runs_and_goes_on_after_a_drain(login: Login) -> None:
+def test_edited_colocated_template_trains_and_resumes_after_a_drain(login: Login) -> None:
     runs_and_goes_on(login, "colocated")
 
 
 @together
-def test_the_edited_partitioned_template_runs_and_goes_on_after_a_drain(login: Login) -> None:
+def test_edited_partitioned_template_trains_and_resumes_after_a_drain(login: Login) -> None:
     runs_and_goes_on(login, "partitioned")
 
 
@@ -73,12 +73,12 @@ def runs_and_goes_on(login: Login, name: str) -> None:
 
 
 @together
-def test_the_colocated_template_that_mrl_submit_refuses_leaves_only_its_log(login: Login) -> None:
+def test_colocated_template_refused_by_mrl_submit_leaves_only_its_log(login: Login) -> None:
     leaves_only_its_log(login, "colocated")
 
 
 @together
-def test_the_partitioned_template_that_mrl_submit_refuses_leaves_only_its_log(login: Login) -> None:
+def test_partitioned_template_refused_by_mrl_submit_leaves_only_its_log(login: Login) -> None:
     leaves_only_its_log(login, "partitioned")
 
 
@@ -95,7 +95,7 @@ def leaves_only_its_log(login: Login, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["colocated", "partitioned"])
-def test_the_template_is_what_the_recipe_it_names_would_be_given(name: str) -> None:
+def test_template_requests_the_resources_of_its_recipe(name: str) -> None:
     text = (TEMPLATES / f"{name}.sbatch").read_text()
     words = re.sub(r"\s+#.*", "", re.search(r"recipe=\((.*?)\n\)", text, re.DOTALL)[1]).split()
     config = load_recipe(words[0], words[1:]).config

@@ -74,7 +74,7 @@ def test_ctrl_c_stops_watching_and_leaves_the_job_alone(login: Login) -> None:
 
 
 @together
-def test_follow_tells_a_crash_and_where(login: Login) -> None:
+def test_follow_reports_a_crash_with_its_rank_and_step(login: Login) -> None:
     crash = '{"steps": 3000, "crash_at": 3}'
     code, said = end(login.start("mrl-submit", *STUB, "job.backoff_s=1", "--follow", MRL_STUB=crash))
     assert code == 1
@@ -86,7 +86,7 @@ def test_follow_tells_a_crash_and_where(login: Login) -> None:
 
 
 @together
-def test_a_run_inside_an_allocation(login: Login) -> None:
+def test_run_inside_an_allocation_finishes(login: Login) -> None:
     said = login.call("mrl-submit", *STUB, "--in-allocation", code=2).stderr
     salloc = said.strip().partition("get one with: ")[2].split()
     root = login.share / "run"
@@ -113,7 +113,7 @@ def test_ctrl_c_inside_an_allocation_saves(login: Login) -> None:
 
 
 @together
-def test_a_run_that_has_ended_leaves_its_allocation_to_its_owner(login: Login) -> None:
+def test_cancel_of_an_ended_run_keeps_the_users_allocation(login: Login) -> None:
     root = login.share / "run"
     inside = login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation")
     mrl = login.command("mrl")[0]
@@ -125,7 +125,7 @@ def test_a_run_that_has_ended_leaves_its_allocation_to_its_owner(login: Login) -
 
 
 @together
-def test_a_run_that_is_cancelled_leaves_its_allocation_to_its_owner(login: Login) -> None:
+def test_cancelled_run_keeps_the_users_allocation(login: Login) -> None:
     root = login.share / "run"
     inside = login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation")
     then = '"$@"; squeue -h -j $SLURM_JOB_ID -o "then %T"'
