@@ -1,20 +1,18 @@
-"""A rank that trains, and stops at a point chosen by the test until it is asked to leave or is killed.
+"""Rank that trains, and waits at a place chosen by the test until it is asked to leave or is killed.
 
     python held_rank.py PLACES -m MODULE --run-dir DIR --attempt N
 
-A profile's `python` that ends in PLACES makes all of this of its ranks. PLACES: a JSON list of objects
+A profile whose `python` is this command up to PLACES holds all its ranks. PLACES is a JSON list of objects:
 
-    attempt, step   when: the attempt, and the step that is under way (evaluate, save: the step that is done);
-                    by default in each
-    where           start (before Python has imported anything), teach, or a phase of the loop: generate (some tokens of
-                    each answer are there), log-probs, train (in the first micro-batch), save (the files are half
-                    written), evaluate
-    rank            whose; by default all ranks'
-    then            goes on (default), fails (raises), or finds the disk full (save; does not wait to be asked)
-    seconds         how long it stays at most, where nobody asks it to leave
+    attempt, step   the attempt, and the step in progress (evaluate, save: the finished step); by default all
+    where           start (before any import), teach, or a phase of the loop: generate (each answer has some tokens),
+                    log-probs, train (in the first micro-batch), save (files are half written), evaluate
+    rank            the rank; by default all ranks
+    then            goes on (default), fails (raises), or finds the disk full (in a save, without waiting)
+    seconds         longest wait without a request to leave
 
-While a rank is held there, attempts/NNN/held.RANK says so. It looks ten times a second for a reason to leave, as a rank
-does that is busy with short pieces of work.
+The file attempts/NNN/held.RANK exists while a rank waits. The rank polls ten times a second for a request to leave, like
+a rank that is busy with short pieces of work.
 """
 
 from __future__ import annotations
@@ -42,22 +40,22 @@ Place = dict[str, Any]
 
 
 class Boom(RuntimeError):
-    """Exception of a rank that is to fail."""
+    """Exception that a rank raises at a place with `then: fails`."""
 
 
 class Held:
-    """Points at which this rank is held."""
+    """Places at which this rank waits."""
 
     def __init__(self, places: list[Place], run_dir: str, attempt: int) -> None:
         self.folder = RunDir(run_dir).attempt(attempt)
         self.rank = int(os.environ["SLURM_PROCID"])
-        self.safe_points: Any = None  # megatron_rl.rank.safe_points.SafePoints, once there is one
+        self.safe_points: Any = None  # megatron_rl.rank.safe_points.SafePoints, once created
         mine = {"attempt": attempt, "rank": self.rank}
         self._places = [place for place in places if all(place.get(key, mine[key]) == mine[key] for key in mine)]
         self._passed: Counter[tuple[str, int]] = Counter()
 
     def arrive(self, where: str, step: int, skip: int = 0) -> None:
-        """Hold the rank if the test chose this point and the rank has passed it `skip` times."""
+        """Wait if the test chose this place and the rank has passed it `skip` times."""
         self._passed[where, step] += 1
         here = [place for place in self._places if place["where"] == where and place.get("step", step) == step]
         if not here or self._passed[where, step] != skip + 1:
@@ -76,12 +74,12 @@ class Held:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder.folder))
 
     def _asked(self) -> bool:
-        """Whether the rank was asked to leave: by its drain listener or, before there is one, by the drain file."""
+        """Whether the rank was asked to leave: by its drain listener or, before that exists, by the drain file."""
         return self.safe_points.drain.asked if self.safe_points is not None else self.folder.drain.exists()
 
 
 def hold(held: Held) -> None:
-    """Patch the training so that it passes through `held`."""
+    """Patch the training loop so that it calls `held.arrive` at each place."""
     from megatron_rl.checkpoint import writer
     from megatron_rl.inference.engine import Engine
     from megatron_rl.rank.safe_points import PHASES, SafePoints

@@ -1,10 +1,11 @@
-"""Runs the daemons of one lab. As the first process of the lab's namespaces it takes all the others along at its end.
+"""Process that runs the daemons of one lab. It is the first process of the lab's namespaces, so the kernel ends all
+others with it.
 
-The owner holds our standard input open: when the owner is gone (killed, even) we read the end of file and leave.
-Network devices live in the namespaces and go with them.
+The owner holds the keeper's standard input open. If the owner ends, even by SIGKILL, the keeper reads the end of file
+and leaves. Network devices live in the namespaces and end with them.
 
-Speaks one JSON object a line: `up` with the isolation's settings on standard input, then `kill`/`start` of a node,
-`forget` or `down` on the socket run/keeper.sock, one answer each.
+The keeper reads its settings, one line of JSON, from standard input. Later commands come over the socket
+run/keeper.sock, one line of JSON each, with one line as answer: `kill` or `start` with a node, `forget`, `down`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-GPU_DEVICE = os.makedev(1, 3)  # /dev/null's: there is nothing to compute with
+GPU_DEVICE = os.makedev(1, 3)  # that of /dev/null, because nothing computes on it
 DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}  # major number 1
 
-# In new namespaces: say so, wait until the network cable is in, then become a machine called $1. slurmd does not
-# collect the orphans that it inherits as process 1, the shell does. /dev is the node's own: a test may break a GPU.
+# Runs in new namespaces: prints a line, waits for its network address, then becomes a machine called $1. Process 1 is a
+# shell, because slurmd would not collect the orphans it inherits. The node has a /dev of its own, so that a test can
+# remove a GPU.
 NODE = r"""
 set -eu
 name=$1 lab=$2 conf=$3
@@ -78,11 +80,11 @@ class Keeper:
         self.start(*self.nodes)
 
     def start(self, *nodes: str) -> None:
-        """Switches nodes on, all at once."""
+        """Start nodes concurrently."""
         namespaces = ["--mount", "--uts", "--propagation", "private"]
         for node in nodes:
             if self.subnet is not None:
-                subprocess.run(["ip", "link", "delete", node], stderr=subprocess.DEVNULL)  # of its life before
+                subprocess.run(["ip", "link", "delete", node], stderr=subprocess.DEVNULL)  # of its previous start
             command = ["unshare", *(["--net"] if self.subnet else []), *namespaces]
             self.slurmds[node] = subprocess.Popen(
                 [*command, "bash", "-c", NODE, "node", node, str(self.directory), str(self.conf)],
@@ -95,9 +97,9 @@ class Keeper:
             machine = self.slurmds[node]
             assert machine.stdout is not None
             if machine.stdout.readline() != "there\n":
-                raise RuntimeError(f"{node} could not be given namespaces")
+                raise RuntimeError(f"{node} got no namespaces")
             if self.subnet is not None:
-                # The same hardware address in every life: the others remember it for a minute.
+                # The hardware address stays the same at each start, because other nodes cache it for a minute.
                 hardware = f"02:00:00:00:00:{self.nodes.index(node) + 1:02x}"
                 cables.append(f"link add {node} type veth peer name eth0 address {hardware} netns {machine.pid}")
                 cables.append(f"link set {node} master switch up")
@@ -115,7 +117,7 @@ class Keeper:
         machine.wait()
 
     def forget(self) -> None:
-        """Restarts the controller without the state it saved."""
+        """Restart the controller without its saved state."""
         self.controller.kill()
         self.controller.wait()
         self.controller = self._start("slurmctld", "-D", "-c", "-f", str(self.conf))
@@ -124,7 +126,7 @@ class Keeper:
         return f"{self.subnet}.{self.nodes.index(node) + 1}" if self.subnet else ""
 
     def serve(self) -> None:
-        """Answer until the command `down` arrives, or until the owner is gone."""
+        """Answer commands until `down` arrives or the owner ends."""
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(self.directory / "run/keeper.sock"))
             listener.listen()
@@ -185,7 +187,7 @@ class Keeper:
         _wait_until_it_works("sacctmgr", "--immediate", "add", "cluster", "lab", environment=self._environment())
 
     def _make_devices(self) -> None:
-        """Devices that a node's /dev is copied from."""
+        """Create the devices from which each node's /dev is copied."""
         dev = self.directory / "dev"
         subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "dev", dev], check=True)
         os.umask(0)
@@ -203,7 +205,7 @@ class Keeper:
             (dev / name).symlink_to(f"/proc/self/fd{target}")
 
     def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):  # none left
+        with contextlib.suppress(ChildProcessError):  # no child is left
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
 
@@ -223,7 +225,7 @@ def _wait_until_it_works(*command: str, environment: dict[str, str] | None = Non
         timeout=limit,
         env=environment,
         check=True,
-        stdout=sys.stderr,  # ours is for the owner
+        stdout=sys.stderr,  # the owner reads stdout
     )
 
 

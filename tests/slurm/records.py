@@ -1,4 +1,4 @@
-"""Runs whose ranks really train, and what has to be the same in their records whatever happened to them."""
+"""Runs whose ranks really train, and the parts of their records that no fault may change."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ OVERRIDES = (
     *(f"training.steps={STEPS}", f"save.every={SAVE_EVERY}", "evaluation.every=4"),
     *("environment.args.draws=1500", "environment.args.evaluation_problems=8"),
 )
-"""Two updates a step, a reference model, evaluations and checkpoints after steps 4 and 8: everything that can be
-interrupted, in seconds."""
+"""Two updates per step, a reference model, evaluations, and checkpoints after steps 4 and 8, so that a run of seconds
+has every phase that a fault can interrupt."""
 RECIPE = ("demo", "--cluster", "real", *OVERRIDES)
 VARYING = ("time/", "throughput/", "system/")
 
 WAIT = 300.0
-"""Seconds that one thing may take: ranks import torch, and the machine may be busy with much else."""
+"""Limit of each wait, in seconds. It is generous, because ranks import torch on a machine that may be busy."""
 
 
 def hold(login: Login, *places: dict[str, Any]) -> None:
-    """Have the ranks of the runs submitted from here on held at `places` (held_rank.py). Nodes are not checked."""
+    """Hold the ranks of runs submitted from now on at `places` (held_rank.py), and skip the health check."""
     command = [sys.executable, str(HERE / "held_rank.py"), json.dumps(places)]
     login.profiles["real"] |= {
         "python": str(login.program("held", f'exec {shlex.join(command)} "$@"')),
@@ -46,7 +46,7 @@ def hold(login: Login, *places: dict[str, Any]) -> None:
 
 
 def wait_until_held(run: Run, attempt: int = 1, *ranks: int) -> None:
-    """Wait until these ranks, by default all, are where `hold` wanted them."""
+    """Wait until these ranks, by default all, have reached the places given to `hold`."""
     folder = run.dir.attempt(attempt).folder
 
     def there() -> bool:
@@ -57,12 +57,15 @@ def wait_until_held(run: Run, attempt: int = 1, *ranks: int) -> None:
 
 
 def pin(login: Login) -> None:
-    """The runs submitted from here on get these two nodes and no others: a preempted one then waits for them."""
+    """Confine runs submitted from now on to two nodes, so that a preempted run waits for them."""
     login.profiles["real"]["sbatch"] = ["--nodelist=node[09-10]"]
 
 
 def preempt(login: Login, run: Run, *urgency: str) -> str:
-    """Give the run's nodes to a job that is more urgent; its id. urgency: by default a partition of higher priority."""
+    """Give the run's nodes to a more urgent job. Return the id of that job.
+
+    urgency: options of sbatch; by default a partition of higher priority.
+    """
     options = (f"--nodelist={run.field('NodeList')}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     urgent = login.lab.run("sbatch", "--parsable", *(urgency or ["--partition=high"]), *options).strip()
     login.jobs.append(urgent)
@@ -70,18 +73,18 @@ def preempt(login: Login, run: Run, *urgency: str) -> str:
 
 
 def wait_for_ends(run: Run, count: int) -> None:
-    """Wait until this number of attempts is over, by the ledger."""
+    """Wait until the ledger has the ends of this many attempts."""
     wait_until(f"{count} attempts of {run.dir.root} are over", lambda: len(run.ends()) >= count, WAIT)
 
 
 def finish(run: Run) -> None:
-    """Wait until the run is done."""
+    """Wait until the run has finished."""
     run.wait("COMPLETED", limit=WAIT)
     assert run.dir.done.exists(), run.log()
 
 
 def resume(login: Login, run: Run, *overrides: str, **changes: str) -> Run:
-    """`mrl resume`: the same run as another job. changes: environment variables."""
+    """Resume the run with `mrl resume` as another job. changes: environment variables of the command."""
     said = json.loads(login.call("mrl", "resume", run.dir.root, *overrides, "--json", **changes).stdout)
     assert said["job_id"] != run.job
     login.jobs.append(said["job_id"])
@@ -89,7 +92,7 @@ def resume(login: Login, run: Run, *overrides: str, **changes: str) -> Run:
 
 
 def record(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Metrics of all steps and evaluations, without what may differ between runs."""
+    """Metrics of all steps and of all evaluations, without those that may differ between runs."""
     steps, evaluations = (
         [{key: value for key, value in line.items() if not key.startswith(VARYING)} for line in read_json_lines(file)]
         for file in (run.metrics, run.evaluations)
@@ -98,7 +101,7 @@ def record(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def ordinals(run: RunDir) -> list[tuple[int, int, int]]:
-    """Prompts that each step trained on, which do not depend on the number of ranks."""
+    """Prompts of each step, which do not depend on the number of ranks."""
     return [(line["step"], line["first_ordinal"], line["next_ordinal"]) for line in read_json_lines(run.metrics)]
 
 
@@ -110,13 +113,13 @@ def seconds_to_leave(run: Run, attempt: int = 1) -> float:
 
 
 def kill_rank(run: Run, rank: int, step: str = "train", signum: int = signal.SIGKILL) -> bool:
-    """A signal to one process, from outside and without a word to anybody; whether there was such a one just now."""
+    """Send a signal to one rank of a step. Return whether that rank existed."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().split(b"\0")
             environment = (process / "environ").read_bytes().split(b"\0")
         except OSError:
-            continue  # gone meanwhile
+            continue  # the process has ended
         wanted = {f"SLURM_PROCID={rank}".encode(), f"MRL_STEP={step}".encode(), f"MRL_RUN_DIR={run.dir.root}".encode()}
         if b"--run-dir" in command and b"srun" not in command[0] and wanted <= set(environment):
             os.kill(int(process.name), signum)

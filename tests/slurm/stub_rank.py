@@ -1,16 +1,17 @@
 #!/usr/bin/env -S python3 -S
-"""Stands where a profile names the ranks' python, and does in milliseconds what the training would: no torch.
+"""Rank without torch that does in milliseconds what training does. A profile names this file as the ranks' `python`.
 
     stub_rank.py -m MODULE --run-dir DIR --attempt N [--replica K]
 
-Each process writes what it saw to attempts/NNN/seen/STEP.RANK.json. MRL_STUB, a JSON object in the job's environment:
-    steps, seconds   how many training steps of how many seconds (5 of 0.05)
-    crash_at         step from which on rank 1 crashes, or steps at each of which it does once
-    checkpoint       steps from one checkpoint, an empty one, to the next; none by default
-    save             seconds that the save takes which comes before leaving
-    deaf             true: the ranks hear that they should leave, and do not
-    hangs_at         step at which rank 1 hangs; the others wait for it
-    until            file in the run directory whose presence ends the training before all steps are done
+Each process writes its environment to attempts/NNN/seen/STEP.RANK.json. MRL_STUB, a JSON object in the environment of
+the job, has these keys, all optional:
+    steps, seconds   number of training steps (5) and seconds of each (0.05)
+    crash_at         step from which rank 1 crashes, or list of steps at each of which it crashes once
+    checkpoint       steps between two (empty) checkpoints; none by default
+    save             seconds of the save before the ranks leave
+    deaf             true: the ranks ignore requests to leave
+    hangs_at         step at which rank 1 hangs while the others wait for it
+    until            file in the run directory whose presence ends training early
     replica_dies     replica that dies at its first start
 """
 
@@ -49,8 +50,8 @@ box = BlackBox(files, rank, int(os.environ["SLURM_NTASKS"]), activity)
 
 
 def train():
-    """Rank 0 records the steps and the outcome; the others leave after it, as after a barrier. One rank that is asked
-    to leave notifies all; without an answer from each there is no outcome, as after a collective with a dead peer."""
+    """Train: rank 0 records the steps and the outcome, and the others leave after it, as after a barrier. A rank that
+    is asked to leave notifies all. Unless all answer there is no outcome, as in a collective with a dead peer."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: told.append(True))
     box.start()
@@ -105,7 +106,7 @@ def fail_as_asked(step):
 
 
 def due_crashes(step):
-    """Entries of a list are remembered in the run directory, so that each comes once."""
+    """Steps at which to crash now. The run directory records those of a list, so that each occurs once."""
     crashes = asked.get("crash_at", [])
     if isinstance(crashes, int):
         return [crashes] if step >= crashes else []
@@ -116,7 +117,7 @@ def due_crashes(step):
 
 
 def reduce():
-    """Rank 0 says that all who came are well."""
+    """Report, on rank 0, every node of the check as good."""
     size = int(os.environ["SLURM_NTASKS"])
     while rank == 0 and len(list(seen.parent.glob("fabric.*.json"))) < size:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Tests of one file that run at the same time, each as a user of its own: most of what a job takes is waiting."""
+"""Concurrent tests of one file, each as a user of its own, because jobs mostly wait."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lab import Cluster
 from login import Login
 
 AT_ONCE = 5
-"""There are ten nodes, and few cores."""
+"""Tests that run concurrently. The lab has ten nodes, and the machine few cores."""
 
 Body = Callable[..., None]
 
 
 class Together:
-    """Decorates functions of a Login, and of fixtures that they share, into tests. The first to be run starts all that
-    were selected; nodes that one of them needs for itself are none that another one asks for."""
+    """Decorator that makes tests of functions of a Login and of shared fixtures. The first test starts all selected
+    ones of its file. A test that needs certain nodes must not share them with another test of the file."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, Body] = {}

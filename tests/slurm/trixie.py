@@ -1,12 +1,12 @@
-"""Debian 13, for its Slurm 24.11, on a machine with another Slurm: a directory with the system, and commands in it.
+"""Debian 13 in a directory, so that tests run with its Slurm 24.11 on a machine with another Slurm.
 
-    python tests/slurm/trixie.py make               make it where it is not there yet, and print its path
+    python tests/slurm/trixie.py make               create the directory if it does not exist, and print its path
     python tests/slurm/trixie.py run COMMAND...     run a command there, in this checkout and with this .venv
 
-A command has the system's own programs, Slurm and Python 3.13 included, and the machine's processes, devices and /tmp.
-Mounts are made in a namespace of the command's own and go with it. Takes root.
+A command sees the programs of that system, Slurm and Python 3.13 included, and the machine's processes, devices and
+/tmp. Its mounts belong to a namespace of its own and end with it. This needs root.
 
-MRL_TRIXIE names the directory; default: in XDG_CACHE_HOME/mrl. One that is there is used as it is.
+MRL_TRIXIE names the directory; the default is in XDG_CACHE_HOME/mrl. An existing directory is used unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACKAGES = (
     *("python3", "gcc", "libc6-dev", "iproute2", "git"),
 )
 UNUSED = ("doc", "man", "locale", "info")
-"""Folders of /usr/share that are left out."""
+"""Folders of /usr/share that are not installed."""
 MIRROR = "http://deb.debian.org/debian"
 LIMIT_S = 1800.0
 
@@ -37,7 +37,7 @@ SHARED = ("/proc", "/sys", "/dev", "/tmp", "/etc/hosts", "/etc/resolv.conf")
 
 
 def root() -> Path:
-    """Directory of the system, now or later. Its name changes with the packages."""
+    """Directory of the system, whether it exists or not. Its name changes with the list of packages."""
     if given := os.environ.get("MRL_TRIXIE"):
         return Path(given).absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -46,7 +46,7 @@ def root() -> Path:
 
 
 def mirror() -> str:
-    """The Debian mirror that this machine's apt is configured with; Debian's own where it has none."""
+    """Debian mirror that apt of this machine uses, or Debian's own."""
     files = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
     text = "\n".join(file.read_text() for file in files if file.is_file())
     found = re.search(r"^[^#\n]*?\b(https?://\S+/debian)/?(?=\s|$)", text, re.MULTILINE)
@@ -54,15 +54,15 @@ def mirror() -> str:
 
 
 def make() -> Path:
-    """The directory of the system, made first where it is not there. Raises SystemExit where it cannot be made."""
+    """Directory of the system, created if it does not exist. Raises SystemExit if that fails."""
     target = root()
     if target.exists():
         return target
     if shutil.which("mmdebstrap") is None:
-        sys.exit("error: no mmdebstrap here: apt-get install mmdebstrap")
+        sys.exit("error: mmdebstrap is not installed: apt-get install mmdebstrap")
     if os.geteuid() != 0:
-        sys.exit("error: making a Debian system takes root")
-    print(f"making {target}: Debian 13 with Slurm 24.11, from {mirror()}", file=sys.stderr)
+        sys.exit("error: creating a Debian system needs root")
+    print(f"creating {target}: Debian 13 with Slurm 24.11, from {mirror()}", file=sys.stderr)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent, ignore_cleanup_errors=True) as folder:
         made = Path(folder, "root")
@@ -72,17 +72,18 @@ def make() -> Path:
         try:
             subprocess.run([*command, SUITE, made, mirror()], check=True, timeout=LIMIT_S, stdout=sys.stderr)
         except (subprocess.SubprocessError, OSError) as error:
-            sys.exit(f"error: no Debian 13 could be made: {error}")
+            sys.exit(f"error: Debian 13 could not be created: {error}")
         try:
             made.rename(target)
         except OSError:
-            if not target.exists():  # else somebody else was faster
+            if not target.exists():  # else another process was faster
                 raise
     return target
 
 
 def enter(system: Path, command: list[str]) -> None:
-    """Become a command in the system. Runs in a mount namespace of its own. Raises OSError."""
+    """Replace this process by a command in the system. The caller has given it a mount namespace of its own. Raises
+    OSError."""
     _mount("--bind", system, system)  # namespaces of the lab's nodes need a root that is a mount point
     for path in (*map(Path, SHARED), CHECKOUT, *_repository(), Path(sys.prefix), *_python()):
         _bind(path, system)
@@ -94,14 +95,14 @@ def enter(system: Path, command: list[str]) -> None:
 
 
 def _repository() -> list[Path]:
-    """Git's directory of this checkout, which for a worktree is elsewhere."""
+    """Git directory of this checkout; that of a worktree is outside it."""
     command = ["git", "-C", CHECKOUT, "rev-parse", "--path-format=absolute", "--git-common-dir"]
     told = subprocess.run(command, capture_output=True, text=True)
     return [Path(told.stdout.strip())] if told.returncode == 0 else []
 
 
 def _python() -> list[Path]:
-    """Files outside this .venv that its Python consists of."""
+    """Files outside this .venv that its Python needs."""
     base = Path(sys.base_prefix)
     if base != Path("/usr"):
         return [base]
@@ -109,12 +110,12 @@ def _python() -> list[Path]:
 
 
 def _program() -> Path:
-    """The program that .venv's Python is a link to."""
+    """Program to which the Python of .venv is a link."""
     return Path(sys.executable).resolve()
 
 
 def _bind_programs(system: Path) -> None:
-    """Have .venv/bin/python be the machine's Python, whose path may lead to another one in the system."""
+    """Make .venv/bin/python the machine's Python, because the same path may be another Python in the system."""
     programs = Path(sys.prefix, "bin")
     copy = system / "mnt" / "bin"
     _mount("-t", "tmpfs", "none", system / "mnt")
@@ -133,7 +134,7 @@ def _bind(path: Path, system: Path) -> None:
     if path.is_dir():
         there.mkdir(parents=True, exist_ok=True)
     elif not there.is_file():
-        there.unlink(missing_ok=True)  # a link that leads nowhere
+        there.unlink(missing_ok=True)  # a broken link
         there.parent.mkdir(parents=True, exist_ok=True)
         there.touch()
     _mount("--rbind", path, there)
