@@ -11,8 +11,8 @@ A profile whose `python` is this command up to PLACES holds all its ranks. PLACE
     then            goes on (default), fails (raises), or finds the disk full (in a save, without waiting)
     seconds         longest wait without a request to leave
 
-The file attempts/NNN/held.RANK exists while a rank waits. The rank polls ten times a second for a request to leave, like
-a rank that is busy with short pieces of work.
+The file attempts/NNN/held.RANK exists while a rank waits. The rank polls ten times a second for a request to leave, as
+if busy with short pieces of work.
 """
 
 from __future__ import annotations
