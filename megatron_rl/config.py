@@ -134,6 +134,7 @@ class RunConfig(Section):
         self._transformer_engine_fits()
         self._megatron_engine_fits()
         self._server_fits()
+        self._vllm_fits()
         if self.asynchronous.max_lag > 0 and self.resume.partial == "regenerate":
             raise ValueError(
                 f"async.max_lag is {self.asynchronous.max_lag} and resume.partial is regenerate, which needs the same "
@@ -268,6 +269,34 @@ class RunConfig(Section):
         ):
             if holds:
                 raise ValueError(f"inference.engine is server, but {why}")
+
+    def _vllm_fits(self) -> None:
+        if self.inference.engine != "vllm":
+            if self.inference.vllm is not None:
+                raise ValueError(
+                    f"inference.vllm is given, and inference.engine is {self.inference.engine}: set vllm, or leave the "
+                    "section out"
+                )
+            return
+        beyond = beyond_vllm(self.sampling, processed_logprobs=True)
+        for holds, why in (
+            (
+                self.placement.mode != "partitioned",
+                f"placement.mode is {self.placement.mode}, and vLLM beside training on the same GPUs is not supported: "
+                "set placement.mode=partitioned and placement.inference.nodes",
+            ),
+            (
+                self.placement.inference.transfer == "changed",
+                "placement.inference.transfer is changed, and vLLM receives whole weights: set whole",
+            ),
+            (
+                self.resume.partial == "regenerate",
+                "resume.partial is regenerate, and vLLM does not repeat its answers bit for bit: set keep",
+            ),
+            (beyond is not None, beyond),
+        ):
+            if holds:
+                raise ValueError(f"inference.engine is vllm, but {why}")
 
 
 def read_config(run_dir: RunDir) -> RunConfig:

@@ -28,8 +28,8 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.section import Section
 
-_FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"))
-"""Keys below these sections belong to the environment, so RunConfig does not know them."""
+_FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"), ("inference", "vllm", "args"))
+"""Keys below these sections belong to the environment or to vLLM, so RunConfig does not know them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def where_named(message: str, locate: Locate, section: KeyPath = (), prefix: Key
     first."""
     of_section, _ = locate((*prefix, *section))
     named = []
-    for word in re.findall(r"[A-Za-z_][\w.]*", message):
+    for word in re.findall(r"[A-Za-z_][\w.-]*", message):
         key = tuple(word.split("."))
         for path in ((*section, *key), key) if len(key) > 1 else ((*section, *key),):
             where, overridden = locate((*prefix, *path))

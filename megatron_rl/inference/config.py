@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Literal
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
+from megatron_rl.inference.vllm_options import option_name, owned
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.section import (
     LaterPath,
     NonNegativeFloat,
     NonNegativeInt,
+    PathMark,
     PositiveFloat,
     PositiveInt,
     Probability,
@@ -173,16 +177,60 @@ class ServerConfig(Section):
         return self
 
 
+def _plain_value(value: Any) -> bool | int | float | str:
+    if isinstance(value, bool | int | float | str):
+        return value
+    raise PydanticCustomError("plain", "neither text nor a number, true or false")
+
+
+VllmValue = Annotated[
+    bool | int | float | str,
+    PlainValidator(_plain_value),
+    WithJsonSchema({"type": ["boolean", "number", "string"], "words": "text, a number, true or false (JSON as text)"}),
+]
+
+
+class VllmConfig(Section):
+    """vLLM that the run starts: one `vllm serve` per replica."""
+
+    image: Annotated[str, PathMark("image")] | None = None
+    """Container image with vLLM, on clusters with containers; default: the run's image."""
+    python: str | None = None
+    """Python that has vLLM, as a path in the image or on this machine; default: the Python of the ranks."""
+    args: Mapping[str, VllmValue] = {}
+    """Further options of `vllm serve`, by their long names without dashes in front, such as `gpu-memory-utilization:
+    0.85`. true gives the option alone, false its opposite (--no-...). Options that the run sets itself, such as `model`
+    or `port`, are refused."""
+
+    @field_validator("args")
+    @classmethod
+    def _are_not_owned(cls, args: Mapping[str, VllmValue]) -> Mapping[str, VllmValue]:
+        seen: set[str] = set()
+        for name in args:
+            if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
+                raise ValueError(f"{name!r} is no option of vLLM: write its long name without dashes in front")
+            if why := owned(name):
+                raise ValueError(f"{name}: {why}")
+            if option_name(name) in seen:
+                raise ValueError(f"{name}: given twice, with dashes and with underscores")
+            seen.add(option_name(name))
+        return args
+
+
 class InferenceConfig(Section):
     """Engine that generates answers."""
 
-    engine: Literal["native", "megatron", "server"] = "native"
+    engine: Literal["native", "megatron", "server", "vllm"] = "native"
     """native: the engine of this project, without further requirements. megatron: megatron-core's
     DynamicInferenceEngine; it needs GPUs, bf16, a model without experts, flash-attn 2.7.3 or later and einops, and
     supports neither min_p, min_new_tokens nor top_k together with top_p; its samples depend on what else is generated
-    at the same time. server: a server started independently of the run (see `server`); all ranks then only train."""
+    at the same time. server: a server started independently of the run (see `server`); all ranks then only train.
+    vllm: replicas of a partitioned run are vLLM, which the run starts (see `vllm`) and sends each version of the
+    weights; answers are not repeatable, and sampling has no top_p, top_k, min_p or min_new_tokens."""
     server: ServerConfig | None = None
     """Server to use with `engine: server`."""
+    vllm: VllmConfig | None = None
+    """How to start vLLM with `engine: vllm`; default: the defaults of the section."""
     max_batch: PositiveInt = 256
     """Sequences decoded together on one replica; others wait."""
     prefill_tokens: PositiveInt = 16384

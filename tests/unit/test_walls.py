@@ -17,7 +17,7 @@ OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python
 # From the bottom up: a room imports from itself and from earlier rooms. An entry is a room, a sub-room or a file.
 ORDER = {
     "megatron_rl": """
-        contract errors section extras CONFIG config
+        contract errors section extras inference.capabilities inference.vllm_options CONFIG config
         platform metrics rank model inference agent environments algorithms rollout checkpoint training refit
         standalone server replica vllm evaluate fabric rehearse run
         train_rl run.attempt rank_main replica_main
@@ -34,6 +34,8 @@ LIGHT = (
     "megatron_rl.section",
     "megatron_rl.extras",
     "megatron_rl.agent.registry",
+    "megatron_rl.inference.capabilities",
+    "megatron_rl.inference.vllm_options",
     "megatron_rl.checkpoint.interval",
     "megatron_rl.model.flops",
     "megatron_rl.model.hf_config",

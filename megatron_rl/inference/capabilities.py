@@ -1,0 +1,72 @@
+"""What each engine can do: code asks this table, not the engine's name. No torch: the configuration reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Properties of an engine that other code depends on."""
+
+    repeatable: bool
+    """Samples depend on key, sample and position alone: a record is equal bit for bit on the CPU, and unfinished
+    answers can be generated again (`resume.partial: regenerate`)."""
+    resumes: bool
+    """Continues an answer from tokens that are already known."""
+    probed: bool
+    """Each swap of weights is checked: log-probs of a short text beside the trainer's."""
+    own_replicas: bool
+    """May be the replicas of a partitioned run, which the run starts, feeds with weights and restarts."""
+    colocated: bool
+    """May generate in the training ranks, between updates."""
+    spans_updates: bool
+    """Answers may begin before an update and end after it (`async.max_lag` above 0)."""
+    rehearsed: bool
+    """`mrl rehearse` can run it on tensors without data."""
+
+
+_CAPABILITIES: Mapping[str, Capabilities] = {
+    "native": Capabilities(
+        repeatable=True,
+        resumes=True,
+        probed=False,
+        own_replicas=True,
+        colocated=True,
+        spans_updates=True,
+        rehearsed=True,
+    ),
+    "megatron": Capabilities(
+        repeatable=False,
+        resumes=True,
+        probed=False,
+        own_replicas=False,
+        colocated=True,
+        spans_updates=False,
+        rehearsed=False,
+    ),
+    "server": Capabilities(
+        repeatable=False,
+        resumes=False,
+        probed=True,
+        own_replicas=False,
+        colocated=False,
+        spans_updates=True,
+        rehearsed=False,
+    ),
+    "vllm": Capabilities(
+        repeatable=False,
+        resumes=True,
+        probed=True,
+        own_replicas=True,
+        colocated=False,
+        spans_updates=True,
+        rehearsed=False,
+    ),
+}
+
+
+def capabilities_of(engine: str) -> Capabilities:
+    """Capabilities of an engine, by its name in `inference.engine`."""
+    return _CAPABILITIES[engine]

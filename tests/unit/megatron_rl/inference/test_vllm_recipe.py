@@ -1,0 +1,94 @@
+"""Recipes whose replicas are vLLM: what is accepted, and what is refused when they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import BadInput
+from launcher.recipe.load import load_recipe
+from megatron_rl.inference.vllm_options import OWNED_OPTIONS, option_name, owned, untried
+
+PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=4")
+
+
+def test_vllm_needs_no_section_of_its_own() -> None:
+    config = load_recipe("qwen2.5-32b-dapo", PARTITIONED).config
+    assert (config.inference.engine, config.inference.vllm) == ("vllm", None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["placement.mode=colocated", "placement.inference.nodes=null"], "placement.mode is colocated"),
+        (["placement.inference.transfer=changed"], "placement.inference.transfer is changed"),
+        (["resume.partial=regenerate"], "resume.partial is regenerate"),
+        (["sampling.top_p=0.9"], "sampling.top_p"),
+        (["sampling.top_k=5"], "sampling.top_k"),
+        (["sampling.min_p=0.1"], "sampling.min_p"),
+        (["sampling.min_new_tokens=4"], "sampling.min_new_tokens"),
+    ],
+)
+def test_unsupported_settings_are_refused_and_the_native_engine_accepts_them(overrides: list[str], why: str) -> None:
+    load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, *overrides, "inference.engine=native"])
+    with pytest.raises(BadInput, match=r"inference\.engine is vllm, but") as refused:
+        load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, *overrides])
+    assert why in str(refused.value)
+
+
+def test_a_section_of_vllm_without_its_engine_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"inference\.vllm is given, and inference\.engine is native"):
+        load_recipe("demo", ["inference.vllm.python=/opt/vllm/bin/python"])
+
+
+@pytest.mark.parametrize(
+    "name", ["max-model-len", "max_model_len", "no-enable-prefix-caching", "hf-overrides.a", "por"]
+)
+def test_an_option_that_the_run_sets_is_refused_in_all_its_spellings(name: str) -> None:
+    assert owned(name) is not None
+
+
+@pytest.mark.parametrize("name", ["gpu-memory-utilization", "enable_expert_parallel", "quantization", "kv-cache-dtype"])
+def test_other_options_are_free(name: str) -> None:
+    assert owned(name) is None
+
+
+def test_owned_options_are_written_as_vllm_writes_them() -> None:
+    assert all(option_name(name) == name == name.lower() for name in OWNED_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ("{max-model-len: 5}", "max-model-len: the run sets --max-model-len itself: training.sequence_length says it"),
+        ("{--foo: 5}", "'--foo' is no option of vLLM: write its long name without dashes in front"),
+        ("{foo-bar: 5, foo_bar: 6}", "foo_bar: given twice, with dashes and with underscores"),
+        ("{foo: [5]}", "inference.vllm.args.foo: expected text, a number, true or false"),
+    ],
+)
+def test_refused_arguments_are_named(args: str, why: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, f"inference.vllm.args={args}"])
+    assert why in str(refused.value)
+
+
+def test_a_refused_argument_is_found_in_the_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: demo\nname: mine\ninference:\n  vllm:\n    args:\n      a: 1\n      max-model-len: 5\n")
+    with pytest.raises(BadInput, match=r"mine\.yaml:7: "):
+        load_recipe(str(file), [])
+
+
+def test_an_argument_can_be_overridden() -> None:
+    config = load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, "inference.vllm.args.gpu-memory-utilization=0.8"]).config
+    assert config.inference.vllm is not None
+    assert config.inference.vllm.args == {"gpu-memory-utilization": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("0.31.9", False), ("0.32.0", True), ("0.32.4+cpu", True), ("0.33.0", False), ("1.0", False), ("dev", False)],
+)
+def test_versions_outside_the_range_that_was_tried_are_named(version: str, known: bool) -> None:
+    assert (untried(version) is None) is known
