@@ -19,6 +19,8 @@ class Capabilities:
     """Each swap of weights is checked: log-probs of a short text beside the trainer's."""
     own_replicas: bool
     """May be the replicas of a partitioned run, which the run starts, feeds with weights and restarts."""
+    starts_workers: bool
+    """A replica is one process, which starts the workers on its GPUs itself."""
     colocated: bool
     """May generate in the training ranks, between updates."""
     spans_updates: bool
@@ -33,6 +35,7 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         resumes=True,
         probed=False,
         own_replicas=True,
+        starts_workers=False,
         colocated=True,
         spans_updates=True,
         rehearsed=True,
@@ -42,6 +45,7 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         resumes=True,
         probed=False,
         own_replicas=False,
+        starts_workers=False,
         colocated=True,
         spans_updates=False,
         rehearsed=False,
@@ -51,6 +55,7 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         resumes=False,
         probed=True,
         own_replicas=False,
+        starts_workers=False,
         colocated=False,
         spans_updates=True,
         rehearsed=False,
@@ -60,6 +65,7 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         resumes=True,
         probed=True,
         own_replicas=True,
+        starts_workers=True,
         colocated=False,
         spans_updates=True,
         rehearsed=False,
