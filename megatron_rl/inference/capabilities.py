@@ -1,4 +1,4 @@
-"""What each engine can do: code asks this table, not the engine's name. No torch: the configuration reads it."""
+"""Capabilities of each engine: code asks this table, not the engine's name. No torch: the configuration reads it."""
 
 from __future__ import annotations
 
