@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
@@ -14,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.inference.engine import Engine
 from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.refit.background import BackgroundSteps
 from megatron_rl.refit.epoch import Epoch, ReplicaStart, TransferFailed
 from megatron_rl.refit.transfer import Receiver
 from megatron_rl.refit.transfer_group import TransferGroup
@@ -23,8 +22,8 @@ STOP_S = 10.0
 
 
 class ReceivedWeights:
-    """Implements `Weights` over the transfer groups of successive membership epochs. Waits for other members run in a
-    thread, while the engine continues."""
+    """Implements `Weights` over the transfer groups of successive membership epochs. Waits for other members run in
+    threads, while the engine continues."""
 
     def __init__(
         self,
@@ -48,19 +47,19 @@ class ReceivedWeights:
         self._backend, self._timeout, self._recompute_cache = backend, timeout, recompute_cache
         self._receiver = Receiver(engine.policy, engine.policy.platform.host_memory, changed=changed)
         self._group: TransferGroup | None = None
-        self._transfer: Future[None] | None = None  # its newest step
+        self._steps = BackgroundSteps(engine.policy.platform.beside)
 
     def join(self, epoch: dict[str, Any]) -> Future[None]:
-        return self._begin(partial(self._join, Epoch.from_json(epoch)))
+        return self._steps.begin(partial(self._join, Epoch.from_json(epoch)))
 
     def receive(self, version: int) -> Future[None]:
-        return self._begin(partial(self._receive, version))
+        return self._steps.begin(partial(self._receive, version))
 
     def swap(self, version: int) -> None:
         """Swap on all ranks of the replica, or on none."""
         failure: BaseException | None = TransferFailed("this rank is in no transfer group")
-        if self._transfer is not None:
-            failure = self._transfer.exception()  # this waits; every wait of the transfer has a limit
+        if self._steps.newest is not None:
+            failure = self._steps.newest.exception()  # this waits; every wait of the transfer has a limit
         complete = torch.tensor([failure is None], dtype=torch.int32)
         dist.all_reduce(complete, op=dist.ReduceOp.MIN, group=self._ranks.control)
         if failure is not None:
@@ -74,27 +73,11 @@ class ReceivedWeights:
 
     def close(self) -> None:
         """End the epoch, which ends what waits for its members."""
-        if self._group is not None and self._transfer is not None and not self._transfer.done():
+        newest = self._steps.newest
+        if self._group is not None and newest is not None and not newest.done():
             self._group.abort()
-            wait([self._transfer], STOP_S)
+            wait([newest], STOP_S)
         self._leave()
-
-    def _begin(self, step: Callable[[], None]) -> Future[None]:
-        before, self._transfer = self._transfer, Future()
-        # A thread for each: one that waits for members that are gone must not keep the process from ending.
-        threading.Thread(target=self._beside, args=(step, before, self._transfer), name="weights", daemon=True).start()
-        return self._transfer
-
-    def _beside(self, step: Callable[[], None], before: Future[None] | None, done: Future[None]) -> None:
-        if before is not None:
-            wait([before])
-        try:
-            with self._engine.policy.platform.beside():
-                step()
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            done.set_exception(error)
-        else:
-            done.set_result(None)
 
     def _join(self, epoch: Epoch) -> None:
         self._leave()
