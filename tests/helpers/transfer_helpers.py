@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rl.model.policy import Policy
 from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart
 from megatron_rl.refit.liveness import Listener
+from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.transfer import Receiver
 from megatron_rl.refit.transfer_group import TransferGroup
 
@@ -101,7 +102,7 @@ class ThreadedReplicas:
     def receive(self, version: int) -> None:
         self._ask("receive", version)
 
-    def swap(self, version: int) -> Collection[ReplicaStart]:
+    def swap(self, version: int, probe: Probe | None) -> Collection[ReplicaStart]:
         refusing = self._refusing("swap")
         return {replica.started for replica in self._of_epoch if replica not in refusing and replica.swap()}
 

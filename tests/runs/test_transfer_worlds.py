@@ -26,6 +26,7 @@ from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.refit import liveness
 from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart, TransferFailed
+from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.transfer import Receiver, Sender
 from megatron_rl.refit.transfer_group import TransferGroup
 from megatron_rl.refit.transfer_refit import TransferRefit
@@ -150,7 +151,7 @@ class ConnectedReplicas:
     def receive(self, version: int) -> None:
         self._begin("receive", version)
 
-    def swap(self, version: int) -> Collection[ReplicaStart]:
+    def swap(self, version: int, probe: Probe | None) -> Collection[ReplicaStart]:
         received = [number for number in self.of_epoch if self._end(number) == {"None"}]
         self._begin("swap", version, received)
         return {(number, 0) for number in received if self._end(number) == {str(version)}}

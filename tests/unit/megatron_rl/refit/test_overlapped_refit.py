@@ -15,6 +15,7 @@ from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplic
 
 from megatron_rl.refit.epoch import NoReplicaLeft, ReplicaStart
 from megatron_rl.refit.overlapped import OverlappedRefit
+from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
 
@@ -27,10 +28,10 @@ class HeldReplicas(ThreadedReplicas):
         self.let = threading.Event()
         self.received = threading.Event()
 
-    def swap(self, version: int) -> Collection[ReplicaStart]:
+    def swap(self, version: int, probe: Probe | None) -> Collection[ReplicaStart]:
         self.received.set()
         assert self.let.wait(LIMIT.total_seconds())
-        return super().swap(version)
+        return super().swap(version, probe)
 
 
 class Overlap:
