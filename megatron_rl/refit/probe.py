@@ -22,7 +22,7 @@ class Probe:
     """A text and its log-probs under one policy version."""
 
     tokens: tuple[int, ...]
-    """At least two."""
+    """Two tokens or more."""
     logprobs: tuple[float, ...]
     """Log-prob of each token after the first, given those before it, at temperature 1."""
     tolerance: float
