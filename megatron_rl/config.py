@@ -299,11 +299,6 @@ class RunConfig(Section):
                 architecture_of(self.model) is None,
                 f"vLLM has no model with {features(self.model)} (see model.qkv_bias and model.qk_norm)",
             ),
-            (
-                bool(self.sampling.stop) and self.tokenizer.type != "huggingface",
-                f"sampling.stop is given, and vLLM has no tokenizer of type {self.tokenizer.type} to find stop strings "
-                "with: leave it out, or name tokens in sampling.stop_tokens",
-            ),
         ):
             if holds:
                 raise ValueError(f"inference.engine is vllm, but {why}")
