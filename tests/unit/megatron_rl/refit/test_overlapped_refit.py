@@ -14,6 +14,7 @@ from scripted_replica import until
 from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas
 
 from megatron_rl.refit.epoch import NoReplicaLeft, ReplicaStart
+from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.transfer import Sender
@@ -46,7 +47,13 @@ class Overlap:
         self.leaves = False
         control = groups.control
         transfer = TransferRefit(
-            Sender(self.trained, ROUND_BYTES), control, "gloo", self.replicas, lambda: self.leaves, LIMIT, LIMIT
+            Sender(weights_by_box(self.trained), ROUND_BYTES),
+            control,
+            "gloo",
+            self.replicas,
+            lambda: self.leaves,
+            LIMIT,
+            LIMIT,
         )
         self.refit = OverlappedRefit(transfer, self.pool, platform, self.safe_points)
 

@@ -12,6 +12,7 @@ MODULES = (
     "megatron_rl.replica_main",
     "megatron_rl.replica.serve",
     "megatron_rl.refit.probe",
+    "megatron_rl.refit.transfer",
 )
 PROGRAM = """
 import importlib, sys
