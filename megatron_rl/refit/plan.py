@@ -103,7 +103,7 @@ def shares_of(held: Iterable[Iterable[Box]], count: int) -> list[list[Box]]:
     """Boxes of each of `count` shares of the whole model, which together are all distinct boxes that ranks hold.
 
     The largest weight goes to the emptiest share, and so on; equal weights go in the order of their names. All boxes
-    of one weight, as `weight_name` defines it, are in one share, so that whoever gets the share can join them.
+    of one weight, as `weight_name` defines it, are in one share, so that the process that gets the share can join them.
 
     held: boxes of each rank. Boxes of one tensor are equal or disjoint.
     """
