@@ -12,10 +12,13 @@ import shlex
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 OURS = "mrl"
+PACKAGE = Path(__file__).parent
+"""Directory of the code of the ranks."""
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 _EXTRA = re.compile(r"""\bextra\s*==\s*["']([^"']+)["']""")
@@ -25,7 +28,7 @@ _EXTRA = re.compile(r"""\bextra\s*==\s*["']([^"']+)["']""")
 def requirements(extra: str) -> tuple[str, ...]:
     """Return the requirements of an extra as pip reads them, without markers, such as `torch>=2.7`; none if mrl is not
     installed."""
-    ours = _distribution(OURS)
+    ours = installed(OURS)
     found: list[str] = []
     for line in (ours.requires if ours else None) or ():
         requirement, _, condition = line.partition(";")
@@ -42,7 +45,7 @@ def names(extra: str) -> tuple[str, ...]:
 
 def is_installed(name: str) -> bool:
     """Whether a distribution is installed for this interpreter."""
-    return _distribution(name) is not None
+    return installed(name) is not None
 
 
 def missing(extras: Iterable[str]) -> list[str]:
@@ -77,7 +80,7 @@ class _Source(NamedTuple):
 def _source() -> _Source | None:
     """Return the source recorded in direct_url.json, which pip writes (PEP 610); None: installed from an index, or not
     by pip."""
-    ours = _distribution(OURS)
+    ours = installed(OURS)
     text = ours.read_text("direct_url.json") if ours else None
     try:
         record = json.loads(text) if text else {}
@@ -91,8 +94,17 @@ def _source() -> _Source | None:
         return None
 
 
-def _distribution(name: str) -> Distribution | None:
+def installed(name: str) -> Distribution | None:
+    """Return a distribution of this interpreter; None: it is not installed."""
     try:
         return distribution(name)
     except PackageNotFoundError:
         return None
+
+
+def metadata_of(dist: Distribution | None) -> Path | None:
+    """Return the dist-info directory of a distribution, which holds its entry points; None: it has none."""
+    for file in (dist.files if dist else None) or ():
+        if file.name == "METADATA" and file.parent.suffix == ".dist-info":
+            return Path(str(file.locate())).parent.resolve()
+    return None

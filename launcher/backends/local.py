@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from launcher.host.process.processes import start_time
 from launcher.plan.sizes import Sizes
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.extras import OURS, PACKAGE, installed, metadata_of
 from megatron_rl.rank.config import JobConfig
 
 RANK_COMMAND = module_command("megatron_rl.rank_main")
-REPLICA_COMMAND = module_command("megatron_rl.replica_main")
+REPLICA_MODULE = "megatron_rl.replica_main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +114,30 @@ class Supervisor:
         return self._said.read().decode("utf-8", "replace").strip()
 
 
+def replica_command(python: str, attempt: Attempt) -> list[str]:
+    """Command of each process of an inference replica. Another Python than this one has other packages and lacks ours,
+    so it gets a folder with links to ours alone. Raises Failed."""
+    if python == sys.executable:
+        return module_command(REPLICA_MODULE)
+    folder = attempt.packages.absolute()
+    ours = (PACKAGE, metadata_of(installed(OURS)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in filter(None, ours):
+            (folder / path.name).symlink_to(path.resolve())
+    except OSError as error:
+        raise Failed(f"{folder}: {error.strerror}: {python} would not find the code of mrl") from error
+    return ["env", f"PYTHONPATH={folder}", python, "-P", "-m", REPLICA_MODULE]
+
+
 def supervisor_command(
-    run: RunDir, attempt: Attempt, job: JobConfig, sizes: Sizes, drain_limit_s: float, owner: int | None
+    run: RunDir,
+    attempt: Attempt,
+    job: JobConfig,
+    sizes: Sizes,
+    drain_limit_s: float,
+    owner: int | None,
+    replica_python: str = sys.executable,
 ) -> list[str]:
     """Command that supervises one attempt here.
 
@@ -121,13 +145,17 @@ def supervisor_command(
         sizes: sizes of the plan.
         drain_limit_s: seconds the ranks have to save when they are asked to leave.
         owner: process id whose death drains the run; None: nobody's does.
+        replica_python: Python of the inference replicas.
+
+    Raises Failed.
     """
     supervisor = module_command("launcher.host.supervise")
     supervisor += ["--run-dir", str(run.root.absolute()), "--attempt", str(attempt.number)]
     supervisor += ["--ranks", str(sizes.training_world), "--threads", str(job.threads_per_rank), "--device", job.device]
     if sizes.partitioned:
-        supervisor += ["--replicas", str(sizes.replicas), "--replica-ranks", str(sizes.inference_tp)]
-        supervisor += ["--replica-command", shlex.join(REPLICA_COMMAND)]
+        supervisor += ["--replicas", str(sizes.replicas), "--replica-ranks", str(sizes.replica_processes)]
+        supervisor += ["--replica-gpus", str(sizes.inference_tp)] if sizes.starts_workers else []
+        supervisor += ["--replica-command", shlex.join(replica_command(replica_python, attempt))]
     supervisor += ["--drain-limit", str(drain_limit_s), "--silence-limit", str(job.silence_limit_s)]
     if owner is not None:
         supervisor += ["--owner", f"{owner}:{start_time(owner)}"]

@@ -53,6 +53,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     from launcher.runs.state import UNSURE, read_statuses
     from megatron_rl.contract.attempt_records import NodeAssignment
     from megatron_rl.contract.codes import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STEP_VARIABLE
+    from megatron_rl.contract.paths import OF_REPLICAS
     from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, CodeSnapshot, PlanRecord, container_name
 
     (status,) = read_statuses([find(run)])
@@ -69,6 +70,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     snapshot = _known(read(CodeSnapshot, found.code_record), status.name)
     replica = harvested(role, attempt)
     job_id = str(replica.job) if replica is not None else job.job_id
+    of = OF_REPLICAS if role.startswith("infer-") and attempt.replica_image.exists() else ""
     try:
         host = replica.hosts[0] if replica is not None else host_of(rank, role, plan, assignment)
     except LookupError as error:
@@ -76,10 +78,11 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     try:
         # Under the script's name for the run directory: a container may not see it under another.
         code = Path(plan.environment.get(RUN_DIR_VARIABLE, found.root.absolute())) / found.code.readlink()
-        image = attempt.image.read_text(encoding="utf-8").strip() if attempt.image.exists() else ""
+        image_file = attempt.replica_image if of else attempt.image
+        image = image_file.read_text(encoding="utf-8").strip() if image_file.exists() else ""
     except OSError as error:
         raise Failed(f"{status.name}: {error.filename}: {error.strerror}") from error
-    name = container_name(job.job_id, str(attempt.number)) + ":exec"
+    name = container_name(job.job_id, str(attempt.number), of) + ":exec"
     # The container of a harvested replica has no name; this one is new, with the same image.
     options = [option for option in plan.container if replica is None or not option.startswith("--container-name=")]
     container = completed(options, {IMAGE: image, CODE: str(code), CONTAINER: name})

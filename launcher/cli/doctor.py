@@ -16,10 +16,12 @@ import click
 from launcher.backends.probe import disk, software
 from launcher.backends.probe import node as compute_node
 from launcher.backends.probe import rank as one_rank
+from launcher.backends.probe.vllm import probe_in_container
 from launcher.backends.slurm import facts as slurm_facts
 from launcher.backends.slurm.parse import settings
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Profile
+from launcher.cluster.software import rank_image, replica_image, replica_python, vllm_of
 from launcher.doctor.examine import ClusterFacts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
 from launcher.doctor.node_files import on_nodes
@@ -44,8 +46,8 @@ HELP = """Check RECIPE on a cluster: how it is preempted and with how much notic
 nodes, GPUs, containers, Python and disk are available. Without RECIPE: a run of one node.
 
 SECTION.KEY=VALUE overrides a value of the recipe. Nothing is submitted, except that --deep runs two steps on one node;
-the second unpacks the image and starts a rank in it. Levels: ok; note: worth knowing; warning: the run works, but may
-lose work or time; error: the run will not work.
+the second unpacks the image and starts a rank in it. With inference.engine vllm a third one looks for vLLM there.
+Levels: ok; note: worth knowing; warning: the run works, but may lose work or time; error: the run will not work.
 
 \b
 Exit codes:
@@ -99,19 +101,22 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
         disk_asked = pool.submit(disk.inspect, Path(profile.run_root))
         slurm, run_root = slurm_asked.result(), disk_asked.result()
     plugstack = settings(slurm.config.text).get("PlugStackConfig")
-    node = rank = None
+    node = rank = vllm = None
     if deep and slurm.config.known and run_root.measured:
         gpus = config is None or config.job.device == "cuda"
         directory = Path(run_root.measured.directory)
         node = compute_node.probe(profile, directory, gpus)
         if not node.failure:
             rank = one_rank.probe(profile, config.image.reference if config else None, directory, gpus)
+            if config and vllm_of(config) and (image := replica_image(config, profile) or rank_image(config, profile)):
+                vllm = probe_in_container(profile, image, replica_python(config, profile), gpus)
     facts = ClusterFacts(
         slurm=slurm,
         software=software.inspect(profile.host_pythons()[0], Path(plugstack) if plugstack else None),
         run_root=run_root,
         node=node,
         rank=rank,
+        vllm=vllm,
         missing_secrets=tuple(name for name in profile.secrets if not os.environ.get(name)),
         missing_files=tuple(absent(config, profile)) if config and run_root.measured else (),
         checkpoint_bytes=checkpoint_size(config),

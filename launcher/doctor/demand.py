@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from launcher.cluster.profile import Profile
+from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.finding import count
 from launcher.host.slurm.formats import time_limit_s
 from megatron_rl.config import RunConfig
@@ -29,8 +30,8 @@ class Demand:
     """Time limit of one attempt in seconds; None: neither the recipe nor the profile has one."""
     time_limit_key: str
     """Key that sets the time limit."""
-    image: str | None
-    """Container image; None: no containers."""
+    images: tuple[str, ...]
+    """Container images of the ranks and, if they have their own, of the inference replicas; empty: no containers."""
     save_every: int | Literal["auto"] | None
     """Steps between checkpoints; 0: only at the end; None: no recipe was given."""
     checkpoint_bytes: int | None
@@ -70,11 +71,11 @@ def demand_of(
         checkpoint_bytes: size of one checkpoint; None: unknown.
         node_bytes_per_s: measured write speed of one machine; used if the profile has no `fs_bandwidth`.
     """
-    image = profile.container.image if profile.container else None
     if config is None:
+        images = (profile.container.image,) if profile.container else ()
         limit = time_limit_s(profile.time_limit)
         gpus = profile.gpus_per_node
-        return Demand("a run", 1, 1, gpus, gpus, limit, "the profile's time_limit", image, None, None, 1, None, "")
+        return Demand("a run", 1, 1, gpus, gpus, limit, "the profile's time_limit", images, None, None, 1, None, "")
     measured = node_bytes_per_s * config.job.fewest_nodes if node_bytes_per_s else None
     speed = profile.fs_bandwidth * 1e9 if profile.fs_bandwidth else measured
     return Demand(
@@ -85,7 +86,7 @@ def demand_of(
         ranks=config.job.gpus_per_node,
         time_limit_s=time_limit_s(config.job.time_limit or profile.time_limit),
         time_limit_key="job.time_limit" if config.job.time_limit else "the profile's time_limit",
-        image=(config.image.reference or image) if image else None,
+        images=tuple(filter(None, (rank_image(config, profile), replica_image(config, profile)))),
         save_every=config.save.every,
         checkpoint_bytes=checkpoint_bytes,
         kept=config.save.most_kept(config.training.steps) + 1,

@@ -9,13 +9,16 @@ from launcher.backends.probe.disk import Disk
 from launcher.backends.probe.node import NodeFacts
 from launcher.backends.probe.rank import RankFacts
 from launcher.backends.probe.software import Software
+from launcher.backends.probe.vllm import VllmFacts
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cluster.profile import Profile
+from launcher.cluster.software import vllm_of
 from launcher.doctor import limits, nodes, preemption, preflight, software, storage
 from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
 from launcher.doctor.demand import Demand, demand_of
 from launcher.doctor.finding import Finding, error, note, ok, warning
 from launcher.doctor.preflight import LocalFacts
+from launcher.doctor.vllm import vllm_findings, vllm_later
 from launcher.fetch.prefetch import Need
 from launcher.host.image.reference import is_path
 from megatron_rl.config import RunConfig
@@ -40,6 +43,8 @@ class ClusterFacts:
     """Size of one checkpoint; None: no recipe, or only the tokenizer knows the vocabulary."""
     refusals: tuple[str, ...]
     """Reasons why mrl-submit would refuse the recipe: an impossible layout, an unsupported feature."""
+    vllm: VllmFacts | None = None
+    """vLLM in the container of the inference replicas; None: without --deep, or the run starts none."""
     preflight: tuple[Finding, ...] = ()
     """Findings about what the ranks will lack on the nodes, as far as this machine can see."""
 
@@ -65,6 +70,8 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
         found += software.compute_node(facts.node, profile, demand)
     if facts.rank is not None and profile.container is not None:
         found.append(software.first_rank(facts.rank, demand))
+    if config is not None and profile.container is not None and vllm_of(config):
+        found += vllm_findings(facts.vllm, config.job.device) if facts.vllm else [vllm_later(config, profile)]
     found += software.host_python(facts.software, facts.node, profile)
     found += storage.run_root(facts.run_root, demand)
     found += storage.shared(facts.run_root, facts.node, demand)

@@ -13,9 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.backends.probe.disk import file_system, spans_machines
+from launcher.backends.probe.vllm import probe
 from launcher.cluster.profile import Profile
+from launcher.cluster.software import replica_python, vllm_of
 from launcher.doctor.finding import Finding, error
 from launcher.doctor.preflight import missing_packages, packages, unreadable
+from launcher.doctor.vllm import vllm_findings
 from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import NamedPath, named_paths
 from megatron_rl.config import RunConfig
@@ -34,6 +37,8 @@ def on_nodes(recipe: Recipe, profile: Profile) -> list[Finding]:
     if profile.container is None and profile.python is None and (absent := missing_packages(recipe.config)).names:
         finding = packages(absent)
         found.append(replace(finding, text=f"{finding.text}; the ranks use this Python, {sys.executable}"))
+    if profile.container is None and vllm_of(recipe.config):
+        found += vllm_findings(probe(replica_python(recipe.config, profile)), recipe.config.job.device)
     return found
 
 

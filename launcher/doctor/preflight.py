@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.backends.local import Machine, inspect
+from launcher.backends.probe.vllm import VllmFacts, probe
+from launcher.cluster.software import replica_python, vllm_of
 from launcher.doctor.finding import Finding, count, error, note, ok, size, warning
+from launcher.doctor.vllm import vllm_findings
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, needs
 from launcher.plan.gpu_memory import least_host_bytes
@@ -48,6 +51,8 @@ class LocalFacts:
     """One error per file that the recipe reads and that is missing here."""
     least_bytes: int
     """Bytes that all ranks together need at least, on CPUs."""
+    vllm: VllmFacts | None = None
+    """Python of the inference replicas; None: the run starts no vLLM."""
 
 
 def collect_local(recipe: Recipe | None) -> LocalFacts:
@@ -61,7 +66,9 @@ def collect_local(recipe: Recipe | None) -> LocalFacts:
         bytes_needed = least_host_bytes(recipe.config, plan.sizes)
     except BadInput as refused:
         refusals = tuple(refused.problems)
-    return LocalFacts(inspect(), missing_packages(recipe.config), refusals, tuple(absent_files(recipe)), bytes_needed)
+    config = recipe.config
+    vllm = probe(replica_python(config, None)) if vllm_of(config) else None
+    return LocalFacts(inspect(), missing_packages(config), refusals, tuple(absent_files(recipe)), bytes_needed, vllm)
 
 
 def extras_of(config: RunConfig) -> list[str]:
@@ -123,6 +130,8 @@ def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
     for refusal in facts.refusals:
         yield Finding("error", "recipe", refusal)  # the text says what to change
     yield packages(facts.packages)
+    if config is not None and facts.vllm is not None:
+        yield from vllm_findings(facts.vllm, config.job.device)
     yield from processors(facts.machine, config)
     if config is not None:
         yield from memory(facts.machine, config, facts.least_bytes)

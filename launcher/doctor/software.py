@@ -53,15 +53,16 @@ def controller(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
 
 def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterator[Finding]:
     """Findings about starting the container and importing its image."""
-    if demand.image is None:
+    if not demand.images:
         yield ok("containers", "none: the ranks run on the nodes as they are")
         return
     missing = [flag for flag in NEEDED if flag not in facts.srun_help.text]
     if not facts.srun_help.known or NEEDED[0] in missing:
+        images = " and ".join(demand.images)
         yield error(
             "pyxis",
-            f"srun has no option --container-image here, and {demand.who} needs {demand.image}: sbatch would accept "
-            "the job, and every step would fail",
+            f"srun has no option --container-image here, and {demand.who} needs {images}: sbatch would accept the job, "
+            "and every step would fail",
             "ask the administrators for pyxis, or set container: null in the profile",
         )
         return
@@ -74,8 +75,9 @@ def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterato
         )
     else:
         yield ok("pyxis", named)
-    if not is_path(demand.image):
-        yield _credentials(software, demand.image)
+    for image in demand.images:
+        if not is_path(image):
+            yield _credentials(software, image)
 
 
 def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[Finding]:
@@ -115,13 +117,13 @@ def compute_node(node: NodeFacts, profile: Profile, demand: Demand) -> Iterator[
     yield ok("compute node", f"a step ran on {node.host}{driver}")
     if demand.gpus and not node.driver and profile.health_check:
         yield note("compute node", "it has no nvidia-smi, so the health check cannot see the state of the GPUs")
-    if demand.image and node.enroot is None and not is_path(demand.image):
+    if node.enroot is None and not all(map(is_path, demand.images)):
         yield error(
             "enroot",
             f"not found on {node.host}, and {demand.who} needs containers",
             "install it there, or load it in prolog: of the profile",
         )
-    elif demand.image and node.enroot is not None:
+    elif demand.images and node.enroot is not None:
         yield ok("enroot", f"{node.enroot or 'there'} on {node.host}")
 
 

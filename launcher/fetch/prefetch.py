@@ -22,6 +22,7 @@ import click
 
 from launcher.cluster.choice import Clusters
 from launcher.cluster.profile import Profile
+from launcher.cluster.software import rank_image, replica_image
 from launcher.errors import BadInput
 from launcher.host.image import cache
 from launcher.host.image.reference import is_path
@@ -90,9 +91,8 @@ class Cache:
 def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
     """Return all items that a run reads from the internet, each once."""
     found: list[Need] = []
-    container = profile.container if profile else None
-    if container:
-        found.append(Need("image", config.image.reference or container.image))
+    images = (rank_image(config, profile), replica_image(config, profile))
+    found += [Need("image", image) for image in images if image is not None]
     model = config.model.huggingface if config.model.init == "huggingface" else None
     if model and is_prefetched(model):
         found.append(Need("model", model))

@@ -44,8 +44,11 @@ def _run(options: argparse.Namespace, environ: dict[str, str], signals: Signals)
     from launcher.host.attempt.slurm_run import JobSettings, run_job
     from launcher.host.attempt.slurm_steps import Script
     from megatron_rl.contract.codes import EXIT_USAGE
+    from megatron_rl.contract.paths import OF_REPLICAS
 
-    checks = Checks(options.image, options.image_cache, options.unpack, options.health, options.fabric)
+    images = {"": options.image, OF_REPLICAS: options.replica_image}
+    images = {of: reference for of, reference in images.items() if reference is not None}
+    checks = Checks(images, options.image_cache, options.unpack, options.health, options.fabric)
     script = Script(os.path.abspath(options.script))
     harvest = HarvestSettings(options.harvest, options.harvest_sbatch)
     settings = JobSettings(script, options.notice, options.backoff, options.outlives_nodes, checks, harvest)
@@ -82,7 +85,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     run.add_argument("--outlives-nodes", action="store_true", help="the job survives nodes that die (--no-kill)")
     run.add_argument("--image", help="reference of the container image")
     run.add_argument("--image-cache", default="", help="shared directory of imported images")
-    run.add_argument("--unpack", action="store_true", help="unpack it on each node first, once for all steps")
+    run.add_argument("--replica-image", help="reference of the image of inference replicas, if they have their own")
+    run.add_argument("--unpack", action="store_true", help="unpack images on each node first, once for all steps")
     run.add_argument("--harvest", type=int, default=0, help="most inference replicas in jobs of their own")
     run.add_argument("--harvest-sbatch", action="append", default=[], help="an option of sbatch for those jobs")
     run.add_argument("--health", action="store_true", help="check the nodes first")

@@ -83,7 +83,7 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
     began = time.time()
     conclude_lost(run, began, unseen="its supervisor was killed")
     host = socket.gethostname()
-    generating = options.replicas * options.replica_ranks
+    generating = options.replicas * (options.replica_gpus or options.replica_ranks)
     ranks = options.ranks + generating
     write_line(run, AttemptStart(attempt.number, began, host, pid=os.getpid(), ranks=ranks, generating=generating))
     job = LocalJob(run, options.drain_limit, options.owner)
@@ -96,6 +96,7 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
         options.command,
         options.replicas,
         options.replica_ranks,
+        options.replica_gpus,
         shlex.split(options.replica_command),
     )
     processes = LocalRanks(run, attempt, settings)
@@ -126,6 +127,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, required=True, help="training processes to start on this machine")
     parser.add_argument("--replicas", type=int, default=0, help="inference replicas to start beside them")
     parser.add_argument("--replica-ranks", type=int, default=1, help="processes of each replica")
+    parser.add_argument("--replica-gpus", type=int, default=0, help="GPUs of each replica whose process starts workers")
     parser.add_argument("--replica-command", default="", help="command of each of these, in shell syntax")
     parser.add_argument("--threads", type=int, default=1, help="OMP and MKL threads of each rank")
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)

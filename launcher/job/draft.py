@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launcher import __file__ as launcher_file
 from launcher.cluster.profile import Profile
+from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.node_files import on_nodes, run_directory, to_mount
 from launcher.doctor.preflight import problems
 from launcher.errors import BadInput
@@ -108,7 +109,7 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
             f"logging.wandb: WANDB_API_KEY is not among the secrets of {job.cluster}: "
             "the job has no key, unless the nodes' ~/.netrc has one"
         )
-    image = _image(job)
+    image = rank_image(job.recipe.config, job.profile)
     if image and re.match(r"(?:docker://)?(?:[^@#/]+@)?nvcr\.io[#/]nvidia/pytorch:", image):
         notes.append(
             f"image: {image} is NVIDIA's own, which has no megatron-core: the ranks would end at their first import; "
@@ -137,18 +138,14 @@ def _obstacles(job: PlannedJob) -> list[str]:
             f"you may not write to {place}, where Slurm writes the job's log ({log.name}) before it starts anything; "
             "give a --run-dir in a folder of your own"
         )
-    image = _image(job)
-    if image and image.startswith("/") and not Path(image).is_file():
-        found.append(
-            f"image: {image} does not exist (image.reference of the recipe, or container.image of {job.cluster})"
-        )
+    images = {
+        f"image.reference of the recipe, or container.image of {job.cluster}": rank_image(job.recipe.config, profile),
+        "inference.vllm.image of the recipe": replica_image(job.recipe.config, profile),
+    }
+    for where, image in images.items():
+        if image and image.startswith("/") and not Path(image).is_file():
+            found.append(f"image: {image} does not exist ({where})")
     return found
-
-
-def _image(job: PlannedJob) -> str | None:
-    """Reference of the ranks' image; None: they run without a container."""
-    container = job.profile.container
-    return (job.recipe.config.image.reference or container.image) if container else None
 
 
 def default_root(profile: Profile, name: str) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cluster.profile import RUN_MODES, Profile
+from launcher.cluster.software import rank_image, rank_python, replica_image, replica_python
 from launcher.errors import BadInput
 from launcher.host.code.sources import sources_text
 from launcher.job.steps import (
@@ -23,7 +24,7 @@ from launcher.job.steps import (
     in_front_of_ranks,
     name_of_container,
     per_node,
-    rank_python,
+    shares_of_cpus,
     shell_lines,
     variables,
 )
@@ -31,7 +32,7 @@ from launcher.job.templates import Shell, templates
 from launcher.plan.placement import Plan, Step
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
 from megatron_rl.contract.codes import EXIT_DRAINED, HOST_TRIES
-from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.paths import OF_REPLICAS, RunDir
 from megatron_rl.contract.run_records import CodeSource
 
 UNPACK_S = 1800  # seconds for a node to unpack an image
@@ -64,7 +65,7 @@ def render(job: PlannedJob) -> str:
     documents = _documents(job)
     _refuse_unwritable(job, documents)
     config, profile = job.recipe.config, job.profile
-    image = profile.container
+    named = profile.container is not None and profile.container.named
     host_python, *fallback = profile.host_pythons()
     return (
         templates()
@@ -82,9 +83,10 @@ def render(job: PlannedJob) -> str:
             cpus_per_task=profile.cpus_per_task,
             ranks_per_node=config.job.gpus_per_node,
             container=_shell(container(config, profile, job.seen)),
-            container_name=next(iter(_shell(name_of_container(profile))), None),
-            in_container=Shell('"${container[@]}" ' if image else ""),
-            unpack=_shell([per_node(config, profile, 1)])[0] if image is not None and image.named else None,
+            container_name=next(iter(_shell(name_of_container(config, profile))), None),
+            of_replicas=OF_REPLICAS if replica_image(config, profile) else None,
+            in_container=Shell('"${container[@]}" ' if profile.container else ""),
+            unpack=_shell([per_node(config, profile, 1)])[0] if named else None,
             health=_health(job),
             decided_by=Shell(" \\\n            ".join(_host_options(job))),
             host_tries=HOST_TRIES,
@@ -104,14 +106,16 @@ def _host_options(job: PlannedJob) -> Iterator[Shell]:
     outlives = " --outlives-nodes" if _outlives_nodes(job) else ""
     shared = f" --run-mode {RUN_MODES[profile.readable_by]:o}" if profile.readable_by != "me" else ""
     yield Shell(f"--notice {profile.signal_s} --backoff {config.job.backoff_s}{outlives}{shared}")
-    if profile.container is not None:
-        reference = config.image.reference or profile.container.image
+    if profile.container is not None and (image := rank_image(config, profile)):
         cache = f"{profile.run_root}/cache/images"
         unpack = " --unpack" if profile.container.named else ""
-        yield Shell(f"--image {shlex.quote(reference)} --image-cache {shlex.quote(cache)}{unpack}")
+        yield Shell(f"--image {shlex.quote(image)} --image-cache {shlex.quote(cache)}{unpack}")
+        if own := replica_image(config, profile):
+            yield Shell(f"--replica-image {shlex.quote(own)}")
     if config.harvest is not None:
         options = " ".join(shlex.quote(f"--harvest-sbatch={option}") for option in _harvest_options(job))
-        yield Shell(f"--harvest {config.harvest.max_replicas} {options}")
+        cpus = shares_of_cpus(job.plan.sizes.inference_tp // job.plan.sizes.replica_processes)
+        yield Shell(f'--harvest {config.harvest.max_replicas} "--harvest-sbatch=--cpus-per-task={cpus}" {options}')
     if profile.health_check:
         yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
 
@@ -119,7 +123,7 @@ def _host_options(job: PlannedJob) -> Iterator[Shell]:
 def _harvest_options(job: PlannedJob) -> list[str]:
     """Options of sbatch for the job of one harvested replica."""
     config, profile = job.recipe.config, job.profile
-    harvest, ranks = config.harvest, job.plan.sizes.inference_tp
+    harvest, sizes = config.harvest, job.plan.sizes
     assert harvest is not None
     asked = {
         "partition": harvest.partition,
@@ -127,8 +131,8 @@ def _harvest_options(job: PlannedJob) -> list[str]:
         "qos": harvest.qos,
         "time": harvest.time_limit,
         "nodes": 1,
-        "ntasks-per-node": ranks,
-        **({} if config.job.device == "cpu" else profile.gpus(ranks)),
+        "ntasks-per-node": sizes.replica_processes,
+        **({} if config.job.device == "cpu" else profile.gpus(sizes.inference_tp)),
     }
     return [f"--{name}={value}" for name, value in asked.items() if value is not None] + harvest.sbatch
 
@@ -193,7 +197,7 @@ class _Step:
 
 def _steps(job: PlannedJob) -> Iterator[_Step]:
     config, plan = job.recipe.config, job.plan
-    python = shlex.quote(rank_python(job.profile))
+    python, of_replica = shlex.quote(rank_python(job.profile)), shlex.quote(replica_python(config, job.profile))
     run = '--run-dir "$MRL_RUN_DIR" --attempt "$MRL_ATTEMPT"'
     if _all_reduce(job):
         limit = job.profile.all_reduce_gbps
@@ -229,30 +233,33 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
     replicas = [step for step in plan.steps if step.replica is not None]
     if replicas:
         first = replicas[0]  # they are all alike
-        shared = first.tasks_per_node < plan.gpus_per_node
+        shared = first.gpus_per_node < plan.gpus_per_node
         # Slurm would show every replica on a node the same first GPUs.
         mine = f"env CUDA_VISIBLE_DEVICES={_gpus_of_replica(first, plan.gpus_per_node)} " if shared else ""
         yield _Step(
             function=Shell("infer"),
             name=Shell('"$1"'),
             options=_shell(geometry(config, job.profile, plan, first, "$1")),
-            command=Shell(f'{mine}{python} -P -m {INFERENCE} {run} --replica "${{1#infer-}}"'),
+            command=Shell(f'{mine}{of_replica} -P -m {INFERENCE} {run} --replica "${{1#infer-}}"'),
         )
 
     if config.harvest is not None:
-        ranks = plan.sizes.inference_tp
-        gpus = {} if config.job.device == "cpu" else job.profile.gpus(ranks)
-        counts = {"nodes": 1, "ntasks": ranks, "ntasks-per-node": ranks, **gpus}
+        sizes = plan.sizes
+        processes, shares = sizes.replica_processes, sizes.inference_tp // sizes.replica_processes
+        gpus = {} if config.job.device == "cpu" else job.profile.gpus(sizes.inference_tp)
+        counts = {"nodes": 1, "ntasks": processes, "ntasks-per-node": processes, **gpus}
+        asked = [f"--{name}={value}" for name, value in counts.items()]
+        asked += [f'--cpus-per-task="{shares_of_cpus(shares)}"'] if shares > 1 else []
         (bound,) = shell_lines([binding(job.profile)])
         ending = '--kill-on-bad-exit=1 --unbuffered --open-mode=append --output="$logs/infer-${1#harvest-}.%t.log"'
         yield _Step(
             function=Shell("harvest"),
             name=Shell('"infer-${1#harvest-}"'),
             options=[
-                Shell(" ".join(f"--{name}={value}" for name, value in counts.items())),
+                Shell(" ".join(asked)),
                 Shell(f"{bound} {ending}".strip()),
             ],
-            command=Shell(f'{python} -P -m {INFERENCE} {run} --replica "${{1#harvest-}}"'),
+            command=Shell(f'{of_replica} -P -m {INFERENCE} {run} --replica "${{1#harvest-}}"'),
             comment=Shell("An inference replica in a job of its own, wherever there is room: see recipe key harvest."),
         )
 
@@ -269,8 +276,8 @@ def _shell(lines: Lines) -> list[Shell]:
 
 def _gpus_of_replica(step: Step, gpus_per_node: int) -> str:
     """Shell expression of the GPUs of the replica `infer-K` in $1, which shares its node with others."""
-    first = f"${{1#infer-}} * {step.tasks_per_node} % {gpus_per_node}"
-    return f'"$(seq -s, $(({first})) $(({first} + {step.tasks_per_node - 1})))"'
+    first = f"${{1#infer-}} * {step.gpus_per_node} % {gpus_per_node}"
+    return f'"$(seq -s, $(({first})) $(({first} + {step.gpus_per_node - 1})))"'
 
 
 def _all_reduce(job: PlannedJob) -> bool:

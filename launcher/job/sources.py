@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from socket import gethostname
@@ -17,6 +16,8 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
+from megatron_rl.extras import OURS as OUR_DISTRIBUTION
+from megatron_rl.extras import installed, metadata_of
 
 OURS = ("launcher", "megatron_rl")
 HEAVY_BYTES = 20 * 10**6  # a larger snapshot probably holds data that git does not ignore
@@ -85,10 +86,10 @@ def _included(recipe: Recipe, directory: Path) -> list[Path]:
 def _installed(config: RunConfig, include: list[Path]) -> list[Path]:
     """Installed packages, and the metadata that holds their entry points."""
     packages = {name: _package(name) for name in OURS}
-    metadata = [_metadata(_distribution("mrl"))]
+    metadata = [metadata_of(installed(OUR_DISTRIBUTION))]
     for entry in entry_points_of(config.task):
         top = entry.module.partition(".")[0]
-        metadata.append(_metadata(entry.dist))
+        metadata.append(metadata_of(entry.dist))
         package = _package(top)
         if package and not any(package.is_relative_to(path) for path in include):
             packages[top] = package
@@ -101,18 +102,3 @@ def _package(name: str) -> Path | None:
     spec = find_spec(name)
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]).resolve() if places else None
-
-
-def _distribution(name: str) -> Distribution | None:
-    try:
-        return distribution(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _metadata(dist: Distribution | None) -> Path | None:
-    """The dist-info directory of an installed distribution."""
-    for file in (dist.files if dist else None) or ():
-        if file.name == "METADATA" and file.parent.suffix == ".dist-info":
-            return Path(str(file.locate())).parent.resolve()
-    return None

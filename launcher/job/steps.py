@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.cluster.profile import Profile
+from launcher.cluster.software import rank_python, replica_image, replica_python
 from launcher.plan.placement import Plan, Step
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE, CLUSTER_VARIABLE, HASH_SEED, RUN_DIR_VARIABLE, SILENCE_VARIABLE
-from megatron_rl.contract.run_records import ATTEMPT, CODE, CONTAINER, HOSTS, IMAGE, LOGS, NODES, TASKS, container_name
+from megatron_rl.contract.run_records import (
+    ATTEMPT,
+    CODE,
+    CONTAINER,
+    CPUS,
+    HOSTS,
+    IMAGE,
+    LOGS,
+    NODES,
+    TASKS,
+    container_name,
+)
 
 OURS = (
     "MRL_RUN_DIR",
@@ -87,7 +98,16 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
     ending = [Option("kill-on-bad-exit", "1"), Option("unbuffered"), Option("open-mode", "append"), log]
     # Slurm counts the CPUs of a node as busy for another replica there, and for a while for one that was killed.
     beside = [Option("overlap")] if step.replica is not None else []
-    return [[*counts, *per_node(config, profile, step.tasks_per_node)], [*binding(profile), *ending, *beside]]
+    counts += per_node(config, profile, step.tasks_per_node)
+    if step.tasks_per_node < step.gpus_per_node:
+        cpus = shares_of_cpus(step.gpus_per_node // step.tasks_per_node)
+        counts.append(Option("cpus-per-task", CPUS, f'"{cpus}"'))
+    return [counts, [*binding(profile), *ending, *beside]]
+
+
+def shares_of_cpus(ranks: int) -> str:
+    """Shell expression of the CPUs of a process that stands for this number of ranks."""
+    return f"$((MRL_CPUS_PER_TASK * {ranks}))" if ranks > 1 else "$MRL_CPUS_PER_TASK"
 
 
 def per_node(config: RunConfig, profile: Profile, tasks: int) -> list[Option]:
@@ -141,11 +161,11 @@ def container(config: RunConfig, profile: Profile, seen: Sequence[Path]) -> Line
     ]
 
 
-def name_of_container(profile: Profile) -> Lines:
+def name_of_container(config: RunConfig, profile: Profile) -> Lines:
     """Option for the name of an attempt's container; empty where the profile wants none."""
     if profile.container is None or not profile.container.named:
         return []
-    name = container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT")
+    name = container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT", "$of" if replica_image(config, profile) else "")
     # no_exec: each step gets namespaces of its own, except that of `mrl attach`.
     return [[Option("container-name", CONTAINER, f'"{name}:no_exec"')]]
 
@@ -194,11 +214,6 @@ def _wrapping(profile: Profile) -> list[str]:
     return [f'case $MRL_STEP:$SLURM_PROCID in {of}) set -- {shlex.join(wrapper.command)} "$@" ;; esac']
 
 
-def rank_python(profile: Profile) -> str:
-    """Python of the ranks."""
-    return profile.python or ("python3" if profile.container else sys.executable)
-
-
 def with_argv(
     record: dict[str, Any],
     config: RunConfig,
@@ -220,7 +235,7 @@ def with_argv(
         **record,
         "environment": exported,
         "rank_environment": rank_variables(config, profile),
-        "container": _argv([*container(config, profile, seen), *name_of_container(profile)]),
+        "container": _argv([*container(config, profile, seen), *name_of_container(config, profile)]),
         "steps": _steps(config, profile, plan, plan.steps, run_dir),
         "alternatives": [
             {**other, "steps": _steps(config, profile, plan, its.steps, run_dir)} for other, its in smaller
@@ -235,7 +250,7 @@ def _steps(
         {
             **asdict(step),
             "srun": _argv(geometry(config, profile, plan, step, step.name)),
-            "command": _command(profile, plan, step, run_dir),
+            "command": _command(config, profile, plan, step, run_dir),
         }
         for step in steps
     ]
@@ -245,15 +260,14 @@ def _argv(lines: Lines) -> list[str]:
     return [option.argv for line in lines for option in line]
 
 
-def _command(profile: Profile, plan: Plan, step: Step, run_dir: Path) -> list[str]:
-    """argv of each rank of a step."""
-    module = TRAINING if step.replica is None else INFERENCE
-    command = [rank_python(profile), "-P", "-m", module, "--run-dir", str(run_dir), "--attempt", ATTEMPT]
+def _command(config: RunConfig, profile: Profile, plan: Plan, step: Step, run_dir: Path) -> list[str]:
+    """argv of each process of a step."""
+    run = ["--run-dir", str(run_dir), "--attempt", ATTEMPT]
     if step.replica is None:
-        return command
-    command += ["--replica", str(step.replica)]
-    if step.tasks_per_node == plan.gpus_per_node:
+        return [rank_python(profile), "-P", "-m", TRAINING, *run]
+    command = [replica_python(config, profile), "-P", "-m", INFERENCE, *run, "--replica", str(step.replica)]
+    if step.gpus_per_node == plan.gpus_per_node:
         return command
     # Slurm would give all replicas on a node the same first GPUs.
-    mine = ",".join(str(step.gpu_offset + gpu) for gpu in range(step.tasks_per_node))
+    mine = ",".join(str(step.gpu_offset + gpu) for gpu in range(step.gpus_per_node))
     return ["env", f"CUDA_VISIBLE_DEVICES={mine}", *command]

@@ -72,6 +72,9 @@ class Step:
     nodes: tuple[int, ...]
     """Indices of its nodes among those of the plan."""
     tasks_per_node: int
+    """Processes on each node: one a GPU, or one for all its GPUs where that starts the workers (`Sizes`)."""
+    gpus_per_node: int
+    """GPUs of the step on each node."""
     gpu_offset: int
     """First GPU of the step on its node; 0 unless replicas share a node."""
     replica: int | None
@@ -100,20 +103,25 @@ class Plan:
 
 
 def place(
-    job: JobConfig, placement: PlacementConfig, node_gpus: int | None = None, model: ModelConfig | None = None
+    job: JobConfig,
+    placement: PlacementConfig,
+    node_gpus: int | None = None,
+    model: ModelConfig | None = None,
+    engine: str = "native",
 ) -> Plan:
     """Return the plan for `job.nodes`, or for its upper end if it is a range.
 
     Args:
         node_gpus: GPUs of each node of the cluster; None: unknown.
         model: also refuse sizes that do not divide this model.
+        engine: inference.engine of the recipe.
 
     Raises:
         LayoutError: the layout is impossible. The message has the arithmetic and the nearest valid layouts.
     """
     limit = node_gpus if job.device == "cuda" else None
     counts = range(job.most_nodes, job.fewest_nodes - 1, -1)
-    sizes = [Sizes.of(job, placement, nodes) for nodes in counts]
+    sizes = [Sizes.of(job, placement, nodes, engine) for nodes in counts]
     problems = {each.nodes: check(each, limit, model) for each in sizes}
     possible = [each for each in sizes if not problems[each.nodes]]
     for end in (sizes[0], sizes[-1]):
@@ -148,16 +156,18 @@ def _plan(job: JobConfig, placement: PlacementConfig, sizes: Sizes) -> Plan:
 
 def _training_step(sizes: Sizes) -> Step:
     role: Role = "training" if sizes.inference_nodes else "colocated"
-    return Step("train", role, tuple(range(sizes.training_nodes)), sizes.gpus_per_node, 0, None)
+    ranks = sizes.gpus_per_node
+    return Step("train", role, tuple(range(sizes.training_nodes)), ranks, ranks, 0, None)
 
 
 def _inference_steps(sizes: Sizes) -> Iterator[Step]:
     first = sizes.training_nodes * sizes.gpus_per_node
     for replica in range(sizes.replicas):
         node, gpu = divmod(first + replica * sizes.inference_tp, sizes.gpus_per_node)
-        tasks = min(sizes.inference_tp, sizes.gpus_per_node)
-        nodes = tuple(range(node, node + sizes.inference_tp // tasks))
-        yield Step(f"infer-{replica}", "inference", nodes, tasks, gpu, replica)
+        gpus = min(sizes.inference_tp, sizes.gpus_per_node)
+        tasks = min(sizes.replica_processes, gpus)
+        nodes = tuple(range(node, node + sizes.inference_tp // gpus))
+        yield Step(f"infer-{replica}", "inference", nodes, tasks, gpus, gpu, replica)
 
 
 def _ranks(sizes: Sizes) -> Iterator[Rank]:

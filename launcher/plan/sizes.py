@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.rank.config import JobConfig, PlacementConfig, data_parallel_size
 
@@ -34,10 +35,16 @@ class Sizes:
     """Nodes that only generate; 0: co-located."""
     asked_inference_tp: int | None
     tp_across_nodes: bool
+    starts_workers: bool
+    """Whether an inference replica is one process that starts the workers on its GPUs itself."""
 
     @classmethod
-    def of(cls, job: JobConfig, placement: PlacementConfig, nodes: int) -> Sizes:
-        """Return the sizes of a recipe on `nodes` nodes."""
+    def of(cls, job: JobConfig, placement: PlacementConfig, nodes: int, engine: str = "native") -> Sizes:
+        """Return the sizes of a recipe on `nodes` nodes.
+
+        Args:
+            engine: inference.engine of the recipe.
+        """
         training, inference = placement.training, placement.inference
         return cls(
             nodes=nodes,
@@ -51,12 +58,18 @@ class Sizes:
             inference_nodes=inference.nodes or 0,
             asked_inference_tp=inference.tp,
             tp_across_nodes=placement.tp_across_nodes,
+            starts_workers=capabilities_of(engine).starts_workers,
         )
 
     @property
     def inference_tp(self) -> int:
         """Ranks of one inference replica; default: the training's `tp`."""
         return self.asked_inference_tp or self.tp
+
+    @property
+    def replica_processes(self) -> int:
+        """Processes that the launcher starts for one inference replica."""
+        return 1 if self.starts_workers else self.inference_tp
 
     @property
     def training_nodes(self) -> int:

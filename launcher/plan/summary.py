@@ -52,7 +52,8 @@ def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
     """
     config = recipe.config
     try:
-        return place(config.job, config.placement, profile.gpus_per_node if profile else None, config.model)
+        node_gpus = profile.gpus_per_node if profile else None
+        return place(config.job, config.placement, node_gpus, config.model, config.inference.engine)
     except LayoutError as error:
         raise refusal(recipe, error.problems) from error
 

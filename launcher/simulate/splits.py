@@ -104,7 +104,8 @@ def lay_out(
     placement: PlacementConfig = config.placement.model_copy(update={"mode": mode, "inference": inference})
     job = config.job.model_copy(update={"nodes": nodes})
     try:
-        plan = place(job, placement, profile.gpus_per_node if profile else None, config.model)
+        node_gpus = profile.gpus_per_node if profile else None
+        plan = place(job, placement, node_gpus, config.model, config.inference.engine)
     except LayoutError:
         return None
     if config.grpo.prompts_per_step < plan.sizes.dp:

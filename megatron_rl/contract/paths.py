@@ -13,6 +13,8 @@ from megatron_rl.contract.files import AnyPath, names_in
 
 TRAIN = "train"
 """Step of an attempt whose ranks train."""
+OF_REPLICAS = "-infer"
+"""Suffix of names that belong to an image which only the inference replicas run in."""
 CARRIED = "huggingface"
 """Folder in a converted checkpoint: config.json, the tokenizer, and the other files that came with the weights."""
 
@@ -193,10 +195,14 @@ class Attempt(RankFiles):
         super().__init__(run.root / "attempts" / name, run.root / "logs" / ("attempt-" + name), TRAIN)
         self.number = number
         self.latest_logs = run.root / "logs" / "latest"
+        self.packages = self.folder / "packages"
+        """Folder of links to the code of mrl, for a Python of local replicas that lacks it."""
         self.requeued = self.folder / "requeued.json"
         """Requeued."""
         self.kernels = self.folder / "kernels.json"
         """Kernels."""
+        self.replica_image = self.folder / f"image{OF_REPLICAS}"
+        """`image` of the inference replicas, if they have one of their own."""
         self.nodes = self.folder / "nodes.json"
         """NodeAssignment."""
         self.marks = self.folder / "marks.json"
@@ -211,9 +217,9 @@ class Attempt(RankFiles):
         """NodeHealth of one node."""
         return self.folder / "health" / f"{host}.json"
 
-    def unpacked(self, host: str) -> Path:
-        """Empty file: the container image is unpacked on this node."""
-        return self.folder / "unpacked" / host
+    def unpacked(self, host: str, of: str = "") -> Path:
+        """Empty file: a container image is unpacked on this node. of: OF_REPLICAS for that of the replicas."""
+        return self.folder / f"unpacked{of}" / host
 
     def replica(self, number: int) -> Replica:
         return Replica(self, number)

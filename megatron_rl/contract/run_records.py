@@ -44,13 +44,17 @@ CODE = "{code}"  # path of the snapshot of the code
 HOSTS = "{hosts}"  # hosts of the step (NodeAssignment), joined by commas
 NODES = "{nodes}"  # number of the hosts
 TASKS = "{tasks}"  # ranks of the step
+CPUS = "{cpus}"  # processors of each task, where they are not those of one rank
 LOGS = "{logs}"  # folder of the attempt's logs
 ATTEMPT = "{attempt}"  # its number
 
 
-def container_name(job_id: str, attempt: str) -> str:
-    """Return the name of an attempt's container on its nodes, which no earlier, killed attempt has used."""
-    return f"mrl-{job_id}-{attempt}"
+def container_name(job_id: str, attempt: str, of: str = "") -> str:
+    """Return the name of an attempt's container on its nodes, which no earlier, killed attempt has used.
+
+    of: paths.OF_REPLICAS for the container of replicas that have an image of their own.
+    """
+    return f"mrl-{job_id}-{attempt}{of}"
 
 
 @record(version=None, rest="rest")
@@ -61,6 +65,7 @@ class PlanStep(NamedTuple):
     name: str  # train, infer-0, ...
     nodes: list[int]  # indices into the plan's nodes
     tasks_per_node: int
+    gpus_per_node: int
     srun: list[str] = []  # options
     command: list[str] = []  # of each rank
     rest: dict[str, Any] = {}

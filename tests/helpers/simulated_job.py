@@ -308,7 +308,7 @@ class Cluster:
 def _document(name: str) -> str:
     if name == "sources_json":
         return "[]"
-    return encode(PlanRecord(2, 1, 0, [PlanStep("train", [0, 1], 1)])) if name == "plan_json" else f"# {name}\n"
+    return encode(PlanRecord(2, 1, 0, [PlanStep("train", [0, 1], 1, 1)])) if name == "plan_json" else f"# {name}\n"
 
 
 class Signals:

@@ -4,12 +4,14 @@ limited time."""
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.backends.probe.command import ask
+from launcher.backends.probe.command import Fact, ask
 from launcher.backends.probe.node import WAIT_S, placed
 from launcher.cluster.profile import Profile
+from launcher.cluster.software import rank_python
 from launcher.host.image.cache import find
 from launcher.host.image.reference import ImageError
 from launcher.host.record.logs import reason_of_container
@@ -61,19 +63,18 @@ def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) 
     """
     if profile.container is None:
         return RankFacts(unasked="the profile has no container")
-    image = reference or profile.container.image
     try:
-        file = find(image, Path(profile.run_root) / "cache" / "images")
+        file = find_image(profile, reference or profile.container.image)
     except ImageError as error:
         return RankFacts(failure=str(error))
     if file is None:
-        return RankFacts(unasked=f"{image} is not imported yet")
+        return RankFacts(unasked=f"{reference or profile.container.image} is not imported yet")
     canary = directory / f".mrl-doctor-{secrets.token_hex(6)}"
     try:
-        answer = ask(_command(profile, file, canary, gpus), WAIT_S + RUN_S)
-        lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
+        answer = ask_in_container(profile, file, gpus, [rank_python(profile), "-c", PROGRAM, str(canary)])
         if not answer.known:
-            return RankFacts(failure=_cause(lines) or str(answer.failure))
+            return RankFacts(failure=answer.failure)
+        lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
         said = dict(line.removeprefix("mrl.").split("=", 1) for line in lines if line.startswith("mrl."))
         if "done" not in said or not canary.exists():
             return RankFacts(failure=f"what it wrote to {directory} is not there")
@@ -82,14 +83,32 @@ def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) 
         canary.unlink(missing_ok=True)
 
 
+def find_image(profile: Profile, reference: str) -> Path | None:
+    """Return the file of an image in the cluster's cache; None: it is not imported yet. Raises ImageError."""
+    return find(reference, Path(profile.run_root) / "cache" / "images")
+
+
+def ask_in_container(profile: Profile, image: Path, gpus: bool, command: Sequence[str]) -> Fact:
+    """Run a command in a container on a compute node. Its errors are part of its output; a failure has its
+    cause.
+
+    Args:
+        image: file of the image.
+        gpus: whether to request a GPU.
+    """
+    answer = ask(_in_container(profile, image, gpus, command), WAIT_S + RUN_S)
+    lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
+    return answer if answer.known else replace(answer, failure=_cause(lines) or str(answer.failure))
+
+
 def _cause(lines: list[str]) -> str:
     """Why the rank failed: its own last line, or pyxis's error; srun's last line only where there is neither."""
     own = [line for line in lines if not line.startswith(("srun: ", "mrl."))]
     return reason_of_container(own) or next(reversed(own or lines), "")
 
 
-def _command(profile: Profile, image: Path, canary: Path, gpus: bool) -> list[str]:
-    """argv of the step, with srun's errors and the rank's output in one stream."""
+def _in_container(profile: Profile, image: Path, gpus: bool, command: Sequence[str]) -> list[str]:
+    """argv of the step, with srun's errors and the command's output in one stream."""
     assert profile.container is not None
     mounts = ",".join([f"{profile.run_root}:{profile.run_root}", *profile.container.mounts])
     step = ["srun", "--job-name=mrl-doctor", "--nodes=1", "--ntasks=1", "--time=15", f"--immediate={WAIT_S}", "--quiet"]
@@ -98,5 +117,4 @@ def _command(profile: Profile, image: Path, canary: Path, gpus: bool) -> list[st
     step += [f"--container-image={image}", f"--container-mounts={mounts}", "--no-container-mount-home"]
     if not gpus:
         step += ["--export=ALL,NVIDIA_VISIBLE_DEVICES=void", "--container-env=NVIDIA_VISIBLE_DEVICES"]
-    rank = [*profile.srun, profile.python or "python3", "-c", PROGRAM, str(canary)]
-    return ["sh", "-c", 'exec "$@" 2>&1', "srun", *step, *rank]
+    return ["sh", "-c", 'exec "$@" 2>&1', "srun", *step, *profile.srun, *command]

@@ -14,6 +14,7 @@ from launcher.cli.show.origins import origin_lines
 from launcher.cli.show.terminal import Interruptions, echo
 from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.choice import LOCAL
+from launcher.cluster.software import replica_python
 from launcher.doctor.preflight import collect_local, findings, problems
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import export_packages
@@ -149,7 +150,8 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, r
     owner = None if request.detach else os.getpid()
     interruptions = Interruptions()
     with interruptions.caught():
-        supervisor = Supervisor(supervisor_command(run, attempt, config.job, sizes, drain_limit_s, owner))
+        python = replica_python(config, None)
+        supervisor = Supervisor(supervisor_command(run, attempt, config.job, sizes, drain_limit_s, owner, python))
         follower = Follower(run, attempt, supervisor, drain_limit_s)
         try:
             started = follower.wait_for_start()

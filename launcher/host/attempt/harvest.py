@@ -102,7 +102,6 @@ class Harvest:
         asked = self._settings.options
         command, environment = self._steps.elsewhere(f"harvest-{number}", "$SLURM_JOB_NODELIST", asked, variables)
         log = self._attempt.logs / f"infer-{number}.job.log"
-        cpus = environment.get("MRL_CPUS_PER_TASK")
         options = [
             *asked,
             "--job-name=" + self._name,
@@ -112,7 +111,6 @@ class Harvest:
             "--chdir=" + self._steps.folder,
             "--export=ALL",
             "--no-requeue",
-            *(["--cpus-per-task=" + cpus] if cpus else []),
         ]
         try:
             job = orders.submit_command(options, command, environment)

@@ -40,7 +40,8 @@ class RankSettings(NamedTuple):
     grace: float  # seconds between SIGTERM and SIGKILL
     command: Sequence[str]  # command of a training rank; --run-dir and --attempt are added
     replicas: int = 0
-    replica_ranks: int = 1  # ranks of each replica
+    replica_ranks: int = 1  # processes of each replica
+    replica_gpus: int = 0  # GPUs of each replica, if its process starts the workers on them; 0: each process has one
     replica_command: Sequence[str] = ()  # command of a replica's rank; --replica is added too
 
 
@@ -104,7 +105,9 @@ class LocalRanks(Steps):
         settings = self._settings
         command = [*settings.replica_command, *self._which(), "--replica", str(number)]
         environment = dict(self._environment(), **{START_VARIABLE: str(start)})
-        first = settings.ranks + number * settings.replica_ranks
+        first = settings.ranks + number * (settings.replica_gpus or settings.replica_ranks)
+        if settings.replica_gpus and settings.device != "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = _gpus(first, settings.replica_gpus)
         world = _Processes(settings.grace)
         try:
             world.start(command, environment, settings.replica_ranks, first, self._attempt.replica(number))
@@ -136,6 +139,17 @@ class LocalRanks(Steps):
         if settings.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         return environment
+
+
+def _gpus(first: int, count: int) -> str:
+    """Value of CUDA_VISIBLE_DEVICES for some of the GPUs that this process sees.
+
+    Args:
+        first: number of the first one.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(first + count)]
+    return ",".join(names[first : first + count])
 
 
 class _Processes(ReplicaRanks):

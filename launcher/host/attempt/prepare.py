@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -32,7 +33,7 @@ from launcher.host.record.logs import LONG_TAIL, reason_of_step, reasons_of_step
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment, Requeued
 from megatron_rl.contract.codes import BAD_NODES
 from megatron_rl.contract.files import names_in, write_atomic
-from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.paths import OF_REPLICAS, Attempt
 from megatron_rl.contract.records import read, read_or_raise, write
 from megatron_rl.contract.run_records import PlanRecord
 
@@ -45,6 +46,7 @@ ENDED_BY_TIMEOUT = (124, -signal.SIGKILL)  # exit codes of timeout(1): it ended 
 PURPOSES = {
     "forget": "removing the containers of earlier attempts",
     "unpack": "unpacking the image on the nodes",
+    f"unpack{OF_REPLICAS}": "unpacking the image of the inference replicas on the nodes",
     "health": "the health check",
     "fabric": "the all-reduce between the nodes",
 }
@@ -54,9 +56,9 @@ PURPOSES = {
 class Checks(NamedTuple):
     """Preparations that the script requests."""
 
-    image: str | None = None  # reference; None: no container
+    images: Mapping[str, str] = {}  # OF_REPLICAS or "" (of all other steps) -> reference; empty: no container
     image_cache: str = ""
-    unpack: bool = False  # unpack the image on each node, once for all steps
+    unpack: bool = False  # unpack the images on each node, once for all steps
     health: bool = False
     fabric: bool = False
 
@@ -96,15 +98,17 @@ class Preparation:
             NotEnoughNodes: too few nodes are fit.
             OSError: the file system fails.
         """
-        if self._checks.image is not None:
-            self._import_image(self._checks.image)
+        for of, reference in self._checks.images.items():
+            self._import_image(of, reference)
         assignment = self._check_and_assign("health", self._context.hosts) if self._checks.health else self._assign([])
         fit = [host for host in self._context.hosts if host not in assignment.bad]
-        if self._checks.image is not None:
+        if self._checks.images:
             self._run_step("forget", fit)
-        if self._checks.unpack and self._unpack(fit):
-            assignment = self._assign(self._context.hosts if self._checks.health else [])
-            fit = [host for host in fit if host not in assignment.bad]
+        # On all nodes, since any of them may take the place of another.
+        for of in self._checks.images if self._checks.unpack else ():
+            if self._unpack(of, fit):
+                assignment = self._assign(self._context.hosts if self._checks.health else [])
+                fit = [host for host in fit if host not in assignment.bad]
         if self._checks.fabric:
             assignment = self._check_and_assign("fabric", fit)
         self._leave_if_asked()
@@ -128,21 +132,29 @@ class Preparation:
         child = self._steps.start("forget", alive, errors=str(self._attempt.logs / "forget.srun.log"))
         self._runner.wait(lambda: child.exit_code() is not None or time.monotonic() >= give_up)
 
-    def _unpack(self, hosts: list[str]) -> bool:
-        """Unpack the image on the nodes. Returns whether some of them failed. Raises as `run`."""
-        folder = self._attempt.unpacked("x").parent
+    def _unpack(self, of: str, hosts: list[str]) -> bool:
+        """Unpack an image on the nodes. Returns whether some of them failed. Raises as `run`.
+
+        Args:
+            of: key of Checks.images.
+        """
+        folder, step = self._attempt.unpacked("x", of).parent, f"unpack{of}"
         folder.mkdir(exist_ok=True)
-        failure = self._run_step("unpack", hosts)
+        failure = self._run_step(step, hosts)
         if failure is None:
             return False
-        reasons = reasons_of_step(self._attempt.logs, "unpack")
-        self._without_image = not_unpacked(hosts, names_in(folder), reasons)
-        if not self._without_image:
+        without = not_unpacked(hosts, names_in(folder), reasons_of_step(self._attempt.logs, step))
+        self._without_image.update(without)
+        if not without:
             raise NotReady(NOT_UNPACKED + failure, only(hosts))
         return True
 
-    def _import_image(self, reference: str) -> None:
-        """Import the image, unless an earlier job or attempt has done so."""
+    def _import_image(self, of: str, reference: str) -> None:
+        """Import an image, unless an earlier job or attempt has done so.
+
+        Args:
+            of: key of Checks.images.
+        """
 
         def work() -> str:
             try:
@@ -158,7 +170,7 @@ class Preparation:
         if fork.failed:
             reason = fork.text.strip().split("\n")[-1]
             raise NotReady(f"the container image is not there: {reason}")
-        write_atomic(self._attempt.image, fork.text + "\n")
+        write_atomic(self._attempt.replica_image if of else self._attempt.image, fork.text + "\n")
         mark_image(self._attempt, time.time())
 
     def _check_and_assign(self, check: str, hosts: list[str]) -> NodeAssignment:

@@ -138,7 +138,7 @@ def supervise_attempt(context: JobContext, settings: JobSettings, signals: Signa
         finally:
             harvest.stop()
             runner.tasks.clear()
-        if settings.checks.image is not None:
+        if settings.checks.images:
             preparation.forget_containers(runner.request)
     except (AskedToLeave, NotEnoughNodes):
         pass

@@ -63,7 +63,7 @@ def generating_gpus(run: RunDir) -> int:
     """GPUs that only generate; 0 where the plan cannot be read."""
     plan = if_readable(read(PlanRecord, run.plan))
     replicas = [step for step in plan.steps if step.name != TRAIN] if plan else []
-    return sum(len(step.nodes) * step.tasks_per_node for step in replicas)
+    return sum(len(step.nodes) * step.gpus_per_node for step in replicas)
 
 
 def _marks(attempt: Attempt) -> Marks:

@@ -21,7 +21,8 @@ from launcher.cluster.profile import Container, Mail, Profile
 from launcher.doctor.node_files import to_mount
 from launcher.errors import BadInput
 from launcher.job.script import PlannedJob, header, render
-from launcher.plan.placement import place, rank_rows
+from launcher.plan.placement import rank_rows
+from launcher.plan.summary import make_plan
 from launcher.recipe.files import RecipeFile, Written
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
@@ -48,7 +49,7 @@ def a_job(
 ) -> PlannedJob:
     asked = load_recipe(recipe, overrides)
     cluster = on or profile()
-    plan = place(asked.config.job, asked.config.placement, cluster.gpus_per_node, asked.config.model)
+    plan = make_plan(asked, cluster)
     steps = [asdict(step) for step in plan.steps]
     return PlannedJob(
         recipe=asked,
@@ -367,6 +368,64 @@ def test_a_harvested_replica_leaves_no_named_container_on_a_node_that_others_use
     assert "--container-name=mrl-7-3:no_exec" in of_replica
 
 
+VLLM = ("inference={engine: vllm, max_batch: 64}", "placement.inference.tp=4", "sampling.top_p=1.0")
+OWN_IMAGE = ("inference.vllm.image=vllm/vllm-openai:v0.32.0",)
+
+
+def asked_of_srun(tmp_path: Path, script: str, *steps: str) -> list[list[str]]:
+    """Arguments of srun in some steps of a script, on two nodes, with eight CPUs for each rank."""
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/sh\nprintf "%s\\t" "$@" >>{tmp_path}/asked; echo >>{tmp_path}/asked\n')
+    srun.chmod(0o755)
+    file = tmp_path / "job.sbatch"
+    file.write_text(script)
+    environ = {"MRL_RUN_DIR": str(tmp_path), "MRL_ATTEMPT": "3", "MRL_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "7"}
+    (tmp_path / "attempts" / "003").mkdir(parents=True)
+    (tmp_path / "attempts" / "003" / "image").write_text("/ranks.sqsh\n")
+    (tmp_path / "attempts" / "003" / "image-infer").write_text("/vllm.sqsh\n")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    for step in steps:
+        command = ["bash", "-p", file, "step", step, "n1,n2"]
+        subprocess.run(command, env={**environ, "PATH": path}, timeout=10, check=True)
+    return [line.split("\t")[:-1] for line in (tmp_path / "asked").read_text().splitlines()]
+
+
+def test_a_replica_of_vllm_is_one_process_with_its_gpus_and_all_their_cpus(tmp_path):
+    harvest = "harvest={partition: idle, max_replicas: 1}"
+    script = render(a_job("qwen2.5-32b-dapo-partitioned", *VLLM, harvest))
+    of_replica, of_harvest = asked_of_srun(tmp_path, script, "infer-3", "harvest-8")
+    assert {"--ntasks=1", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=32"} <= {*of_replica}
+    assert "CUDA_VISIBLE_DEVICES=4,5,6,7" in of_replica
+    assert {"--ntasks=1", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=32"} <= {*of_harvest}
+    for option in ("--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=$((MRL_CPUS_PER_TASK * 4))"):
+        assert f"--harvest-sbatch={option}" in script
+
+
+def test_replicas_of_vllm_have_the_image_and_python_that_the_recipe_gives_them(tmp_path):
+    on = profile(python="/opt/ranks/bin/python")
+    script = render(a_job("qwen2.5-32b-dapo-partitioned", *VLLM, *OWN_IMAGE, on=on))
+    assert "--replica-image vllm/vllm-openai:v0.32.0" in script
+    steps = ("train", "unpack", "unpack-infer", "infer-0")
+    train, unpack, unpack_infer, infer = asked_of_srun(tmp_path, script, *steps)
+    for asked in (train, unpack):
+        assert {"--container-image=/ranks.sqsh", "--container-name=mrl-7-3:no_exec"} <= {*asked}
+    for asked in (unpack_infer, infer):
+        assert {"--container-image=/vllm.sqsh", "--container-name=mrl-7-3-infer:no_exec"} <= {*asked}
+    assert [unpack[-1], unpack_infer[-1]] == [f"{tmp_path}/attempts/003/unpacked{of}" for of in ("", "-infer")]
+    assert "/opt/ranks/bin/python" in train
+    assert "python3" in infer, "that of its own image, where the path of the other means nothing"
+
+
+def test_replicas_of_vllm_without_an_image_of_their_own_run_as_the_ranks_do(tmp_path):
+    on = profile(python="/opt/ranks/bin/python")
+    (infer,) = asked_of_srun(tmp_path, render(a_job("qwen2.5-32b-dapo-partitioned", *VLLM, on=on)), "infer-0")
+    assert {"--container-image=/ranks.sqsh", "/opt/ranks/bin/python"} <= {*infer}
+    (tmp_path / "other").mkdir()
+    script = render(a_job("qwen2.5-32b-dapo-partitioned", *VLLM, "inference.vllm.python=/opt/vllm/bin/python", on=on))
+    (infer,) = asked_of_srun(tmp_path / "other", script, "infer-0")
+    assert {"--container-image=/ranks.sqsh", "/opt/vllm/bin/python"} <= {*infer}
+
+
 def test_pyxis_is_left_to_mount_the_image_where_the_profile_says_so():
     script = render(a_job("qwen2.5-32b-dapo", on=profile(container=Container(image="a:b", named=False))))
     assert "--meet-s 1800" in script, "each node unpacks its own before the check can begin"
@@ -383,6 +442,7 @@ class TestForget:
     """Containers that are removed from a node before the steps of an attempt."""
 
     THERE = ("pyxis_7.0", "pyxis_7.12", "pyxis_7_7.3", "pyxis_7_mrl-7-002", "pyxis_mrl-7-001", "pyxis_mrl-5-003")
+    THERE += ("pyxis_mrl-7-001-infer",)
     OTHERS = ("pyxis_77.0", "pyxis_17.0", "pyxis_7", "mrl-7-001", "pyxis_mine", "pyxis_8_8.0")
     OTHERS += ("pyxis_mrl-dev", "pyxis_mrl-7-001-mine", "pyxis_mrl-", "pyxis_7_mine", "pyxis_7.mine", "pyxis_7x0")
 

@@ -14,7 +14,18 @@ from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Container, Profile, Wrapper
 from launcher.job.draft import Draft, draft, in_directory
 from launcher.recipe.load import load_recipe
-from megatron_rl.contract.run_records import ATTEMPT, CODE, CONTAINER, HOSTS, IMAGE, LOGS, NODES, TASKS, PlanRecord
+from megatron_rl.contract.run_records import (
+    ATTEMPT,
+    CODE,
+    CONTAINER,
+    CPUS,
+    HOSTS,
+    IMAGE,
+    LOGS,
+    NODES,
+    TASKS,
+    PlanRecord,
+)
 from megatron_rl.contract.shapes import from_json
 
 HOME = {"HOME": "/home/ada", "MRL_CLUSTERS": "", "XDG_CONFIG_HOME": "/nowhere"}
@@ -25,6 +36,7 @@ KNOWN = {
     NODES: "2",
     TASKS: "16",
     ATTEMPT: "3",
+    CPUS: "64",
 }
 KNOWN[CONTAINER] = "mrl-7-3:no_exec"
 KNOWN[LOGS] = "/shared/run/logs/attempt-003"
@@ -51,6 +63,7 @@ def in_bash(script: str, function: str, name: str) -> list[str]:
     hosts = '"${#hosts[@]}"'
     srun = srun.replace(f'"$(({hosts[1:-1]} * 8))"', KNOWN[TASKS]).replace(hosts, KNOWN[NODES])
     srun = srun.replace("$SLURM_JOB_ID-$MRL_ATTEMPT", "7-3")
+    srun = srun.replace('"$((MRL_CPUS_PER_TASK * 8))"', KNOWN[CPUS])
     values = {'"$nodes"': HOSTS, '"$image"': IMAGE, '"$PWD"': CODE}
     for variable, placeholder in values.items():
         srun = srun.replace(variable, shlex.quote(KNOWN[placeholder]))
@@ -70,6 +83,7 @@ def completed(options: list[str]) -> list[str]:
         ("qwen2.5-32b-dapo", ("job.nodes=4-8",)),
         ("qwen2.5-32b-dapo-partitioned", ()),
         ("qwen2.5-32b-dapo-partitioned", ("placement.inference.tp=4",)),
+        ("qwen2.5-32b-dapo-partitioned", ("placement.inference.tp=8", "inference.engine=vllm")),
         ("demo", ()),
     ],
 )

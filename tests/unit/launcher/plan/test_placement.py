@@ -174,7 +174,7 @@ def test_every_gpu_has_exactly_one_owner(plan):
         (node, gpu)
         for step in plan.steps
         for node in step.nodes
-        for gpu in range(step.gpu_offset, step.gpu_offset + step.tasks_per_node)
+        for gpu in range(step.gpu_offset, step.gpu_offset + step.gpus_per_node)
     )
     assert owners == Counter(places)
 
@@ -185,7 +185,7 @@ def test_steps_start_the_ranks_of_the_plan(plan):
         (node, gpu): step
         for step in plan.steps
         for node in step.nodes
-        for gpu in range(step.gpu_offset, step.gpu_offset + step.tasks_per_node)
+        for gpu in range(step.gpu_offset, step.gpu_offset + step.gpus_per_node)
     }
     for rank in plan.ranks:
         step = owner[rank.node, rank.gpu]

@@ -18,7 +18,7 @@ PLAN = PlanRecord(
     nodes=3,
     gpus_per_node=8,
     spare_nodes=0,
-    steps=[PlanStep("train", [0, 1], 8), PlanStep("infer-0", [2], 4)],
+    steps=[PlanStep("train", [0, 1], 8, 8), PlanStep("infer-0", [2], 4, 4)],
 )
 NODES = NodeAssignment(3, {"train": ["n1", "n3"], "infer-0": ["n4"]}, [], {})
 

@@ -186,7 +186,7 @@ def test_message_names_the_field(port, said):
 
 def test_missing_field_is_named_even_inside_another_record():
     assert decode(Address, b'{"host": "a"}', "f") == Unreadable("f", "port is missing")
-    step = {"name": "train", "nodes": [0, "1"], "tasks_per_node": 8}
+    step = {"name": "train", "nodes": [0, "1"], "tasks_per_node": 8, "gpus_per_node": 8}
     plan = {"nodes": 2, "gpus_per_node": 8, "spare_nodes": 0, "steps": [step]}
     found = decode(PlanRecord, json.dumps(plan).encode(), "f")
     assert found == Unreadable("f", "steps.0.nodes.1: expected a whole number, got text")
@@ -229,7 +229,14 @@ def test_keys_on_disk_are_pinned():
 
 
 def test_plan_keeps_keys_for_people():
-    step = {"name": "train", "nodes": [0, 1], "tasks_per_node": 8, "srun": ["-N2"], "command": ["true"]}
+    step = {
+        "name": "train",
+        "nodes": [0, 1],
+        "tasks_per_node": 8,
+        "gpus_per_node": 8,
+        "srun": ["-N2"],
+        "command": ["true"],
+    }
     plan = {
         "version": 1,
         "mode": "colocated",

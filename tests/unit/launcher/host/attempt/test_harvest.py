@@ -53,7 +53,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 def harvest(tmp_path: Path, most: int = 2) -> Harvest:
-    environ = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "MRL_RUN_DIR": "x", "MRL_CPUS_PER_TASK": "4"}
+    environ = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "MRL_RUN_DIR": "x"}
     run = RunDir(tmp_path / "run")
     context = JobContext(run, "lab", "7", ["n1"], environ=environ)
     attempt = run.attempt(3)
@@ -79,7 +79,7 @@ def test_as_many_jobs_as_asked_for_are_submitted_once_those_of_earlier_attempts_
     first, second = slurm.submitted
     assert first["command"][-2:] == ["/the/job.sbatch", "harvest-1"]
     assert second["command"][-1] == "harvest-2"
-    assert {"--partition=idle", "--nodes=1", "--no-requeue", "--cpus-per-task=4"} <= {*first["options"]}
+    assert {"--partition=idle", "--nodes=1", "--no-requeue"} <= {*first["options"]}
     assert (first["environment"]["MRL_ATTEMPT"], first["environment"]["MRL_START"]) == ("3", "0")
     assert not [name for name in first["environment"] if name.startswith("SLURM_")], "it describes another job"
     assert states(tmp_path) == {1: ("waiting", []), 2: ("waiting", [])}

@@ -24,12 +24,12 @@ from launcher.host.process.signals import Signals
 from launcher.host.slurm import call, queries
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment, NodeHealth, Requeued
-from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.paths import OF_REPLICAS, Attempt, RunDir
 from megatron_rl.contract.records import ABSENT, append, if_readable, read, write
 from megatron_rl.contract.run_records import Owner, PlanRecord, PlanStep, RunIdentity
 
 NO_CHECKS, HEALTH = Checks(), Checks(health=True)
-PLAN = PlanRecord(2, 1, 1, [PlanStep("train", [0, 1], 1)])
+PLAN = PlanRecord(2, 1, 1, [PlanStep("train", [0, 1], 1, 1)])
 
 
 @pytest.fixture
@@ -161,7 +161,13 @@ def test_a_health_check_that_cannot_start_is_a_failed_launch_and_says_why(
     assert read(NodeAssignment, attempt.nodes) is ABSENT, "no node is bad"
 
 
-UNPACK = Checks(unpack=True)
+@pytest.fixture
+def unpack(tmp_path: Path) -> Checks:
+    image = tmp_path / "image.sqsh"
+    image.write_bytes(b"hsqs".ljust(96, b"\0"))
+    return Checks({"": str(image)}, unpack=True)
+
+
 REASON = "Write on output file failed because No space left on device"
 
 
@@ -177,37 +183,52 @@ def unpacking(attempt: Attempt, *well: str) -> str:
     return f"{files}{said}exit {int(bool(bad))}"
 
 
-def test_a_node_that_cannot_unpack_the_image_is_not_used(context: JobContext) -> None:
+def test_a_node_that_cannot_unpack_the_image_is_not_used(context: JobContext, unpack: Checks) -> None:
     attempt = begun(context)
-    _, assignment = prepare(context, attempt, UNPACK, unpacking(attempt, "n1", "n3"))
+    _, assignment = prepare(context, attempt, unpack, unpacking(attempt, "n1", "n3"))
     assert assignment is not None
     assert assignment.steps == {"train": ["n1", "n3"]}
     assert assignment.bad == {"n2": f"the image could not be unpacked: {REASON}"}
 
 
-def test_without_a_spare_one_the_job_goes_elsewhere(context: JobContext) -> None:
+def test_a_node_that_cannot_unpack_the_image_of_the_replicas_is_not_used(context: JobContext, unpack: Checks) -> None:
     attempt = begun(context)
-    runner, assignment = prepare(context, attempt, UNPACK, unpacking(attempt, "n1"))
+    done = {of: f"touch {attempt.unpacked('n1', of)} {attempt.unpacked('n3', of)}" for of in ("", OF_REPLICAS)}
+    step = f"""case $2 in
+        unpack) {done[""]} {attempt.unpacked("n2")} ;;
+        unpack-infer) {done[OF_REPLICAS]}; echo "{REASON}" >{attempt.logs}/unpack-infer.1.log
+            echo "srun: error: n2: task 1: Exited with exit code 1" >&2; exit 1 ;;
+    esac"""
+    image = unpack.images[""]
+    _, assignment = prepare(context, attempt, unpack._replace(images={"": image, OF_REPLICAS: image}), step)
+    assert assignment is not None
+    assert assignment.bad == {"n2": f"the image could not be unpacked: {REASON}"}
+    assert attempt.image.read_text() == attempt.replica_image.read_text() == f"{image}\n"
+
+
+def test_without_a_spare_one_the_job_goes_elsewhere(context: JobContext, unpack: Checks) -> None:
+    attempt = begun(context)
+    runner, assignment = prepare(context, attempt, unpack, unpacking(attempt, "n1"))
     assert assignment is None and runner.request is not None and runner.request.cause == "bad nodes"
 
 
 @pytest.mark.parametrize(("hosts", "blamed"), [(["n1", "n2", "n3"], None), (["n1"], "n1")])
 def test_an_image_that_nobody_can_unpack_is_no_nodes_fault(
-    context: JobContext, hosts: list[str], blamed: str | None
+    context: JobContext, unpack: Checks, hosts: list[str], blamed: str | None
 ) -> None:
-    write(context.run.plan, PlanRecord(1, 1, 0, [PlanStep("train", [0], 1)]))
+    write(context.run.plan, PlanRecord(1, 1, 0, [PlanStep("train", [0], 1, 1)]))
     attempt = begun(context)
     with pytest.raises(NotReady, match=f"^the image could not be unpacked: {REASON}$") as caught:
-        prepare(context._replace(hosts=hosts), attempt, UNPACK, unpacking(attempt))
+        prepare(context._replace(hosts=hosts), attempt, unpack, unpacking(attempt))
     assert caught.value.host == blamed
 
 
 def test_containers_are_removed_from_the_nodes_that_live_if_there_is_time(
-    context: JobContext, monkeypatch: pytest.MonkeyPatch
+    context: JobContext, unpack: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queries, "node_states", lambda hosts: {"n1": "allocated", "n2": "down*", "n3": "allocated"})
     attempt = begun(context)
-    preparation = preparation_of(context, attempt, UNPACK, f'echo "$2 $3" >>{attempt.folder}/steps')
+    preparation = preparation_of(context, attempt, unpack, f'echo "$2 $3" >>{attempt.folder}/steps')
     now = time.time()
     for request in (None, Drain("preempted", "x", now), Drain("preempted", "x", now, deadline=now + 60.0)):
         preparation.forget_containers(request)

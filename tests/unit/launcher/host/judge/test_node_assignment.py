@@ -19,14 +19,14 @@ from launcher.host.slurm.formats import is_dead
 from megatron_rl.contract.attempt_records import FabricReport, NodeHealth
 from megatron_rl.contract.run_records import PlanRecord, PlanStep, SmallerPlan
 
-STEPS = [PlanStep("train", [0, 1], 8), PlanStep("infer-0", [2], 8), PlanStep("infer-1", [3], 8)]
+STEPS = [PlanStep("train", [0, 1], 8, 8), PlanStep("infer-0", [2], 8, 8), PlanStep("infer-1", [3], 8, 8)]
 PARTITIONED = PlanRecord(4, 8, 1, STEPS)
 HOSTS = ["n1", "n2", "n3", "n4", "n5"]
 
 
 def colocated(*counts: int, spare: int = 0) -> PlanRecord:
     """The plan of a range in which these counts work, the largest first."""
-    largest, *smaller = ([PlanStep("train", list(range(count)), 8)] for count in counts)
+    largest, *smaller = ([PlanStep("train", list(range(count)), 8, 8)] for count in counts)
     alternatives = [SmallerPlan(count, steps) for count, steps in zip(counts[1:], smaller, strict=True)]
     return PlanRecord(counts[0], 8, spare, largest, alternatives)
 

