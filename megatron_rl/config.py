@@ -21,6 +21,7 @@ from megatron_rl.evaluate.config import EvaluateConfig
 from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, beyond_megatron, beyond_vllm, pages_of
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
+from megatron_rl.model.hf_config import architecture_of, features
 from megatron_rl.rank.config import HarvestConfig, JobConfig, Offload, PlacementConfig, data_parallel_size
 from megatron_rl.rollout.config import AsyncConfig, EvaluationConfig, ResumeConfig
 from megatron_rl.section import FilePath, PathMark, Section
@@ -282,8 +283,8 @@ class RunConfig(Section):
         for holds, why in (
             (
                 self.placement.mode != "partitioned",
-                f"placement.mode is {self.placement.mode}, and vLLM beside training on the same GPUs is not supported: "
-                "set placement.mode=partitioned and placement.inference.nodes",
+                "placement.mode is colocated, and vLLM beside training on the same GPUs is not supported: add "
+                f"placement.mode=partitioned {_nodes_apart(self.job)}",
             ),
             (
                 self.placement.inference.transfer == "changed",
@@ -294,9 +295,19 @@ class RunConfig(Section):
                 "resume.partial is regenerate, and vLLM does not repeat its answers bit for bit: set keep",
             ),
             (beyond is not None, beyond),
+            (
+                architecture_of(self.model) is None,
+                f"vLLM has no model with {features(self.model)} (see model.qkv_bias and model.qk_norm)",
+            ),
         ):
             if holds:
                 raise ValueError(f"inference.engine is vllm, but {why}")
+
+
+def _nodes_apart(job: JobConfig) -> str:
+    """Overrides that leave some nodes to generation; a job of one node gets a second one."""
+    nodes = job.most_nodes
+    return f"placement.inference.nodes={nodes // 2}" if nodes > 1 else "placement.inference.nodes=1 job.nodes=2"
 
 
 def read_config(run_dir: RunDir) -> RunConfig:

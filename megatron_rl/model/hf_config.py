@@ -264,6 +264,20 @@ def _shown(value: Any) -> str:
     return json.dumps(value.model_dump() if isinstance(value, RopeScaling) else value)
 
 
+def architecture_of(model: ModelConfig) -> Architecture | None:
+    """Return the architecture with a model's features; None if transformers has no such model."""
+    wanted = (model.qkv_bias, model.qk_norm, model.num_experts is not None)
+    return next((one for one in ARCHITECTURES if (one.qkv_bias, one.qk_norm, one.experts) == wanted), None)
+
+
+def features(model: ModelConfig) -> str:
+    """Name the features that decide on a model's architecture."""
+    return (
+        f"qkv_bias {_shown(model.qkv_bias)}, qk_norm {_shown(model.qk_norm)} and num_experts "
+        f"{_shown(model.num_experts)}"
+    )
+
+
 def to_hf_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return a config.json for a model that was never published.
 
@@ -273,15 +287,9 @@ def to_hf_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
     Raises ConfigurationError if transformers has no such model.
     """
-    for architecture in ARCHITECTURES:
-        features = (architecture.qkv_bias, architecture.qk_norm, architecture.experts)
-        if features == (model.qkv_bias, model.qk_norm, model.num_experts is not None):
-            break
-    else:
-        raise ConfigurationError(
-            f"transformers has no model with qkv_bias {_shown(model.qkv_bias)}, qk_norm {_shown(model.qk_norm)} and "
-            f"num_experts {_shown(model.num_experts)}"
-        )
+    architecture = architecture_of(model)
+    if architecture is None:
+        raise ConfigurationError(f"transformers has no model with {features(model)}")
     config = {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,

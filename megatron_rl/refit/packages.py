@@ -1,4 +1,4 @@
-"""A rank's part of a model as boxes of its tensors, and packages of what it exchanges with other ranks in one round."""
+"""Packages of what a rank exchanges with other ranks in one round: parts of tensors, one after the other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megatron_rl.model.policy import Policy
 from megatron_rl.refit.plan import Box, Move
 
 ROUND_BYTES = 16 << 20
@@ -20,33 +17,6 @@ ROUND_BYTES = 16 << 20
 long, because the C library allocates buffers above 32 MiB from the kernel each time."""
 ALIGNMENT = 16
 """Sizes of packages are multiples of this number of bytes, so that any dtype may start at any package."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelTensor:
-    """A weight of a model on this rank."""
-
-    whole: Tensor
-    parts: Mapping[Box, Tensor]
-    """Views of it, each in the shape of its box: one, or two for a fused gate and up projection."""
-
-
-def model_tensors(policy: Policy) -> dict[tuple[Box, ...], ModelTensor]:
-    """This rank's weights, by the boxes of the model that each covers."""
-    found = {}
-    for item in nested_values(policy.sharded_state_dict()):
-        if isinstance(item, ShardedTensor | ShardedTensorFactory):
-            shards = item.build() if isinstance(item, ShardedTensorFactory) else [item]
-            parts = {}
-            for each in shards:
-                shape = (*[1] * each.prepend_axis_num, *each.local_shape)
-                parts[Box(each.key, each.dtype, each.global_offset, shape)] = each.data.detach().view(shape)
-            found[tuple(parts)] = ModelTensor(item.data, parts)
-    return found
-
-
-def parts_by_box(tensors: Iterable[ModelTensor]) -> dict[Box, Tensor]:
-    return {box: part for tensor in tensors for box, part in tensor.parts.items()}
 
 
 def aligned(size: int) -> int:
@@ -61,7 +31,7 @@ class Package:
     peer: int
     dtype: torch.dtype
     parts: Sequence[Tensor]
-    """Views of this rank's weights."""
+    """Views of weights, on one device."""
 
     @property
     def elements(self) -> int:
@@ -80,9 +50,13 @@ class Package:
 
     def unpack(self, packed: Tensor) -> None:
         """[bytes] Copy received values into the parts."""
-        content = self._content(packed.to(self.parts[0].device, non_blocking=True))
-        for part, received in zip(self.parts, content.split([part.numel() for part in self.parts]), strict=True):
-            part.copy_(received.view(part.shape))
+        self.scatter(packed.to(self.parts[0].device, non_blocking=True))
+
+    def scatter(self, packed: Tensor) -> None:
+        """[bytes] Copy received values into the parts, from the device where they are; complete when the device is."""
+        values = self._content(packed).split([part.numel() for part in self.parts])
+        for part, received in zip(self.parts, values, strict=True):
+            part.copy_(received.view(part.shape), non_blocking=True)
 
     def _content(self, packed: Tensor) -> Tensor:
         return packed.view(self.dtype)[: self.elements]

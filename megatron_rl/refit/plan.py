@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_rl.model.sharded_names import weight_name
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -37,6 +39,14 @@ class Box:
         """Index of this box within one that contains it."""
         starts = (mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One of `of` shares of the whole model, which a receiver needs that has no layout of its own, see `shares_of`."""
+
+    index: int
+    of: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,28 @@ def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]]) -
                     f"ranks hold {found} of its {box.elements} elements"
                 )
     return moves
+
+
+def shares_of(held: Iterable[Iterable[Box]], count: int) -> list[list[Box]]:
+    """Boxes of each of `count` shares of the whole model, which together are all distinct boxes that ranks hold.
+
+    The largest weight goes to the emptiest share, and so on; equal weights go in the order of their names. All boxes
+    of one weight, as `weight_name` defines it, are in one share, so that the process that gets the share can join them.
+
+    held: boxes of each rank. Boxes of one tensor are equal or disjoint.
+    """
+    weights: dict[str, dict[Box, None]] = defaultdict(dict)  # a set that keeps its order
+    for boxes in held:
+        for box in boxes:
+            weights[weight_name(box.key, box.offset)][box] = None
+    sizes = {name: sum(box.bytes for box in boxes) for name, boxes in weights.items()}
+    shares: list[list[Box]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for name in sorted(weights, key=lambda name: (-sizes[name], name)):
+        emptiest = min(range(count), key=filled.__getitem__)
+        shares[emptiest] += sorted(weights[name], key=lambda box: (box.key, box.offset))
+        filled[emptiest] += sizes[name]
+    return shares
 
 
 class Holders:

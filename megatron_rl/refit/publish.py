@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megatron_rl.inference.api import RankEngine
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.groups import Groups
-from megatron_rl.refit.packages import ROUND_BYTES, Package, model_tensors, packages, parts_by_box
+from megatron_rl.refit.model_tensors import model_tensors, parts_by_box
+from megatron_rl.refit.packages import ROUND_BYTES, Package, packages
 from megatron_rl.refit.plan import plan_moves, rounds_of
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from megatron_rl.inference.replicas.link import ReplicaGone
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart
+from megatron_rl.refit.probe import Probe
 
 logger = logging.getLogger("megatron_rl")
 
@@ -35,8 +36,9 @@ class ReplicaControl(Protocol):
         """Have all replicas of the epoch receive a version. Returns when all have begun. Raises ReplicaLost."""
         ...
 
-    def swap(self, version: int) -> Collection[ReplicaStart]:
-        """Have all replicas of the epoch generate with the received version. Returns those that do."""
+    def swap(self, version: int, probe: Probe | None) -> Collection[ReplicaStart]:
+        """Have all replicas of the epoch generate with the received version, which passes the probe. Returns those that
+        do."""
         ...
 
 
@@ -61,8 +63,9 @@ class PoolControl:
     def receive(self, version: int) -> None:
         self._require("receive", {"version": version})
 
-    def swap(self, version: int) -> frozenset[ReplicaStart]:
-        return self._members - self._call("swap", {"version": version}, self._timeout_s).keys()
+    def swap(self, version: int, probe: Probe | None) -> frozenset[ReplicaStart]:
+        body = {"version": version, "probe": None if probe is None else probe.encode()}
+        return self._members - self._call("swap", body, self._timeout_s).keys()
 
     def _require(self, path: str, body: dict[str, Any]) -> None:
         if failed := self._call(path, body):

@@ -1,27 +1,28 @@
 """Both ends of a transfer of weights from the training world to the worlds of replicas, over a transfer group.
 
-    training rank    Sender(policy)             connect(group)   publish(version)
-    replica's rank   Receiver(policy, memory)   connect(group)   receive(version)   swap()
+    training rank      Sender(held)               connect(group)   publish(version)
+    replica's rank     Receiver(needed, memory)   connect(group)   receive(version)   swap()
+    another program    Receiver(share, memory)    connect(group)   receive(version)   staged()
 
 A replica generates while it receives: a version is staged in host memory, and copied over the weights only when it is
 complete and its checksums agree. If both ends keep the last version, only the first version of an epoch is sent whole,
-and later ones as differences (changed.py).
+and later ones as differences (changed.py). A receiver that loads the weights in its own way, such as a worker of vLLM,
+has no boxes of its own and asks for a share of the whole model instead.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_rl.model.policy import Policy
+from megatron_rl.refit.agreement import agree
 from megatron_rl.refit.changed import WHOLE, apply, difference, size_of
 from megatron_rl.refit.epoch import TransferFailed
-from megatron_rl.refit.packages import ROUND_BYTES, Package, model_tensors, packages, parts_by_box
-from megatron_rl.refit.plan import Box, Move, plan_moves, rounds_of
+from megatron_rl.refit.packages import ROUND_BYTES, Package, aligned, packages
+from megatron_rl.refit.plan import Box, Share
 from megatron_rl.refit.transfer_group import TransferGroup
 
 COLUMNS = 8 * 37
@@ -34,14 +35,17 @@ class Sender:
     """End of a training rank."""
 
     def __init__(
-        self, trained: Policy, round_bytes: int = ROUND_BYTES, host_memory: Callable[[int], Tensor] | None = None
+        self,
+        held: Mapping[Box, Tensor],
+        round_bytes: int = ROUND_BYTES,
+        host_memory: Callable[[int], Tensor] | None = None,
     ) -> None:
         """
-        trained: model whose weights must keep their place in memory.
+        held: weights of this rank, which must keep their place in memory.
         host_memory: see Platform.host_memory. The last version is kept there, and only differences from it are sent.
             None: every version is sent whole. All members must agree.
         """
-        self._held = parts_by_box(model_tensors(trained).values())
+        self._held = held
         self._round_bytes = round_bytes
         self._host_memory = host_memory
         self._kept: list[list[Tensor]] | None = None  # [rounds][packages] as they were sent last in this epoch
@@ -54,7 +58,7 @@ class Sender:
         """Agree with all members on the moves. Collective. Raises TransferFailed."""
         self._group = group
         self._kept = None
-        rounds = _plan(group, [*self._held], [], self._round_bytes)
+        _, rounds = agree(group, self._held, [], self._round_bytes)
         self._rounds = [own for moves in rounds if (own := packages(moves, group.rank, self._held, sends=True))]
         self.moved_bytes = sum(move.box.bytes for moves in rounds for move in moves)
 
@@ -103,40 +107,53 @@ class Sender:
 
 
 class Receiver:
-    """End of a replica's rank."""
+    """End of a replica's rank, or of another program's process."""
 
     def __init__(
         self,
-        policy: Policy,
+        needed: Mapping[Box, Tensor] | Share,
         host_memory: Callable[[int], Tensor],
         round_bytes: int = ROUND_BYTES,
         *,
         changed: bool = False,
     ) -> None:
         """
-        policy: the engine's, whose weights must keep their place in memory.
+        needed: weights of the engine, which must keep their place in memory; or a share of the whole model, which is
+            only staged.
         host_memory: see Platform.host_memory. The weights are staged there.
-        changed: whether the sender keeps the last version and sends differences.
+        changed: whether the sender keeps the last version and sends differences. Not with a share.
         """
-        self._needed = parts_by_box(model_tensors(policy).values())
+        self._share = needed if isinstance(needed, Share) else None
+        self._needed: Mapping[Box, Tensor] = {} if isinstance(needed, Share) else needed
+        assert not (changed and self._share), "a share is staged box by box, and a difference is of a whole package"
         self._host_memory = host_memory
         self._round_bytes = round_bytes
         self._changed = changed
         self._received: int | None = None
         self._kept = False  # whether the last version of this epoch is staged
         self._staged = torch.empty(0, dtype=torch.uint8)
+        self._rounds: list[list[tuple[Package, Tensor | None]]] = []  # with its place, unless it is unpacked at once
 
     def connect(self, group: TransferGroup) -> None:
         """Agree with all members on the moves. Collective. Raises TransferFailed."""
         self._received, self._kept = None, False
         self._group = group
-        moves = _plan(group, [], [*self._needed], self._round_bytes)
-        rounds = [packages(each, group.rank, self._needed, sends=False) for each in moves]
-        sizes = [package.bytes for own in rounds for package in own]
+        boxes, moves = agree(group, [], self._share or self._needed, self._round_bytes)
+        if self._share is not None:
+            places = self._memory([aligned(box.bytes) for box in boxes])
+            self._needed = {box: _tensor_of(box, next(places)) for box in boxes}
+        rounds = [own for each in moves if (own := packages(each, group.rank, self._needed, sends=False))]
+        if self._share is None:
+            places = self._memory([package.bytes for own in rounds for package in own])
+            self._rounds = [[(package, next(places)) for package in own] for own in rounds]
+        else:
+            self._rounds = [[(package, None) for package in own] for own in rounds]
+
+    def _memory(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Places of these numbers of bytes in host memory, instead of the previous ones."""
         if len(self._staged) < sum(sizes):
             self._staged = self._host_memory(sum(sizes))
-        places = iter(self._staged[: sum(sizes)].split(sizes))
-        self._rounds = [[(package, next(places)) for package in own] for own in rounds if own]
+        return iter(self._staged[: sum(sizes)].split([*sizes]))
 
     @torch.no_grad()
     def receive(self, version: int) -> None:
@@ -153,14 +170,18 @@ class Receiver:
             contents = []
             for (package, place), count in zip(own, counts, strict=True):
                 size = package.bytes if count == WHOLE else size_of(count, package.dtype.itemsize)
-                direct = count == WHOLE and place.device == device
-                contents.append(place if direct else torch.empty(size, dtype=torch.uint8, device=device))
+                if place is not None and count == WHOLE and place.device == device:
+                    contents.append(place)
+                else:
+                    contents.append(torch.empty(size, dtype=torch.uint8, device=device))
             messages = [(package.peer, came) for (package, _), came in zip(own, contents, strict=True)]
             self._group.exchange([], [message for message in messages if len(message[1])])
             for peer, came in messages:
                 sums.add(peer, came)
             for (package, place), count, came in zip(own, counts, contents, strict=True):
-                if count != WHOLE:
+                if place is None:
+                    package.scatter(came)
+                elif count != WHOLE:
                     apply(came.to(place.device), count, place, package.dtype.itemsize)
                 elif came is not place:
                     place.copy_(came, non_blocking=True)
@@ -172,7 +193,7 @@ class Receiver:
                 raise TransferFailed(f"{of} was damaged on the way, or is not version {version}")
         self._received, self._kept = version, self._changed
 
-    def _counts(self, own: Sequence[tuple[Package, Tensor]]) -> list[int]:
+    def _counts(self, own: Sequence[tuple[Package, Tensor | None]]) -> list[int]:
         """Number of changed elements in each package of a round, or WHOLE."""
         counts = [(package.peer, torch.empty(1, dtype=torch.int64, device=self._group.device)) for package, _ in own]
         self._group.exchange([], counts)
@@ -185,9 +206,21 @@ class Receiver:
             raise RuntimeError("no complete version is staged")
         for own in self._rounds:
             for package, place in own:
+                assert place is not None, "a share has no engine's weights to copy to"
                 package.unpack(place)
         version, self._received = self._received, None
         return version
+
+    def staged(self) -> Mapping[Box, Tensor]:
+        """Tensors of the share, each in the shape of its box, on the host. They are valid until the next `receive`."""
+        if self._received is None or self._share is None:
+            raise RuntimeError("no complete version is staged")
+        return self._needed
+
+
+def _tensor_of(box: Box, place: Tensor) -> Tensor:
+    """View of the beginning of a place [bytes] as the tensor of a box."""
+    return place[: box.bytes].view(box.dtype).view(box.shape)
 
 
 class Checksums:
@@ -212,21 +245,3 @@ def checksum(packed: Tensor) -> Tensor:
     rest = words[rows:]
     columns[: len(rest)] += rest * _FACTOR
     return (columns * torch.arange(1, 2 * COLUMNS, 2, device=packed.device)).sum()
-
-
-def _plan(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box], round_bytes: int) -> list[list[Move]]:
-    """Moves of each round, equal on all members. Collective."""
-    of_ranks = group.gather([[_to_json(box) for box in boxes] for boxes in (held, needed)])
-    moves = plan_moves(*([[_from_json(box) for box in each[kind]] for each in of_ranks] for kind in (0, 1)))
-    return rounds_of(moves, round_bytes)
-
-
-def _to_json(box: Box) -> list[Any]:
-    return [box.key, str(box.dtype).removeprefix("torch."), box.offset, box.shape]
-
-
-def _from_json(content: list[Any]) -> Box:
-    key, dtype, offset, shape = content
-    found = getattr(torch, dtype)
-    assert isinstance(found, torch.dtype), dtype
-    return Box(str(key), found, tuple(offset), tuple(shape))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart, TransferFailed
 from megatron_rl.refit.liveness import Listener
+from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.replica_control import BackOff, ReplicaControl
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_group import TransferGroup
@@ -63,10 +64,12 @@ class TransferRefit:
         self._listener: Listener | None = None  # on rank 0, from the beginning of an epoch until rank 0 joins it
         self._aborted = threading.Event()
 
-    def publish(self, policy_version: int) -> bool:
+    def publish(self, policy_version: int, probe: Probe | None = None) -> bool:
         """Have the replicas generate with the current weights. A replica that is gone or fails is left out; one that
         has come since the last version is included. Publishing a version again gives it to replicas that came too late.
         Collective.
+
+        probe: of these weights, on rank 0, for engines that are probed.
 
         Returns whether any replica has the version: false if a rank was asked to leave, or aborted, before one came.
 
@@ -75,7 +78,7 @@ class TransferRefit:
             ValueError: the replicas have another model.
         """
         give_up = time.monotonic() + self._no_replica_timeout.total_seconds()
-        while not self._publish_to_some(policy_version):
+        while not self._publish_to_some(policy_version, probe):
             if any(self._gather(self._leaves() or self._aborted.is_set())):
                 return False
             if self._decide(lambda: time.monotonic() > give_up):
@@ -102,7 +105,7 @@ class TransferRefit:
             self._listener.close()
             self._listener = None
 
-    def _publish_to_some(self, version: int) -> bool:
+    def _publish_to_some(self, version: int, probe: Probe | None) -> bool:
         """Whether a replica has taken the version. Every failed epoch is followed by one without the replicas that
         failed. Equal on all ranks."""
         self._left_out.clear()
@@ -113,7 +116,7 @@ class TransferRefit:
                 if self._decide(lambda: self._begin_receive(version)):
                     self._on_all_ranks(lambda: self._sender.publish(version))
                     self.moved_bytes = sum(self._gather(self._sender.sent_bytes))
-                    return bool(self._decide(lambda: self._swap(version)))
+                    return bool(self._decide(lambda: self._swap(version, probe)))
             except TransferFailed as error:
                 logger.warning("policy version %d: %s", version, error)
             self.close()
@@ -174,10 +177,10 @@ class TransferRefit:
             return False
         return True
 
-    def _swap(self, version: int) -> bool:
+    def _swap(self, version: int, probe: Probe | None) -> bool:
         """Whether a replica generates with the version now."""
         assert self._replicas is not None and self._group is not None
-        swapped = frozenset(self._replicas.swap(version))
+        swapped = frozenset(self._replicas.swap(version, probe))
         if lost := self._group.epoch.started - swapped:
             self._leave_out(lost, ReplicaLost(lost, f"did not take version {version}"))
         if swapped:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -19,10 +19,10 @@ from starlette.types import ASGIApp
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.inference.replicas.wire import PROTOCOL, About, Garbled, News, decode_request, encode_news
+from megatron_rl.refit.probe import Probe
 from megatron_rl.replica.driver_inbox import DriverInbox
-from megatron_rl.replica.leader import Leader
 from megatron_rl.server.connections import guarded
-from megatron_rl.server.engine_thread import EngineGone, EngineThread
+from megatron_rl.server.engine_thread import EngineGone, EngineThread, ServedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,51 @@ WAIT_EVERY_S = 5.0
 
 Body = dict[str, Any]
 Handler = Callable[[Body], Awaitable[Body]]
+
+
+class ReplicaLeader(ServedEngine, Protocol):
+    """The engine of a replica and its weights. All methods belong to the engine's thread; the attributes may be read
+    from any other."""
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the weights; None before the first ones."""
+        ...
+
+    @property
+    def failure(self) -> Exception | None:
+        """Error that has ended the engine, and with it the replica."""
+        ...
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the engine has computed so far."""
+        ...
+
+    def join(self, epoch: dict[str, Any]) -> Future[None]:
+        """Begin to join the transfer group of an epoch (`refit.epoch.Epoch.to_json`), and leave the previous one. It
+        may fail with a RuntimeError."""
+        ...
+
+    def receive(self, version: int) -> Future[None]:
+        """Begin to receive a version next to the weights in use, while the engine continues. It may fail with a
+        RuntimeError."""
+        ...
+
+    def swap(self, version: int, probe: Probe | None) -> None:
+        """Make the engine use the received weights, which are complete. Raises RuntimeError.
+
+        probe: log-probs under these weights, which an engine that is probed must report (`capabilities`).
+        """
+        ...
+
+    def wait(self) -> None:
+        """Give a sign of life, however long there is nothing to do."""
+        ...
+
+    def end(self) -> None:
+        """Leave the replica: no method is called afterwards."""
+        ...
 
 
 class Conflict(Exception):
@@ -44,7 +89,7 @@ class NotThere(Exception):
 class ReplicaService:
     """The replica, as ranks of the run use it. All methods belong to the HTTP loop."""
 
-    def __init__(self, leader: Leader, address: ReplicaAddress) -> None:
+    def __init__(self, leader: ReplicaLeader, address: ReplicaAddress) -> None:
         """address: identifies the replica; its host and port are ignored."""
         self.thread = EngineThread(leader)
         self.heard_at: float | None = None
@@ -149,12 +194,13 @@ class ReplicaService:
     async def _swap(self, body: Body) -> Body:
         """Use the weights once they are complete."""
         version = body["version"]
+        probe = None if body["probe"] is None else Probe.decode(body["probe"])
         if self._leader.version != version:
             if self._transfer is None:
                 raise NotThere("no weights were received")
             try:
                 await asyncio.shield(self._transfer)
-                await self.thread.call(lambda: self._leader.swap(version))
+                await self.thread.call(lambda: self._leader.swap(version, probe))
             except RuntimeError as error:
                 raise NotThere(f"version {version} did not arrive: {error}") from error
             self._inbox.wake()

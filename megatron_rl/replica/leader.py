@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.inference.api import Delta, EngineLoad, GenerationRequest
 from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.rank.activity import Activity
+from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.commands import (
     Command,
@@ -31,7 +32,7 @@ REPORT_EVERY_S = 1.0
 
 
 class Leader:
-    """Implements `ServedEngine` on the first rank. All methods belong to the engine's thread.
+    """Implements `ReplicaLeader` on the first rank. All methods belong to the engine's thread.
 
     Requests are reported as deltas: finished ones at once, the others every REPORT_EVERY_S.
     """
@@ -143,7 +144,8 @@ class Leader:
     def receive(self, version: int) -> Future[None]:
         return self._carry_out(Receive(version))
 
-    def swap(self, version: int) -> None:
+    def swap(self, version: int, probe: Probe | None) -> None:
+        """Swap on all ranks. Weights that arrived complete are right here, so nothing is probed."""
         self._carry_out(Swap(version))
         self.version = version
 

@@ -14,6 +14,7 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.refit.background import BackgroundSteps
 from megatron_rl.refit.epoch import Epoch, ReplicaStart, TransferFailed
+from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.transfer import Receiver
 from megatron_rl.refit.transfer_group import TransferGroup
 
@@ -45,7 +46,7 @@ class ReceivedWeights:
         """
         self._engine, self._ranks, self._started = engine, ranks, started
         self._backend, self._timeout, self._recompute_cache = backend, timeout, recompute_cache
-        self._receiver = Receiver(engine.policy, engine.policy.platform.host_memory, changed=changed)
+        self._receiver = Receiver(weights_by_box(engine.policy), engine.policy.platform.host_memory, changed=changed)
         self._group: TransferGroup | None = None
         self._steps = BackgroundSteps(engine.policy.platform.beside)
 

@@ -15,6 +15,7 @@ from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
 from megatron_rl.refit.transfer import Sender
@@ -59,7 +60,7 @@ def generate_elsewhere(
     timeout = timedelta(seconds=config.job.collective_timeout_s)
     keeps = config.placement.inference.transfer == "changed"
     transfer = TransferRefit(
-        Sender(policy, host_memory=platform.host_memory if keeps else None),
+        Sender(weights_by_box(policy), host_memory=platform.host_memory if keeps else None),
         dist.new_group(backend="gloo", timeout=timeout, group_desc="refit"),
         platform.backend,
         PoolControl(pool, timeout) if dist.get_rank() == 0 else None,

@@ -27,6 +27,7 @@ from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.refit.epoch import Epoch, Member
 from megatron_rl.refit.liveness import Listener
+from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.transfer import Receiver, Sender
 from megatron_rl.refit.transfer_group import TransferGroup
 
@@ -66,9 +67,9 @@ def measure(
     began = time.perf_counter()
     group = TransferGroup.join(*epoch_of(Path(folder), rank, training, replicas))
     memory = platform.host_memory
-    end: Sender | Receiver = Receiver(policy, memory, changed=changed is not None)
+    end: Sender | Receiver = Receiver(weights_by_box(policy), memory, changed=changed is not None)
     if trains:
-        end = Sender(policy, host_memory=memory if changed is not None else None)
+        end = Sender(weights_by_box(policy), host_memory=memory if changed is not None else None)
     end.connect(group)
     planned_s = time.perf_counter() - began
 

@@ -52,6 +52,7 @@ from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.platform.cpu import CpuPlatform
 from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.overlapped import OverlappedRefit
+from megatron_rl.refit.probe import Probe
 from megatron_rl.replica.app import ReplicaService, application
 from megatron_rl.replica.leader import Leader
 from megatron_rl.rollout.window import begun_below
@@ -248,9 +249,9 @@ class PacedTransfer:
     def __init__(self, pool: ReplicaPool, seconds: float, published_s: list[float]) -> None:
         self._pool, self._seconds, self._published_s = pool, seconds, published_s
 
-    def publish(self, version: int) -> bool:
+    def publish(self, version: int, probe: Probe | None = None) -> bool:
         began, starts = time.monotonic(), [*self._pool.starts()]
-        for path, body in (("epoch", {"epoch": {}}), ("receive", {}), ("swap", {})):
+        for path, body in (("epoch", {"epoch": {}}), ("receive", {}), ("swap", {"probe": None})):
             if path == "swap":
                 time.sleep(self._seconds)
             for said in [self._pool.call(start, path, {"version": version, **body}, LIMIT_S) for start in starts]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -98,11 +98,15 @@ def shards_of(policy: Policy) -> list[ShardedTensor]:
     return found
 
 
+def of_whole_tensor(key: str, shape: Sequence[int], version: int) -> Tensor:
+    """Return a tensor of that model."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{key} {version}".encode()))
+    return (1.0 if "norm" in key else 0.0) + 0.2 * torch.randn(tuple(shape), generator=generator)
+
+
 def of_whole_model(shard: ShardedTensor, version: int) -> Tensor:
     """Return this part of a model whose weights depend on the version, but not on the layout."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{shard.key} {version}".encode()))
-    around = 1.0 if "norm" in shard.key else 0.0
-    whole = around + 0.2 * torch.randn(shard.global_shape, generator=generator)
+    whole = of_whole_tensor(shard.key, shard.global_shape, version)
     sizes = (*[1] * shard.prepend_axis_num, *shard.local_shape)
     index = tuple(slice(start, start + size) for start, size in zip(shard.global_offset, sizes, strict=True))
     return whole[index].reshape(shard.local_shape)

@@ -12,6 +12,8 @@ from torch import Tensor
 from megatron_rl.model.policy import Policy
 from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart
 from megatron_rl.refit.liveness import Listener
+from megatron_rl.refit.model_tensors import weights_by_box
+from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.transfer import Receiver
 from megatron_rl.refit.transfer_group import TransferGroup
 
@@ -41,7 +43,7 @@ class ThreadedReplica:
         """Next request that it refuses: "begin", "receive" or "swap"; "transfer": it leaves while receiving; "wrong":
         it receives another version."""
         self.started = (number, start)
-        self._receiver = Receiver(policy, host_memory, ROUND_BYTES, changed=changed)
+        self._receiver = Receiver(weights_by_box(policy), host_memory, ROUND_BYTES, changed=changed)
         self._thread = ThreadPoolExecutor(1)
         self._group: TransferGroup | None = None
         self._doing: Future[None] | None = None
@@ -101,7 +103,7 @@ class ThreadedReplicas:
     def receive(self, version: int) -> None:
         self._ask("receive", version)
 
-    def swap(self, version: int) -> Collection[ReplicaStart]:
+    def swap(self, version: int, probe: Probe | None) -> Collection[ReplicaStart]:
         refusing = self._refusing("swap")
         return {replica.started for replica in self._of_epoch if replica not in refusing and replica.swap()}
 

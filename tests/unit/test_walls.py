@@ -17,7 +17,8 @@ OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python
 # From the bottom up: a room imports from itself and from earlier rooms. An entry is a room, a sub-room or a file.
 ORDER = {
     "megatron_rl": """
-        contract errors section extras inference.capabilities inference.vllm_options CONFIG config
+        contract errors section extras inference.capabilities inference.vllm_options CONFIG
+        model.hf_config config
         platform metrics rank model inference agent environments algorithms rollout checkpoint training refit
         standalone server replica vllm evaluate fabric rehearse run
         train_rl run.attempt rank_main replica_main

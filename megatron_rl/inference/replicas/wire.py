@@ -5,7 +5,8 @@
     POST /news     {"driver", "seen", "wait_s"}                about, "last", "pieces", "refused": all after `seen`
     POST /epoch    {"epoch"}          begin to join its group                } of training rank 0 only;
     POST /receive  {"version"}        begin to receive the weights           } all but `swap` respond immediately
-    POST /swap     {"version"}        use them, once they are complete       }
+    POST /swap     {"version",        use them, once they are complete; the  }
+                    "probe"}          probe is null or of `refit/probe.py`   }
     POST /end      {}                 the run no longer needs the replica
 
 Each request carries the run's token, and repeating it changes nothing. All bodies contain PROTOCOL and the digest of
@@ -31,7 +32,7 @@ from megatron_rl.inference.api import (
 )
 from megatron_rl.inference.config import Sampling
 
-PROTOCOL = 2
+PROTOCOL = 3
 FEWEST_CHARACTERS = 32
 """Minimal length of a run's token."""
 

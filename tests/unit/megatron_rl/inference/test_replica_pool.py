@@ -163,7 +163,8 @@ def test_restarted_replica_is_asked_once_it_has_the_weights(attempt: Attempt) ->
             again = stack.enter_context(ScriptedReplica(attempt, 0, start=1, version=None))
             until(lambda: (0, 1) in pool.starts(), "it is back")
             assert not again.engine.requests
-            for path, body in (("epoch", {"epoch": {}}), ("receive", {"version": 0}), ("swap", {"version": 0})):
+            taken = {"version": 0, "probe": None}
+            for path, body in (("epoch", {"epoch": {}}), ("receive", {"version": 0}), ("swap", taken)):
                 pool.call((0, 1), path, body).result(30)
 
         asked = request(5)
@@ -316,7 +317,7 @@ def test_replica_without_the_version_is_lost_and_the_others_have_it(attempt: Att
         control = PoolControl(pool, timedelta(seconds=5))
         control.begin_epoch(epoch)
         control.receive(1)
-        assert control.swap(1) == {(1, 0)}
+        assert control.swap(1, None) == {(1, 0)}
         assert pool.starts().keys() == {(0, 0), (1, 0)}, "it responds, and may get the next version"
     assert (one.leader.version, other.leader.version) == (0, 1)
 
@@ -334,7 +335,7 @@ def test_replica_that_hangs_in_a_swap_does_not_hang_the_run(
         control.begin_epoch(Epoch(1, "127.0.0.1", 1, "secret", 1, (Member(0, 0, 1), Member(1, 0, 1))))
         control.receive(1)
         try:
-            assert control.swap(1) == {(1, 0)}
+            assert control.swap(1, None) == {(1, 0)}
         finally:
             hung.set()
 

@@ -14,6 +14,7 @@ from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplic
 
 from megatron_rl.refit import transfer_refit
 from megatron_rl.refit.changed import WHOLE, apply, difference
+from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
 
@@ -41,7 +42,7 @@ def test_replicas_with_the_last_version_get_differences_and_new_or_failed_ones_e
     trained, *policies = (tiny_policy(platform) for _ in range(3))
     one, other = (ThreadedReplica(policy, number, changed=True) for number, policy in enumerate(policies))
     replicas = ThreadedReplicas(one)
-    sender = Sender(trained, ROUND_BYTES, host_memory)
+    sender = Sender(weights_by_box(trained), ROUND_BYTES, host_memory)
     refit = TransferRefit(sender, groups.control, "gloo", replicas, lambda: False, LIMIT, LIMIT)
 
     def sent(version: int, *, every: int, to: Sequence[ThreadedReplica]) -> float:

@@ -14,7 +14,9 @@ from scripted_replica import until
 from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas
 
 from megatron_rl.refit.epoch import NoReplicaLeft, ReplicaStart
+from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.overlapped import OverlappedRefit
+from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
 
@@ -27,10 +29,10 @@ class HeldReplicas(ThreadedReplicas):
         self.let = threading.Event()
         self.received = threading.Event()
 
-    def swap(self, version: int) -> Collection[ReplicaStart]:
+    def swap(self, version: int, probe: Probe | None) -> Collection[ReplicaStart]:
         self.received.set()
         assert self.let.wait(LIMIT.total_seconds())
-        return super().swap(version)
+        return super().swap(version, probe)
 
 
 class Overlap:
@@ -45,7 +47,13 @@ class Overlap:
         self.leaves = False
         control = groups.control
         transfer = TransferRefit(
-            Sender(self.trained, ROUND_BYTES), control, "gloo", self.replicas, lambda: self.leaves, LIMIT, LIMIT
+            Sender(weights_by_box(self.trained), ROUND_BYTES),
+            control,
+            "gloo",
+            self.replicas,
+            lambda: self.leaves,
+            LIMIT,
+            LIMIT,
         )
         self.refit = OverlappedRefit(transfer, self.pool, platform, self.safe_points)
 

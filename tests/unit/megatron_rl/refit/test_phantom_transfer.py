@@ -12,6 +12,7 @@ from transfer_helpers import ROUND_BYTES
 
 from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.transfer import Receiver, Sender
 
 GPU = torch.device("cuda", 0)
@@ -44,7 +45,8 @@ def test_the_host_does_not_wait_between_two_rounds(platform: Any, groups: Any) -
     with PhantomDevice(GPU, reads_ones=True) as gpu:
         phantom = PhantomPlatform(gpu)
         policy = build_policy(tiny_model(dtype="bf16"), VOCAB, phantom)
-        for rank, end in enumerate((Sender(policy, ROUND_BYTES), Receiver(policy, phantom.host_memory, ROUND_BYTES))):
+        weights = weights_by_box(policy)
+        for rank, end in enumerate((Sender(weights, ROUND_BYTES), Receiver(weights, phantom.host_memory, ROUND_BYTES))):
             group: Any = GroupOfTwo(gpu, rank)
             end.connect(group)
             before = gpu.waits

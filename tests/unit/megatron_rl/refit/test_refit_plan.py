@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rl.refit.plan import Box, Move, cut, plan_moves, rounds_of
+from megatron_rl.model.sharded_names import weight_name
+from megatron_rl.refit.plan import Box, Move, cut, plan_moves, rounds_of, shares_of
 
-KEYS = {"layers.linear": (4, 6, 5), "layers.norm": (4, 6), "embedding": (12, 3)}
+KEYS = {"decoder.layers.linear": (4, 6, 5), "decoder.layers.norm": (4, 6), "embedding": (12, 3)}
 """Whole tensors of a model of four layers; the first axis of those of layers is the layer."""
 
 
@@ -33,8 +34,8 @@ def layout(stages: int, tensor: int, copies: int) -> list[list[Box]]:
         boxes = []
         for layer in range(4 * stage // stages, 4 * (stage + 1) // stages):
             rows = 6 // tensor
-            boxes.append(box("layers.linear", (layer, part * rows, 0), (1, rows, 5)))
-            boxes.append(box("layers.norm", (layer, 0), (1, 6)))
+            boxes.append(box("decoder.layers.linear", (layer, part * rows, 0), (1, rows, 5)))
+            boxes.append(box("decoder.layers.norm", (layer, 0), (1, 6)))
         if stage in (0, stages - 1):
             rows = 12 // tensor
             boxes.append(box("embedding", (part * rows, 0), (rows, 3)))
@@ -134,7 +135,10 @@ def test_a_box_larger_than_the_limit_is_split_along_its_first_axes() -> None:
 
 def test_a_box_that_no_rank_holds_is_named() -> None:
     with pytest.raises(ValueError, match=r"layers.linear \[1, 6, 5\] at \[3, 0, 0\], which rank 0 .* 0 of its 30"):
-        plan_moves([[box("layers.linear", (2, 0, 0), (1, 6, 5))]], [[box("layers.linear", (3, 0, 0), (1, 6, 5))]])
+        plan_moves(
+            [[box("decoder.layers.linear", (2, 0, 0), (1, 6, 5))]],
+            [[box("decoder.layers.linear", (3, 0, 0), (1, 6, 5))]],
+        )
     with pytest.raises(ValueError, match="unknown"):
         plan_moves([[]], [[box("unknown", (0,), (1,))]])
 
@@ -142,3 +146,21 @@ def test_a_box_that_no_rank_holds_is_named() -> None:
 def test_a_refit_does_not_convert() -> None:
     with pytest.raises(ValueError, match=r"w is torch.float32 in training and torch.bfloat16 in generation"):
         plan_moves([[box("w", (0,), (4,))]], [[box("w", (0,), (4,), torch.bfloat16)]])
+
+
+def test_shares_cover_the_model_once_and_keep_each_weight_whole() -> None:
+    held = layout(2, 2, 2)
+    shares = shares_of(held, 3)
+    boxes = [box for share in shares for box in share]
+    assert len(boxes) == len({*boxes}) and {*boxes} == {box for rank in held for box in rank}
+    weights = [{weight_name(box.key, box.offset) for box in share} for share in shares]
+    assert sum(map(len, weights)) == len(set().union(*weights)) == 2 * 4 + 1
+
+
+def test_shares_are_equal_on_all_members_and_of_nearly_equal_size() -> None:
+    layers = [box("decoder.layers.mlp.linear_fc2.weight", (layer, 0, 0), (1, 64, 64)) for layer in range(31)]
+    embedding = box("embedding", (0, 0), (256, 64))
+    shares = shares_of([layers[:16], [*layers[16:], embedding]], 4)
+    assert [*map(set, shares_of([[embedding], [*reversed(layers)]], 4))] == [*map(set, shares)]
+    sizes = [sum(each.bytes for each in share) for share in shares]
+    assert max(sizes) - min(sizes) <= layers[0].bytes

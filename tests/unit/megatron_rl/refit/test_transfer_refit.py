@@ -17,6 +17,7 @@ from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplic
 from megatron_rl.model.policy import Policy
 from megatron_rl.refit import transfer, transfer_refit
 from megatron_rl.refit.epoch import NoReplicaLeft
+from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
 
@@ -52,7 +53,7 @@ def refit(trained: Policy, replicas: ThreadedReplicas, groups: Any) -> Iterator[
     made = []
 
     def make(leaves: Callable[[], bool] = lambda: False, no_replica_timeout: timedelta = LIMIT) -> TransferRefit:
-        sender = Sender(trained, ROUND_BYTES)
+        sender = Sender(weights_by_box(trained), ROUND_BYTES)
         made.append(TransferRefit(sender, groups.control, "gloo", replicas, leaves, LIMIT, no_replica_timeout))
         return made[-1]
 

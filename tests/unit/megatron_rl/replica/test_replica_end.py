@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.replica import attempt
-from megatron_rl.replica.attempt import GONE_S, LEFT_S, _until_over
+from megatron_rl.replica.serve import GONE_S, LEFT_S, until_over
 
 
 def over(limit_s: float = 1000.0, asked: bool = False, engine: Exception | None = None, **service: Any) -> bool:
@@ -27,7 +26,7 @@ def over(limit_s: float = 1000.0, asked: bool = False, engine: Exception | None 
     async def ends() -> bool:
         try:
             async with asyncio.timeout(0.0):
-                await _until_over(its, leader, drain, limit_s)
+                await until_over(its, leader, drain, limit_s)
         except TimeoutError:
             return False
         return True
@@ -62,4 +61,4 @@ def test_replica_fails_with_its_engine() -> None:
 def test_limits_exceed_the_interval_of_requests() -> None:
     from megatron_rl.inference.replicas.link import LinkTimings
 
-    assert 2 * (LinkTimings().poll_s + LinkTimings().silence_s) < attempt.GONE_S
+    assert 2 * (LinkTimings().poll_s + LinkTimings().silence_s) < GONE_S

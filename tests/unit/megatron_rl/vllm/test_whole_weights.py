@@ -10,7 +10,7 @@ import torch
 from core_helpers import VOCAB, tiny_model, tiny_policy
 from torch import Tensor
 
-from megatron_rl.refit.packages import model_tensors, parts_by_box
+from megatron_rl.refit.model_tensors import model_tensors, parts_by_box
 from megatron_rl.refit.plan import Box
 from megatron_rl.refit.served_folder import whole_tensors
 from megatron_rl.vllm.whole_weights import hugging_face_tensors
