@@ -18,10 +18,10 @@ from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.evaluate.config import EvaluateConfig
-from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, beyond_megatron, beyond_vllm, pages_of
+from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, pages_of
+from megatron_rl.inference.engine_limits import against_engine
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
-from megatron_rl.model.hf_config import architecture_of, features
 from megatron_rl.rank.config import HarvestConfig, JobConfig, Offload, PlacementConfig, data_parallel_size
 from megatron_rl.rollout.config import AsyncConfig, EvaluationConfig, ResumeConfig
 from megatron_rl.section import FilePath, PathMark, Section
@@ -133,9 +133,8 @@ class RunConfig(Section):
         if self.environment is not None and self.environments is not None:
             raise ValueError("environments and environment are both given: set one of them to null")
         self._transformer_engine_fits()
-        self._megatron_engine_fits()
-        self._server_fits()
-        self._vllm_fits()
+        if against := against_engine(self):
+            raise ValueError(against)
         if self.asynchronous.max_lag > 0 and self.resume.partial == "regenerate":
             raise ValueError(
                 f"async.max_lag is {self.asynchronous.max_lag} and resume.partial is regenerate, which needs the same "
@@ -192,122 +191,6 @@ class RunConfig(Section):
             against = "training.recompute is full, which would recompute layers in another precision"
         if against:
             raise ValueError(f"training.fp8 is {training.fp8}, but {against}")
-
-    def _megatron_engine_fits(self) -> None:
-        if self.inference.engine != "megatron":
-            return
-        inference, beyond = self.inference, beyond_megatron(self.sampling)
-        tp = self.placement.inference.tp or self.placement.training.tp
-        for holds, why in (
-            (self.job.device == "cpu", "job.device is cpu, and that engine needs GPUs"),
-            (
-                self.placement.mode == "partitioned",
-                "placement.mode is partitioned, and that engine needs generation phases",
-            ),
-            (self.model.dtype == "fp32", "model.dtype is fp32, and flash-attn needs bf16"),
-            (
-                self.model.num_experts is not None,
-                "model.num_experts is set, and that engine was not tested with experts",
-            ),
-            (
-                self.training.fp8 != "none",
-                f"training.fp8 is {self.training.fp8}, and that engine would generate in bf16",
-            ),
-            (beyond is not None, f"that engine does not support {beyond}"),
-            (
-                self.page_tokens % 256 > 0,
-                f"inference.page_tokens is {self.page_tokens}, and flash-attn needs a multiple of 256",
-            ),
-            (
-                inference.cache_tokens is not None and inference.cache_tokens < self.page_tokens,
-                f"inference.cache_tokens {inference.cache_tokens} is less than one page of {self.page_tokens} tokens",
-            ),
-            (
-                inference.max_batch % tp > 0,
-                f"inference.max_batch {inference.max_batch} is not a multiple of placement.inference.tp {tp}",
-            ),
-            (
-                self.resume.partial == "regenerate",
-                "resume.partial is regenerate, and that engine gives answers no random numbers of their own: set keep",
-            ),
-            (
-                self.asynchronous.max_lag > 0,
-                f"async.max_lag is {self.asynchronous.max_lag}, and that engine cannot pause answers during training",
-            ),
-        ):
-            if holds:
-                raise ValueError(f"inference.engine is megatron, but {why}")
-
-    def _server_fits(self) -> None:
-        server = self.inference.server
-        if (server is not None) != (self.inference.engine == "server"):
-            raise ValueError(
-                f"inference.engine is {self.inference.engine} and inference.server is "
-                f"{'given' if server else 'missing'}: each needs the other"
-            )
-        if server is None:
-            return
-        beyond = beyond_vllm(self.sampling, processed_logprobs=server.processed_logprobs)
-        for holds, why in (
-            (
-                self.placement.mode == "partitioned",
-                "placement.mode is partitioned, whose replicas generate: set colocated, so that all ranks train",
-            ),
-            (
-                self.placement.inference.tp is not None,
-                "placement.inference.tp is given, and the server has a layout of its own: leave it out",
-            ),
-            (
-                self.model.init != "huggingface",
-                f"model.init is {self.model.init}, and a server needs the published configuration and tokenizer: set "
-                "huggingface",
-            ),
-            (
-                self.resume.partial == "regenerate",
-                "resume.partial is regenerate, and no server repeats its answers bit for bit: set keep",
-            ),
-            (server.kind == "vllm" and beyond is not None, beyond),
-        ):
-            if holds:
-                raise ValueError(f"inference.engine is server, but {why}")
-
-    def _vllm_fits(self) -> None:
-        if self.inference.engine != "vllm":
-            if self.inference.vllm is not None:
-                raise ValueError(
-                    f"inference.vllm is given, and inference.engine is {self.inference.engine}: set vllm, or leave the "
-                    "section out"
-                )
-            return
-        beyond = beyond_vllm(self.sampling, processed_logprobs=True)
-        for holds, why in (
-            (
-                self.placement.mode != "partitioned",
-                "placement.mode is colocated, and vLLM beside training on the same GPUs is not supported: add "
-                f"placement.mode=partitioned {_nodes_apart(self.job)}",
-            ),
-            (
-                self.placement.inference.transfer == "changed",
-                "placement.inference.transfer is changed, and vLLM receives whole weights: set whole",
-            ),
-            (
-                self.resume.partial == "regenerate",
-                "resume.partial is regenerate, and vLLM does not repeat its answers bit for bit: set keep",
-            ),
-            (beyond is not None, beyond),
-            (
-                architecture_of(self.model) is None,
-                f"vLLM has no model with {features(self.model)} (see model.qkv_bias and model.qk_norm)",
-            ),
-        ):
-            if holds:
-                raise ValueError(f"inference.engine is vllm, but {why}")
-
-
-def _nodes_apart(job: JobConfig) -> str:
-    """Overrides that leave some nodes to generation; a job of one node gets a second one."""
-    nodes = job.most_nodes
-    return f"placement.inference.nodes={nodes // 2}" if nodes > 1 else "placement.inference.nodes=1 job.nodes=2"
 
 
 def read_config(run_dir: RunDir) -> RunConfig:

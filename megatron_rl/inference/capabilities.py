@@ -25,8 +25,8 @@ class Capabilities:
     """May generate in the training ranks, between updates."""
     spans_updates: bool
     """Answers may begin before an update and end after it (`async.max_lag` above 0)."""
-    rehearsed: bool
-    """`mrl rehearse` can run it on tensors without data."""
+    modelled: bool
+    """Speed in `mrl plan` is this engine's, and `mrl rehearse` can run it on tensors without data."""
 
 
 _CAPABILITIES: Mapping[str, Capabilities] = {
@@ -38,7 +38,7 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         starts_workers=False,
         colocated=True,
         spans_updates=True,
-        rehearsed=True,
+        modelled=True,
     ),
     "megatron": Capabilities(
         repeatable=False,
@@ -48,7 +48,7 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         starts_workers=False,
         colocated=True,
         spans_updates=False,
-        rehearsed=False,
+        modelled=False,
     ),
     "server": Capabilities(
         repeatable=False,
@@ -58,7 +58,7 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         starts_workers=False,
         colocated=False,
         spans_updates=True,
-        rehearsed=False,
+        modelled=False,
     ),
     "vllm": Capabilities(
         repeatable=False,
@@ -68,7 +68,7 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         starts_workers=True,
         colocated=False,
         spans_updates=True,
-        rehearsed=False,
+        modelled=False,
     ),
 }
 

@@ -127,7 +127,7 @@ def beyond_megatron(sampling: Sampling) -> str | None:
 def beyond_vllm(sampling: Sampling, *, processed_logprobs: bool) -> str | None:
     """Say why vLLM cannot report the log-probs of these samples, which are those of softmax(logits / temperature) over
     all tokens; None if it can."""
-    if not processed_logprobs and sampling.temperature not in (0.0, 1.0):
+    if not processed_logprobs and processes_logprobs(sampling):
         return (
             f"sampling.temperature {sampling.temperature}: vLLM's raw log-probs are those of temperature 1; start it "
             "with --logprobs-mode processed_logprobs and set processed_logprobs"
@@ -141,6 +141,12 @@ def beyond_vllm(sampling: Sampling, *, processed_logprobs: bool) -> str | None:
     if processed_logprobs and (cut := [name for name, asked in cuts.items() if asked]):
         return f"{cut[0]}: vLLM's processed log-probs are those over the remaining tokens, not over all"
     return None
+
+
+def processes_logprobs(sampling: Sampling) -> bool:
+    """Whether a vLLM of the run reports log-probs after the temperature (`--logprobs-mode processed_logprobs`), which
+    are those after all cuts. Otherwise it reports those of the plain softmax, whatever is cut from it."""
+    return sampling.temperature not in (0.0, 1.0)
 
 
 class ServerConfig(Section):
@@ -226,7 +232,8 @@ class InferenceConfig(Section):
     supports neither min_p, min_new_tokens nor top_k together with top_p; its samples depend on what else is generated
     at the same time. server: a server started independently of the run (see `server`); all ranks then only train.
     vllm: replicas of a partitioned run are vLLM, which the run starts (see `vllm`) and sends each version of the
-    weights; answers are not repeatable, and sampling has no top_p, top_k, min_p or min_new_tokens."""
+    weights; answers are not repeatable, and a temperature other than 1 excludes top_p, top_k, min_p and
+    min_new_tokens."""
     server: ServerConfig | None = None
     """Server to use with `engine: server`."""
     vllm: VllmConfig | None = None

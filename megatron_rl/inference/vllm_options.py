@@ -9,6 +9,9 @@ from collections.abc import Mapping
 VLLM_VERSIONS = ("0.32.0", "0.33")
 """Versions of vLLM that were tried: from the first, below the second."""
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head for which vLLM has attention on a CPU. On GPUs multiples of 8 work."""
+
 _SERVED = "the run serves the model of its recipe"
 _SOCKET = "only the replica's own process reaches vLLM, through a socket"
 _SAMPLED = "training needs answers of the policy itself, and their log-probs"
@@ -73,8 +76,8 @@ OWNED_OPTIONS: Mapping[str, str] = {
     "override-generation-config": _SAMPLED,
     "logits-processors": _SAMPLED,
     "runner": _SAMPLED,
-    "seed": "each request brings its own",
-    "stream-interval": "answers are read token by token",
+    "seed": "each start of a replica has its own",
+    "stream-interval": "a replica reads answers a few tokens at a time",
     "load-format": _WEIGHTS,
     "weight-transfer-config": _WEIGHTS,
     "worker-cls": _WEIGHTS,

@@ -18,7 +18,7 @@ OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python
 ORDER = {
     "megatron_rl": """
         contract errors section extras inference.capabilities inference.vllm_options CONFIG
-        model.hf_config config
+        model.hf_config inference.engine_limits config
         platform metrics rank model inference agent environments algorithms rollout checkpoint training refit
         standalone server replica vllm evaluate fabric rehearse run
         train_rl run.attempt rank_main replica_main

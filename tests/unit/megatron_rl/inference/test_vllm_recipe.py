@@ -21,13 +21,15 @@ def test_vllm_needs_no_section_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["placement.mode=colocated", "placement.inference.nodes=null"], "placement.mode is colocated"),
         (["placement.inference.transfer=changed"], "placement.inference.transfer is changed"),
         (["resume.partial=regenerate"], "resume.partial is regenerate"),
-        (["sampling.top_p=0.9"], "sampling.top_p"),
-        (["sampling.top_k=5"], "sampling.top_k"),
-        (["sampling.min_p=0.1"], "sampling.min_p"),
-        (["sampling.min_new_tokens=4"], "sampling.min_new_tokens"),
+        (["sampling.temperature=0.7", "sampling.top_p=0.9"], "sampling.top_p"),
+        (["sampling.temperature=0.7", "sampling.top_k=5"], "sampling.top_k"),
+        (["sampling.temperature=0.7", "sampling.min_p=0.1"], "sampling.min_p"),
+        (["sampling.temperature=0.7", "sampling.min_new_tokens=4"], "sampling.min_new_tokens"),
+        (["placement.inference.tp=16", "placement.tp_across_nodes=true"], "placement.inference.tp 16 is more than"),
+        (["job.device=cpu", "model.head_dim=40"], "attention heads have size 40"),
+        (["model.qk_norm=true"], "vLLM has no model with qkv_bias true, qk_norm true and num_experts null"),
     ],
 )
 def test_unsupported_settings_are_refused_and_the_native_engine_accepts_them(overrides: list[str], why: str) -> None:
@@ -35,6 +37,21 @@ def test_unsupported_settings_are_refused_and_the_native_engine_accepts_them(ove
     with pytest.raises(BadInput, match=r"inference\.engine is vllm, but") as refused:
         load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, *overrides])
     assert why in str(refused.value)
+
+
+@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=5", "min_p=0.1", "min_new_tokens=4"])
+def test_at_temperature_1_every_cut_of_sampling_is_supported(cut: str) -> None:
+    """vLLM's raw log-probs are then those of the policy over all tokens."""
+    load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, f"sampling.{cut}"])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "missing"),
+    [(16, "placement.mode=partitioned placement.inference.nodes=8"), (1, "placement.inference.nodes=1 job.nodes=2")],
+)
+def test_the_refusal_of_a_colocated_recipe_names_the_overrides_to_add(nodes: int, missing: str) -> None:
+    with pytest.raises(BadInput, match=missing):
+        load_recipe("qwen2.5-32b-dapo", ["inference.engine=vllm", f"job.nodes={nodes}"])
 
 
 def test_a_section_of_vllm_without_its_engine_is_refused() -> None:

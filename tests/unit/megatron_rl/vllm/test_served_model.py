@@ -8,16 +8,10 @@ from pathlib import Path
 import pytest
 from hf_helpers import PUBLISHED, TOKENS
 
-from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import KEYS, HuggingFaceConfig, differences, read_hf_config, shape
 from megatron_rl.vllm.served_model import write_served_model
-
-PARTITIONED = (
-    *("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=1", "job.nodes=2"),
-    "resume.partial=keep",
-)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -35,12 +29,6 @@ def test_the_folder_describes_the_model_that_is_trained_with_the_vocabulary_of_i
 
 @pytest.mark.parametrize(("dtype", "name"), [("fp32", "float32"), ("bf16", "bfloat16")])
 def test_the_folder_has_the_precision_of_the_recipe(dtype: str, name: str, tmp_path: Path) -> None:
-    model = load_recipe("demo", [*PARTITIONED, f"model.dtype={dtype}"]).config.model
+    model = load_recipe("demo", [f"model.dtype={dtype}"]).config.model
     folder = write_served_model(model, 15, tmp_path)
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == name
-
-
-def test_a_model_that_vllm_does_not_know_is_refused_when_the_recipe_is_read() -> None:
-    load_recipe("demo", ["model.qk_norm=true"])
-    with pytest.raises(BadInput, match="vLLM has no model with qkv_bias true, qk_norm true and num_experts null"):
-        load_recipe("demo", [*PARTITIONED, "model.qk_norm=true"])

@@ -1,0 +1,145 @@
+"""Recipes that an engine cannot run. Pure, no torch: a run's configuration asks when it is read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from megatron_rl.inference.capabilities import capabilities_of
+from megatron_rl.inference.config import (
+    InferenceConfig,
+    Sampling,
+    beyond_megatron,
+    beyond_vllm,
+    processes_logprobs,
+)
+from megatron_rl.inference.vllm_options import CPU_HEAD_SIZES
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.hf_config import architecture_of, features
+from megatron_rl.rank.config import JobConfig, PlacementConfig
+from megatron_rl.rollout.config import AsyncConfig, ResumeConfig
+from megatron_rl.training.config import TrainingConfig
+
+
+class Asked(Protocol):
+    """Sections of a recipe that matter to an engine, as in RunConfig."""
+
+    @property
+    def job(self) -> JobConfig: ...
+    @property
+    def placement(self) -> PlacementConfig: ...
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def inference(self) -> InferenceConfig: ...
+    @property
+    def asynchronous(self) -> AsyncConfig: ...
+    @property
+    def training(self) -> TrainingConfig: ...
+    @property
+    def resume(self) -> ResumeConfig: ...
+    @property
+    def page_tokens(self) -> int: ...
+
+
+def against_engine(asked: Asked) -> str | None:
+    """Say why the engine of a recipe cannot run it; None if it can."""
+    engine, inference = asked.inference.engine, asked.inference
+    if (inference.server is not None) != (engine == "server"):
+        return (
+            f"inference.engine is {engine} and inference.server is {'given' if inference.server else 'missing'}: each "
+            "needs the other"
+        )
+    if inference.vllm is not None and engine != "vllm":
+        return f"inference.vllm is given, and inference.engine is {engine}: set vllm, or leave the section out"
+    why = next(itertools.chain(_incapable(asked), *(check(asked) for check in _OF_ENGINE[engine])), None)
+    return None if why is None else f"inference.engine is {engine}, but {why}"
+
+
+def _incapable(asked: Asked) -> Iterator[str]:
+    """Settings that need what the engine lacks."""
+    able, lag = capabilities_of(asked.inference.engine), asked.asynchronous.max_lag
+    if asked.placement.mode == "partitioned" and not able.own_replicas:
+        yield "placement.mode is partitioned, and that engine cannot be replicas of a run: set colocated"
+    if asked.placement.mode == "colocated" and able.own_replicas and not able.colocated:
+        yield (
+            "placement.mode is colocated, and that engine cannot share GPUs with training: add "
+            f"placement.mode=partitioned {_nodes_apart(asked.job)}"
+        )
+    if asked.resume.partial == "regenerate" and not able.repeatable:
+        yield "resume.partial is regenerate, and that engine does not repeat its answers bit for bit: set keep"
+    if lag > 0 and not able.spans_updates:
+        yield f"async.max_lag is {lag}, and that engine cannot pause answers during training"
+
+
+def _nodes_apart(job: JobConfig) -> str:
+    """Overrides that leave some nodes to generation; a job of one node gets a second one."""
+    nodes = job.most_nodes
+    return f"placement.inference.nodes={nodes // 2}" if nodes > 1 else "placement.inference.nodes=1 job.nodes=2"
+
+
+def _megatron(asked: Asked) -> Iterator[str]:
+    inference, fp8 = asked.inference, asked.training.fp8
+    if asked.job.device == "cpu":
+        yield "job.device is cpu, and that engine needs GPUs"
+    if asked.model.dtype == "fp32":
+        yield "model.dtype is fp32, and flash-attn needs bf16"
+    if asked.model.num_experts is not None:
+        yield "model.num_experts is set, and that engine was not tested with experts"
+    if fp8 != "none":
+        yield f"training.fp8 is {fp8}, and that engine would generate in bf16"
+    if (beyond := beyond_megatron(asked.sampling)) is not None:
+        yield f"that engine does not support {beyond}"
+    if asked.page_tokens % 256 > 0:
+        yield f"inference.page_tokens is {asked.page_tokens}, and flash-attn needs a multiple of 256"
+    if inference.cache_tokens is not None and inference.cache_tokens < asked.page_tokens:
+        yield f"inference.cache_tokens {inference.cache_tokens} is less than one page of {asked.page_tokens} tokens"
+    if inference.max_batch % (tp := _tp(asked)) > 0:
+        yield f"inference.max_batch {inference.max_batch} is not a multiple of placement.inference.tp {tp}"
+
+
+def _server(asked: Asked) -> Iterator[str]:
+    server = asked.inference.server
+    assert server is not None  # against_engine
+    if asked.placement.inference.tp is not None:
+        yield "placement.inference.tp is given, and the server has a layout of its own: leave it out"
+    if asked.model.init != "huggingface":
+        yield (
+            f"model.init is {asked.model.init}, and a server needs the published configuration and tokenizer: set "
+            "huggingface"
+        )
+    beyond = beyond_vllm(asked.sampling, processed_logprobs=server.processed_logprobs)
+    if server.kind == "vllm" and beyond is not None:
+        yield beyond
+
+
+def _vllm(asked: Asked) -> Iterator[str]:
+    tp, gpus, head = _tp(asked), asked.job.gpus_per_node, asked.model.head_size
+    if asked.placement.inference.transfer == "changed":
+        yield "placement.inference.transfer is changed, and vLLM receives whole weights: set whole"
+    processed = processes_logprobs(asked.sampling)
+    if (beyond := beyond_vllm(asked.sampling, processed_logprobs=processed)) is not None:
+        yield f"{beyond}; with sampling.temperature 1 they are those over all"
+    if tp > gpus:
+        yield f"placement.inference.tp {tp} is more than job.gpus_per_node {gpus}, and a vLLM stays on one node"
+    if asked.job.device == "cpu" and head not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        yield f"the model's attention heads have size {head}, and vLLM on a CPU supports {sizes} (model.head_dim)"
+    if architecture_of(asked.model) is None:
+        yield f"vLLM has no model with {features(asked.model)} (see model.qkv_bias and model.qk_norm)"
+
+
+def _tp(asked: Asked) -> int:
+    """Tensor parallel size of generation."""
+    return asked.placement.inference.tp or asked.placement.training.tp
+
+
+_OF_ENGINE: Mapping[str, tuple[Callable[[Asked], Iterator[str]], ...]] = {
+    "native": (),
+    "megatron": (_megatron,),
+    "server": (_server,),
+    "vllm": (_vllm,),
+}
