@@ -282,6 +282,10 @@ STEP_METRICS: dict[str, Metric] = {
         "seconds until the replicas sampled with the newest weights, most of them beside the training; the weights of "
         "the step itself may still be on their way"
     ),
+    "time/probe_s": Metric(
+        "seconds in which the ranks computed log-probs of a short text, which replicas or the server must report under "
+        "the new weights; absent if the engine is not probed"
+    ),
     "system/offloaded_bytes": Metric(
         "bytes of Adam's state that each update moves from host memory and back, over all ranks; absent if it stays on "
         "the device",

@@ -21,6 +21,8 @@ from concurrent.futures import Future, wait
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.refit.probe import Probe
+from megatron_rl.refit.prober import Prober
 from megatron_rl.refit.transfer_refit import TransferRefit
 
 STOP_S = 10.0
@@ -30,9 +32,19 @@ STOP_S = 10.0
 class OverlappedRefit:
     """Implements `Refit`: requests to the pool are answered with the published version once replicas have it."""
 
-    def __init__(self, transfer: TransferRefit, pool: ReplicaPool, platform: Platform, safe_points: SafePoints) -> None:
+    def __init__(
+        self,
+        transfer: TransferRefit,
+        pool: ReplicaPool,
+        platform: Platform,
+        safe_points: SafePoints,
+        prober: Prober | None = None,
+    ) -> None:
+        """prober: measures the probe of each version; None for replicas that are not probed."""
+        self._prober = prober
         self._transfer, self._pool, self._platform, self._safe_points = transfer, pool, platform, safe_points
         self._publication: Future[None] | None = None  # until `finish`
+        self._probe: Probe | None = None  # of the newest version
         self._seconds: float | None = None
         self._closed = False
 
@@ -54,6 +66,11 @@ class OverlappedRefit:
         """Start a transfer. Requests from now on are answered with this version. Collective."""
         self.finish()
         self._pool.announce()
+        if self._prober is not None:
+            self._probe = self._prober.measure()
+        self._begin(policy_version)
+
+    def _begin(self, policy_version: int) -> None:
         self._platform.synchronize()  # the thread reads what queued kernels still write
         self._publication = publication = Future[None]()
         # A daemon thread each, so that one that waits for lost members does not keep the process alive.
@@ -73,12 +90,14 @@ class OverlappedRefit:
     def renew(self) -> None:
         """Give the newest version to replicas that have come since. Collective. Raises NoReplicaLeft."""
         self.finish()
-        self.publish(self._pool.policy_version)
+        self._pool.announce()
+        self._begin(self._pool.policy_version)
         self.finish()
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest published version."""
-        return {} if self._seconds is None else {"time/publish_s": self._seconds}
+        found = {} if self._seconds is None else {"time/publish_s": self._seconds}
+        return found if self._prober is None else found | {"time/probe_s": self._prober.seconds}
 
     def close(self) -> None:
         """Abort a running transfer and end the epoch. Call it on all ranks."""
@@ -92,7 +111,7 @@ class OverlappedRefit:
         began = time.monotonic()
         try:
             with self._platform.beside():
-                taken = self._transfer.publish(policy_version)
+                taken = self._transfer.publish(policy_version, self._probe)
         except Exception as error:  # noqa: BLE001 - `finish` raises it
             done.set_exception(error)
             return

@@ -17,6 +17,7 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.overlapped import OverlappedRefit
+from megatron_rl.refit.prober import Prober
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
@@ -51,11 +52,12 @@ def generate_elsewhere(
     platform: Platform,
     groups: Groups,
     safe_points: SafePoints,
+    prober: Prober | None,
 ) -> Generation:
     """Set up the refit of the replicas, which generate with the weights of `policy` once they are published.
     Collective.
 
-    pool: opened by `open_pool`.
+    pool: opened by `open_pool`. prober: of the replicas, if they are probed.
     """
     timeout = timedelta(seconds=config.job.collective_timeout_s)
     keeps = config.placement.inference.transfer == "changed"
@@ -68,7 +70,7 @@ def generate_elsewhere(
         min(timeout, TRANSFER_TIMEOUT),
         no_replica_timeout=timedelta(seconds=config.job.silence_limit_s),
     )
-    refit = OverlappedRefit(transfer, pool, platform, safe_points)
+    refit = OverlappedRefit(transfer, pool, platform, safe_points, prober)
     loop = AgentThread(TrainingDriver.of(groups), pool, safe_points, refit)
 
     def end() -> None:

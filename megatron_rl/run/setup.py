@@ -18,11 +18,13 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import ResumableInference
+from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.metrics.writer import MetricsWriter, Writer
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.refit.prober import Prober, probe_text
 from megatron_rl.refit.publish import Refit
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.records import Lineage, fingerprint
@@ -179,6 +181,10 @@ def set_up(
         policy_version=counters.policy_version,
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
     )
+    prober = None
+    if capabilities_of(config.inference.engine).probed:
+        prompts = (problem.prompt for problem in training_sets[0].problems)
+        prober = Prober(models.policy, probe_text(prompts, tokenizer, config.sequence_length), groups)
     if config.inference.engine == "server":
         from megatron_rl.run.external import generate_by_server  # slow to import: it needs an HTTP client
 
@@ -186,7 +192,7 @@ def set_up(
     elif pool is None:
         generation = generate_here(models.policy, config, tokenizer, platform, groups, safe_points)
     else:
-        generation = partitioned.generate_elsewhere(models.policy, pool, config, platform, groups, safe_points)
+        generation = partitioned.generate_elsewhere(models.policy, pool, config, platform, groups, safe_points, prober)
     generation.refit.publish(counters.policy_version)
     bank = None
     if (role := generation.loop.role).drives:

@@ -17,6 +17,7 @@ from megatron_rl.refit.epoch import NoReplicaLeft, ReplicaStart
 from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.refit.probe import Probe
+from megatron_rl.refit.prober import Prober
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
 
@@ -28,9 +29,11 @@ class HeldReplicas(ThreadedReplicas):
         super().__init__(*replicas)
         self.let = threading.Event()
         self.received = threading.Event()
+        self.probes: list[Probe | None] = []
 
     def swap(self, version: int, probe: Probe | None) -> Collection[ReplicaStart]:
         self.received.set()
+        self.probes.append(probe)
         assert self.let.wait(LIMIT.total_seconds())
         return super().swap(version, probe)
 
@@ -55,7 +58,8 @@ class Overlap:
             LIMIT,
             LIMIT,
         )
-        self.refit = OverlappedRefit(transfer, self.pool, platform, self.safe_points)
+        prober = Prober(self.trained, [3, 1, 4, 1, 5], groups)
+        self.refit = OverlappedRefit(transfer, self.pool, platform, self.safe_points, prober)
 
     def _announce(self) -> None:
         self.pool.announced += 1
@@ -91,6 +95,10 @@ def test_a_rank_continues_during_a_transfer(overlap: Overlap) -> None:
     overlap.refit.renew()
     assert overlap.same
     assert overlap.replicas.epochs == [[0]]
+    first, *later = overlap.replicas.probes
+    assert first is not None and later[0] is not None and first.logprobs != later[0].logprobs
+    assert later == [later[0]] * 2, "a replica that comes late gets the same probe"
+    assert overlap.refit.metrics()["time/probe_s"] > 0
 
 
 def test_an_error_is_raised_before_the_weights_change(overlap: Overlap) -> None:
