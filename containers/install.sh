@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Inside nvcr.io/nvidia/pytorch: add what mrl needs. Run by the Dockerfile and by build.sbatch, nowhere else.
 #
-#   install.sh WHEEL...   the newest of them
+#   install.sh WHEEL...   the newest of them; with VLLM=yes in the environment also vLLM (install-vllm.sh)
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 
@@ -21,3 +21,4 @@ fi
 # Imports of the ranks and of `mrl serve`, so that a missing library fails this build and not a job.
 python3 -c 'import megatron.core, megatron_rl.run.attempt, transformers, math_verify, megatron_rl.server.app'
 echo "added mrl and its libraries to $before"
+[[ -z ${VLLM:-} ]] || bash "$here/install-vllm.sh"

