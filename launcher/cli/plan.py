@@ -114,7 +114,7 @@ def command(
 
     run = None if measured is None else find(measured)
     assumed = None
-    if asked.config.inference.engine != "server":
+    if asked.config.inference.server is None:
         assumed = assume(asked.config, profile, card, answer_tokens, run)
     elif simulate:
         raise BadInput("inference.engine is server: the speed of the server is unknown; use --simulate with native")

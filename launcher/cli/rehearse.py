@@ -19,6 +19,7 @@ from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.codes import EXIT_CRASHED
+from megatron_rl.inference.capabilities import capabilities_of
 
 
 @click.command("rehearse", short_help="Run a step at its true size without a GPU: shapes, devices, memory.")
@@ -46,10 +47,10 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     name, profile = load_clusters().choose_profile(cluster, asked.config.cluster)
     plan = make_plan(asked, profile)
     config, sizes = with_offload(asked.config, plan, profile), plan.sizes
-    if config.inference.engine != "native":
+    if not capabilities_of(engine := config.inference.engine).modelled:
         raise BadInput(
-            f"inference.engine {config.inference.engine} cannot be rehearsed, because it needs data on the device, or "
-            "runs elsewhere; rehearse the rest with inference.engine=native inference.server=null"
+            f"inference.engine {engine} cannot be rehearsed: it needs data on the device, or runs in processes of its "
+            "own. Rehearse the rest with inference.engine=native inference.server=null inference.vllm=null"
         )
     refuse_unready()
     limit = gpu_bytes(config, profile)

@@ -13,12 +13,16 @@ from launcher.plan.memory_terms import CONTEXT, FP32_BYTES, WEIGHT_BYTES, Term, 
 from launcher.plan.parameters import vocabulary, weights
 from launcher.plan.sizes import Sizes
 from megatron_rl.config import RunConfig
+from megatron_rl.inference.capabilities import capabilities_of
+from megatron_rl.inference.config import VllmConfig
 from megatron_rl.rank.config import Offload
 
 CHECKPOINT_ADAM_BYTES = 12
 """Bytes of optimizer state per parameter in a checkpoint, which always has fp32 weights."""
 PROCESS_BYTES = 400 * 10**6
-"""Memory of a rank's interpreter with torch and megatron-core, before the first weight."""
+"""Memory of a rank's interpreter with torch and megatron-core, before the first weight; of a worker of vLLM, too."""
+VLLM_BYTES = 1000 * 10**6
+"""Memory of the two processes of a vLLM on a CPU that hold no weights: HTTP server and engine (measured, 0.32)."""
 LASTING = ("weights", "gradients", "optimizer")
 """Terms that do not depend on the lengths of answers."""
 PHASES = ("build", "generate", "train", "update")
@@ -53,6 +57,8 @@ class Memory:
     """Pipeline stage; None for inference ranks."""
     phases: tuple[Phase, ...]
     """The fullest moment of each phase."""
+    share: float = 1.0
+    """Share of a GPU that it may take."""
 
     @property
     def fullest(self) -> Phase:
@@ -117,7 +123,8 @@ def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:
         for one in rank_memories(config, sizes, rows)
     ]
     counts = [sizes.training_world, sizes.generating] if sizes.partitioned else [sizes.training_world]
-    return sum(number * each for number, each in zip(counts, held, strict=True))
+    beside = sizes.replicas * (PROCESS_BYTES + VLLM_BYTES) if sizes.partitioned and sizes.starts_workers else 0
+    return beside + sum(number * each for number, each in zip(counts, held, strict=True))
 
 
 def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory:
@@ -155,7 +162,7 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
         "train": [train],
         "update": [(gradients, adam, *widened)],
     }
-    if not sizes.partitioned and config.inference.engine != "server":
+    if not sizes.partitioned and capabilities_of(config.inference.engine).colocated:
         built += [(*models, *stays, engine) for engine in memory_terms.start(config, sizes, held)]
         models += memory_terms.engine_weights(config, sizes, vocab, held)
         phases["generate"] = [(cache, *graphs, memory_terms.prefill(config, sizes))]
@@ -175,7 +182,8 @@ def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> Memory:
         *memory_terms.decode_graphs(config, vocab),
         memory_terms.prefill(config, sizes),
     )
-    return Memory("inference", None, (_fullest("generate", config, [terms]),))
+    share = (config.inference.vllm or VllmConfig()).gpu_share if config.inference.engine == "vllm" else 1.0
+    return Memory("inference", None, (_fullest("generate", config, [terms]),), share)
 
 
 def _fullest(name: str, config: RunConfig, moments: Sequence[tuple[Term, ...]]) -> Phase:

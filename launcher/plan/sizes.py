@@ -193,7 +193,9 @@ def _fits(s: Sizes, model: ModelConfig | None) -> Iterator[str]:
     training, inference = "placement.training", "placement.inference"
     yield from (f"{training}.{problem}" for problem in model.undivided(s.tp, s.pp, s.ep))
     if s.inference_tp != s.tp:  # otherwise the line above reports it
-        yield from (f"{inference}.{problem}" for problem in model.undivided(s.inference_tp, training_tp=s.tp))
+        # An engine with workers of its own gets whole weights, and shares a key/value head in any layout.
+        training_tp = None if s.starts_workers else s.tp
+        yield from (f"{inference}.{problem}" for problem in model.undivided(s.inference_tp, training_tp=training_tp))
     if model.num_experts and s.tp > 1 and not s.sequence_parallel:
         yield (
             f"{training}.tp {s.tp} with model.num_experts {model.num_experts} needs {training}.sequence_parallel; "

@@ -105,7 +105,7 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
 
     ranks            one row per GPU
     alternatives     smaller plans of a range `job.nodes`, in what may differ
-    memory           terms of the fullest phase of each role
+    memory           terms of the fullest phase of each role; `gpu_bytes` is the part of a GPU that the role may take
     host_bytes       copy of the checkpoint that each training node writes from its memory
     incoming_bytes   new weights that each inference node collects in its memory, partitioned
     sent_bytes       weights that each training node keeps as it sent them, partitioned
@@ -171,7 +171,8 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
                 "terms": [asdict(term) for term in each.fullest.terms],
                 "phases": {phase.name: phase.total for phase in each.phases},
                 "bytes": each.total,
-                "gpu_bytes": gpu_bytes,
+                "gpu_bytes": None if gpu_bytes is None else int(gpu_bytes * each.share),
+                "gpu_share": each.share,
             }
             for each in rank_memories(config, sizes, vocab)
         ],

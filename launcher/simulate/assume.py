@@ -16,6 +16,7 @@ from launcher.simulate.scenario import Work
 from launcher.simulate.splits import Assumptions, lay_out, pace, scenario_of
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.platform.cards import CARDS, Card, find_card
 
 USUAL_CARD = "H100"
@@ -50,7 +51,13 @@ def assume(
         return None
     chosen, work = _choose_card(card, profile), estimate_work(config, _lengths(config, answer_tokens))
     vocab = vocabulary(config) or ASSUMED_VOCABULARY
-    return Assumptions(config, work, chosen, vocab, f"estimated for {chosen.name}", profile=profile)
+    return Assumptions(config, work, chosen, vocab, f"estimated for {chosen.name}{_as_ours(config)}", profile=profile)
+
+
+def _as_ours(config: RunConfig) -> str:
+    """Name the engine whose speed was never measured on GPUs, and is taken for that of the project's own."""
+    engine = config.inference.engine
+    return "" if capabilities_of(engine).modelled else f", with {engine} as fast as mrl's own engine (not measured)"
 
 
 def _lengths(config: RunConfig, mean: float | None) -> Lognormal:

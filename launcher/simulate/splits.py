@@ -16,6 +16,7 @@ from launcher.simulate.run import simulate
 from launcher.simulate.scenario import Faults, Scenario, Split, Work
 from megatron_rl.checkpoint.interval import PRIOR_S, Cost, best_interval_s
 from megatron_rl.config import RunConfig
+from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.platform.cards import Card
 from megatron_rl.rank.config import PlacementConfig
 
@@ -57,7 +58,8 @@ class Candidate:
 
 
 def compare(assumed: Assumptions, nodes: int, lags: Sequence[int]) -> list[Candidate]:
-    """Simulate co-located ranks and up to MOST_SPLITS possible splits of `nodes` nodes at each lag."""
+    """Simulate co-located ranks and up to MOST_SPLITS possible splits of `nodes` nodes at each lag, as far as the
+    engine can run them."""
     found = []
     for inference_nodes in _inference_nodes(assumed.config, nodes):
         laid_out = lay_out(assumed.config, nodes, inference_nodes, assumed.profile)
@@ -130,12 +132,12 @@ def pace(scenario: Scenario) -> SimulatedRun:
 
 def _candidate(assumed: Assumptions, config: RunConfig, plan: Plan, lags: Sequence[int]) -> Candidate:
     sizes, limit = plan.sizes, gpu_bytes(config, assumed.profile)
-    needed = max(memory.total for memory in rank_memories(config, sizes, assumed.vocab))
+    memories = rank_memories(config, sizes, assumed.vocab)
     scenarios = {lag: scenario_of(assumed, config, plan, lag) for lag in (lags if sizes.partitioned else (0,))}
     return Candidate(
         split=Split(sizes.training_nodes, sizes.inference_nodes, sizes.replicas),
         paces={lag: pace(scenario) for lag, scenario in scenarios.items()},
-        lacks_bytes=max(0, needed - limit) if limit else 0,
+        lacks_bytes=max(0, *(one.total - int(limit * one.share) for one in memories)) if limit else 0,
         scenarios=scenarios,
     )
 
@@ -150,7 +152,9 @@ def _best_save_every(scenario: Scenario, step_s: float, faults: Faults) -> int:
 
 def _inference_nodes(config: RunConfig, nodes: int) -> list[int]:
     """Numbers of inference nodes to simulate; 0: co-located."""
-    every = -(-nodes // MOST_SPLITS)
-    counts = {0, *range(every, nodes, every)}
+    every, able = -(-nodes // MOST_SPLITS), capabilities_of(config.inference.engine)
     asked = config.placement.inference.nodes
-    return sorted(counts | ({asked} if asked and asked < nodes else set()))
+    counts = {0} if able.colocated else set()
+    if able.own_replicas:
+        counts |= {*range(every, nodes, every)} | ({asked} if asked and asked < nodes else set())
+    return sorted(counts)

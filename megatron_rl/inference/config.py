@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from megatron_rl.inference.vllm_options import option_name, owned
+from megatron_rl.inference.vllm_options import GPU_SHARE, option_name, owned
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.section import (
     LaterPath,
@@ -221,6 +221,22 @@ class VllmConfig(Section):
                 raise ValueError(f"{name}: given twice, with dashes and with underscores")
             seen.add(option_name(name))
         return args
+
+    @property
+    def gpu_share(self) -> float:
+        """Share of each GPU's memory that vLLM takes."""
+        given = [value for name, value in self.args.items() if option_name(name) == "gpu-memory-utilization"]
+        return float(given[0]) if given else GPU_SHARE
+
+    @model_validator(mode="after")
+    def _shares_a_gpu(self) -> VllmConfig:
+        try:
+            valid = 0 < self.gpu_share <= 1
+        except ValueError:
+            valid = False
+        if not valid:
+            raise ValueError("args: gpu-memory-utilization must be a share of a GPU's memory, above 0 and at most 1")
+        return self
 
 
 class InferenceConfig(Section):

@@ -55,8 +55,8 @@ def against_engine(asked: Asked) -> str | None:
         )
     if inference.vllm is not None and engine != "vllm":
         return f"inference.vllm is given, and inference.engine is {engine}: set vllm, or leave the section out"
-    why = next(itertools.chain(_incapable(asked), *(check(asked) for check in _OF_ENGINE[engine])), None)
-    return None if why is None else f"inference.engine is {engine}, but {why}"
+    reasons = [*_incapable(asked), *itertools.chain.from_iterable(check(asked) for check in _OF_ENGINE[engine])]
+    return f"inference.engine is {engine}, but {'; and '.join(reasons)}" if reasons else None
 
 
 def _incapable(asked: Asked) -> Iterator[str]:

@@ -12,6 +12,9 @@ VLLM_VERSIONS = ("0.32.0", "0.33")
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head for which vLLM has attention on a CPU. On GPUs multiples of 8 work."""
 
+GPU_SHARE = 0.92
+"""Share of a GPU's memory that vLLM 0.32 takes: default of its option gpu-memory-utilization."""
+
 _SERVED = "the run serves the model of its recipe"
 _SOCKET = "only the replica's own process reaches vLLM, through a socket"
 _SAMPLED = "training needs answers of the policy itself, and their log-probs"

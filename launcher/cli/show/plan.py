@@ -254,6 +254,8 @@ def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
     limit = memory["gpu_bytes"]
     style = "bold red" if limit and memory["bytes"] > limit else "bold"
     of = f"of {size(limit)}" if limit else ""
+    if limit and memory["gpu_share"] < 1:
+        of += f", {memory['gpu_share']:g} of the GPU: vLLM takes all of it, and its cache what the rest leaves"
     table.add_row(Text("total", style=style), Text(size(memory["bytes"]), style=style), of)
     others = ", ".join(f"{name} {size(needed)}" for name, needed in memory["phases"].items() if name != memory["phase"])
     if others:

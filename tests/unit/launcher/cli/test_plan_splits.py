@@ -30,6 +30,26 @@ def splits(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("overrides", "inference_nodes"),
+    [
+        (("inference.engine=megatron",), {0}),
+        (("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=2"), {1, 2, 3, 4, 5, 6, 7}),
+    ],
+)
+def test_only_splits_that_the_engine_can_run_are_compared(
+    overrides: tuple[str, ...], inference_nodes: set[int]
+) -> None:
+    assert {split["inference_nodes"] for split in splits(*RECIPE, *overrides)} == inference_nodes
+
+
+def test_the_speed_of_another_engine_is_said_to_be_that_of_the_projects_own() -> None:
+    overrides = ("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=2")
+    text = " ".join(mrl_plan(*RECIPE, *overrides).output.split())
+    assert "estimated for H100, with vllm as fast as mrl's own engine (not measured)" in text
+    assert "of 73.6 GiB, 0.92 of the GPU: vLLM takes all of it, and its cache what the rest leaves" in text
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """Record of a co-located run of the demo: 4 s of generation, 3 s of training, 1 s of rewards per step."""

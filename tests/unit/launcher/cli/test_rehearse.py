@@ -49,11 +49,15 @@ def test_the_table_shows_the_holders_of_the_peak_and_the_error_of_the_plan(monke
     assert "planned" in result.output
 
 
-def test_an_engine_that_cannot_be_rehearsed_is_refused_with_a_remedy(monkeypatch):
+@pytest.mark.parametrize(
+    ("engine", "overrides"),
+    [("megatron", ()), ("vllm", ("placement.mode=partitioned", "placement.inference.nodes=4"))],
+)
+def test_an_engine_that_cannot_be_rehearsed_is_refused_with_a_remedy(monkeypatch, engine, overrides):
     done(monkeypatch, 70.0)
-    result = mrl_rehearse(RECIPE, "--cluster", "h100", "inference.engine=megatron")
+    result = mrl_rehearse(RECIPE, "--cluster", "h100", f"inference.engine={engine}", *overrides)
     assert result.exit_code == 2
-    assert "inference.engine megatron cannot be rehearsed" in result.output
+    assert f"inference.engine {engine} cannot be rehearsed" in result.output
     assert "inference.engine=native" in result.output
 
 

@@ -11,16 +11,19 @@ from core_helpers import VOCAB, tiny_model, tiny_run
 from launcher.cluster.choice import load_clusters
 from launcher.plan import memory_terms
 from launcher.plan.gpu_memory import (
+    PROCESS_BYTES,
+    VLLM_BYTES,
     Memory,
     checkpoint_bytes,
     incoming_bytes,
+    least_host_bytes,
     offloaded_bytes,
     rank_memories,
     sent_bytes,
 )
 from launcher.plan.parameters import vocabulary, weights
 from launcher.plan.sizes import Sizes
-from launcher.plan.summary import make_plan, with_offload
+from launcher.plan.summary import make_plan, plan_json, with_offload
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import ModelConfig
@@ -169,6 +172,30 @@ def test_partitioned_ranks_hold_either_optimizer_state_or_the_cache():
     training, inference = memories(tiny_run(grpo={"prompts_per_step": 64}, placement=placement))
     assert "KV cache" not in terms_of(training)
     assert terms_of(inference).keys() == {"weights", "KV cache", "prefill", "context"}
+
+
+VLLM = ("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=4")
+
+
+@pytest.mark.parametrize(("args", "share"), [("{}", 0.92), ("{gpu_memory_utilization: 0.5}", 0.5)])
+def test_a_vllm_may_take_its_share_of_a_gpu_for_weights_cache_and_prefill(args: str, share: float) -> None:
+    recipe = load_recipe("qwen2.5-32b-dapo", [*VLLM, f"inference.vllm.args={args}"])
+    profile = load_clusters().profile("h100")
+    plan = make_plan(recipe, profile)
+    training, inference = rank_memories(recipe.config, plan.sizes, 152064)
+    assert (training.share, inference.share) == (1.0, share)
+    assert terms_of(inference).keys() == {"weights", "KV cache", "prefill", "context"}, "no graphs of the native engine"
+    shown = {each["role"]: each["gpu_bytes"] for each in plan_json(recipe.config, plan, profile)["memory"]}
+    assert shown == {"training": 80 * 2**30, "inference": int(80 * 2**30 * share)}
+
+
+def test_a_vllm_on_a_cpu_takes_a_front_a_server_and_an_engine_beside_its_workers() -> None:
+    def least(engine: str) -> int:
+        apart = ["placement.mode=partitioned", "placement.inference.nodes=1", "job.nodes=2", "resume.partial=keep"]
+        recipe = load_recipe("smollm2-135m-chain-sum", [f"inference.engine={engine}", *apart])
+        return least_host_bytes(recipe.config, make_plan(recipe, None).sizes)
+
+    assert least("vllm") - least("native") == PROCESS_BYTES + VLLM_BYTES
 
 
 def test_inference_nodes_need_host_memory_for_new_weights():

@@ -54,6 +54,13 @@ def test_the_refusal_of_a_colocated_recipe_names_the_overrides_to_add(nodes: int
         load_recipe("qwen2.5-32b-dapo", ["inference.engine=vllm", f"job.nodes={nodes}"])
 
 
+def test_everything_that_the_engine_cannot_do_is_said_at_once() -> None:
+    with pytest.raises(BadInput) as refused:
+        load_recipe("demo", ["inference.engine=vllm"])
+    for key in ("placement.mode is colocated", "resume.partial is regenerate", "attention heads have size 16"):
+        assert key in str(refused.value)
+
+
 def test_a_section_of_vllm_without_its_engine_is_refused() -> None:
     with pytest.raises(BadInput, match=r"inference\.vllm is given, and inference\.engine is native"):
         load_recipe("demo", ["inference.vllm.python=/opt/vllm/bin/python"])
@@ -81,6 +88,8 @@ def test_owned_options_are_written_as_vllm_writes_them() -> None:
         ("{max-model-len: 5}", "max-model-len: the run sets --max-model-len itself: training.sequence_length says it"),
         ("{--foo: 5}", "'--foo' is no option of vLLM: write its long name without dashes in front"),
         ("{foo-bar: 5, foo_bar: 6}", "foo_bar: given twice, with dashes and with underscores"),
+        ("{gpu-memory-utilization: 90}", "gpu-memory-utilization must be a share of a GPU's memory"),
+        ("{gpu_memory_utilization: most}", "gpu-memory-utilization must be a share of a GPU's memory"),
         ("{foo: [5]}", "inference.vllm.args.foo: expected text, a number, true or false"),
     ],
 )
