@@ -250,7 +250,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
         counts = {"nodes": 1, "ntasks": processes, "ntasks-per-node": processes, **gpus}
         asked = [f"--{name}={value}" for name, value in counts.items()]
         asked += [f'--cpus-per-task="{shares_of_cpus(shares)}"'] if shares > 1 else []
-        (bound,) = shell_lines([binding(job.profile)])
+        (bound,) = shell_lines([binding(job.profile, several=shares > 1)])
         ending = '--kill-on-bad-exit=1 --unbuffered --open-mode=append --output="$logs/infer-${1#harvest-}.%t.log"'
         yield _Step(
             function=Shell("harvest"),

@@ -102,7 +102,7 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
     if step.tasks_per_node < step.gpus_per_node:
         cpus = shares_of_cpus(step.gpus_per_node // step.tasks_per_node)
         counts.append(Option("cpus-per-task", CPUS, f'"{cpus}"'))
-    return [counts, [*binding(profile), *ending, *beside]]
+    return [counts, [*binding(profile, several=step.tasks_per_node < step.gpus_per_node), *ending, *beside]]
 
 
 def shares_of_cpus(ranks: int) -> str:
@@ -116,9 +116,15 @@ def per_node(config: RunConfig, profile: Profile, tasks: int) -> list[Option]:
     return [Option("ntasks-per-node", str(tasks)), *(Option(name, value) for name, value in asked.items())]
 
 
-def binding(profile: Profile) -> list[Option]:
-    """Options for the CPUs of each rank, and the profile's own options of srun."""
-    asked = {"distribution": profile.distribution, "cpu-bind": profile.cpu_bind}
+def binding(profile: Profile, *, several: bool = False) -> list[Option]:
+    """Options for the CPUs of each process, and the profile's own options of srun.
+
+    Args:
+        several: whether a process stands for several ranks, so that a list of CPUs with an entry for each rank would
+            leave it those of the first.
+    """
+    bind = None if several and re.search(r"\b(map|mask)_", profile.cpu_bind or "") else profile.cpu_bind
+    asked = {"distribution": profile.distribution, "cpu-bind": bind}
     flags = [flag for flag in profile.srun if not _is_of_container(flag)]
     return [*(Option(name, value) for name, value in asked.items() if value), *map(_flag, flags)]
 

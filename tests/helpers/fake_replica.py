@@ -38,7 +38,7 @@ activity = Activity(attempt, published=False)
 box = BlackBox(replica, rank, int(os.environ["WORLD_SIZE"]), activity)
 signal.signal(signal.SIGUSR1, lambda *_: print("asked to leave"))
 
-seen = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+seen = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")}
 seen |= {"token": run.token.read_text(), "mode": run.token.stat().st_mode & 0o777}
 write_json(attempt.folder / f"replica.{options.replica}.{rank}.{start}.json", {"pid": os.getpid(), **seen})
 print(f"start {start}: {word}")

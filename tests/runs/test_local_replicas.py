@@ -28,15 +28,18 @@ LIMIT_S = 60.0
 
 
 class Partitioned:
-    """A supervisor of one training rank and two replicas of two ranks each."""
+    """A supervisor of one training rank and two replicas of two ranks each.
 
-    def __init__(self, root: Path, training: str, replicas: str) -> None:
+    options: further options of the supervisor.
+    """
+
+    def __init__(self, root: Path, training: str, replicas: str, *options: str) -> None:
         self.run = RunDir(root)
         self.attempt = self.run.attempt(1)
         self.attempt.folder.mkdir(parents=True)
         command = [sys.executable, "-m", "launcher.host.supervise", "--run-dir", str(root), "--attempt", "1"]
         command += ["--ranks", "1", "--device", "cpu", "--grace", "0.5", "--silence-limit", "60"]
-        command += ["--replicas", "2", "--replica-ranks", "2"]
+        command += ["--replicas", "2", "--replica-ranks", "2", *options]
         command += ["--replica-command", f"{sys.executable} {FAKE_REPLICA} {replicas}"]
         command += ["--", sys.executable, FAKE_RANK, training]
         self.process = subprocess.Popen(command, start_new_session=True)
@@ -73,8 +76,8 @@ class Partitioned:
 def partitioned(tmp_path: Path) -> Iterator[Callable[..., Partitioned]]:
     started: list[Partitioned] = []
 
-    def start(training: str, replicas: str) -> Partitioned:
-        started.append(Partitioned(tmp_path, training, replicas))
+    def start(training: str, replicas: str, *options: str) -> Partitioned:
+        started.append(Partitioned(tmp_path, training, replicas, *options))
         return started[-1]
 
     yield start
@@ -98,6 +101,17 @@ def test_replicas_run_beside_the_training_and_end_with_it(partitioned):
     assert start.ranks == 5
     assert (end.outcome, end.error) == ("drained", None)
     assert "start 0: serve" in run.attempt.log(1, role="infer-1").read_text()
+
+
+def test_a_replica_that_starts_its_workers_is_one_process_that_sees_their_gpus(partitioned, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
+    run = partitioned("long", "serve", "--device", "cuda", "--replica-ranks", "1", "--replica-gpus", "2")
+    places = [run.seen(replica, 0) for replica in (0, 1)]
+    assert [seen["WORLD_SIZE"] for seen in places] == ["1", "1"]
+    assert [seen["CUDA_VISIBLE_DEVICES"] for seen in places] == ["6,5", "4,3"], "the first is the training's"
+    run.finish()
+    (start, _) = read_ledger(run.run)
+    assert (start.ranks, start.generating) == (5, 4), "GPUs are counted"
 
 
 def test_killed_replica_is_restarted_and_training_continues(partitioned):

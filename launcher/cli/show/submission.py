@@ -129,7 +129,7 @@ def _step_lines(plan: Plan) -> list[str]:
     replicas = [step for step in plan.steps if step.replica is not None]
     lines = [f"train      {len(train.nodes) * train.tasks_per_node} ranks on {_nodes(len(train.nodes))}"]
     if replicas:
-        ranks = len(replicas[0].nodes) * replicas[0].tasks_per_node
+        ranks = len(replicas[0].nodes) * replicas[0].gpus_per_node
         nodes = len({node for step in replicas for node in step.nodes})
         lines.append(f"inference  {len(replicas)} replicas of {ranks} ranks on {_nodes(nodes)}")
     return lines

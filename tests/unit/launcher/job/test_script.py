@@ -401,6 +401,15 @@ def test_a_replica_of_vllm_is_one_process_with_its_gpus_and_all_their_cpus(tmp_p
         assert f"--harvest-sbatch={option}" in script
 
 
+def test_a_list_of_cpus_for_each_rank_does_not_bind_a_process_that_stands_for_several(tmp_path):
+    on = profile(cpu_bind="map_ldom:0,0,1,1")
+    train, infer = asked_of_srun(
+        tmp_path, render(a_job("qwen2.5-32b-dapo-partitioned", *VLLM, on=on)), "train", "infer-0"
+    )
+    assert "--cpu-bind=map_ldom:0,0,1,1" in train
+    assert not [option for option in infer if option.startswith("--cpu-bind")]
+
+
 def test_replicas_of_vllm_have_the_image_and_python_that_the_recipe_gives_them(tmp_path):
     on = profile(python="/opt/ranks/bin/python")
     script = render(a_job("qwen2.5-32b-dapo-partitioned", *VLLM, *OWN_IMAGE, on=on))
