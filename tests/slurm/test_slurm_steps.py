@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from login import Login, Run
@@ -78,6 +79,33 @@ def test_each_replica_of_a_partitioned_run_has_a_step_of_its_own(login: Login) -
     assert token.read_text().strip() not in run.dir.batch_log.read_text() + run.dir.script.read_text()
     assert run.ends() == [("finished", None)]  # the trainer did not notice
     assert [line["attempt"] for line in run.metrics()] == [1] * 60
+
+
+@together
+def test_replicas_that_start_their_workers_are_one_process_in_an_image_of_their_own(login: Login) -> None:
+    """The stub rank stands for the Python that has vLLM."""
+    login.confine(1, 8)
+    image = login.home / "vllm.sqsh"
+    shutil.copyfile(login.image, image)
+    layout = ("job.nodes=2", "job.spare_nodes=0", "placement.inference.nodes=1", "placement.inference.tp=4")
+    python = login.profiles["pods"]["python"]
+    vllm = ("inference.engine=vllm", f"inference.vllm.image={image}", f"inference.vllm.python={python}")
+    run = run_script_of(login, "qwen2.5-32b-dapo-partitioned", *layout, *vllm, stub={"steps": 40, "seconds": 0.3})
+    assert run.wait(limit=200) == "COMPLETED", run.log()
+    assert run.ends() == [("finished", None)]
+
+    seen = run.seen()
+    assert sorted(name for name in seen if name.startswith("infer-")) == ["infer-0.0", "infer-1.0"]
+    first, second = seen["infer-0.0"], seen["infer-1.0"]
+    assert first["host"] == second["host"] != seen["train.0"]["host"]
+    assert [each["environment"]["CUDA_VISIBLE_DEVICES"] for each in (first, second)] == ["0,1,2,3", "4,5,6,7"]
+    cpus = [int(each["environment"]["SLURM_CPUS_PER_TASK"]) for each in (seen["train.0"], first)]
+    assert cpus[1] == 4 * cpus[0]
+
+    steps = [step for step in login.lab.containers() if str(step["job"]) == run.job]
+    images = {step["name"]: step["image"] for step in steps}
+    ours = f"mrl-{run.job}-1"
+    assert images == {f"{ours}:no_exec": str(login.image), f"{ours}-infer:no_exec": str(image)}
 
 
 @together
