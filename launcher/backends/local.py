@@ -16,7 +16,7 @@ from launcher.host.process.processes import start_time
 from launcher.plan.sizes import Sizes
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.extras import OURS, PACKAGE, installed, metadata_of
+from megatron_rl.extras import PACKAGE
 from megatron_rl.rank.config import JobConfig
 
 RANK_COMMAND = module_command("megatron_rl.rank_main")
@@ -116,15 +116,13 @@ class Supervisor:
 
 def replica_command(python: str, attempt: Attempt) -> list[str]:
     """Command of each process of an inference replica. Another Python than this one has other packages and lacks ours,
-    so it gets a folder with links to ours alone. Raises Failed."""
+    so it gets a folder with a link to ours alone. Raises Failed."""
     if python == sys.executable:
         return module_command(REPLICA_MODULE)
     folder = attempt.packages.absolute()
-    ours = (PACKAGE, metadata_of(installed(OURS)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in filter(None, ours):
-            (folder / path.name).symlink_to(path.resolve())
+        (folder / PACKAGE.name).symlink_to(PACKAGE.resolve())
     except OSError as error:
         raise Failed(f"{folder}: {error.strerror}: {python} would not find the code of mrl") from error
     return ["env", f"PYTHONPATH={folder}", python, "-P", "-m", REPLICA_MODULE]

@@ -196,7 +196,7 @@ class Attempt(RankFiles):
         self.number = number
         self.latest_logs = run.root / "logs" / "latest"
         self.packages = self.folder / "packages"
-        """Folder of links to the code of mrl, for a Python of local replicas that lacks it."""
+        """Folder with a link to the ranks' code, for a Python of local replicas that lacks it."""
         self.requeued = self.folder / "requeued.json"
         """Requeued."""
         self.kernels = self.folder / "kernels.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
 
 import pytest
 
@@ -23,11 +22,12 @@ def test_a_python_of_the_replicas_finds_the_code_of_mrl_and_nothing_else_of_this
     attempt = RunDir(tmp_path).attempt(1)
     command = replica_command("/usr/bin/env", attempt)
     assert command == ["env", f"PYTHONPATH={attempt.packages}", "/usr/bin/env", "-P", "-m", "megatron_rl.replica_main"]
-    program = "import megatron_rl.contract.paths, importlib.metadata as m, importlib.util as u; print(m.version('mrl'))"
-    program += "; print(u.find_spec('torch'), u.find_spec('launcher'))"
+    program = (
+        "import megatron_rl.contract.paths, importlib.util as u; print(u.find_spec('torch'), u.find_spec('launcher'))"
+    )
     other = [sys.executable, "-S", "-P", "-c", program]  # a Python without site-packages
     ran = subprocess.run([*command[:2], *other], capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines() == [version("mrl"), "None None"]
+    assert ran.stdout == "None None\n"
 
 
 def test_this_python_needs_no_links(tmp_path):
