@@ -67,10 +67,12 @@ def _unseen(recipe: Recipe, profile: Profile) -> Iterator[Finding]:
 
 
 def _of_nodes(config: RunConfig) -> list[NamedPath]:
-    """Paths that processes on the nodes read or write: neither the image, which the host side fetches, nor code, which
-    is copied into the run directory."""
+    """Paths that processes on the nodes read or write: not the image, which the host side fetches, programs, which may
+    be those of an image, or code, which is copied into the run directory."""
     return [
-        one for one in named_paths(config) if one.path is not None and one.mark.kind != "image" and one.key[0] != "code"
+        one
+        for one in named_paths(config)
+        if one.path is not None and one.mark.kind not in ("image", "program") and one.key[0] != "code"
     ]
 
 

@@ -199,7 +199,8 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
     if origin:
         values = origin.config.model_dump()
         values["job"] |= device
-        values["inference"] |= {"engine": "native"}  # works in one process, also on a CPU
+        native = {"engine": "native", "server": None, "vllm": None}
+        values["inference"] |= native  # works in one process, also on a CPU
     else:
         folder = _published(asked.checkpoint)
         values = {

@@ -76,7 +76,11 @@ def _absolute(named: NamedPath, folder: Path) -> str:
     text, kind = named.value, named.mark.kind
     if not text.strip() or "\0" in text:
         raise NoPath(named.key, text, "it contains a zero byte" if "\0" in text else "it is empty")
-    if (kind == "hub" and package_of(text)) or (kind == "image" and not is_path(text)):
+    if (
+        (kind == "hub" and package_of(text))
+        or (kind == "image" and not is_path(text))
+        or (kind == "program" and "/" not in text)
+    ):
         return text
     try:
         path = folder / Path(text).expanduser()

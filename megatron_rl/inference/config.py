@@ -201,7 +201,7 @@ class VllmConfig(Section):
 
     image: Annotated[str, PathMark("image")] | None = None
     """Container image with vLLM, on clusters with containers; default: the run's image."""
-    python: str | None = None
+    python: Annotated[str, PathMark("program", read=False)] | None = None
     """Python that has vLLM, as a path in the image or on this machine; default: the Python of the ranks."""
     args: Mapping[str, VllmValue] = {}
     """Further options of `vllm serve`, by their long names without dashes in front, such as `gpu-memory-utilization:

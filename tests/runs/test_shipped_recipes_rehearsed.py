@@ -20,6 +20,7 @@ from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import gpu_bytes, make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
+from megatron_rl.inference.capabilities import capabilities_of
 
 Rehearse = Callable[..., list[tuple[Rehearsal, Memory]]]
 
@@ -86,8 +87,10 @@ def test_rehearse_reports_the_memory_of_each_rank_in_every_phase() -> None:
     [pytest.param(name, marks=() if name in NORMAL else pytest.mark.slow) for name in shipped_recipes()],
 )
 def test_shipped_recipe_needs_the_planned_memory_and_fits(rehearsed: Rehearse, recipe: str) -> None:
-    limit = gpu_bytes(load_recipe(recipe).config, load_clusters().choose_profile("h100", None)[1])
-    for rank, planned in rehearsed(recipe):
+    config = load_recipe(recipe).config
+    limit = gpu_bytes(config, load_clusters().choose_profile("h100", None)[1])
+    native = () if capabilities_of(config.inference.engine).modelled else ("inference.engine=native",)
+    for rank, planned in rehearsed(recipe, *native):
         assert rank.failure is None
         if limit is not None:  # else it is a CPU's, whose attention holds other things than that of a GPU in fp32
             as_planned(rank, planned)

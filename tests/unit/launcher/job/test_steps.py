@@ -63,7 +63,7 @@ def in_bash(script: str, function: str, name: str) -> list[str]:
     hosts = '"${#hosts[@]}"'
     srun = srun.replace(f'"$(({hosts[1:-1]} * 8))"', KNOWN[TASKS]).replace(hosts, KNOWN[NODES])
     srun = srun.replace("$SLURM_JOB_ID-$MRL_ATTEMPT", "7-3")
-    srun = srun.replace('"$((MRL_CPUS_PER_TASK * 8))"', KNOWN[CPUS])
+    srun = re.sub(r'"\$\(\(MRL_CPUS_PER_TASK \* \d\)\)"', KNOWN[CPUS], srun)
     values = {'"$nodes"': HOSTS, '"$image"': IMAGE, '"$PWD"': CODE}
     for variable, placeholder in values.items():
         srun = srun.replace(variable, shlex.quote(KNOWN[placeholder]))
@@ -82,8 +82,8 @@ def completed(options: list[str]) -> list[str]:
         ("qwen2.5-32b-dapo", ()),
         ("qwen2.5-32b-dapo", ("job.nodes=4-8",)),
         ("qwen2.5-32b-dapo-partitioned", ()),
-        ("qwen2.5-32b-dapo-partitioned", ("placement.inference.tp=4",)),
-        ("qwen2.5-32b-dapo-partitioned", ("placement.inference.tp=8", "inference.engine=vllm")),
+        ("qwen2.5-32b-dapo-partitioned", ("placement.inference.tp=8",)),
+        ("qwen2.5-32b-dapo-partitioned", ("inference.engine=native",)),
         ("demo", ()),
     ],
 )
@@ -141,7 +141,7 @@ def test_the_ranks_fill_one_socket_after_the_other_and_the_profile_can_say_other
     assert "--cpu-bind" not in script
     h100 = load_clusters(environ=HOME).profile("h100")
     other = h100.model_copy(update={"distribution": None, "cpu_bind": "map_ldom:0,1"})
-    script = a_draft("qwen2.5-32b-dapo-partitioned", on=other).script
+    script = a_draft("qwen2.5-32b-dapo-partitioned", "inference.engine=native", on=other).script
     assert "--distribution" not in script
     assert all("--cpu-bind=map_ldom:0,1" in in_bash(script, step, "infer-0") for step in ranks)
 

@@ -199,12 +199,14 @@ def test_a_vllm_on_a_cpu_takes_a_front_a_server_and_an_engine_beside_its_workers
 
 
 def test_inference_nodes_need_host_memory_for_new_weights():
-    recipe, profile = load_recipe("qwen2.5-32b-dapo-partitioned"), load_clusters().profile("h100")
+    native = "inference.engine=native"
+    recipe = load_recipe("qwen2.5-32b-dapo-partitioned", [native])
+    profile = load_clusters().profile("h100")
     plan = make_plan(recipe, profile)
     (inference,) = (each for each in rank_memories(recipe.config, plan.sizes, 152064) if each.role == "inference")
     assert incoming_bytes(recipe.config, plan.sizes, 152064) == terms_of(inference)["weights"]
     assert sent_bytes(recipe.config, plan.sizes, 152064) == 0
-    changed = load_recipe("qwen2.5-32b-dapo-partitioned", ["placement.inference.transfer=changed"]).config
+    changed = load_recipe("qwen2.5-32b-dapo-partitioned", [native, "placement.inference.transfer=changed"]).config
     per_rank = sent_bytes(changed, plan.sizes, 152064) / (plan.sizes.replicas * plan.sizes.inference_tp)
     assert per_rank == pytest.approx(terms_of(inference)["weights"], rel=1e-3)  # norms are whole on each rank
     together = make_plan(load_recipe("qwen2.5-32b-dapo"), profile)

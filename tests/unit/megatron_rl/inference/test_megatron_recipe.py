@@ -35,10 +35,18 @@ def test_unsupported_recipe_is_refused_and_the_native_engine_accepts_it(override
     assert why in str(refused.value)
 
 
-def test_run_with_it_is_evaluated_by_the_native_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ["inference.engine=megatron"],
+        ["inference.engine=vllm", "inference.vllm={}", "placement.mode=partitioned", "placement.inference.nodes=1"],
+    ],
+    ids=["megatron", "vllm"],
+)
+def test_run_with_another_engine_is_evaluated_by_the_native_one(engine: list[str], tmp_path: Path) -> None:
     """The native engine also works in one process, on a CPU, and with what is refused above."""
-    config = load_recipe("qwen2.5-math-7b-dapo", ["inference.engine=megatron"]).config
+    config = load_recipe("qwen2.5-math-7b-dapo", [*engine, "job.nodes=2"]).config
     origin = Origin(RunDir(tmp_path), config)
     asked = requested(origin, None, [], {"min_p": 0.1}, {"checkpoint": str(tmp_path)})
     job = job_recipe(asked, origin, "h100", []).config
-    assert (config.inference.engine, job.inference.engine, job.job.device) == ("megatron", "native", "cpu")
+    assert (job.inference.engine, job.job.device) == ("native", "cpu")

@@ -113,6 +113,18 @@ def test_an_argument_can_be_overridden() -> None:
 
 
 @pytest.mark.parametrize(
+    ("python", "read"),
+    [("python3", "python3"), ("vllm/bin/python", "FOLDER/vllm/bin/python"), ("/opt/x/python", "/opt/x/python")],
+)
+def test_the_python_of_vllm_is_a_command_or_a_path_beside_the_recipe(python: str, read: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"extends: qwen2.5-32b-dapo\nname: mine\ninference: {{vllm: {{python: {python}}}}}\n")
+    vllm = load_recipe(str(file), PARTITIONED).config.inference.vllm
+    assert vllm is not None
+    assert vllm.python == read.replace("FOLDER", str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("version", "known"),
     [("0.31.9", False), ("0.32.0", True), ("0.32.4+cpu", True), ("0.33.0", False), ("1.0", False), ("dev", False)],
 )
