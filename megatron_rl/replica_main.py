@@ -37,9 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def load() -> Work:
         from megatron_rl.config import read_config
+        from megatron_rl.inference.capabilities import capabilities_of
+
+        config = read_config(run_dir)
+        if capabilities_of(config.inference.engine).starts_workers:
+            from megatron_rl.vllm.replica import run_replica as run_front
+
+            return partial(run_front, run_dir, replica, start, world)
         from megatron_rl.platform.implementation import choose_implementation
 
-        choose_implementation(read_config(run_dir))  # before megatron-core is imported
+        choose_implementation(config)  # before megatron-core is imported
         from megatron_rl.replica.attempt import run_replica
 
         return partial(run_replica, run_dir, replica, start, world)

@@ -1,0 +1,131 @@
+"""Unfinished answers of a replica: tokens come from vLLM, and leave once the weights that sampled them are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from megatron_rl.inference.api import Delta, GenerationRequest
+from megatron_rl.inference.config import ends_of
+from megatron_rl.inference.text import Decode
+from megatron_rl.inference.transcript import RowAnswer, Transcript
+from megatron_rl.vllm.client import Piece
+
+
+@dataclass(slots=True)
+class Answer:
+    """One sample of a request."""
+
+    transcript: Transcript
+    """Its checked tokens, those of an earlier attempt included."""
+    known: int
+    """Tokens that vLLM was given with the prompt."""
+    unchecked: list[tuple[RowAnswer, int]] = field(default_factory=list)
+    """Pieces that must not leave yet, with their policy versions."""
+    left: bool = False
+    """Whether its last tokens have left."""
+    relabelled: int = 0
+    """Tokens that left under another version than vLLM reported at the end."""
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt and all checked tokens, which vLLM continues."""
+        return [*self.transcript.request.prompt_tokens, *self.transcript.tokens]
+
+    @property
+    def ended(self) -> bool:
+        return self.transcript.finish_reason is not None
+
+    def take(self, piece: Piece, version: int, *, checked: bool) -> None:
+        """Add a piece that was sampled by weights of this version, as far as vLLM does not say otherwise."""
+        self.unchecked.append((RowAnswer(self.transcript.sample, piece.tokens, piece.logprobs), version))
+        if checked:
+            self.check()
+            if piece.versions is not None:
+                self._relabel(piece.versions)
+
+    def check(self) -> None:
+        """All tokens so far may leave."""
+        for answer, version in self.unchecked:
+            if not self.ended:  # vLLM does not know of stop strings
+                self.transcript.extend(answer, version)
+        self.unchecked.clear()
+
+    def drop_unchecked(self) -> None:
+        """Forget the tokens that were not checked, to have vLLM continue from the others."""
+        self.unchecked.clear()
+        self.known = len(self.transcript.tokens)
+
+    def delta(self) -> Delta | None:
+        """The tokens that have not left yet, and now have; None if there is nothing new."""
+        if self.left or not (self.ended or len(self.transcript.tokens) > self.transcript.reported):
+            return None
+        self.left = self.ended
+        return self.transcript.delta()
+
+    def _relabel(self, versions: list[int]) -> None:
+        """Set the version of each token since `known` to what vLLM reports for the whole answer. It differs where a
+        piece was on its way while weights were swapped."""
+        versions = versions[: len(self.transcript.versions) - self.known]
+        before = self.transcript.versions[self.known : self.transcript.reported]
+        self.relabelled += sum(old != new for old, new in zip(before, versions, strict=False))
+        self.transcript.versions[self.known : self.known + len(versions)] = versions
+
+
+def shared_streams(answers: Iterable[Answer], most: int) -> list[list[Answer]]:
+    """Group the answers that have not ended into requests to vLLM of at most `most` answers each: those to one prompt
+    share a request, which saves 2 ms of its CPU for each. Answers that continue known tokens have one of their own, and
+    so have answers with stop strings, because vLLM must stop sampling one when its string is found here."""
+    found: list[list[Answer]] = []
+    for answer in answers:
+        if answer.ended:
+            continue
+        request = answer.transcript.request
+        alone = answer.known > 0 or bool(request.sampling.stop)
+        last = found[-1] if found else []
+        if not alone and 0 < len(last) < most and last[0].known == 0 and last[0].transcript.request is request:
+            last.append(answer)
+        else:
+            found.append([answer])
+    return found
+
+
+class Answers:
+    """All answers of a replica that have not left."""
+
+    def __init__(self, end_ids: Collection[int], decode: Decode) -> None:
+        """end_ids: end tokens of the tokenizer. decode: finds stop strings in the text."""
+        self._end_ids, self._decode = end_ids, decode
+        self._of_requests: dict[str, list[Answer]] = {}
+
+    def __iter__(self) -> Iterator[Answer]:
+        return (answer for answers in self._of_requests.values() for answer in answers)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._of_requests
+
+    def begin(self, request: GenerationRequest) -> list[Answer]:
+        """Add a request. Returns its answers, of which some may have ended: all their tokens are known."""
+        ends = frozenset(ends_of(request.sampling, self._end_ids))
+        answers = []
+        for sample in range(request.num_samples):
+            transcript = Transcript.begin(request, sample, ends, self._decode)
+            transcript.reported = len(transcript.tokens)  # the driver has them
+            answers.append(Answer(transcript, len(transcript.tokens)))
+        self._of_requests[request.id] = answers
+        return answers
+
+    def drop(self, request_id: str) -> list[Answer]:
+        """Forget a request. Returns its answers; none if it is unknown."""
+        return self._of_requests.pop(request_id, [])
+
+    def deltas(self, *, unfinished: bool) -> list[tuple[str, Delta]]:
+        """New tokens with their request ids, of finished answers and, if wanted, of unfinished ones."""
+        found = []
+        for request_id, answers in [*self._of_requests.items()]:
+            for answer in answers:
+                if (unfinished or answer.ended) and (delta := answer.delta()) is not None:
+                    found.append((request_id, delta))
+            if all(answer.left for answer in answers):
+                del self._of_requests[request_id]
+        return found

@@ -1,0 +1,259 @@
+"""Requests to `vllm serve` over its socket: generation by tokens, and control of its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from megatron_rl.inference.api import PromptTooLong
+from megatron_rl.inference.config import Sampling
+from megatron_rl.vllm.process import VllmGone
+
+MODEL_NAME = "policy"
+CONNECT_S = 10.0
+"""Seconds to connect to the socket."""
+CONTROL_S = 600.0
+"""Seconds that a change of weights may take."""
+LOWEST_LOGPROB = -9999.0
+"""vLLM's log-prob of a token without a finite one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens of an answer."""
+
+    sample: int
+    """Number of the answer among those to one prompt."""
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int] | None = None
+    """Policy version of each token that vLLM sampled for the answer; only in the last piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmStats:
+    """vLLM's own figures, since its start or at this moment."""
+
+    running: int = 0
+    waiting: int = 0
+    cache_used: float = 0.0
+    """Share of the cache of keys and values that is used, from 0 to 1."""
+    preemptions: int = 0
+    """Answers that lost their cache to others so far, and were computed again."""
+
+
+class VllmClient:
+    """All methods belong to one asyncio loop, and raise VllmGone if vLLM does not answer as agreed."""
+
+    def __init__(self, socket: Path) -> None:
+        self._client = httpx.AsyncClient(
+            base_url="http://vllm",
+            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None)),
+            timeout=httpx.Timeout(CONTROL_S, connect=CONNECT_S, pool=None),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def healthy(self) -> bool:
+        """Whether it has started and answers."""
+        try:
+            return (await self._client.get("/health", timeout=CONNECT_S)).is_success
+        except httpx.HTTPError:
+            return False
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int], samples: int = 1, known: int = 0
+    ) -> AsyncGenerator[Piece, None]:
+        """Yield the tokens of answers to a prompt. Closing the iterator cancels the request.
+
+        Args:
+            ends: tokens that end an answer.
+            samples: number of answers.
+            known: tokens at the end of the prompt that belong to each answer.
+
+        Raises PromptTooLong if the request does not fit; ValueError if vLLM refuses it for another reason.
+        """
+        params = sampling_params(sampling, ends, samples, known)
+        content = {"model": MODEL_NAME, "token_ids": [*prompt], "sampling_params": params}
+        async with self._stream("/inference/v1/generate", content | {"stream": True}) as response:
+            if not response.is_success:
+                raise await _refusal(response)
+            async for line in response.aiter_lines():
+                field, _, data = line.partition(":")
+                if field != "data" or data.strip() == "[DONE]":
+                    continue
+                event = _json(data)
+                if "error" in event:
+                    raise VllmGone(f"vLLM gave up an answer: {event['error']}")
+                for choice in event.get("choices", ()):
+                    yield piece_of(choice)
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs of all tokens but the first, given those before each."""
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        content = await self._post(
+            "/inference/v1/generate", {"model": MODEL_NAME, "token_ids": [*tokens], "sampling_params": sampling}
+        )
+        try:
+            scored = [content["prompt_logprobs"][at][str(token)] for at, token in enumerate(tokens) if at > 0]
+            return [float(each["logprob"]) for each in scored]
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise VllmGone(f"vLLM has scored no prompt: {error!r}") from error
+
+    async def pause(self) -> None:
+        """Freeze generation between two tokens; answers stay where they are."""
+        await self._post("/pause", params={"mode": "keep"})
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    async def begin_step(self, step: dict[str, Any]) -> None:
+        """Begin a step of a transfer, see `weight_engine.Step`."""
+        await self._post("/init_weight_transfer_engine", {"init_info": step})
+
+    async def start_update(self) -> None:
+        await self._post("/start_weight_update")
+
+    async def update(self, version: int, *, load: bool) -> None:
+        """Wait for a version, or load it. See `weight_engine.Update`."""
+        await self._post("/update_weights", {"update_info": {"version": version, "load": load}})
+
+    async def finish_update(self, version: int) -> None:
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+
+    async def forget_prefixes(self) -> None:
+        """Drop all cached keys and values, also those of unfinished answers, which are computed again."""
+        await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+
+    async def stats(self) -> VllmStats:
+        try:
+            response = await self._client.get("/metrics", timeout=CONNECT_S)
+        except httpx.HTTPError as error:
+            raise VllmGone(f"vLLM does not answer: {error!r}") from error
+        return stats_in(response.text)
+
+    def _stream(self, path: str, content: dict[str, Any]) -> Any:
+        return self._client.stream("POST", path, json=content, timeout=httpx.Timeout(None, connect=CONNECT_S))
+
+    async def _post(
+        self, path: str, content: dict[str, Any] | None = None, params: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        try:
+            response = await self._client.post(path, json=content, params=params)
+        except httpx.HTTPError as error:
+            raise VllmGone(f"vLLM does not answer {path}: {error!r}") from error
+        if not response.is_success:
+            raise VllmGone(f"vLLM refuses {path}: HTTP {response.status_code}: {_message(response.text)}")
+        return _json(response.text) if response.text else {}
+
+
+def sampling_params(sampling: Sampling, ends: Sequence[int], samples: int, known: int) -> dict[str, Any]:
+    """vLLM's sampling parameters. All are sent, because vLLM takes what is left out from defaults of the model. It gets
+    no stop strings: they are found in the text by the same code as in the other engines.
+
+    Args:
+        ends: tokens that end an answer; the model's own end tokens do not count besides.
+        samples: number of answers.
+        known: tokens of each answer that are part of the prompt.
+    """
+    return {
+        "n": samples,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": sampling.max_new_tokens - known,
+        "min_tokens": max(0, sampling.min_new_tokens - known),
+        "stop_token_ids": list(ends),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def piece_of(choice: dict[str, Any]) -> Piece:
+    """Parse a choice of `/inference/v1/generate`. Raises VllmGone."""
+    try:
+        sample, tokens = int(choice["index"]), [int(token) for token in choice["token_ids"] or ()]
+        scored = (choice.get("logprobs") or {}).get("content") or []
+        logprobs = [_logprob(float(each["logprob"])) for each in scored]
+        spans = choice.get("weight_versions")
+        versions = None if spans is None else versions_in(spans)
+        reason = choice.get("finish_reason")
+    except (KeyError, TypeError, ValueError) as error:
+        raise VllmGone(f"vLLM's answer has no tokens or log-probs: {error!r}") from error
+    if len(tokens) != len(logprobs):
+        raise VllmGone(f"vLLM's answer has {len(tokens)} tokens and {len(logprobs)} log-probs")
+    if reason not in (None, "stop", "length"):
+        raise VllmGone(f"vLLM gave up an answer: finish_reason {reason!r}")
+    return Piece(sample, tokens, logprobs, versions)
+
+
+def versions_in(spans: Sequence[dict[str, Any]]) -> list[int]:
+    """Version of each token, from vLLM's spans [{"version": "7", "start": 0, "end": 10}]."""
+    found: list[int] = []
+    for span in spans:
+        version = -1 if span["version"] == "default" else int(span["version"])
+        found += [version] * (int(span["end"]) - int(span["start"]))
+    return found
+
+
+def stats_in(text: str) -> VllmStats:
+    """Read vLLM's figures in the text of `/metrics` (Prometheus)."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0].removeprefix("vllm:")
+        if name and not line.startswith("#"):
+            try:
+                found[name] = found.get(name, 0.0) + float(value)
+            except ValueError:
+                continue
+    return VllmStats(
+        int(found.get("num_requests_running", 0)),
+        int(found.get("num_requests_waiting", 0)),
+        found.get("kv_cache_usage_perc", 0.0),
+        int(found.get("num_preemptions_total", 0)),
+    )
+
+
+async def _refusal(response: httpx.Response) -> Exception:
+    message = _message((await response.aread()).decode("utf-8", "replace"))
+    if response.status_code == 400:
+        too_long = "context length" in message or "max_model_len" in message or "longer than" in message
+        return (PromptTooLong if too_long else ValueError)(f"vLLM refuses the request: {message}")
+    return VllmGone(f"vLLM answers HTTP {response.status_code}: {message}")
+
+
+def _logprob(value: float) -> float:
+    return float("-inf") if value <= LOWEST_LOGPROB else value
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise VllmGone(f"vLLM does not answer in JSON: {text[:200]!r}") from error
+    if not isinstance(found, dict):
+        raise VllmGone(f"vLLM answers no JSON object: {text[:200]!r}")
+    return found
+
+
+def _message(text: str) -> str:
+    """The message in the body of an error, in OpenAI's format or another."""
+    try:
+        found = json.loads(text)
+        error = found.get("error", found.get("detail", text))
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    except (ValueError, AttributeError):
+        return text[:500]

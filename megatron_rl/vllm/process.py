@@ -1,0 +1,101 @@
+"""The process of `vllm serve`: started, read, and ended with all that it started."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TextIO
+
+from megatron_rl.contract.children import death_with_parent
+
+PREFIX = "vllm | "
+"""Before each line of vLLM's output in the log."""
+KEPT_LINES = 400
+"""Lines of output that are kept to find the reason of an end."""
+END_S = 10.0
+"""Seconds from SIGTERM to SIGKILL."""
+READ_S = 2.0
+"""Seconds to read the rest of the output of a process that has ended."""
+
+_REASON = re.compile(r"(?:\b\w*(?:Error|Exception|Interrupt)\b|\berror): .*\S")
+_NOT_THE_CAUSE = re.compile(r"initialization failed|EngineDeadError|CancelledError| (?:WARNING|INFO|DEBUG) ")
+"""Lines that report the end of another process of vLLM, or no error at all."""
+
+
+class VllmGone(RuntimeError):
+    """vLLM has ended, or does not answer; the message says why, as far as its output does."""
+
+
+class VllmProcess:
+    """`vllm serve` in a process group of its own, whose output is passed on line by line."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: TextIO) -> None:
+        """Start it. It gets SIGTERM, which ends its workers too, when this process ends in any way.
+
+        log: file that its output is passed on to.
+
+        Raises VllmGone if it cannot be started.
+        """
+        self._log = log
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=death_with_parent(os.getpid(), signal.SIGTERM),
+                encoding="utf-8",
+                errors="backslashreplace",
+            )
+        except OSError as error:
+            raise VllmGone(f"vLLM cannot be started: {error}") from error
+        self._reader = threading.Thread(target=self._read, name="vllm-log", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raise VllmGone if it has ended."""
+        if (code := self._process.poll()) is None:
+            return
+        self._reader.join(READ_S)
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        why = reason_in(list(self._lines))
+        raise VllmGone(f"vLLM has ended ({how}){f': {why}' if why else ''}")
+
+    def end(self) -> None:
+        """End it with all processes that it has started."""
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        self._signal(signal.SIGKILL)  # also workers that outlive it
+        self._process.wait()
+        self._reader.join(READ_S)
+
+    def _signal(self, signum: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signum)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line.rstrip("\n"))
+            print(PREFIX + line, end="", file=self._log, flush=True)
+
+
+def reason_in(lines: Sequence[str]) -> str | None:
+    """The error that most likely ended vLLM, from the last lines of its output; None if none is found. When a worker
+    fails, vLLM's other processes report failures of their own after it."""
+    found = [match[0] for line in lines if (match := _REASON.search(line)) and not _NOT_THE_CAUSE.search(line)]
+    return found[-1][:500] if found else None

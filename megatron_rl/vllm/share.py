@@ -1,0 +1,150 @@
+"""A vLLM worker's share of the weights: received from the training ranks beside the engine, then handed to the model.
+
+Together the workers of a replica receive every weight once. Before loading they send one another the tensors, which
+costs little next to the way from the training ranks, because they are on one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.hf_mapping import OUTPUT, sources, weights
+from megatron_rl.model.sharded_names import weight_name
+from megatron_rl.refit.background import BackgroundSteps
+from megatron_rl.refit.epoch import Epoch, ReplicaStart, TransferFailed
+from megatron_rl.refit.plan import Share
+from megatron_rl.refit.transfer import Receiver
+from megatron_rl.refit.transfer_group import TransferGroup
+from megatron_rl.vllm.whole_weights import hugging_face_tensors
+
+
+class Workers(Protocol):
+    """The tensor-parallel workers of a replica."""
+
+    rank: int
+    size: int
+
+    def gather(self, content: Any) -> list[Any]:
+        """Contents of all workers. Collective."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor, on this worker's device, with that of worker `source`. Collective."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Facts of the run that a worker needs."""
+
+    replica: ReplicaStart
+    backend: str
+    """Backend of torch.distributed for the transfers: gloo or nccl."""
+    timeout: timedelta
+    """Limit of every wait for other members."""
+    model: ModelConfig
+    vocabulary: int
+    """Tokens of the model, without the rows that pad the embedding."""
+
+
+class WeightShare:
+    """One worker's share over the transfer groups of successive membership epochs."""
+
+    def __init__(self, setting: Setting, workers: Workers, host_memory: Callable[[int], Tensor]) -> None:
+        """host_memory: see Platform.host_memory. The share is staged there."""
+        self._setting, self._workers = setting, workers
+        self._receiver = Receiver(Share(workers.rank, workers.size), host_memory)
+        self._group: TransferGroup | None = None
+        self._steps = BackgroundSteps(nullcontext)
+        self._received: int | None = None
+
+    def join(self, epoch: dict[str, Any]) -> Future[None]:
+        """Begin to join the transfer group of an epoch, and leave the previous one."""
+        return self._steps.begin(lambda: self._join(Epoch.from_json(epoch)))
+
+    def receive(self, version: int) -> Future[None]:
+        """Begin to receive a version, while the engine continues."""
+        return self._steps.begin(lambda: self._receive(version))
+
+    def wait(self, version: int) -> None:
+        """Return once the version has arrived on all workers. Collective. Raises TransferFailed."""
+        failure: BaseException | None = TransferFailed("this worker is in no transfer group")
+        if self._steps.newest is not None:
+            failure = self._steps.newest.exception()  # this waits; every wait of the transfer has a limit
+        if failure is None and self._received != version:
+            failure = TransferFailed(f"version {self._received} arrived instead of {version}")
+        if reasons := [each for each in self._workers.gather(None if failure is None else str(failure)) if each]:
+            raise TransferFailed(f"version {version} has not arrived: {reasons[0]}")
+
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the whole model under Hugging Face's names, layer after layer, on a device.
+
+        Collective: each worker must exhaust the iterator.
+
+        Raises ValueError if the shares of all workers together lack a tensor.
+        """
+        staged, setting = self._receiver.staged(), self._setting
+        own = hugging_face_tensors(staged, setting.model, setting.vocabulary)
+        owners = self._owners({box: box.dtype for box in staged})
+        for name, (owner, dtype, shape) in owners.items():
+            if owner == self._workers.rank:
+                found, tensor = next(own)
+                assert found == name, f"{found} instead of {name}"
+                tensor = tensor.to(device)
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+            if self._workers.size > 1:
+                self._workers.broadcast(tensor, owner)
+            yield name, tensor
+
+    def close(self) -> None:
+        """Leave the group, which ends the epoch."""
+        if self._group is not None and (newest := self._steps.newest) is not None and not newest.done():
+            self._group.abort()
+        self._leave()
+
+    def _owners(self, dtypes: Mapping[Any, torch.dtype]) -> dict[str, tuple[int, torch.dtype, Sequence[int]]]:
+        """The worker that has each tensor, with its dtype and shape, in the order of loading. Collective."""
+        setting = self._setting
+        mine = {weight_name(box.key, box.offset): str(dtype) for box, dtype in dtypes.items()}
+        of_workers = self._workers.gather(mine)
+        model = setting.model.model_copy(update={"vocab_size": setting.vocabulary})
+        found: dict[str, tuple[int, torch.dtype, Sequence[int]]] = {}
+        for name, weight in weights(model).items():
+            if name == OUTPUT and model.tied_embeddings:
+                continue
+            owner = next((rank for rank, held in enumerate(of_workers) if name in held), None)
+            if owner is None:
+                raise ValueError(f"no training rank has sent {name}")
+            dtype = getattr(torch, of_workers[owner][name].removeprefix("torch."))
+            for source in weight.sources:
+                found[source.name] = (owner, dtype, source.shape)
+        assert found.keys() == sources(weights(model)).keys()
+        return found
+
+    def _join(self, epoch: Epoch) -> None:
+        self._leave()
+        rank = epoch.member_rank(*self._setting.replica, self._workers.rank)
+        self._group = TransferGroup.join(epoch, rank, self._setting.backend, self._setting.timeout)
+        self._receiver.connect(self._group)
+
+    def _receive(self, version: int) -> None:
+        self._received = None
+        if self._group is None:
+            raise TransferFailed("this worker is in no transfer group")
+        self._receiver.receive(version)
+        self._received = version
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()

@@ -1,0 +1,134 @@
+"""Weight transfer engine in each of vLLM's workers: vLLM's calls become steps of a `WeightShare`.
+
+POST /init_weight_transfer_engine  {"epoch": ...}     begin to join the group of an epoch     } return at once; vLLM
+POST /init_weight_transfer_engine  {"version": 7}     begin to receive a version              } generates meanwhile
+POST /start_weight_update
+POST /update_weights               {"version": 7, "load": false}   wait until it has arrived
+POST /update_weights               {"version": 7, "load": true}    load it into the model
+POST /finish_weight_update
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.vllm.share import Setting, WeightShare
+
+
+@dataclass
+class Step(WeightTransferInitInfo):
+    """A step of a transfer that runs beside the engine."""
+
+    epoch: dict[str, Any] | None = None
+    """Epoch to join, with what a worker has to know of the run: see `setting_of`."""
+    setting: dict[str, Any] | None = None
+    """Given together with an epoch."""
+    version: int | None = None
+    """Version to receive."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """Use of a version."""
+
+    version: int
+    load: bool
+    """Whether to load it, instead of waiting for it."""
+
+
+class MrlWeightTransferEngine(WeightTransferEngine[Step, Update]):
+    """One worker's end. vLLM calls all methods in the worker's main thread, between two steps of the model."""
+
+    init_info_cls = Step
+    update_info_cls = Update
+    supports_draft_weight_update = False
+    _share: WeightShare | None = None
+
+    def init_transfer_engine(self, init_info: Step) -> None:
+        if init_info.epoch is not None:
+            if self._share is None:
+                assert init_info.setting is not None
+                memory = _pinned_memory if self.device.type == "cuda" else _memory
+                self._share = WeightShare(setting_of(init_info.setting), _TensorParallel(), memory)
+            self._share.join(init_info.epoch)
+        if init_info.version is not None:
+            self._known().receive(init_info.version)
+
+    def start_weight_update(self) -> None:
+        """Nothing: loading begins once the weights have arrived."""
+
+    def receive_weights(self, update_info: Update) -> None:
+        share = self._known()
+        if not update_info.load:
+            share.wait(update_info.version)
+            return
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(share.tensors(self.device))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._renew_tied_head()
+
+    def shutdown(self) -> None:
+        if self._share is not None:
+            self._share.close()
+
+    def _known(self) -> WeightShare:
+        if self._share is None:
+            raise RuntimeError("this worker was asked for weights before an epoch")
+        return self._share
+
+    def _renew_tied_head(self) -> None:
+        """Have the output layer process its weights again if it shares those of the embedding. A CPU build packs them
+        for its kernel, and a reload processes a shared weight for the embedding only, so answers would come from the
+        head of the first version."""
+        head = getattr(self.model, "lm_head", None)
+        method = getattr(head, "quant_method", None)
+        if self.device.type == "cpu" and method is not None and self.model_config.hf_text_config.tie_word_embeddings:
+            method.process_weights_after_loading(head)
+
+
+class _TensorParallel:
+    """Implements `Workers` over vLLM's own group."""
+
+    def __init__(self) -> None:
+        self._group = get_tp_group()
+        self.rank, self.size = self._group.rank_in_group, self._group.world_size
+
+    def gather(self, content: Any) -> list[Any]:
+        return [self._group.broadcast_object(content, src=rank) for rank in range(self.size)]
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        self._group.broadcast(tensor, src=source)
+
+
+def setting_of(content: dict[str, Any]) -> Setting:
+    """The setting in the JSON of `encode_setting`."""
+    return Setting(
+        replica=(content["replica"], content["start"]),
+        backend=content["backend"],
+        timeout=timedelta(seconds=content["timeout_s"]),
+        model=ModelConfig.model_validate(content["model"]),
+        vocabulary=content["vocabulary"],
+    )
+
+
+def _memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _pinned_memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)

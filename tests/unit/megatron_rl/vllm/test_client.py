@@ -1,0 +1,74 @@
+"""Answers of vLLM are parsed, and refused if they do not agree with its protocol."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_rl.inference.config import Sampling
+from megatron_rl.vllm.client import Piece, VllmStats, piece_of, sampling_params, stats_in, versions_in
+from megatron_rl.vllm.process import VllmGone, reason_in
+
+
+def test_a_choice_has_tokens_log_probs_and_at_the_end_versions() -> None:
+    choice = {
+        "index": 2,
+        "token_ids": [5, 6],
+        "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": -9999.0}]},
+        "finish_reason": "stop",
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
+    }
+    assert piece_of(choice) == Piece(2, [5, 6], [-0.5, -math.inf], [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ({"index": 0, "token_ids": [5]}, "1 tokens and 0 log-probs"),
+        ({"index": 0, "token_ids": [], "finish_reason": "abort"}, "gave up an answer: finish_reason 'abort'"),
+        ({"token_ids": []}, "no tokens or log-probs"),
+    ],
+)
+def test_a_choice_that_cannot_be_used_is_refused(choice: dict[str, object], said: str) -> None:
+    with pytest.raises(VllmGone, match=said):
+        piece_of(choice)
+
+
+def test_tokens_before_the_first_weights_of_the_run_have_no_version() -> None:
+    assert versions_in([{"version": "default", "start": 0, "end": 2}, {"version": "0", "start": 2, "end": 3}]) == [
+        *[-1, -1],
+        0,
+    ]
+
+
+def test_every_parameter_that_a_model_may_have_a_default_for_is_sent() -> None:
+    found = sampling_params(Sampling(max_new_tokens=8, min_new_tokens=3), [1, 2], 4, 2)
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert found.items() >= {**neutral, "temperature": 1.0, "repetition_penalty": 1.0, "n": 4}.items()
+    assert (found["max_tokens"], found["min_tokens"]) == (6, 1)
+    assert (found["stop_token_ids"], found["ignore_eos"]) == ([1, 2], True)
+
+
+def test_figures_are_read_from_the_metrics() -> None:
+    text = """# HELP vllm:num_requests_running Number of requests
+vllm:num_requests_running{engine="0",model_name="policy"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="policy"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
+vllm:num_preemptions_total{engine="0",model_name="policy"} 7.0
+"""
+    assert stats_in(text) == VllmStats(running=3, waiting=2, cache_used=0.25, preemptions=7)
+
+
+def test_the_reason_of_an_end_is_the_error_that_the_others_follow() -> None:
+    lines = [
+        "(APIServer pid=1) WARNING 11-25 [x.py:1] can cause errors like `OSError: too many files`",
+        "(Worker pid=3) ERROR 11-25 [executor.py:953] ModuleNotFoundError: No module named 'megatron'",
+        "(EngineCore pid=2) ERROR [core.py:1] Exception: WorkerProc initialization failed due to an exception",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    assert reason_in(lines) == "ModuleNotFoundError: No module named 'megatron'"
+    assert reason_in(["vllm: error: unrecognized arguments: --no-such-option"]) == (
+        "error: unrecognized arguments: --no-such-option"
+    )
+    assert reason_in(["INFO all is well"]) is None

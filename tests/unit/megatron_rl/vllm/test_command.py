@@ -1,0 +1,73 @@
+"""The command of `vllm serve` comes from the recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_helpers import tiny_run
+
+from megatron_rl.config import RunConfig
+from megatron_rl.vllm.command import Served, cache_bytes, seed_of, vllm_command, vllm_environment
+
+SERVED = Served(Path("/t/model"), Path("/t/socket"), Path("/t/plugins"))
+PARTITIONED = {
+    "job": {"nodes": 2, "gpus_per_node": 1, "device": "cpu", "threads_per_rank": 1},
+    "placement": {"mode": "partitioned", "inference": {"nodes": 1}},
+    "resume": {"partial": "keep"},
+    "model": {"head_dim": 32},
+}
+
+
+def run(inference: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+    return tiny_run(**PARTITIONED | {"inference": {"engine": "vllm", **(inference or {})}} | sections)
+
+
+def options(config: RunConfig) -> dict[str, str]:
+    command = vllm_command(config, SERVED, "python", 7)
+    assert command[:6] == ["python", "-P", "-m", "vllm.entrypoints.cli.main", "serve", "/t/model"]
+    return dict(option.removeprefix("--").partition("=")[::2] for option in command[6:])
+
+
+def test_the_model_is_served_on_the_socket_without_weights_and_tokenizer() -> None:
+    found = options(run())
+    assert found["uds"] == "/t/socket"
+    assert found["load-format"] == "dummy"
+    assert found["skip-tokenizer-init"] == ""
+    assert found["weight-transfer-config"] == '{"backend": "mrl"}'
+    assert found["generation-config"] == "vllm"
+    assert (found["dtype"], found["seed"], found["max-model-len"]) == ("float32", "7", "48")
+
+
+def test_options_of_the_user_are_passed_on() -> None:
+    config = run({"vllm": {"args": {"gpu_memory_utilization": 0.5, "async-scheduling": False, "enable-eplb": True}}})
+    found = options(config)
+    assert found["gpu-memory-utilization"] == "0.5"
+    assert "no-async-scheduling" in found
+    assert found["enable-eplb"] == ""
+
+
+@pytest.mark.parametrize(("temperature", "mode"), [(1.0, "raw_logprobs"), (0.7, "processed_logprobs")])
+def test_log_probs_are_those_after_the_temperature(temperature: float, mode: str) -> None:
+    assert options(run(sampling={"max_new_tokens": 3, "temperature": temperature}))["logprobs-mode"] == mode
+
+
+def test_no_two_starts_of_replicas_share_a_seed() -> None:
+    config = run()
+    seeds = {seed_of(config, attempt, replica, start) for attempt in (1, 2) for replica in (0, 1) for start in (0, 1)}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_the_cache_on_a_cpu_holds_max_batch_sequences_of_full_length() -> None:
+    config = run({"max_batch": 4, "page_tokens": 16})  # 4 x 48 tokens, 2 layers, 2 heads of 32 floats, keys and values
+    assert cache_bytes(config) == 4 * 48 * 2 * 2 * 2 * 32 * 4
+
+
+def test_the_world_of_the_front_is_hidden_from_vllm() -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": "/code", "VLLM_CPU_OMP_THREADS_BIND": "0-3"}
+    found = vllm_environment(environ, SERVED, cpu=True)
+    assert not {"RANK", "WORLD_SIZE"} & found.keys()
+    assert found["PYTHONPATH"] == "/t/plugins:/code"
+    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"
