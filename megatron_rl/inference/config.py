@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megatron_rl.inference.vllm_options import GPU_SHARE, option_name, owned
@@ -149,19 +149,35 @@ def processes_logprobs(sampling: Sampling) -> bool:
     return sampling.temperature not in (0.0, 1.0)
 
 
-class ServerConfig(Section):
-    """Inference server that samples with the run's weights, which it reads after each step."""
+def beyond_sglang(sampling: Sampling) -> str | None:
+    """Name the setting under which SGLang's log-probs are not those of softmax(logits / temperature) over all tokens;
+    None if they are."""
+    return "sampling.min_new_tokens" if sampling.min_new_tokens > 0 else None
 
-    kind: Literal["vllm", "mrl"]
-    """vllm: started with VLLM_SERVER_DEV_MODE=1 on FOLDER/current. mrl: `mrl serve FOLDER/current --weights-from
-    FOLDER`."""
-    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$", json_schema_extra={"words": "http://HOST:PORT/v1"})]
-    """URL with the version of the API, http://HOST:PORT/v1; all ranks must reach it."""
+
+ServerUrl = Annotated[
+    str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$", json_schema_extra={"words": "http://HOST:PORT/v1"})
+]
+
+
+def _several(given: object) -> object:
+    return (given,) if isinstance(given, str) else given
+
+
+class ServerConfig(Section):
+    """Inference servers that sample with the run's weights, which they read after each step."""
+
+    kind: Literal["vllm", "sglang", "mrl"]
+    """vllm: started with VLLM_SERVER_DEV_MODE=1 on FOLDER/current. sglang: launched on FOLDER/current. mrl: `mrl serve
+    FOLDER/current --weights-from FOLDER`."""
+    urls: Annotated[tuple[ServerUrl, ...], BeforeValidator(_several), Field(min_length=1, strict=False)]
+    """URLs of the servers, or a single one, each with the version of the API: http://HOST:PORT/v1. All ranks must reach
+    them. Each reads every version, and a request goes to the one with the fewest outstanding tokens."""
     folder: LaterPath
     """Directory where each version of the weights is written and read, on a file system that ranks and server share;
     /dev/shm where they share a node. Nobody else may have write access."""
     model: Annotated[str, Field(min_length=1)] = "policy"
-    """Name of the model on the server: --served-model-name of vLLM, --name of `mrl serve`."""
+    """Name of the model on the server: --served-model-name of vLLM and SGLang, --name of `mrl serve`."""
     token_file: LaterPath | None = None
     """File with the server's token, on the nodes of the ranks."""
     token_variable: str | None = None
@@ -178,8 +194,10 @@ class ServerConfig(Section):
             raise ValueError("token_file and token_variable are both given: keep the one that holds the server's token")
         if self.kind == "mrl" and self.token_file is None and self.token_variable is None:
             raise ValueError("mrl serve refuses requests without its token: give token_file or token_variable")
-        if self.kind == "mrl" and self.processed_logprobs:
-            raise ValueError("processed_logprobs is an option of vLLM, and kind is mrl: leave it out")
+        if self.kind != "vllm" and self.processed_logprobs:
+            raise ValueError(f"processed_logprobs is an option of vLLM, and kind is {self.kind}: leave it out")
+        if len({*self.urls}) < len(self.urls):
+            raise ValueError("urls names a server twice: it would read each version twice")
         return self
 
 
@@ -251,7 +269,7 @@ class InferenceConfig(Section):
     weights; answers are not repeatable, and a temperature other than 1 excludes top_p, top_k, min_p and
     min_new_tokens."""
     server: ServerConfig | None = None
-    """Server to use with `engine: server`."""
+    """Servers to use with `engine: server`."""
     vllm: VllmConfig | None = None
     """How to start vLLM with `engine: vllm`; default: the defaults of the section."""
     max_batch: PositiveInt = 256

@@ -11,6 +11,7 @@ from megatron_rl.inference.config import (
     InferenceConfig,
     Sampling,
     beyond_megatron,
+    beyond_sglang,
     beyond_vllm,
     processes_logprobs,
 )
@@ -111,6 +112,8 @@ def _server(asked: Asked) -> Iterator[str]:
             f"model.init is {asked.model.init}, and a server needs the published configuration and tokenizer: set "
             "huggingface"
         )
+    if server.kind == "sglang" and (name := beyond_sglang(asked.sampling)) is not None:
+        yield f"{name} is given, and SGLang's log-probs are then those over the remaining tokens: leave it out"
     beyond = beyond_vllm(asked.sampling, processed_logprobs=server.processed_logprobs)
     if server.kind == "vllm" and beyond is not None:
         yield beyond

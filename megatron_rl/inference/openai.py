@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +24,8 @@ from megatron_rl.inference.openai_bodies import (
     body,
     completion,
     delta,
+    scores,
+    scoring_body,
 )
 from megatron_rl.model.tokenizer import Tokenizer
 
@@ -41,6 +43,10 @@ LOG_EVERY_S = 30.0
 
 class EndpointError(RuntimeError):
     """A server refused a request, or could not be reached."""
+
+
+class EndpointAway(EndpointError):
+    """A server is busy, starting or unreachable; another one, or the same later, may answer."""
 
 
 class OpenAIInference:
@@ -70,12 +76,16 @@ class OpenAIInference:
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
 
     @property
+    def _base_url(self) -> str:
+        return self._endpoint.url.rstrip("/") + "/"
+
+    @property
     def _client(self) -> httpx.AsyncClient:
         """Client of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients[loop] = httpx.AsyncClient(
-                base_url=self._endpoint.url.rstrip("/") + "/",
+                base_url=self._base_url,
                 headers=self._headers,
                 timeout=httpx.Timeout(self._endpoint.timeout_s, connect=CONNECT_S),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
@@ -97,11 +107,11 @@ class OpenAIInference:
         the server has another model."""
         # Weights may change during the request: then report the previous version, so that no token seems too new.
         version = self.policy_version
-        response = await self._ask(body(request, self._endpoint), stream=False)
+        response = await self._ask("completions", body(request, self._endpoint), stream=False)
+        answer = self._parsed(response)
         try:
-            answer = response.json()
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise UnusableAnswer(
                 f"{self._endpoint.url}: the response is no list of choices: {response.text[:200]}"
             ) from error
@@ -113,12 +123,24 @@ class OpenAIInference:
         decode = self._tokenizer.decode if self._tokenizer else None
         return [completion(delta(choice, request, version), request, decode) for choice in choices]
 
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-prob of each token after the first, given those before it, at temperature 1. Raises EndpointError, and
+        UnusableAnswer if the server does not report them."""
+        response = await self._ask("completions", scoring_body(tokens, self._endpoint), stream=False)
+        return scores(self._parsed(response), tokens)
+
+    def _parsed(self, response: httpx.Response) -> Any:
+        try:
+            return response.json()
+        except ValueError as error:
+            raise UnusableAnswer(f"{self._endpoint.url}: the response is no JSON: {response.text[:200]}") from error
+
     def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         return self._stream(request, {**body(request, self._endpoint), "stream": True})
 
     async def _stream(self, request: GenerationRequest, content: dict[str, Any]) -> AsyncIterator[Delta]:
         version, unfinished = self.policy_version, request.num_samples
-        response = await self._ask(content, stream=True)
+        response = await self._ask("completions", content, stream=True)
         try:
             async for line in response.aiter_lines():
                 field, _, data = line.partition(":")
@@ -150,23 +172,23 @@ class OpenAIInference:
                 f"with --name {asked}"
             )
 
-    async def _ask(self, content: dict[str, Any], *, stream: bool) -> httpx.Response:
-        """Post to /completions and return a successful response, whose stream is not read yet. Retry while the server
+    async def _ask(self, path: str, content: dict[str, Any], *, stream: bool) -> httpx.Response:
+        """Post to a path and return a successful response, whose stream is not read yet. Retry while the server
         is busy or unreachable; the seed stays the same, and so does the answer.
 
-        Raises PromptTooLong, Unsupported, ConfigurationError, or EndpointError.
+        Raises PromptTooLong, Unsupported, ConfigurationError, or EndpointError: EndpointAway after the last attempt.
         """
         pause = FIRST_PAUSE_S
         for left in reversed(range(self._endpoint.attempts)):
             wait: float | None = None
             try:
-                asked = self._client.build_request("POST", "completions", json=content)
+                asked = self._client.build_request("POST", path, json=content)
                 response = await self._client.send(asked, stream=stream)
                 if response.is_success:
                     return response
                 await response.aread()
             except httpx.TransportError as gone:
-                error: Exception = EndpointError(f"{self._endpoint.url}: {gone!r}")
+                error: Exception = EndpointAway(f"{self._endpoint.url}: {gone!r}")
             else:
                 error, wait = self._error(response), _retry_after(response)
                 if response.status_code not in RETRIED:
@@ -198,7 +220,13 @@ class OpenAIInference:
             return PromptTooLong(message)
         if response.status_code == 400 and code == "unsupported_parameter":
             return Unsupported(f"{message} ({self._endpoint.url})")
-        return EndpointError(f"{self._endpoint.url}: HTTP {response.status_code}: {message}")
+        kind = EndpointAway if response.status_code in RETRIED else EndpointError
+        return kind(f"{self._endpoint.url}: HTTP {response.status_code}: {message}")
+
+
+def root_of(url: str) -> str:
+    """Address of a server, without the version of its API."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _message(found: Any) -> str:

@@ -2,11 +2,15 @@
 
 mrl     the server of this project
 vllm    vLLM: token ids by `return_token_ids`, and further sampling parameters under its own names
+sglang  SGLang, by its own API: see sglang_bodies.py
+
+A request names every sampling parameter, neutral ones too: what is left out, a server takes from the
+generation_config.json of its model, and would sample from another distribution than it reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +34,7 @@ class Endpoint:
     url: str
     """Base URL with the version: http://node:8000/v1"""
     model: str
-    kind: Literal["mrl", "vllm"]
+    kind: Literal["mrl", "vllm", "sglang"]
     token_file: Path | None = None
     """File that contains the bearer token."""
     token_variable: str | None = None
@@ -44,13 +48,19 @@ class Endpoint:
     temperature; by default (raw_logprobs) those before."""
 
 
-def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
-    """Return the request for /completions. Raises Unsupported if the endpoint cannot do what it needs."""
-    sampling, kind = request.sampling, endpoint.kind
+def check_supported(request: GenerationRequest, endpoint: Endpoint) -> None:
+    """Raise Unsupported if a request needs what no server can do."""
+    sampling = request.sampling
     if adjusted := isinstance(sampling, AdjustedSampling) and sampling.adjustments:
         raise Unsupported(f"sampling.{adjusted[0]}: requests to another server do not support it")
     if request.known:
-        raise Unsupported(f"known: a server ({kind}) cannot resume an answer with its own random numbers")
+        raise Unsupported(f"known: a server ({endpoint.kind}) cannot resume an answer with its own random numbers")
+
+
+def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
+    """Return the request for /completions. Raises Unsupported if the endpoint cannot do what it needs."""
+    check_supported(request, endpoint)
+    sampling, kind = request.sampling, endpoint.kind
     asked: dict[str, Any] = {
         "model": endpoint.model,
         "prompt": request.prompt_tokens,
@@ -68,11 +78,36 @@ def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "min_tokens": sampling.min_new_tokens,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "stop_token_ids": list(sampling.stop_tokens),
         "logprobs": request.top_logprobs,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
+
+
+def scoring_body(tokens: Sequence[int], endpoint: Endpoint) -> dict[str, Any]:
+    """Return the request for the log-probs of a text, at temperature 1. It also samples a token."""
+    return {
+        "model": endpoint.model,
+        "prompt": [*tokens],
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+        "return_token_ids": True,
+    }
+
+
+def scores(answer: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
+    """Parse the response to `scoring_body`: the log-prob of each token after the first. Raises UnusableAnswer."""
+    try:
+        (choice,) = answer["choices"]
+        given = choice["prompt_logprobs"]
+        return [float(at[str(token)]["logprob"]) for at, token in zip(given[1:], tokens[1:], strict=True)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnusableAnswer(f"the log-probs of a prompt are missing: {error!r}") from error
 
 
 def delta(choice: Mapping[str, Any], request: GenerationRequest, version: int) -> Delta:

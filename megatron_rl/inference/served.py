@@ -1,58 +1,144 @@
-"""An external server, with the run's weights, as the engine of a rollout driver."""
+"""External servers, with the run's weights, as the engine of a rollout driver."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
+
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import ServerConfig
-from megatron_rl.inference.openai import LONGEST_PAUSE_S, OpenAIInference
+from megatron_rl.inference.openai import FIRST_PAUSE_S, LOG_EVERY_S, LONGEST_PAUSE_S, EndpointAway, OpenAIInference
 from megatron_rl.inference.openai_bodies import Endpoint, UnusableAnswer
+from megatron_rl.inference.sglang import SGLangInference
 from megatron_rl.model.tokenizer import Tokenizer
 
-FIRST_ATTEMPTS = 6
-"""Attempts of a request until the pauses between them reach LONGEST_PAUSE_S."""
+logger = logging.getLogger(__name__)
 
 
-def endpoint_of(server: ServerConfig, limit_s: float) -> Endpoint:
-    """Return the endpoint of a server that may be unreachable for `limit_s` seconds."""
-    return Endpoint(
-        url=server.url,
-        model=server.model,
-        kind=server.kind,
-        token_file=None if server.token_file is None else Path(server.token_file).expanduser(),
-        token_variable=server.token_variable,
-        timeout_s=server.answer_limit_s,
-        attempts=FIRST_ATTEMPTS + int(limit_s / LONGEST_PAUSE_S),
-        processed_logprobs=server.processed_logprobs,
-    )
+def endpoints_of(server: ServerConfig) -> list[Endpoint]:
+    """Return the endpoint of each server. A request to one is tried once, since another one may answer."""
+    return [
+        Endpoint(
+            url=url,
+            model=server.model,
+            kind=server.kind,
+            token_file=None if server.token_file is None else Path(server.token_file).expanduser(),
+            token_variable=server.token_variable,
+            timeout_s=server.answer_limit_s,
+            attempts=1,
+            processed_logprobs=server.processed_logprobs,
+        )
+        for url in server.urls
+    ]
 
 
-class ServedPolicy(OpenAIInference):
-    """Implements `ResumableInference` over a server."""
+def inference_of(
+    endpoint: Endpoint, tokenizer: Tokenizer | None = None, transport: httpx.AsyncBaseTransport | None = None
+) -> OpenAIInference:
+    """Return the client of a server, by its kind. transport: for tests."""
+    kind = SGLangInference if endpoint.kind == "sglang" else OpenAIInference
+    return kind(endpoint, tokenizer, transport=transport)
 
-    def __init__(self, endpoint: Endpoint, tokenizer: Tokenizer) -> None:
-        super().__init__(endpoint, tokenizer)
+
+class _Server:
+    """A server as the target of requests."""
+
+    def __init__(self, inference: OpenAIInference) -> None:
+        self.inference = inference
+        self.outstanding = 0
+        """Most tokens that it still has to compute, of prompts and answers."""
+        self.away_until = 0.0  # monotonic
+        self.pause = FIRST_PAUSE_S
+
+    def note_away(self, now: float) -> None:
+        """Leave it alone for a while, which doubles each time. Many requests may notice that it is away."""
+        if now >= self.away_until:
+            self.away_until = now + self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE_S)
+
+
+class ServedPolicy:
+    """Implements `ResumableInference` over servers that sample with the same weights. A request goes to the one with
+    the fewest outstanding tokens, and to another one if that is away."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        tokenizer: Tokenizer,
+        limit_s: float,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        """
+        limit_s: seconds that all servers may be away.
+        transport, sleep: for tests.
+        """
+        self._servers = [_Server(inference_of(each, tokenizer, transport)) for each in endpoints]
         self._tokens = tokenizer.vocab_size
+        self._limit_s, self._sleep = limit_s, sleep
+        self._logged_at = -math.inf
         self.busy_s = 0.0
         """Sum of the seconds that its requests took: it grows with every answer."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights of the servers."""
+        return self._servers[0].inference.policy_version
+
+    @policy_version.setter
+    def policy_version(self, policy_version: int) -> None:
+        for each in self._servers:
+            each.inference.policy_version = policy_version
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """Answer a request. No server can resume an answer, so known tokens are sampled again.
 
-        Raises UnusableAnswer also if the server uses tokens that the run's tokenizer does not have.
+        Raises EndpointError, and UnusableAnswer also if a server uses tokens that the run's tokenizer does not have.
         """
         began = time.monotonic()
-        completions = await super().generate(replace(request, known={}))
+        completions = await self._answer(replace(request, known={}), began + self._limit_s)
         self.busy_s += time.monotonic() - began
         if (token := max(max(one.tokens) for one in completions)) >= self._tokens:
             raise UnusableAnswer(
-                f"the server sampled token {token}, but the run's tokenizer has only {self._tokens} tokens: start the "
+                f"a server sampled token {token}, but the run's tokenizer has only {self._tokens} tokens: start the "
                 "server on the folder that the run writes, and give the run the tokenizer of model.huggingface"
             )
         return completions
+
+    async def _answer(self, request: GenerationRequest, give_up: float) -> list[Completion]:
+        cost = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
+        while True:
+            now = time.monotonic()
+            server = min(self._servers, key=lambda each: (max(now, each.away_until), each.outstanding))
+            if server.away_until > now:
+                await self._sleep(server.away_until - now)
+            server.outstanding += cost
+            try:
+                completions = await server.inference.generate(request)
+            except EndpointAway as away:
+                server.note_away(now := time.monotonic())
+                if now > give_up:
+                    raise
+                self._log(now, away)
+            else:
+                server.pause = FIRST_PAUSE_S
+                return completions
+            finally:
+                server.outstanding -= cost
+
+    def _log(self, now: float, away: EndpointAway) -> None:
+        """Log only now and then: hundreds of requests may be waiting."""
+        if now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            logger.warning("requests are repeated until a server answers: %s", away)
 
     def partial_answers(self) -> list[PartialAnswer]:
         """Return nothing: a server reports an answer only when it is complete."""

@@ -1,86 +1,128 @@
-"""Refit of an inference server outside the run: every rank writes tensors to a folder, and rank 0 has the server read
-it.
+"""Refit of servers outside the run: every rank writes tensors to a folder, and rank 0 has the servers read it.
 
-The server keeps its previous version until it has read the next one. If it refuses, `current` points back to the
-previous version; if it is away, it reads the newest when it starts. Servers reload by
+A server keeps its previous version until it has read the next one. If it refuses, `current` points back to the
+previous version; if it is away, it reads the newest when it starts. Each version is probed on each server before it is
+used. Servers reload by
 
-    vllm  POST /collective_rpc {"method": "reload_weights"}: every worker reads the folder on which it was started. Then
-          POST /reset_prefix_cache, because the cache belongs to the old weights. vLLM has both if it was started with
-          VLLM_SERVER_DEV_MODE=1. They need no token, so only the trainer may reach the server.
-    mrl   POST /update_weights {"version": ...}: it knows the folder.
+    vllm    POST /pause?mode=keep, /collective_rpc {"method": "reload_weights"}, /reset_prefix_cache with the requests
+            under way, whose keys and values belong to the old weights, /resume. Every worker reads the folder on which
+            it was started. vLLM has these routes if it was started with VLLM_SERVER_DEV_MODE=1. They need no token, so
+            only the trainer may reach the server.
+    sglang  POST /pause_generation {"mode": "retract"}, /update_weights_from_disk, which also clears its cache,
+            /continue_generation
+    mrl     POST /update_weights {"version": ...}: it knows the folder, and swaps between two tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.hf.staging import staged
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.openai import CONNECT_S, OpenAIInference, authorization
-from megatron_rl.inference.openai_bodies import Endpoint
+from megatron_rl.inference.openai import CONNECT_S, EndpointAway, EndpointError, authorization, root_of
+from megatron_rl.inference.openai_bodies import Endpoint, UnusableAnswer
+from megatron_rl.inference.served import inference_of
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
+from megatron_rl.refit.probe import Probe, ProbeFailed
+from megatron_rl.refit.prober import Prober
 from megatron_rl.refit.served_folder import ReloadFailed, ServedFolder, ServerAway, published_weights, whole_tensors
 
 STARTING = {502, 503, 504}
 """HTTP statuses of a server that starts or stops, or of a proxy in front of it."""
+_PAUSE: dict[str, tuple[str, dict[str, str] | None, str, dict[str, str] | None]] = {
+    "vllm": ("/pause?mode=keep", None, "/resume", None),
+    "sglang": ("/pause_generation", {"mode": "retract"}, "/continue_generation", {}),
+}
+"""How servers pause and resume: path and body of each."""
 
 
 class ServerReload:
-    """Has a server read versions that are already written."""
+    """Has one server read versions that are already written."""
 
     def __init__(
-        self,
-        inference: OpenAIInference,
-        server: Endpoint,
-        kind: Literal["vllm", "mrl"],
-        served: ServedFolder,
-        transport: httpx.AsyncBaseTransport | None = None,
+        self, server: Endpoint, served: ServedFolder, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         """
-        inference: client of the server; its `policy_version` is updated.
         server: its address; `timeout_s` bounds a reload.
         transport: for tests.
         """
-        self._inference = inference
-        self._server = server
-        self._kind = kind
-        self._served = served
-        self._transport = transport
+        self._server, self._served, self._transport = server, served, transport
+        self._has: int | None = None
 
-    async def reload(self, version: int) -> None:
-        """Have the server read a version.
+    async def reload(self, version: int, probe: Probe | None = None) -> None:
+        """Have the server read the version to which `current` points, and probe it. It reads a version once.
 
         Raises:
-            ReloadFailed: the server refused. Then `current` names the previous version, which the server still has,
-                unless only its cache could not be cleared.
-            ServerAway: the server does not answer. Then `current` names this version; try again.
+            ReloadFailed: the server refused, or samples by other weights.
+            ServerAway: the server does not answer; try again.
         """
-        base = self._server.url.rstrip("/").removesuffix("/v1")
-        async with httpx.AsyncClient(
-            base_url=base,
+        if self._has == version:
+            return
+        self._has = None
+        client = httpx.AsyncClient(
+            base_url=root_of(self._server.url),
             headers=authorization(self._server.token_file, self._server.token_variable),
             timeout=httpx.Timeout(self._server.timeout_s, connect=CONNECT_S),
             trust_env=False,  # a proxy of the environment does not lead to the job's own nodes
             transport=self._transport,
-        ) as client:
-            with self._served.pointing(version):
-                if self._kind == "mrl":
-                    await self._post(client, "/update_weights", {"version": version})
-                else:
-                    await self._post(client, "/collective_rpc", {"method": "reload_weights"})
-                    await self._post(client, "/reset_prefix_cache", None)
-        self._inference.policy_version = version
-        self._served.delete_others(version)
+        )
+        async with client, self._paused(client):
+            await self._read(client, version)
+        if probe is not None:
+            await self._check(version, probe)
+        self._has = version
 
-    async def _post(self, client: httpx.AsyncClient, path: str, content: dict[str, Any] | None) -> None:
+    @asynccontextmanager
+    async def _paused(self, client: httpx.AsyncClient) -> AsyncIterator[None]:
+        """Pause the server's requests within the `with` block, if it does not do so itself."""
+        if self._server.kind == "mrl":
+            yield
+            return
+        pause, how, resume, then = _PAUSE[self._server.kind]
+        await self._post(client, pause, how)
+        try:
+            yield
+        except BaseException:
+            with suppress(ReloadFailed):  # the first error counts
+                await self._post(client, resume, then)
+            raise
+        await self._post(client, resume, then)
+
+    async def _read(self, client: httpx.AsyncClient, version: int) -> None:
+        if self._server.kind == "mrl":
+            await self._post(client, "/update_weights", {"version": version})
+        elif self._server.kind == "sglang":
+            content = {"model_path": str(self._served.current), "weight_version": str(version), "flush_cache": True}
+            await self._succeed(client, "/update_weights_from_disk", content)
+        else:
+            await self._post(client, "/collective_rpc", {"method": "reload_weights"})
+            await self._succeed(client, "/reset_prefix_cache?reset_running_requests=true", None)
+
+    async def _check(self, version: int, probe: Probe) -> None:
+        asked = replace(self._server, attempts=1)
+        try:
+            async with inference_of(asked, transport=self._transport) as inference:
+                probe.check(await inference.score(probe.tokens))
+        except ProbeFailed as error:
+            raise ReloadFailed(
+                f"{self._server.url} has read version {version}, but samples by other weights: {error}. It must be "
+                f"started on {self._served.current}, with the trainer's dtype"
+            ) from error
+        except EndpointAway as error:
+            raise ServerAway(str(error)) from error
+        except (EndpointError, UnusableAnswer) as error:
+            raise ReloadFailed(f"{self._server.url} cannot be probed: {error}") from error
+
+    async def _post(self, client: httpx.AsyncClient, path: str, content: dict[str, Any] | None) -> httpx.Response:
         where = f"{client.base_url.join(path)}"
         try:
             response = await client.post(path, json=content)
@@ -89,45 +131,79 @@ class ServerReload:
         status = f"{where}: HTTP {response.status_code}: {response.text[:500]}"
         if response.status_code in STARTING:
             raise ServerAway(status)
-        if self._kind == "vllm" and response.status_code == 404:
+        if self._server.kind == "vllm" and response.status_code == 404:
             raise ReloadFailed(f"{where} does not exist: start vLLM with VLLM_SERVER_DEV_MODE=1")
         if not response.is_success:
             raise ReloadFailed(status)
+        return response
+
+    async def _succeed(self, client: httpx.AsyncClient, path: str, content: dict[str, Any] | None) -> None:
+        """Post, and raise ReloadFailed also if the server reports in its response that it did not do what it was
+        asked."""
+        response = await self._post(client, path, content)
+        try:
+            done = response.json().get("success", True)
+        except (ValueError, AttributeError):
+            done = True
+        if not done:
+            raise ReloadFailed(f"{client.base_url.join(path)}: {response.text[:500]}")
+
+
+async def reload_all(
+    servers: Sequence[ServerReload], served: ServedFolder, version: int, probe: Probe | None = None
+) -> None:
+    """Have all servers read a version, at the same time, and delete the others.
+
+    Raises:
+        ReloadFailed: a server refused. Then `current` names the previous version.
+        ServerAway: a server does not answer. Then `current` names this version; try again.
+    """
+    with served.pointing(version):
+        of_servers = (each.reload(version, probe) for each in servers)
+        failures = [each for each in await asyncio.gather(*of_servers, return_exceptions=True) if each is not None]
+        failures.sort(key=lambda failure: isinstance(failure, ServerAway))  # a refusal before an absence
+        if failures:
+            raise failures[0]
+    served.delete_others(version)
 
 
 class ExternalRefit:
-    """Implements `Refit` for a server outside the run."""
+    """Implements `Refit` for servers outside the run."""
 
     def __init__(
         self,
         trained: Policy,
         model: ModelConfig,
-        server: ServerReload,
+        servers: Sequence[ServerReload],
         served: ServedFolder,
         control: dist.ProcessGroup,
         wait: Callable[[ServerAway], None] | None = None,
+        prober: Prober | None = None,
     ) -> None:
         """
         control: all ranks, over gloo.
         wait: called on all ranks before a server that is away is tried again; raises if that took too long. None: an
             absent server is an error.
+        prober: measures the probe of each version; None: versions are not probed.
         """
         self._trained = trained
         self._model = model
-        self._server = server
+        self._servers = servers
         self._served = served
         self._control = control
         self._wait = wait
+        self._prober = prober
         own = sum(held.tensor.nbytes for held in published_weights(trained, model))
         self.moved_bytes: int = sum(self._on_all_ranks(lambda: own))
         """Bytes that all ranks together write for a version."""
 
     def publish(self, policy_version: int) -> None:
-        """Write the weights and have the server read them. Collective.
+        """Write the weights and have the servers read them. Collective.
 
         Raises ReloadFailed on all ranks if one of them failed; ServerAway, see `wait`.
         """
         leads = dist.get_rank(self._control) == 0
+        probe = None if self._prober is None else self._prober.measure()
         with ExitStack() as stack:
             (folder, *_) = self._on_all_ranks(lambda: self._begin(stack, policy_version) if leads else None)
             of_ranks = self._on_all_ranks(lambda: self._write(Path(folder)))
@@ -135,7 +211,7 @@ class ExternalRefit:
             self._on_all_ranks(lambda: self._finish(stack, Path(folder), files, policy_version) if leads else None)
         while True:
             try:
-                self._on_all_ranks(lambda: asyncio.run(self._server.reload(policy_version)) if leads else None)
+                self._on_all_ranks(lambda: asyncio.run(self._reload(policy_version, probe)) if leads else None)
                 return
             except ServerAway as away:
                 if self._wait is None:
@@ -144,6 +220,9 @@ class ExternalRefit:
 
     def finish(self) -> None:
         """Nothing runs in the background."""
+
+    async def _reload(self, version: int, probe: Probe | None) -> None:
+        await reload_all(self._servers, self._served, version, probe)
 
     def _begin(self, stack: ExitStack, policy_version: int) -> str:
         self._served.own()

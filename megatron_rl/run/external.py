@@ -1,5 +1,5 @@
-"""Generation by a server that the run did not start (`inference.engine: server`): the training ranks write weights, and
-the server reads them and answers requests."""
+"""Generation by servers that the run did not start (`inference.engine: server`): the training ranks write weights, and
+the servers read them and answer requests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import ServerConfig
-from megatron_rl.inference.served import ServedPolicy, endpoint_of
+from megatron_rl.inference.served import ServedPolicy, endpoints_of
 from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.model.hub import local_folder
 from megatron_rl.model.policy import Policy
@@ -23,6 +24,8 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.external import ExternalRefit, ServerReload
+from megatron_rl.refit.folder_owner import claim, identity_of
+from megatron_rl.refit.prober import Prober
 from megatron_rl.refit.served_folder import ServedFolder, ServerAway
 from megatron_rl.rollout.agent_loop import AgentThread, TrainingDriver
 from megatron_rl.run.generation import Generation
@@ -40,7 +43,7 @@ class AskedToLeave(Exception):
 
 
 class ServerRefit:
-    """Implements `Refit`: when `publish` returns, the server has read the weights, and every driver knows it."""
+    """Implements `Refit`: when `publish` returns, the servers have read the weights, and every driver knows it."""
 
     starved = False
     """Whether requests wait for weights. The server always has some."""
@@ -100,11 +103,19 @@ class ServerWait:
 
 
 def generate_by_server(
-    policy: Policy, config: RunConfig, tokenizer: Tokenizer, groups: Groups, safe_points: SafePoints
+    policy: Policy,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    groups: Groups,
+    safe_points: SafePoints,
+    run_dir: RunDir,
+    prober: Prober | None,
 ) -> Generation:
-    """Connect to a server, which generates with the weights of `policy` once they are published. Collective.
+    """Connect to servers, which generate with the weights of `policy` once they are published. Collective.
 
-    Raises ConfigurationError if the files of `model.huggingface` are missing.
+    prober: of the servers, if they are probed.
+
+    Raises ConfigurationError if the files of `model.huggingface` are missing, or another run owns the folder.
     """
     server, model = config.inference.server, config.model
     assert server is not None and model.huggingface is not None  # checked by the configuration
@@ -113,12 +124,37 @@ def generate_by_server(
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     limit_s = config.job.silence_limit_s
-    endpoint = endpoint_of(server, limit_s)
-    served, folder = ServedPolicy(endpoint, tokenizer), ServedFolder(Path(server.folder).expanduser(), published)
+    endpoints = endpoints_of(server)
+    served, folder = (
+        ServedPolicy(endpoints, tokenizer, limit_s),
+        ServedFolder(Path(server.folder).expanduser(), published),
+    )
+    claim_folder(folder, run_dir, groups.control)
     wait = ServerWait(safe_points, groups, start_of(server, folder), limit_s)
-    reload = ServerReload(served, endpoint, server.kind, folder)
-    refit = ServerRefit(ExternalRefit(policy, model, reload, folder, groups.control, wait.wait), served)
-    return Generation(served, refit, AgentThread(TrainingDriver.of(groups), served, safe_points, refit))
+    reloads = [ServerReload(each, folder) for each in endpoints]
+    external = ExternalRefit(policy, model, reloads, folder, groups.control, wait.wait, prober)
+    refit = ServerRefit(external, served)
+
+    def metrics() -> dict[str, float]:
+        return {} if prober is None else {"time/probe_s": prober.seconds}
+
+    loop = AgentThread(TrainingDriver.of(groups), served, safe_points, refit)
+    return Generation(served, refit, loop, metrics=metrics if dist.get_rank() == 0 else dict)
+
+
+def claim_folder(served: ServedFolder, run_dir: RunDir, control: dist.ProcessGroup) -> None:
+    """Own the folder for this run as long as this process lives, and beyond that until the run has finished.
+    Collective. Raises ConfigurationError on all ranks."""
+    refusal: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            served.own()
+            claim(served.folder, identity_of(run_dir))
+        except (OSError, ConfigurationError) as error:
+            refusal = [str(error)]
+    dist.broadcast_object_list(refusal, group_src=0, group=control)
+    if refusal[0] is not None:
+        raise ConfigurationError(refusal[0])
 
 
 def start_of(server: ServerConfig, folder: ServedFolder) -> str:
@@ -126,5 +162,8 @@ def start_of(server: ServerConfig, folder: ServedFolder) -> str:
     current, name = shlex.quote(str(folder.current)), shlex.quote(server.model)
     if server.kind == "mrl":
         return f"`mrl serve {current} --weights-from {shlex.quote(str(folder.folder))} --name {name}`"
+    if server.kind == "sglang":
+        return f"`python -m sglang.launch_server --model-path {current} --served-model-name {name}`"
     processed = " --logprobs-mode processed_logprobs" if server.processed_logprobs else ""
-    return f"`VLLM_SERVER_DEV_MODE=1 vllm serve {current} --served-model-name {name}{processed}`"
+    options = f"--served-model-name {name} --generation-config vllm{processed}"
+    return f"`VLLM_SERVER_DEV_MODE=1 vllm serve {current} {options}`"

@@ -188,7 +188,7 @@ def set_up(
     if config.inference.engine == "server":
         from megatron_rl.run.external import generate_by_server  # slow to import: it needs an HTTP client
 
-        generation = generate_by_server(models.policy, config, tokenizer, groups, safe_points)
+        generation = generate_by_server(models.policy, config, tokenizer, groups, safe_points, run_dir, prober)
     elif pool is None:
         generation = generate_here(models.policy, config, tokenizer, platform, groups, safe_points)
     else:

@@ -1,9 +1,10 @@
-"""Stand-in for a server that reloads its weights as vLLM does, and keeps what it read."""
+"""Stand-in for servers that reload their weights as vLLM, SGLang and `mrl serve` do, and keep what they read."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -11,10 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+PLAIN = {"/pause", "/resume", "/reset_prefix_cache", "/pause_generation", "/continue_generation"}
 
 
 class WeightsServer:
-    """Replies to the calls of `refit/reload.py`."""
+    """Replies to the calls of `refit/external.py`."""
 
     def __init__(self, folder: Path) -> None:
         """folder: directory of weights that the server was started with."""
@@ -22,21 +24,34 @@ class WeightsServer:
         self.calls: list[tuple[str, object]] = []
         self.read: dict[str, Tensor] = {}
         self.refuses: httpx.Response | None = None
+        self.refuses_path: str | None = None
+        """Path to which it replies that it did not succeed."""
+        self.logprobs: list[float] = []
+        """What it reports of every probe."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         content = json.loads(request.content) if request.content and request.content != b"null" else None
-        self.calls.append((request.url.path, content))
+        path = request.url.raw_path.decode()
+        if path in ("/v1/completions", "/generate"):
+            return httpx.Response(200, json=self._scored(path, content))
+        self.calls.append((path, content))
         if self.refuses is not None:
             return self.refuses
-        if request.url.path == "/collective_rpc" and content == {"method": "reload_weights"}:
+        if path in ("/collective_rpc", "/update_weights", "/update_weights_from_disk"):
             self.read = self.load(self.folder)
-            return httpx.Response(200)
-        if request.url.path == "/reset_prefix_cache":
-            return httpx.Response(200)
-        if request.url.path == "/update_weights":
-            self.read = self.load(self.folder)
-            return httpx.Response(200)
+            return httpx.Response(200, json={"success": True})
+        if (plain := path.partition("?")[0]) in PLAIN:
+            return httpx.Response(200, json={"success": plain != self.refuses_path})
         return httpx.Response(404, json={"detail": "Not Found"})
+
+    def _scored(self, path: str, content: Any) -> Any:
+        """Response with the log-probs of a prompt, as vLLM or SGLang has it."""
+        if path == "/generate":
+            pairs = zip([None, *self.logprobs], content["input_ids"], strict=True)
+            return {"meta_info": {"input_token_logprobs": [[logprob, token, None] for logprob, token in pairs]}}
+        pairs = zip(content["prompt"][1:], self.logprobs, strict=True)
+        scores = [{str(token): {"logprob": logprob, "rank": 1}} for token, logprob in pairs]
+        return {"choices": [{"index": 0, "prompt_logprobs": [None, *scores]}]}
 
     @staticmethod
     def load(folder: Path) -> dict[str, Tensor]:

@@ -23,7 +23,6 @@ from weights_server import WeightsServer
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
-from megatron_rl.inference.openai import OpenAIInference
 from megatron_rl.inference.openai_bodies import Endpoint
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.select import select
@@ -60,8 +59,8 @@ def publish(rank: int, world: int, folder: Path, whole: dict[str, Tensor]) -> li
         served = ServedFolder(folder / name, folder / "published", shard_bytes=5000)
         server = WeightsServer(served.current)
         endpoint = Endpoint("http://node:8000/v1", "tiny", "vllm")
-        server_reload = ServerReload(OpenAIInference(endpoint), endpoint, "vllm", served, httpx.MockTransport(server))
-        refit = ExternalRefit(trained, MODEL, server_reload, served, groups.control)
+        server_reload = ServerReload(endpoint, served, httpx.MockTransport(server))
+        refit = ExternalRefit(trained, MODEL, [server_reload], served, groups.control)
         refit.publish(4)
         found.append(server.has(whole) if rank == 0 else not server.calls)
         if rank == world - 1:

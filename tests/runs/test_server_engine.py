@@ -47,7 +47,7 @@ class Setting:
         self.servers: list[Command] = []
 
     def run(self, name: str, **sections: dict[str, Any]) -> RunDir:
-        server = {"kind": "mrl", "url": self.url, "folder": str(self.folder), "token_file": str(self.token)}
+        server = {"kind": "mrl", "urls": self.url, "folder": str(self.folder), "token_file": str(self.token)}
         defaults: dict[str, dict[str, Any]] = {
             "model": model_of(self.root / "published").model_dump(),
             "tokenizer": {"type": "huggingface", "alphabet": "", "path": str(self.root / "published")},
@@ -114,9 +114,9 @@ def until(what: Callable[[], object], why: str) -> None:
 
 def asks_again_soon(rank: int) -> None:
     """Pauses of the client, which would grow to half a minute."""
-    from megatron_rl.inference import openai
+    from megatron_rl.inference import served
 
-    openai.LONGEST_PAUSE_S = 1.0
+    served.LONGEST_PAUSE_S = 1.0
 
 
 @pytest.fixture
@@ -143,7 +143,8 @@ def test_run_waits_for_its_server_updates_it_and_survives_its_loss(setting: Sett
     # The log-probs of the server equal those of the trainer: it has the trainer's weights.
     assert max(line["inference_logprob_difference_max"] for line in lines) < 1e-3
     last = lines[-1]["policy_version"]
-    assert sorted(path.name for path in setting.folder.iterdir()) == ["current", f"version-{last:06d}"]
+    assert sorted(path.name for path in setting.folder.iterdir()) == ["current", "owner.json", f"version-{last:06d}"]
+    assert all(line["time/probe_s"] > 0 for line in lines)
     assert set(setting.answer().versions) == {last}
     index = json.loads((setting.folder / "current" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["policy_version"] == last

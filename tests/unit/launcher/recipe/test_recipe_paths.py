@@ -93,7 +93,7 @@ def test_paths_of_a_file_of_environments_begin_at_that_file(folder):
 
 
 def test_paths_of_servers_and_images_become_absolute(folder):
-    server = "{kind: vllm, url: 'http://a/v1', folder: served, token_file: ~/token}"
+    server = "{kind: vllm, urls: 'http://a/v1', folder: served, token_file: ~/token}"
     model = "{num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, num_query_groups: 1, "
     model += "max_position_embeddings: 64, init: huggingface, huggingface: Qwen/Never}"
     overrides = [f"model={model}", "inference.engine=server", f"inference.server={server}"]

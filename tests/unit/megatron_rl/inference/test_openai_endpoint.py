@@ -103,6 +103,9 @@ def test_every_parameter_is_sent_to_a_server_that_has_it(kind: Kind) -> None:
         "top_k": 7,
         "min_p": 0.1,
         "min_tokens": 2,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "stop": ["a", "b"],
         "stop_token_ids": [4],
         "seed": 2**64 - 2 if kind == "mrl" else -2,  # vLLM takes a signed seed

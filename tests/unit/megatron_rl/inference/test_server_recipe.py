@@ -9,9 +9,9 @@ from launcher.plan.gpu_memory import rank_memories
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import load_recipe
 from megatron_rl.inference.config import ServerConfig
-from megatron_rl.inference.served import endpoint_of
+from megatron_rl.inference.served import endpoints_of
 
-VLLM = "inference.server={kind: vllm, url: 'http://gpu17:8000/v1', folder: /dev/shm/policy}"
+VLLM = "inference.server={kind: vllm, urls: 'http://gpu17:8000/v1', folder: /dev/shm/policy}"
 
 
 def recipe(*overrides: str) -> list[str]:
@@ -29,10 +29,12 @@ def recipe(*overrides: str) -> list[str]:
         (recipe("resume.partial=regenerate"), "resume.partial is regenerate"),
         (recipe("sampling.temperature=0.7"), "sampling.temperature 0.7: vLLM's raw log-probs"),
         (recipe("inference.server.processed_logprobs=true", "sampling.top_k=5"), "sampling.top_k: vLLM's processed"),
-        (recipe("inference.server.url=gpu17:8000"), "inference.server.url: expected http://HOST:PORT/v1"),
+        (recipe("inference.server.urls=gpu17:8000"), "inference.server.urls.0: expected http://HOST:PORT/v1"),
+        (recipe("inference.server.urls=['http://a/v1', 'http://a/v1']"), "urls names a server twice"),
         (recipe("inference.server.token_file=a", "inference.server.token_variable=B"), "both given"),
         (recipe("inference.server.kind=mrl"), "mrl serve refuses requests without its token"),
-        (recipe("inference.server.kind=sglang"), "inference.server.kind"),
+        (recipe("inference.server.kind=sglang", "sampling.min_new_tokens=2"), "sampling.min_new_tokens is given"),
+        (recipe("inference.server.kind=tgi"), "inference.server.kind"),
     ],
 )
 def test_unsupported_settings_are_refused_with_their_key(overrides: list[str], why: str) -> None:
@@ -47,7 +49,9 @@ def test_ranks_that_only_train_need_no_cache() -> None:
     assert {phase.name for phase in memory.phases} == {"build", "train", "update"}
 
 
-def test_requests_are_retried_while_the_server_may_be_absent() -> None:
-    server = ServerConfig(kind="vllm", url="http://gpu17:8000/v1", folder="/dev/shm/policy", token_variable="KEY")
-    endpoint = endpoint_of(server, limit_s=1800)
-    assert (endpoint.attempts, endpoint.timeout_s, endpoint.token_variable) == (66, 3600, "KEY")
+@pytest.mark.parametrize("urls", ["http://a:1/v1", ["http://a:1/v1", "http://b:1/v1"]])
+def test_there_may_be_one_server_or_several(urls: str | list[str]) -> None:
+    section = {"kind": "vllm", "urls": urls, "folder": "/dev/shm/policy", "token_variable": "KEY"}
+    endpoints = endpoints_of(ServerConfig.model_validate(section))
+    assert [each.url for each in endpoints] == ([urls] if isinstance(urls, str) else urls)
+    assert {(each.timeout_s, each.token_variable) for each in endpoints} == {(3600, "KEY")}

@@ -87,5 +87,5 @@ def test_a_server_reloads_its_weights_without_the_proxy(server: Refusing, tmp_pa
     endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "tiny", "vllm")
     served = ServedFolder(tmp_path / "weights", tmp_path / "published")
     served.version(1).mkdir(parents=True)
-    refused(ServerReload(OpenAIInference(endpoint), endpoint, "vllm", served).reload(1))
+    refused(ServerReload(endpoint, served).reload(1))
     assert server.asked

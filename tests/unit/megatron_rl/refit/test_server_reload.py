@@ -15,9 +15,9 @@ from weights_server import WeightsServer
 
 from megatron_rl.checkpoint.hf.staging import staged
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.openai import OpenAIInference
 from megatron_rl.inference.openai_bodies import Endpoint
-from megatron_rl.refit.external import ServerReload
+from megatron_rl.refit.external import ServerReload, reload_all
+from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.served_folder import ReloadFailed, ServedFolder, ServerAway
 
 
@@ -35,53 +35,91 @@ class Setting:
         (published / "tokenizer.json").write_text("{}")
         (root / "token").write_text("s3cret")
         self.served = ServedFolder(root / "shm", published, shard_bytes=300)
-        self.server = WeightsServer(self.served.current)
+        self.server, self.other = (WeightsServer(self.served.current) for _ in range(2))
         self.tokens: set[str | None] = set()
-        endpoint = Endpoint("http://node:8000/v1", "tiny", "vllm", token_file=root / "token")
-        self.inference = OpenAIInference(endpoint)
         transport = httpx.MockTransport(self.reply)
-        self.reload = ServerReload(self.inference, endpoint, kind, self.served, transport).reload
+        self.reloads = [
+            ServerReload(
+                Endpoint(f"http://{node}:8000/v1", "tiny", kind, token_file=root / "token"), self.served, transport
+            )
+            for node in ("node", "other")
+        ]
 
     def reply(self, request: httpx.Request) -> httpx.Response:
         self.tokens.add(request.headers.get("Authorization"))
-        return self.server(request)
+        return (self.server if request.url.host == "node" else self.other)(request)
 
-    def update(self, version: int) -> None:
+    def update(self, version: int, probe: Probe | None = None) -> None:
         self.served.own()
         with staged(self.served.version(version), 0, replace=True) as folder:
             self.served.describe(folder, self.served.write(folder, 0, tensors(version).items()), version)
-        asyncio.run(self.reload(version))
+        self.reload(version, probe)
+
+    def reload(self, version: int, probe: Probe | None = None) -> None:
+        asyncio.run(reload_all(self.reloads, self.served, version, probe))
 
     @property
     def versions(self) -> list[str]:
         return sorted(path.name for path in self.served.folder.iterdir())
 
 
-@pytest.fixture(params=["vllm", "mrl"])
+@pytest.fixture(params=["vllm", "sglang", "mrl"])
 def setting(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
     return Setting(tmp_path, request.param)
 
 
-def test_the_server_reads_every_tensor_of_each_version(setting: Setting) -> None:
+def test_every_server_reads_every_tensor_of_each_version(setting: Setting) -> None:
     for version in (1, 2):
         setting.update(version)
-        assert setting.server.has(tensors(version))
-        assert setting.inference.policy_version == version
+        assert setting.server.has(tensors(version)) and setting.other.has(tensors(version))
         assert setting.versions == ["current", f"version-{version:06d}"]
     assert len([*setting.served.version(2).glob("*.safetensors")]) > 1  # in several files
     assert setting.tokens == {"Bearer s3cret"}
 
 
-def test_vllm_clears_its_cache_and_mrl_learns_the_version(tmp_path: Path) -> None:
-    expected = {
-        "vllm": [("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", None)],
-        "mrl": [("/update_weights", {"version": 3})],
-    }
-    for kind, calls in expected.items():
+def test_servers_pause_and_clear_their_cache_and_mrl_learns_the_version(tmp_path: Path) -> None:
+    for kind in ("vllm", "sglang", "mrl"):
         (tmp_path / kind).mkdir()
         setting = Setting(tmp_path / kind, kind)
         setting.update(3)
-        assert setting.server.calls == calls
+        current = str(setting.served.current)
+        expected: dict[str, list[Any]] = {
+            "vllm": [
+                ("/pause?mode=keep", None),
+                ("/collective_rpc", {"method": "reload_weights"}),
+                ("/reset_prefix_cache?reset_running_requests=true", None),
+                ("/resume", None),
+            ],
+            "sglang": [
+                ("/pause_generation", {"mode": "retract"}),
+                ("/update_weights_from_disk", {"model_path": current, "weight_version": "3", "flush_cache": True}),
+                ("/continue_generation", {}),
+            ],
+            "mrl": [("/update_weights", {"version": 3})],
+        }
+        assert setting.server.calls == expected[kind]
+
+
+def test_a_server_that_fails_to_reload_resumes_its_requests(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, "vllm")
+    setting.server.refuses_path = "/reset_prefix_cache"
+    with pytest.raises(ReloadFailed, match=r"/reset_prefix_cache\?reset_running_requests=true: .*false"):
+        setting.update(1)
+    assert setting.server.calls[-1] == ("/resume", None)
+
+
+PROBE = Probe((1, 2, 3), (-1.0, -2.0), 0.1)
+
+
+def test_a_server_that_samples_by_other_weights_is_named(setting: Setting) -> None:
+    setting.server.logprobs = setting.other.logprobs = [-1.0, -2.01]
+    setting.update(1, PROBE)
+    setting.other.logprobs = [-1.0, -2.5]
+    with pytest.raises(
+        ReloadFailed, match=r"http://other:8000/v1 has read version 2, but samples by other weights.* 0\.25"
+    ):
+        setting.update(2, PROBE)
+    assert setting.served.current.resolve() == setting.served.version(1)
 
 
 def test_a_server_that_refuses_keeps_its_version_even_after_a_restart(setting: Setting) -> None:
@@ -95,7 +133,6 @@ def test_a_server_that_refuses_keeps_its_version_even_after_a_restart(setting: S
     setting.server.refuses = reply
     with pytest.raises(ReloadFailed, match=message):
         setting.update(2)
-    assert setting.inference.policy_version == 1
     assert setting.server.has(tensors(1))
     assert setting.served.current.resolve() == setting.served.version(1)
     setting.server.refuses = None
@@ -112,10 +149,12 @@ def test_a_server_that_is_away_reads_the_newest_version_when_it_comes(setting: S
     with pytest.raises(ServerAway, match="connection refused"):
         setting.update(1)
     assert setting.served.current.resolve() == setting.served.version(1)
-    assert setting.inference.policy_version == 0, "no server has read it"
+    assert setting.other.has(tensors(1))
     setting.server = replies
-    asyncio.run(setting.reload(1))
-    assert setting.server.has(tensors(1)) and setting.inference.policy_version == 1
+    calls = [*setting.other.calls]
+    setting.reload(1)
+    assert setting.server.has(tensors(1))
+    assert setting.other.calls == calls, "it has the version"
 
 
 def test_a_vllm_without_development_mode_is_one_clear_error(tmp_path: Path) -> None:
