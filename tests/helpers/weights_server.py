@@ -25,9 +25,9 @@ class WeightsServer:
         self.read: dict[str, Tensor] = {}
         self.refuses: httpx.Response | None = None
         self.refuses_path: str | None = None
-        """Path to which it replies that it did not succeed."""
+        """Path of requests to which it replies that they failed."""
         self.logprobs: list[float] = []
-        """What it reports of every probe."""
+        """Log-probs that it reports of every probe."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         content = json.loads(request.content) if request.content and request.content != b"null" else None
