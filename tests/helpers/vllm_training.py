@@ -1,0 +1,194 @@
+"""Training ranks beside replicas with vLLM: they publish weights of published folders from any layout, and ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+from core_helpers import answer_logprobs
+from hf_helpers import STRETCHED, model_of
+from layout_helpers import Layout
+from vllm_front import START_S
+
+from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.config import RunConfig, read_config
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.inference.api import Completion, GenerationRequest
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.replicas.dispatch import Dispatch
+from megatron_rl.inference.replicas.pool import ReplicaPool
+from megatron_rl.inference.replicas.wire import digest_of, read_token
+from megatron_rl.model.parallel import groups_of_one
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.platform.select import select
+from megatron_rl.refit.model_tensors import weights_by_box
+from megatron_rl.refit.probe import Probe
+from megatron_rl.refit.replica_control import PoolControl
+from megatron_rl.refit.transfer import Sender
+from megatron_rl.refit.transfer_refit import TransferRefit
+from megatron_rl.run.models import share_weights
+
+LIMIT = timedelta(seconds=60)
+NO_REPLICA = timedelta(seconds=START_S)
+TOKEN = "a-token-of-a-run-with-32-characters-or-more"
+LONGEST = 64
+CLOSE = 1e-3
+"""Largest difference between log-probs of one model in fp32, computed by different programs."""
+
+PROMPT = [3, 10, 4, 33, 7, 13, 0, 14, 1, 44, 21, 5]
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest of vLLM's attention on a CPU
+    "max_position_embeddings": LONGEST,
+}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
+SERVED: dict[str, dict[str, Any]] = {
+    "Qwen2": SIZES | {"model_type": "qwen2", "tie_word_embeddings": False},
+    "Qwen2, tied": SIZES | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "Qwen3, tied": SIZES | {"model_type": "qwen3", "hidden_size": 64, "tie_word_embeddings": True},
+    "Llama 3.1": SIZES | {"model_type": "llama", "rope_parameters": STRETCHED},
+    "Mistral": SIZES | {"model_type": "mistral", "sliding_window": None},
+    "Qwen3 MoE": SIZES | EXPERTS | {"model_type": "qwen3_moe", "tie_word_embeddings": False},
+}
+"""Name -> contents of config.json. vLLM serves all of them on a CPU."""
+
+
+def prepare_run(root: Path, published: Path, **sections: dict[str, Any]) -> RunDir:
+    """Write the recipe of a partitioned run with one replica of vLLM that starts from published weights."""
+    recipe: dict[str, Any] = {
+        "name": "served",
+        "job": {"nodes": 2, "gpus_per_node": 1, "device": "cpu", "threads_per_rank": 1},
+        "model": model_of(published).model_dump(),
+        "tokenizer": {"type": "huggingface", "path": str(published)},
+        "environment": {"name": "arithmetic"},
+        "sampling": {"max_new_tokens": 24},
+        "inference": {"engine": "vllm", "max_batch": 16},
+        "placement": {"mode": "partitioned", "inference": {"nodes": 1}},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"steps": 4, "sequence_length": LONGEST},
+        "resume": {"partial": "keep"},
+    }
+    for name, fields in sections.items():
+        recipe[name] = recipe.get(name, {}) | fields
+    root.mkdir(parents=True)
+    run = RunDir(root)
+    run.resolved.write_text(yaml.safe_dump(RunConfig.model_validate(recipe).model_dump(mode="json")))
+    run.token.write_text(f"{TOKEN}\n")
+    return run
+
+
+LAYOUTS = {
+    "Qwen2": Layout(tp=2),
+    "Qwen2, tied": Layout(pp=2),
+    "Qwen3, tied": Layout(tp=2),
+    "Llama 3.1": Layout(pp=2),
+    "Mistral": Layout(dp=2),
+    "Qwen3 MoE": Layout(ep=2, dp=2),
+}
+"""Layout of two training ranks for each model."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Answers under one version."""
+
+    sampled: list[Completion]
+    greedy: Completion
+    trained: list[list[float]]
+    """Log-probs of the sampled answers by the trainer's model."""
+    vocabulary: int
+    """Tokens of the tokenizer, over which log-probs are normalised."""
+
+
+class Trainer:
+    """One training rank of a run whose replicas have vLLM, with its part of a model."""
+
+    def __init__(self, run: RunDir, layout: Layout) -> None:
+        self.config = read_config(run)
+        self.tokenizer = build_tokenizer(self.config.tokenizer)
+        self.platform = select(self.config.job)
+        self.groups = layout.groups()
+        self.policy = build_policy(self.config.model, self.tokenizer.vocab_size, self.platform)
+        self.pool: ReplicaPool | None = None
+        control = None
+        if dist.get_rank() == 0:
+            digest, token = digest_of(run.resolved), read_token(run.token)
+            self.pool = ReplicaPool(Dispatch(run.attempt(1), digest, token, 0, resumes=True, limit_s=START_S))
+            self.pool.start()
+            control = PoolControl(self.pool, LIMIT)
+        self.refit = TransferRefit(
+            Sender(weights_by_box(self.policy)),
+            self.groups.control,
+            "gloo",
+            control,
+            lambda: False,
+            LIMIT,
+            NO_REPLICA,
+        )
+
+    def load(self, published: Path) -> None:
+        load_pretrained(self.policy, self.config.model, published)
+        share_weights(self.policy, self.groups)
+
+    def publish(self, version: int, probe: Probe) -> None:
+        """Give the weights to the replicas. Collective."""
+        assert self.refit.publish(version, probe)
+        if self.pool is not None:
+            self.pool.policy_version = version
+
+    def whole(self, published: Path) -> Policy:
+        """Build a published model on this rank alone."""
+        policy = build_policy(self.config.model, self.tokenizer.vocab_size, self.platform, groups=groups_of_one())
+        load_pretrained(policy, self.config.model, published)
+        return policy
+
+    def ask(self, *asked: tuple[Sampling, int]) -> list[list[Completion]]:
+        """Answers of the replicas to the prompt, for each sampling a number of samples. On rank 0."""
+        assert self.pool is not None
+        requests = [GenerationRequest(PROMPT, samples, sampling, key) for key, (sampling, samples) in enumerate(asked)]
+
+        async def all_of_them(pool: ReplicaPool) -> list[list[Completion]]:
+            return await asyncio.gather(*(pool.generate(request) for request in requests))
+
+        return asyncio.run(all_of_them(self.pool))
+
+    def close(self) -> None:
+        self.refit.close()
+        if self.pool is not None:
+            self.pool.close(end=True)
+
+
+def probe_of(policy: Policy) -> Probe:
+    logprobs = answer_logprobs(policy, PROMPT[:1], PROMPT[1:])
+    return Probe(tuple(PROMPT), tuple(logprobs.tolist()), CLOSE)
+
+
+def publish_and_ask(rank: int, _world: int, run: RunDir, layout: Layout, versions: Sequence[Path]) -> list[Asked]:
+    """Publish each version, and ask for answers under it. Returns them on rank 0."""
+    trainer, seen = Trainer(run, layout), []
+    length = trainer.config.sampling.max_new_tokens
+    for version, published in enumerate(versions, start=1):
+        trainer.load(published)
+        whole = trainer.whole(published)
+        trainer.publish(version, probe_of(whole))
+        if rank == 0:
+            sampling = Sampling(max_new_tokens=length)
+            sampled, (greedy,) = trainer.ask((sampling, 4), (sampling.model_copy(update={"temperature": 0.0}), 1))
+            trained = [answer_logprobs(whole, PROMPT, each.tokens).tolist() for each in sampled]
+            seen.append(Asked(sampled, greedy, trained, trainer.tokenizer.vocab_size))
+        dist.barrier()
+    trainer.close()
+    return seen

@@ -1,0 +1,71 @@
+"""Weights of a training world of two ranks arrive in vLLM, for each architecture and from ways to split a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from checkpoint_helpers import Ranks
+from hf_helpers import publish
+from vllm_front import Front
+from vllm_training import CLOSE, LAYOUTS, PROMPT, SERVED, Asked, prepare_run, publish_and_ask
+
+LIMIT_S = 240.0
+
+
+class Served(NamedTuple):
+    """One model in vLLM."""
+
+    folders: list[Path]
+    """Published weights of each version."""
+    asked: list[Asked]
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Two versions that differ in every weight."""
+    root = tmp_path_factory.mktemp("served")
+    folders = [root / "first", root / "second"]
+    for seed, folder in enumerate(folders):
+        publish(folder, SERVED[request.param], seed=seed)
+    run = prepare_run(root / "run", folders[0])
+    with Front(run) as front:
+        front.wait_until_it_answers()
+        ranks = Ranks(root, 2, publish_and_ask, run, LAYOUTS[request.param], folders)
+        try:
+            asked = ranks.results(LIMIT_S)[0]
+        except AssertionError as error:
+            raise AssertionError(front.text()) from error
+    return Served(folders, asked)
+
+
+def test_logprobs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
+    for version, asked in enumerate(served.asked, start=1):
+        for answer, logprobs in zip(asked.sampled, asked.trained, strict=True):
+            assert answer.logprobs == pytest.approx(logprobs, abs=CLOSE)
+            assert {*answer.versions} == {version}
+
+
+def test_greedy_answers_are_those_of_transformers_under_the_weights_of_each_version(served: Served) -> None:
+    for folder, asked in zip(served.folders, served.asked, strict=True):
+        tokens, logprobs = greedily(folder, len(asked.greedy.tokens), asked.vocabulary)
+        assert asked.greedy.tokens == tokens
+        assert asked.greedy.logprobs == pytest.approx(logprobs, abs=CLOSE)
+    first, second = (asked.greedy.tokens for asked in served.asked)
+    assert first != second
+
+
+@torch.no_grad()
+def greedily(folder: Path, length: int, vocabulary: int) -> tuple[list[int], list[float]]:
+    """Continue the prompt with transformers, over the tokens of the tokenizer. Returns tokens and log-probs."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens, logprobs = [*PROMPT], []
+    for _ in range(length):
+        scores = torch.log_softmax(model(torch.tensor([tokens])).logits[0, -1, :vocabulary], dim=-1)
+        tokens.append(int(scores.argmax()))
+        logprobs.append(float(scores[tokens[-1]]))
+    return tokens[len(PROMPT) :], logprobs
