@@ -88,6 +88,7 @@ OWNED_OPTIONS: Mapping[str, str] = {
     "enable-lora": _WEIGHTS,
     "enable-sleep-mode": "a replica always generates",
     "disable-log-stats": "metrics of the run come from it",
+    "disable-uvicorn-access-log": "a line for each request would fill the replica's log",
     "config": "inference.vllm.args is the place for further options",
 }
 """Option of `vllm serve`, without the dashes in front -> why the run sets it itself."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import RunConfig
-from megatron_rl.inference.config import VllmConfig, pages_of
+from megatron_rl.inference.config import VllmConfig, pages_of, processes_logprobs
 from megatron_rl.inference.vllm_options import option_name
 from megatron_rl.vllm.client import MODEL_NAME
 from megatron_rl.vllm.plugin import BACKEND
@@ -61,7 +61,7 @@ def vllm_command(config: RunConfig, served: Served, python: str, seed: int) -> l
         "tensor-parallel-size": str(config.placement.inference.tp or config.placement.training.tp),
         "enable-prefix-caching": inference.share_prefixes,
         "generation-config": "vllm",
-        "logprobs-mode": "raw_logprobs" if config.sampling.temperature in (0.0, 1.0) else "processed_logprobs",
+        "logprobs-mode": "processed_logprobs" if processes_logprobs(config.sampling) else "raw_logprobs",
         "stream-interval": str(STREAM_INTERVAL),
         "seed": str(seed),
     }

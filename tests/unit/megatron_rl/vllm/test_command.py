@@ -9,6 +9,7 @@ import pytest
 from core_helpers import tiny_run
 
 from megatron_rl.config import RunConfig
+from megatron_rl.inference.vllm_options import owned
 from megatron_rl.vllm.command import Served, cache_bytes, seed_of, vllm_command, vllm_environment
 
 SERVED = Served(Path("/t/model"), Path("/t/socket"), Path("/t/plugins"))
@@ -46,6 +47,12 @@ def test_options_of_the_user_are_passed_on() -> None:
     assert found["gpu-memory-utilization"] == "0.5"
     assert "no-async-scheduling" in found
     assert found["enable-eplb"] == ""
+
+
+def test_what_the_run_sets_is_refused_from_the_user() -> None:
+    """Options of the run come last, so another value would have no effect."""
+    config = run({"page_tokens": 16, "cache_tokens": 960, "cuda_graphs": False, "share_prefixes": False})
+    assert [name for name in options(config) if owned(name) is None] == []
 
 
 @pytest.mark.parametrize(("temperature", "mode"), [(1.0, "raw_logprobs"), (0.7, "processed_logprobs")])
