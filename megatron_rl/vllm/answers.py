@@ -74,14 +74,15 @@ class Answer:
 
 def shared_streams(answers: Iterable[Answer], most: int) -> list[list[Answer]]:
     """Group the answers that have not ended into requests to vLLM of at most `most` answers each: those to one prompt
-    share a request, which saves 2 ms of its CPU for each. Answers that continue known tokens have one of their own, and
-    so have answers with stop strings, because vLLM must stop sampling one when its string is found here."""
+    share a request, which saves 2 ms of its CPU for each. These answers have one of their own: those that continue known
+    tokens; those with stop strings, because vLLM must stop sampling one when its string is found here; greedy ones, of
+    which vLLM refuses several."""
     found: list[list[Answer]] = []
     for answer in answers:
         if answer.ended:
             continue
         request = answer.transcript.request
-        alone = answer.known > 0 or bool(request.sampling.stop)
+        alone = answer.known > 0 or bool(request.sampling.stop) or request.sampling.temperature == 0
         last = found[-1] if found else []
         if not alone and 0 < len(last) < most and last[0].known == 0 and last[0].transcript.request is request:
             last.append(answer)
