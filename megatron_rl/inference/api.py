@@ -152,7 +152,14 @@ class EngineLoad:
     free_pages: int
     """Unused pages of the key/value cache."""
     pages: int
-    """All pages of the key/value cache."""
+    """All pages of the key/value cache; 0 if unknown."""
+    preemptions: int = 0
+    """Samples that lost their pages to others since the start, and were computed again."""
+
+    @property
+    def cache_used(self) -> float:
+        """Share of the cache that is in use, from 0 to 1."""
+        return 1.0 - self.free_pages / self.pages if self.pages else 0.0
 
 
 class InferenceInterface(Protocol):

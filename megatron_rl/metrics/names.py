@@ -267,7 +267,7 @@ STEP_METRICS: dict[str, Metric] = {
     ),
     "system/replicas": Metric(
         "inference replicas that answer the first rank with the weights of the step; absent if the training ranks "
-        "generate (placement.mode), as are the next four"
+        "generate (placement.mode), as are the next eight"
     ),
     "system/slow_replicas": Metric("replicas that get no requests because they are far slower than the others"),
     "system/repeated_requests": Metric(
@@ -277,6 +277,16 @@ STEP_METRICS: dict[str, Metric] = {
     "system/replica_busy_mean": Metric(
         "share of the time since the previous step in which an inference replica computed, mean over the replicas "
         "present; updated every few seconds"
+    ),
+    "system/replica_running_mean": Metric(
+        "answers that a replica generates at the end of the step, mean over replicas"
+    ),
+    "system/replica_waiting_mean": Metric("answers that wait in a replica at the end of the step, mean over replicas"),
+    "system/replica_cache_used_mean": Metric(
+        "share of a replica's cache of keys and values that is in use at the end of the step, mean over replicas"
+    ),
+    "system/replica_preemptions": Metric(
+        "answers that lost their cache to others since the replicas started, and were computed again, sum over replicas"
     ),
     "time/publish_s": Metric(
         "seconds until the replicas sampled with the newest weights, most of them beside the training; the weights of "

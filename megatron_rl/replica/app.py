@@ -140,7 +140,17 @@ class ReplicaService:
     def about(self) -> About:
         load, its = self.thread.load, self._address
         leader = self._leader
-        return About(its.replica, its.start, its.ranks, leader.version, load.running, load.waiting, leader.busy_s)
+        return About(
+            replica=its.replica,
+            start=its.start,
+            ranks=its.ranks,
+            version=leader.version,
+            running=load.running,
+            waiting=load.waiting,
+            cache_used=load.cache_used,
+            preemptions=load.preemptions,
+            busy_s=leader.busy_s,
+        )
 
     @property
     def handlers(self) -> dict[str, Handler]:

@@ -24,6 +24,7 @@ class Answer:
     """Pieces that must not leave yet, with their policy versions."""
     left: bool = False
     """Whether its last tokens have left."""
+    _versions: list[int] | None = None  # of the tokens since `known`, once vLLM has ended the answer
     relabelled: int = 0
     """Tokens that left under another version than vLLM reported at the end."""
 
@@ -39,10 +40,9 @@ class Answer:
     def take(self, piece: Piece, version: int, *, checked: bool) -> None:
         """Add a piece that was sampled by weights of this version, as far as vLLM does not say otherwise."""
         self.unchecked.append((RowAnswer(self.transcript.sample, piece.tokens, piece.logprobs), version))
+        self._versions = piece.versions
         if checked:
             self.check()
-            if piece.versions is not None:
-                self._relabel(piece.versions)
 
     def check(self) -> None:
         """All tokens so far may leave."""
@@ -50,10 +50,13 @@ class Answer:
             if not self.ended:  # vLLM does not know of stop strings
                 self.transcript.extend(answer, version)
         self.unchecked.clear()
+        if self._versions is not None:
+            self._relabel(self._versions)
 
     def drop_unchecked(self) -> None:
         """Forget the tokens that were not checked, to have vLLM continue from the others."""
         self.unchecked.clear()
+        self._versions = None
         self.known = len(self.transcript.tokens)
 
     def delta(self) -> Delta | None:
@@ -74,9 +77,10 @@ class Answer:
 
 def shared_streams(answers: Iterable[Answer], most: int) -> list[list[Answer]]:
     """Group the answers that have not ended into requests to vLLM of at most `most` answers each: those to one prompt
-    share a request, which saves 2 ms of its CPU for each. These answers have one of their own: those that continue known
-    tokens; those with stop strings, because vLLM must stop sampling one when its string is found here; greedy ones, of
-    which vLLM refuses several."""
+    share a request, which saves 2 ms of its CPU for each.
+
+    Some have a request of their own: those that continue known tokens; those with stop strings, because vLLM must stop
+    sampling one when its string is found here; and greedy ones, of which vLLM refuses several."""
     found: list[list[Answer]] = []
     for answer in answers:
         if answer.ended:

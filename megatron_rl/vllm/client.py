@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class VllmStats:
     waiting: int = 0
     cache_used: float = 0.0
     """Share of the cache of keys and values that is used, from 0 to 1."""
+    pages: int = 0
+    """Pages of that cache."""
     preemptions: int = 0
     """Answers that lost their cache to others so far, and were computed again."""
 
@@ -211,6 +214,7 @@ def versions_in(spans: Sequence[dict[str, Any]]) -> list[int]:
 def stats_in(text: str) -> VllmStats:
     """Read vLLM's figures in the text of `/metrics` (Prometheus)."""
     found: dict[str, float] = {}
+    pages = re.search(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d+)"', text, re.MULTILINE)
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
         name = name.partition("{")[0].removeprefix("vllm:")
@@ -223,6 +227,7 @@ def stats_in(text: str) -> VllmStats:
         int(found.get("num_requests_running", 0)),
         int(found.get("num_requests_waiting", 0)),
         found.get("kv_cache_usage_perc", 0.0),
+        int(pages[1]) if pages else 0,
         int(found.get("num_preemptions_total", 0)),
     )
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.epoch import TransferFailed
 from megatron_rl.refit.probe import Probe, ProbeFailed
 from megatron_rl.vllm.answers import Answer, Answers, shared_streams
-from megatron_rl.vllm.client import CONTROL_S, Piece, VllmClient
+from megatron_rl.vllm.client import CONTROL_S, Piece, VllmClient, VllmStats
 from megatron_rl.vllm.process import VllmGone, VllmProcess
 
 logger = logging.getLogger("megatron_rl")
@@ -77,6 +77,7 @@ class VllmLeader:
         self._answers = Answers(end_ids, decode)
         self._streams: dict[int, asyncio.Task[None]] = {}  # by the answer's id(); for the loop
         self._label = -1  # version of the weights that sample now
+        self._stats = VllmStats()  # of a few seconds ago
         self._checked = True  # whether those weights were checked
         self._news = threading.Event()
         self._came_at = time.monotonic()  # when tokens came last, or the first request
@@ -96,8 +97,11 @@ class VllmLeader:
     @property
     def load(self) -> EngineLoad:
         with self._lock:
-            running = sum(not answer.ended for answer in self._answers)
-        return EngineLoad(running, 0, 0, 0)
+            unfinished = sum(not answer.ended for answer in self._answers)
+        stats = self._stats
+        free = round(stats.pages * (1.0 - stats.cache_used))
+        waiting = min(stats.waiting, unfinished)
+        return EngineLoad(unfinished - waiting, waiting, free, stats.pages, stats.preemptions)
 
     @property
     def answered(self) -> Sequence[str]:
@@ -162,6 +166,7 @@ class VllmLeader:
         if self._held_until is not None and time.monotonic() > self._held_until:
             self._held_until = None
             self._begin(self._client.resume())
+        self._begin(self._read_stats())
         if not self.busy or self._came_at > self._beat_at:
             self._beat_at = time.monotonic()
             self._activity.beat()
@@ -186,6 +191,10 @@ class VllmLeader:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # In the loop
+
+    async def _read_stats(self) -> None:
+        with suppress(VllmGone):  # `_check` finds out why
+            self._stats = await self._client.stats()
 
     async def _step(self, step: dict[str, Any]) -> None:
         if self._holds:

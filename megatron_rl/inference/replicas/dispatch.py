@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from megatron_rl.contract.paths import Attempt
@@ -114,6 +114,11 @@ class Dispatch:
             "system/slow_replicas": sum(link.slow for link in ready),
             "system/repeated_requests": repeated,
         }
+        if abouts := [link.about for link in ready if link.about is not None]:
+            found["system/replica_running_mean"] = fmean(about.running for about in abouts)
+            found["system/replica_waiting_mean"] = fmean(about.waiting for about in abouts)
+            found["system/replica_cache_used_mean"] = fmean(about.cache_used for about in abouts)
+            found["system/replica_preemptions"] = sum(about.preemptions for about in abouts)
         if (share := self._links.busy_share()) is not None:
             found["system/replica_busy_mean"] = share
         return found

@@ -66,6 +66,10 @@ class About:
     running: int
     """Samples being decoded, of all drivers."""
     waiting: int
+    cache_used: float
+    """Share of its cache of keys and values that is in use, from 0 to 1."""
+    preemptions: int
+    """Samples that lost their cache to others since its start, and were computed again."""
     busy_s: float
     """Seconds that its engine has computed so far."""
 

@@ -47,7 +47,7 @@ def test_request_survives_the_wire(known: list[tuple[int, float, int]], key: int
 def test_news_survive_the_wire_bit_for_bit(tokens: list[tuple[int, float, int]]) -> None:
     numbers, logprobs, versions = ([each[place] for each in tokens] for place in range(3))
     delta = Delta(1, numbers, logprobs, versions, None, "stop", "\n")
-    told = News(About(1, 0, 8, 3, 2, 1, 4.5), 7, [("id", delta)], [Refusal("other", "value", "why")])
+    told = News(About(1, 0, 8, 3, 2, 1, 0.5, 0, 4.5), 7, [("id", delta)], [Refusal("other", "value", "why")])
     assert decode_news(json.loads(json.dumps(encode_news(told)))) == told
 
 

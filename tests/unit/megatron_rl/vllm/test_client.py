@@ -55,9 +55,10 @@ def test_figures_are_read_from_the_metrics() -> None:
 vllm:num_requests_running{engine="0",model_name="policy"} 3.0
 vllm:num_requests_waiting{engine="0",model_name="policy"} 2.0
 vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
+vllm:cache_config_info{block_size="16",num_gpu_blocks="480",engine="0"} 1.0
 vllm:num_preemptions_total{engine="0",model_name="policy"} 7.0
 """
-    assert stats_in(text) == VllmStats(running=3, waiting=2, cache_used=0.25, preemptions=7)
+    assert stats_in(text) == VllmStats(running=3, waiting=2, cache_used=0.25, pages=480, preemptions=7)
 
 
 def test_the_reason_of_an_end_is_the_error_that_the_others_follow() -> None:
