@@ -32,7 +32,7 @@ from megatron_rl.inference.openai_bodies import Endpoint, UnusableAnswer
 from megatron_rl.inference.served import inference_of
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
-from megatron_rl.refit.probe import Probe, ProbeFailed
+from megatron_rl.refit.probe import EngineProbes, Probe, ProbeFailed
 from megatron_rl.refit.prober import Prober
 from megatron_rl.refit.served_folder import ReloadFailed, ServedFolder, ServerAway, published_weights, whole_tensors
 
@@ -57,6 +57,7 @@ class ServerReload:
         """
         self._server, self._served, self._transport = server, served, transport
         self._has: int | None = None
+        self._probes = EngineProbes()
 
     async def reload(self, version: int, probe: Probe | None = None) -> None:
         """Have the server read the version to which `current` points, and probe it. It reads a version once.
@@ -111,7 +112,7 @@ class ServerReload:
         asked = replace(self._server, attempts=1)
         try:
             async with inference_of(asked, transport=self._transport) as inference:
-                probe.check(await inference.score(probe.tokens))
+                self._probes.check(probe, await inference.score(probe.tokens))
         except ProbeFailed as error:
             raise ReloadFailed(
                 f"{self._server.url} has read version {version}, but samples by other weights: {error}. It must be "

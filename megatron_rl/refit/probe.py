@@ -64,3 +64,28 @@ class Probe:
         if len(found) != len(self.logprobs):
             raise ProbeFailed(f"the engine reports {len(found)} log-probs of a probe with {len(self.logprobs)}")
         return [abs(theirs - ours) for theirs, ours in zip(found, self.logprobs, strict=True)]
+
+
+class EngineProbes:
+    """Checks of one engine, version after version.
+
+    An update of a small learning rate changes log-probs by less than two implementations differ, so an engine that keeps
+    its old weights may pass the check of one version. But it then reports the very same numbers, which an engine with
+    the new weights does not.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[Probe, tuple[float, ...]] | None = None  # of the last version that passed
+
+    def check(self, probe: Probe, found: Sequence[float]) -> None:
+        """Raise ProbeFailed if the log-probs that the engine reports are of other weights."""
+        probe.check(found)
+        if self._before is not None:
+            before, reported = self._before
+            changed = sum(now != then for now, then in zip(probe.logprobs, before.logprobs, strict=True))
+            if changed > len(found) / 4 and tuple(found) == reported:
+                raise ProbeFailed(
+                    f"the log-probs of {len(found)} tokens are exactly those of the version before, while {changed} of "
+                    "the trainer's have changed"
+                )
+        self._before = probe, tuple(found)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron_rl.refit.probe import Probe, ProbeFailed
+from megatron_rl.refit.probe import EngineProbes, Probe, ProbeFailed
 
 PROBE = Probe((5, 6, 7, 8), (-1.0, -2.0, -3.0), 0.01)
 
@@ -51,3 +51,20 @@ def test_probe_survives_the_protocol() -> None:
 def test_other_content_is_refused(content: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         Probe.decode(content)
+
+
+def test_engine_that_reports_the_very_same_numbers_keeps_its_old_weights() -> None:
+    engine, next_version = EngineProbes(), Probe(PROBE.tokens, (-1.001, -2.001, -3.001), 0.01)
+    engine.check(PROBE, [-1.0, -2.0, -3.0])
+    engine.check(PROBE, [-1.0, -2.0, -3.0])  # again, for an engine that comes late
+    for _ in range(2):  # a second try finds the same
+        with pytest.raises(ProbeFailed, match="exactly those of the version before, while 3 of the trainer's"):
+            engine.check(next_version, [-1.0, -2.0, -3.0])
+    engine.check(next_version, [-1.0, -2.0, -3.0001])
+
+
+def test_engine_may_report_the_same_numbers_where_hardly_any_weight_has_changed() -> None:
+    engine = EngineProbes()
+    tokens = tuple(range(9))
+    engine.check(Probe(tokens, (-1.0,) * 8, 0.01), [-1.0] * 8)
+    engine.check(Probe(tokens, (-1.0,) * 6 + (-1.001,) * 2, 0.01), [-1.0] * 8)

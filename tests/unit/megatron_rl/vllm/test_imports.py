@@ -13,6 +13,8 @@ MODULES = (
     "megatron_rl.replica.serve",
     "megatron_rl.refit.probe",
     "megatron_rl.refit.transfer",
+    "megatron_rl.vllm.replica",
+    "megatron_rl.vllm.share",
 )
 PROGRAM = """
 import importlib, sys
