@@ -69,9 +69,9 @@ class Probe:
 class EngineProbes:
     """Checks of one engine, version after version.
 
-    An update of a small learning rate changes log-probs by less than two implementations differ, so an engine that keeps
-    its old weights may pass the check of one version. But it then reports the very same numbers, which an engine with
-    the new weights does not.
+    An update of a small learning rate changes log-probs by less than two implementations differ, so an engine that
+    keeps its old weights may pass the check of one version. But it then reports the very same numbers, which an engine
+    with the new weights does not.
     """
 
     def __init__(self) -> None:
