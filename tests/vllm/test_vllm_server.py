@@ -34,7 +34,7 @@ MODEL = SIZES | {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads"
 """Heads of 32, the smallest that vLLM has on a CPU."""
 TEXT = [3, 10, 4, 60, 7, 13, 1, 14, 2, 44, 21, 5]
 OTHERWISE = {"repetition_penalty": 5.0, "temperature": 0.3, "top_k": 2, "top_p": 0.5}
-"""What the model's own configuration would have a server sample with."""
+"""Sampling parameters of the model's own configuration, which must have no effect."""
 
 
 class Served:
