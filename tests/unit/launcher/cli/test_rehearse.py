@@ -64,8 +64,9 @@ def test_an_engine_that_cannot_be_rehearsed_is_refused_with_a_remedy(monkeypatch
 def test_every_stage_and_role_is_listed(monkeypatch):
     done(monkeypatch, 70.0)
     two_stages = ("placement.training.tp=4", "placement.training.pp=2", "placement.inference.tp=4")
-    ranks = json.loads(mrl_rehearse(f"{RECIPE}-partitioned", *two_stages, "--json").output)["ranks"]
-    assert "an inference rank: 4,000,000,000 parameters" in mrl_rehearse(f"{RECIPE}-partitioned", *two_stages).output
+    asked = (f"{RECIPE}-partitioned", "inference.engine=native", *two_stages)
+    ranks = json.loads(mrl_rehearse(*asked, "--json").output)["ranks"]
+    assert "an inference rank: 4,000,000,000 parameters" in mrl_rehearse(*asked).output
     assert [(rank["role"], rank["stage"]) for rank in ranks] == [("training", 0), ("training", 1), ("inference", None)]
 
 
