@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import RunConfig
-from megatron_rl.inference.config import VllmConfig, pages_of, processes_logprobs
+from megatron_rl.inference.config import VllmConfig, processes_logprobs
 from megatron_rl.inference.vllm_options import option_name
 from megatron_rl.vllm.client import MODEL_NAME
 from megatron_rl.vllm.plugin import BACKEND
 
+LARGEST_BLOCK = 128
+"""Tokens of a block of vLLM's cache on a CPU, in each of which is only one sequence; on GPUs it has fewer."""
 STREAM_INTERVAL = 16
 """Tokens of an answer in one message: each message costs vLLM and the front about 0.1 ms."""
 WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -100,9 +103,10 @@ def cache_bytes(config: RunConfig) -> int:
     """Bytes of the cache of keys and values on each of a replica's GPUs."""
     model, inference = config.model, config.inference
     tp = config.placement.inference.tp or config.placement.training.tp
-    pages, page_tokens = pages_of(inference, config.page_tokens, config.sequence_length)
+    block = inference.page_tokens or LARGEST_BLOCK
+    tokens = inference.cache_tokens or inference.max_batch * math.ceil(config.sequence_length / block) * block
     groups = max(1, model.num_query_groups // tp)
-    return pages * page_tokens * 2 * model.num_layers * groups * model.head_size * BYTES[model.dtype]
+    return tokens * 2 * model.num_layers * groups * model.head_size * BYTES[model.dtype]
 
 
 def _value(value: bool | int | float | str) -> str | bool:
