@@ -104,7 +104,7 @@ class ServedPolicy:
         Raises EndpointError, and UnusableAnswer also if a server uses tokens that the run's tokenizer does not have.
         """
         began = time.monotonic()
-        completions = await self._answer(replace(request, known={}), began + self._limit_s)
+        completions = await self._answer(replace(request, known={}))
         self.busy_s += time.monotonic() - began
         if (token := max(max(one.tokens) for one in completions)) >= self._tokens:
             raise UnusableAnswer(
@@ -113,30 +113,32 @@ class ServedPolicy:
             )
         return completions
 
-    async def _answer(self, request: GenerationRequest, give_up: float) -> list[Completion]:
+    async def _answer(self, request: GenerationRequest) -> list[Completion]:
         cost = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
+        waited = 0.0  # for a server; an answer that is lost may have taken longer
         while True:
             now = time.monotonic()
             server = min(self._servers, key=lambda each: (max(now, each.away_until), each.outstanding))
-            if server.away_until > now:
-                await self._sleep(server.away_until - now)
+            if (pause := server.away_until - now) > 0:
+                waited += pause
+                await self._sleep(pause)
             server.outstanding += cost
             try:
                 completions = await server.inference.generate(request)
             except EndpointAway as away:
-                server.note_away(now := time.monotonic())
-                if now > give_up:
+                server.note_away(time.monotonic())
+                if waited > self._limit_s:
                     raise
-                self._log(now, away)
+                self._log(away)
             else:
                 server.pause = FIRST_PAUSE_S
                 return completions
             finally:
                 server.outstanding -= cost
 
-    def _log(self, now: float, away: EndpointAway) -> None:
+    def _log(self, away: EndpointAway) -> None:
         """Log only now and then: hundreds of requests may be waiting."""
-        if now - self._logged_at >= LOG_EVERY_S:
+        if (now := time.monotonic()) - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
             logger.warning("requests are repeated until a server answers: %s", away)
 

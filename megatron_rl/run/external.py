@@ -125,10 +125,8 @@ def generate_by_server(
         raise ConfigurationError(str(error)) from error
     limit_s = config.job.silence_limit_s
     endpoints = endpoints_of(server)
-    served, folder = (
-        ServedPolicy(endpoints, tokenizer, limit_s),
-        ServedFolder(Path(server.folder).expanduser(), published),
-    )
+    served = ServedPolicy(endpoints, tokenizer, limit_s)
+    folder = ServedFolder(Path(server.folder).expanduser(), published)
     claim_folder(folder, run_dir, groups.control)
     wait = ServerWait(safe_points, groups, start_of(server, folder), limit_s)
     reloads = [ServerReload(each, folder) for each in endpoints]
