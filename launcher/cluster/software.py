@@ -6,7 +6,7 @@ import sys
 
 from launcher.cluster.profile import Profile
 from megatron_rl.config import RunConfig
-from megatron_rl.inference.config import VllmConfig
+from megatron_rl.vllm.config import VllmConfig
 
 
 def vllm_of(config: RunConfig) -> VllmConfig | None:

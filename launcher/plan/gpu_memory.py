@@ -14,8 +14,8 @@ from launcher.plan.parameters import vocabulary, weights
 from launcher.plan.sizes import Sizes
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.capabilities import capabilities_of
-from megatron_rl.inference.config import VllmConfig
 from megatron_rl.rank.config import Offload
+from megatron_rl.vllm.config import VllmConfig
 
 CHECKPOINT_ADAM_BYTES = 12
 """Bytes of optimizer state per parameter in a checkpoint, which always has fp32 weights."""

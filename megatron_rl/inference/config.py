@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, model_validator
 
-from megatron_rl.inference.vllm_options import GPU_SHARE, option_name, owned
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.section import (
     LaterPath,
     NonNegativeFloat,
     NonNegativeInt,
-    PathMark,
     PositiveFloat,
     PositiveInt,
     Probability,
     Section,
 )
+from megatron_rl.vllm.config import VllmConfig
 
 MOST_STOPS = 16
 """Stop strings, and stop tokens, at most."""
@@ -198,62 +195,6 @@ class ServerConfig(Section):
             raise ValueError(f"processed_logprobs is an option of vLLM, and kind is {self.kind}: leave it out")
         if len({*self.urls}) < len(self.urls):
             raise ValueError("urls names a server twice: it would read each version twice")
-        return self
-
-
-def _plain_value(value: Any) -> bool | int | float | str:
-    if isinstance(value, bool | int | float | str):
-        return value
-    raise PydanticCustomError("plain", "neither text nor a number, true or false")
-
-
-VllmValue = Annotated[
-    bool | int | float | str,
-    PlainValidator(_plain_value),
-    WithJsonSchema({"type": ["boolean", "number", "string"], "words": "text, a number, true or false (JSON as text)"}),
-]
-
-
-class VllmConfig(Section):
-    """vLLM that the run starts: one `vllm serve` per replica."""
-
-    image: Annotated[str, PathMark("image")] | None = None
-    """Container image with vLLM, on clusters with containers; default: the run's image."""
-    python: Annotated[str, PathMark("program", read=False)] | None = None
-    """Python that has vLLM, as a path in the image or on this machine; default: the Python of the ranks."""
-    args: Mapping[str, VllmValue] = {}
-    """Further options of `vllm serve`, by their long names without dashes in front, such as `gpu-memory-utilization:
-    0.85`. true gives the option alone, false its opposite (--no-...). Options that the run sets itself, such as `model`
-    or `port`, are refused."""
-
-    @field_validator("args")
-    @classmethod
-    def _are_not_owned(cls, args: Mapping[str, VllmValue]) -> Mapping[str, VllmValue]:
-        seen: set[str] = set()
-        for name in args:
-            if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
-                raise ValueError(f"{name!r} is no option of vLLM: write its long name without dashes in front")
-            if why := owned(name):
-                raise ValueError(f"{name}: {why}")
-            if option_name(name) in seen:
-                raise ValueError(f"{name}: given twice, with dashes and with underscores")
-            seen.add(option_name(name))
-        return args
-
-    @property
-    def gpu_share(self) -> float:
-        """Share of each GPU's memory that vLLM takes."""
-        given = [value for name, value in self.args.items() if option_name(name) == "gpu-memory-utilization"]
-        return float(given[0]) if given else GPU_SHARE
-
-    @model_validator(mode="after")
-    def _shares_a_gpu(self) -> VllmConfig:
-        try:
-            valid = 0 < self.gpu_share <= 1
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError("args: gpu-memory-utilization must be a share of a GPU's memory, above 0 and at most 1")
         return self
 
 

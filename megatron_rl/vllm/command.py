@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import RunConfig
-from megatron_rl.inference.config import VllmConfig, processes_logprobs
+from megatron_rl.inference.config import processes_logprobs
 from megatron_rl.inference.vllm_options import option_name
 from megatron_rl.vllm.client import MODEL_NAME
+from megatron_rl.vllm.config import VllmConfig
 from megatron_rl.vllm.plugin import BACKEND
 
 LARGEST_BLOCK = 128
