@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from launcher.host.attempt.replicas import forget_start
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.codes import PARENT_VARIABLE, START_VARIABLE
 from megatron_rl.contract.paths import RunDir
@@ -19,7 +20,7 @@ from megatron_rl.contract.records import read
 REPOSITORY = Path(__file__).parents[2]
 PYTHON_VARIABLE = "MRL_VLLM_PYTHON"
 """Names the interpreter that has vLLM."""
-START_S = 280.0
+START_S = 600.0
 """Limit of a start, in seconds: its processes import vLLM on a machine that may be busy."""
 END_S = 60.0
 
@@ -32,6 +33,7 @@ class Front:
         self.replica = run.attempt(attempt).replica(number)
         self.log = run.root / f"log.{attempt}.infer-{number}.{start}"
         self._seen: set[psutil.Process] = set()
+        forget_start(self.replica)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MRL"))}
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
         ours = {START_VARIABLE: str(start), PARENT_VARIABLE: str(os.getpid()), "PYTHONPATH": str(REPOSITORY)}
@@ -57,7 +59,7 @@ class Front:
 
     @property
     def address(self) -> ReplicaAddress | None:
-        """Address of this replica; None before its first start answers."""
+        """Address of this start; None before it answers."""
         found = read(ReplicaAddress, self.replica.listener)
         return found if isinstance(found, ReplicaAddress) else None
 

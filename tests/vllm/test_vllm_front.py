@@ -1,0 +1,127 @@
+"""One front and its vLLM: who reaches them, what they sample, and how they end."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from checkpoint_helpers import Ranks
+from hf_helpers import publish
+from layout_helpers import Layout
+from vllm_front import START_S, Front
+from vllm_training import PROMPT, SERVED, TOKEN, Trainer, prepare_run, probe_of
+
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.inference.config import Sampling
+
+LIMIT_S = 120.0
+MANY = 1500
+HOSTILE = {"temperature": 0.3, "top_k": 2, "top_p": 0.5, "repetition_penalty": 1.8, "do_sample": True}
+"""Sampling that a published model recommends, and that no training may have."""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose generation_config.json changes what is sampled."""
+    folder = tmp_path_factory.mktemp("published")
+    publish(folder, SERVED["Qwen2"])
+    (folder / "generation_config.json").write_text(json.dumps(HOSTILE))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(published: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return prepare_run(tmp_path_factory.mktemp("runs") / "run", published)
+
+
+@pytest.fixture(scope="module")
+def front(run: RunDir) -> Iterator[Front]:
+    with Front(run) as front:
+        yield front.wait_until_it_answers()
+
+
+def socket_of(front: Front) -> Path:
+    (option,) = [word for word in front.server().cmdline() if word.startswith("--uds=")]
+    return Path(option.partition("=")[2])
+
+
+def test_socket_of_vllm_is_in_a_folder_of_this_user_alone(front: Front) -> None:
+    folder = socket_of(front).parent.stat()
+    assert stat.S_IMODE(folder.st_mode) == 0o700
+    assert folder.st_uid == front.process.uids().real
+
+
+def test_processes_of_vllm_answer_http_on_no_port(front: Front) -> None:
+    """Ports of torch.distributed are open on this machine alone, and do not answer."""
+    for process in front.children():
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                assert connection.laddr.ip in ("127.0.0.1", "::1"), process.cmdline()
+                with pytest.raises(httpx.HTTPError):
+                    httpx.get(f"http://127.0.0.1:{connection.laddr.port}/health", timeout=5.0)
+
+
+def test_every_route_of_the_front_refuses_other_keys(front: Front) -> None:
+    address = front.address
+    assert address is not None
+    base = f"http://{address.host}:{address.port}"
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket_of(front))), base_url="http://vllm") as inside:
+        described = inside.get("/openapi.json").json()["paths"]
+    routes = {(path, method.upper()) for path, methods in described.items() for method in methods}
+    assert len(routes) > 30
+    ours = {(path, "POST") for path in ("/hello", "/ask", "/news", "/epoch", "/receive", "/swap", "/end")}
+    for path, method in routes | ours | {("/openapi.json", "GET"), ("/metrics", "GET")}:
+        for headers in ({}, {"Authorization": f"Bearer {TOKEN[:-1]}x"}, {"Authorization": "Bearer "}):
+            answer = httpx.request(method, base + path, headers=headers, json={}, timeout=10.0)
+            assert answer.status_code == 401, (path, headers)
+
+
+def sample_often(_rank: int, _world: int, run: RunDir, published: Path) -> tuple[list[list[int]], list[float]]:
+    """Publish a model, and sample two tokens many times. Returns the tokens, and the log-probs of all first tokens by
+    the trainer's model."""
+    from core_helpers import full_forward
+
+    trainer = Trainer(run, Layout())
+    trainer.load(published)
+    whole = trainer.whole(published)
+    trainer.publish(1, probe_of(whole))
+    (answers,) = trainer.ask((Sampling(max_new_tokens=2), MANY))
+    vocabulary = trainer.tokenizer.vocab_size
+    with torch.no_grad():
+        logits = full_forward(whole, PROMPT)[-1, :vocabulary].float()
+    trainer.refit.close()
+    return [answer.tokens for answer in answers], torch.log_softmax(logits, dim=-1).tolist()
+
+
+def test_sampled_tokens_follow_the_softmax_whatever_the_model_recommends(
+    front: Front, run: RunDir, published: Path, tmp_path: Path
+) -> None:
+    ranks = Ranks(tmp_path, 1, sample_often, run, published)
+    answers, logprobs = ranks.results(LIMIT_S)[0]
+    assert front.process.is_running(), front.text()
+    expected = [MANY * math.exp(logprob) for logprob in logprobs]
+    found = Counter(tokens[0] for tokens in answers)
+    rare = [token for token, count in enumerate(expected) if count < 5]
+    pairs = [(found[token], count) for token, count in enumerate(expected) if token not in rare]
+    pairs.append((sum(found[token] for token in rare), max(sum(expected[token] for token in rare), 1e-9)))
+    chi_square = sum((count - mean) ** 2 / mean for count, mean in pairs)
+    freedom = len(pairs) - 1
+    assert freedom >= 10
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_wrong_option_is_reported_with_the_words_of_vllm(published: Path, tmp_path: Path) -> None:
+    sections: dict[str, dict[str, Any]] = {"inference": {"vllm": {"args": {"none-such": 3}}}}
+    with Front(prepare_run(tmp_path / "run", published, **sections)) as front:
+        assert front.process.wait(START_S) not in (0, 75), front.text()
+        assert re.search(r"unrecognized arguments: --none-such=3", front.error()), front.text()
