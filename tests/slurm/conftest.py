@@ -1,4 +1,4 @@
-"""A real Slurm for the tests of this directory: brought up once a session, gone with it."""
+"""A real Slurm for the tests of this directory, which starts and ends with the session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.contract.paths import RunDir
 
 
 def require(accounting: bool = False) -> None:
-    """Skips with the reason where Slurm is not installed; fails where it has to be (.ci/run)."""
+    """Skip the test if Slurm is not installed; fail it if .ci/run requires Slurm."""
     if (reason := missing(accounting)) is not None:
         if os.environ.get("MRL_REQUIRE_SLURM"):
             pytest.fail(reason)
@@ -25,21 +25,21 @@ def require(accounting: bool = False) -> None:
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Cluster]:
-    """Ten nodes without accounting. MRL_LAB_ISOLATION=uts: as where networks are not permitted."""
+    """Ten nodes without accounting. MRL_LAB_ISOLATION=uts makes them share this machine's network."""
     require()
     yield from brought_up(Cluster(isolation=os.environ.get("MRL_LAB_ISOLATION")))
 
 
 @pytest.fixture(scope="session")
 def accounting_lab() -> Iterator[Cluster]:
-    """Two nodes whose jobs slurmdbd remembers."""
+    """Two nodes with an accounting database."""
     require(accounting=True)
     yield from brought_up(Cluster(nodes=2, accounting=True))
 
 
 @pytest.fixture(scope="module")
 def forgetful_lab() -> Iterator[Cluster]:
-    """Two nodes whose jobs only the controller remembers; a test may make it forget them."""
+    """Two nodes without accounting, whose controller a test may make forget its jobs."""
     require()
     yield from brought_up(Cluster(nodes=2))
 
@@ -53,7 +53,7 @@ def brought_up(cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def owner(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
-    """A user whose runs all tests of a file may look at."""
+    """A user whose runs all tests of a file share."""
     folder = tmp_path_factory.mktemp("owner")
     with Login(lab, folder / "home", folder / "share") as user:
         yield user
@@ -61,14 +61,14 @@ def owner(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
 
 @pytest.fixture
 def login(lab: Cluster, tmp_path: Path) -> Iterator[Login]:
-    """A user with an empty home and an empty shared directory; their jobs end with the test."""
+    """A user with an empty home and shared directory, whose jobs end with the test."""
     with Login(lab, tmp_path / "home", tmp_path / "share") as user:
         yield user
 
 
 @pytest.fixture(scope="session")
 def undisturbed(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run of records.OVERRIDES that nothing happens to: on this machine, where its ranks start within a second."""
+    """An undisturbed run of records.OVERRIDES on this machine, without Slurm."""
     from loop_helpers import Attempt, prepare  # imports torch
 
     folder = tmp_path_factory.mktemp("undisturbed")

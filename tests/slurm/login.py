@@ -19,9 +19,9 @@ from megatron_rl.contract.paths import RunDir
 
 STUB = HERE / "stub_rank.py"
 SECONDS = 120.0
+"""Limit of a wait, in seconds. A job of stub ranks ends in a few, but the machine may be busy."""
 ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING"}
-"""States of a job that waits, runs or is requeued; SIGNALING for a moment, as it is preempted."""
-"""A job of stub ranks ends in a few; the machine may be busy."""
+"""States of a job that waits, runs or is requeued; a preempted job is SIGNALING for a moment."""
 
 
 class Login:
@@ -50,19 +50,19 @@ class Login:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Their jobs end with them."""
+        """Cancel their jobs."""
         if self.jobs:
             self.lab.run("scancel", "--quiet", *self.jobs)
 
     def confine(self, first: int, last: int) -> None:
-        """The runs submitted from here on get none but these nodes."""
+        """Confine runs submitted from now on to these nodes."""
         mine = {f"node{number:02d}" for number in range(first, last + 1)}
         others = ",".join(name for name in self.lab.names if name not in mine)
         for profile in self.profiles.values():
             profile["sbatch"] = [f"--exclude={others}"]
 
     def take(self, node: str) -> str:
-        """Have somebody's urgent job use a node until it is cancelled; the job's id."""
+        """Occupy a node with an urgent job until that is cancelled. Return the job's id."""
         options = ("--partition=high", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
         job = self.lab.run("sbatch", "--parsable", *options).strip()
         self.jobs.append(job)
@@ -81,7 +81,7 @@ class Login:
         return {**self.lab.env, **changes}
 
     def command(self, name: str, *words: str | Path) -> list[str]:
-        """Environment of a process that a test's script starts."""
+        """Command line of mrl or mrl-submit, for a script of a test."""
         program = shutil.which(name, path=str(Path(sys.executable).parent))
         assert program is not None, f"{name} is not installed beside {sys.executable}"
         return [program, *map(str, words)]
@@ -93,11 +93,11 @@ class Login:
         return done
 
     def start(self, name: str, *words: str | Path, **changes: str) -> commands.Command:
-        """The same, going on beside the test; what it says on stderr is in its stdout."""
+        """Start the same in the background, with its stderr in its stdout."""
         return commands.Command([name, *words], cwd=self.home, env={**self.env, **changes}, stderr=subprocess.STDOUT)
 
     def program(self, name: str, text: str) -> Path:
-        """An executable shell script in ~/bin, which is on no PATH by itself."""
+        """Write an executable shell script into ~/bin, which is not on PATH."""
         file = self.home / "bin" / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(f"#!/bin/bash\n{text}\n")
@@ -111,7 +111,7 @@ class Login:
         return path
 
     def submit(self, *words: str | Path, stub: dict[str, Any] | None = None) -> Run:
-        """mrl-submit; by default the demo's two ranks on two nodes."""
+        """Submit a run with mrl-submit; by default the demo's two ranks on two nodes."""
         words = words or ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
         done = self.call("mrl-submit", *words, "--json", MRL_STUB=json.dumps(stub or {}))
         said = json.loads(done.stdout)
@@ -119,12 +119,12 @@ class Login:
         return Run(self.lab, RunDir(said["run_dir"]), said["job_id"])
 
     def adopt(self, root: Path, job: str | None = None) -> Run:
-        """A run that was not submitted by `submit`. job: default: the one that the run directory names."""
+        """Return a run that `submit` did not submit. job: by default the one in the run directory."""
         run = RunDir(root)
         return Run(self.lab, run, job or read_json(run.job)["job_id"])
 
     def sbatch(self, script: Path, *options: str, stub: dict[str, Any] | None = None) -> str:
-        """Job id. The script is submitted as it is, by a user who knows Slurm only."""
+        """Submit an unchanged script with sbatch, as a user does who knows only Slurm. Return the job's id."""
         job = self.lab.run("sbatch", "--parsable", *options, script, MRL_STUB=json.dumps(stub or {})).strip()
         self.jobs.append(job)
         return job
@@ -139,7 +139,7 @@ class Run:
         self.job = job
 
     def state(self) -> str:
-        """Slurm's word for the job: RUNNING, COMPLETED, ..."""
+        """Slurm's state of the job: RUNNING, COMPLETED, ..."""
         return self.field("JobState")
 
     def field(self, name: str) -> str:
@@ -147,7 +147,7 @@ class Run:
         return text.split(f" {name}=")[1].split(" ")[0]
 
     def wait(self, *states: str, limit: float = SECONDS) -> str:
-        """Wait until Slurm shows one of these states of the job; default: that it has ended."""
+        """Wait until the job has one of these states, by default until it has ended."""
         ends = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
         wanted = set(states) or ends
 
@@ -182,7 +182,7 @@ class Run:
         return {file.name.removesuffix(".json"): read_json(file) for file in files}
 
     def avoided(self) -> set[str]:
-        """Nodes that the job may not get."""
+        """Nodes that the job excludes."""
         listed = self.field("ExcNodeList")
         return set() if listed == "(null)" else set(self.lab.run("scontrol", "show", "hostnames", listed).split())
 
