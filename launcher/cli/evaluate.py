@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import click
 
+from launcher.backends.probe.vllm import probe
 from launcher.cli.arguments import TP_HELP
 from launcher.cli.completion import complete_run
 from launcher.cluster.choice import LOCAL, load_clusters
-from launcher.doctor.preflight import refuse_unready
+from launcher.doctor.preflight import problems, refuse_unready
+from launcher.doctor.vllm import vllm_findings
 from launcher.errors import BadInput
 from launcher.job.evaluation_request import Origin, job_recipe, origin_of, refuse_ranks, requested
 from launcher.runs.policy import prepare_policy
@@ -25,7 +28,7 @@ from megatron_rl.contract.shapes import to_json
 from megatron_rl.evaluate.config import Evaluation
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
-ASKED = ("k", "prompts", "greedy", "seed", "dtype", "threads", "tp", "replicas")
+ASKED = ("k", "prompts", "greedy", "seed", "dtype", "threads", "tp", "replicas", "engine")
 JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 
 
@@ -56,6 +59,14 @@ JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 )
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the run or the weights.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: the run's, else cpu, or cuda in a job.")
+@click.option(
+    "--engine",
+    type=click.Choice(["native", "vllm"]),
+    default="native",
+    show_default=True,
+    help="vllm: start vLLM on this machine, on weights that are exported first if they are a checkpoint.",
+)
+@click.option("--vllm-python", help="Python that has vLLM. Default: the run's inference.vllm.python, else this one.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
 @click.option(
     "--replicas",
@@ -88,7 +99,7 @@ def command(ctx: click.Context, **options: Any) -> None:
     but not scored.
 
     Answers are kept as they arrive: after an interruption the same command continues. With --out it refuses to mix
-    settings. On a CPU the result is then bit for bit the same.
+    settings. On a CPU the result is then bit for bit the same, except with --engine vllm.
 
     \b
     Exit codes:
@@ -107,10 +118,17 @@ def command(ctx: click.Context, **options: Any) -> None:
         if given := [f"--{name.replace('_', '-')}" for name in JOB_ONLY if options[name]]:
             raise BadInput(f"{given[0]}: this option needs a job; add --cluster")
         evaluation = _evaluation(options, origin, device="cpu")
-        refuse_unready(required_extras(evaluation.environment), evaluation.evaluate.device, evaluation.evaluate.ranks)
+        asked = evaluation.evaluate
+        refuse_unready(required_extras(evaluation.environment), asked.device, asked.tp * asked.replicas)
+        if asked.vllm_python and (
+            wrong := problems(vllm_findings(probe(asked.vllm_python), asked.device, "--vllm-python "))
+        ):
+            raise BadInput(wrong)
         if options["out"]:
             _make_folder_of(options["out"].absolute())
         ctx.exit(_on_this_machine(evaluation, options["as_json"]))
+    if options["engine"] != "native":
+        raise BadInput("--engine vllm: a job evaluates with mrl's own engine; leave out --cluster to evaluate here")
     if options["out"] and not options["dry_run"]:
         _make_folder_of(options["out"].absolute())
     ctx.exit(_as_job(_evaluation(options, _pinned(origin, options), device="cuda"), origin, cluster, options))
@@ -124,8 +142,17 @@ def _evaluation(options: dict[str, Any], origin: Origin | None, device: str) -> 
     day = options["date"] or (None if origin else datetime.now())  # the same for all ranks and attempts of a job
     asked["date"] = day and day.date().isoformat()
     asked["device"] = options["device"] or (origin.config.job.device if origin else device)
+    asked["vllm_python"] = _vllm_python(options, origin)
     asked["out"] = options["out"] and str(options["out"].absolute())
     return requested(origin, options["env"], options["env_args"], sampling, asked)
+
+
+def _vllm_python(options: dict[str, Any], origin: Origin | None) -> str | None:
+    """Python that has vLLM; None if another engine answers."""
+    if options["engine"] != "vllm":
+        return None
+    of_run = origin.config.inference.vllm if origin else None
+    return str(options["vllm_python"] or (of_run and of_run.python) or sys.executable)
 
 
 def _make_folder_of(out: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
 from megatron_rl.contract.shapes import to_json
 from megatron_rl.rank.world import die_with_parent
+from megatron_rl.vllm.process import VllmGone
 
 
 def main(world: str | None = None) -> int:
@@ -36,6 +37,9 @@ def main(world: str | None = None) -> int:
     except _refusals() as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
+    except VllmGone as error:
+        sys.stderr.write(f"{error}; answers so far are kept: repeat the command to resume\n")
+        return EXIT_CRASHED
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         sys.stderr.write(f"{where}{error.strerror or error}; answers so far are kept: repeat the command to resume\n")
@@ -58,10 +62,9 @@ def _evaluate(text: str, world: str | None) -> None:
     """Import late: imports take seconds, and signal handlers must be set before."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.agent.api import EvaluationResponse
-    from megatron_rl.evaluate.blocks import Progress
+    from megatron_rl.evaluate.blocks import AnsweringEngine, Progress
     from megatron_rl.evaluate.config import Evaluation
     from megatron_rl.evaluate.evaluator import evaluate
-    from megatron_rl.inference.engine import Engine
     from megatron_rl.standalone.siblings import end_process, siblings, world_of
     from megatron_rl.standalone.source import find_source
 
@@ -70,7 +73,9 @@ def _evaluate(text: str, world: str | None) -> None:
 
     with asyncio.Runner() as loop:
 
-        def run(work: Coroutine[Any, Any, list[EvaluationResponse]], engine: Engine) -> list[EvaluationResponse] | None:
+        def run(
+            work: Coroutine[Any, Any, list[EvaluationResponse]], engine: AnsweringEngine
+        ) -> list[EvaluationResponse] | None:
             return loop.run(work)
 
         evaluation = Evaluation.model_validate_json(text)

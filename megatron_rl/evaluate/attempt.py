@@ -15,10 +15,9 @@ from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.contract.files import once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.evaluate.blocks import Progress
+from megatron_rl.evaluate.blocks import AnsweringEngine, Progress
 from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.evaluate.evaluator import evaluate
-from megatron_rl.inference.engine import Engine
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
@@ -62,7 +61,9 @@ def run_evaluation(
 
     with asyncio.Runner() as loop:
 
-        def run(work: Coroutine[Any, Any, list[EvaluationResponse]], engine: Engine) -> list[EvaluationResponse] | None:
+        def run(
+            work: Coroutine[Any, Any, list[EvaluationResponse]], engine: AnsweringEngine
+        ) -> list[EvaluationResponse] | None:
             return loop.run(safe_points.run_until_asked(work, sign_of_life=lambda: engine.busy_s))
 
         done = evaluate(evaluation, run, report, evaluation_world, activity.waits, conclude)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -22,8 +22,8 @@ from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ScoredAnswer
 from megatron_rl.evaluate.answer_file import AnswerFile
 from megatron_rl.evaluate.config import Evaluation
-from megatron_rl.inference.engine import Engine
-from megatron_rl.standalone.policy import OpenedPolicy
+from megatron_rl.inference.api import InferenceInterface
+from megatron_rl.standalone.source import Source
 
 T = TypeVar("T")
 
@@ -32,7 +32,22 @@ UNEXPLAINED = "the environment does not say why"
 Waits = Callable[[], AbstractContextManager[None]]
 """Context to enter while this rank waits for others."""
 
-RunBlock = Callable[[Coroutine[Any, Any, list[EvaluationResponse]], Engine], list[EvaluationResponse] | None]
+
+class AnsweringEngine(InferenceInterface, Protocol):
+    """Engine of an evaluation."""
+
+    @property
+    def policy_version(self) -> int:
+        """Number of optimizer steps behind its weights."""
+        ...
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent computing so far."""
+        ...
+
+
+RunBlock = Callable[[Coroutine[Any, Any, list[EvaluationResponse]], AnsweringEngine], list[EvaluationResponse] | None]
 """Runs a block to its end; returns None if the process was asked to leave."""
 
 
@@ -76,12 +91,28 @@ def blocks(sizes: Mapping[str, int], modes: Mapping[str, int], rows: int) -> Ite
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """Open policy of an evaluation, on the first rank of a replica."""
+
+    engine: AnsweringEngine
+    source: Source
+    digest: str
+    """Digest of the weights."""
+    name: str = "native"
+    """Engine, with its version if it is not of this project."""
+    replica: int = 0
+    replicas: int = 1
+    leaders: dist.ProcessGroup | None = None
+    """First ranks of all replicas, over gloo; None if there is one replica without a process group."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlockRunner:
     """The blocks that remain, divided among the replicas; on the first rank of one replica."""
 
     evaluation: Evaluation
     environment: Environment
-    opened: OpenedPolicy
+    opened: Opened
     sets: Mapping[str, Sequence[Problem]]
     rows: int
     run: RunBlock
@@ -109,14 +140,14 @@ class BlockRunner:
         return {SAMPLED: asked.k} | ({GREEDY: 1} if asked.greedy else {})
 
     def _answer(self, left: list[_Block], keep: Callable[[list[ProblemAnswers]], None]) -> bool:
-        ranks = self.opened.ranks
+        opened = self.opened
         total = len(self._modes) * sum(map(len, self.sets.values()))
         # Some answers of an interrupted block may be known. They do not count: the whole block is answered again.
         done = total - sum(len(block.problems) for block in left)
-        for first in range(0, len(left), ranks.count):
-            together = left[first : first + ranks.count]
+        for first in range(0, len(left), opened.replicas):
+            together = left[first : first + opened.replicas]
             self.report(Progress(together[0].set, together[0].mode, done, total))
-            own = together[ranks.index] if ranks.index < len(together) else None
+            own = together[opened.replica] if opened.replica < len(together) else None
             found = self._gathered([] if own is None else self._lines(own))
             for lines in filter(None, found):
                 keep(lines)
@@ -145,14 +176,14 @@ class BlockRunner:
     def _from_first(self, left: list[_Block]) -> list[_Block]:
         """Return the first replica's argument, on all replicas."""
         shared = [left]
-        if self.opened.ranks.count > 1:
+        if self.opened.replicas > 1:
             with self.waits():
                 dist.broadcast_object_list(shared, group=self.opened.leaders, group_src=0)
         return shared[0]
 
     def _gathered(self, own: T) -> list[T]:
         """Return the arguments of all replicas, in their order."""
-        if (count := self.opened.ranks.count) == 1:
+        if (count := self.opened.replicas) == 1:
             return [own]
         found: list[Any] = [None] * count
         with self.waits():
@@ -163,7 +194,7 @@ class BlockRunner:
 async def _answer(
     evaluation: Evaluation,
     environment: Environment,
-    engine: Engine,
+    engine: InferenceInterface,
     block: _Block,
     problems: Sequence[Problem],
     samples: int,

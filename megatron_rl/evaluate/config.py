@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.inference.config import Sampling
-from megatron_rl.section import Day, HubPath, LaterPath, NonNegativeInt, PositiveInt, Section
+from megatron_rl.section import Day, HubPath, LaterPath, NonNegativeInt, PathMark, PositiveInt, Section
 
 
 class EvaluateConfig(Section):
@@ -34,6 +34,11 @@ class EvaluateConfig(Section):
     where no run is known."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Precision of the weights; default: that of the run or of the published weights."""
+    engine: Literal["native", "vllm"] = "native"
+    """native: the engine of this project; on a CPU the result is the same bit for bit. vllm: vLLM, which `mrl evaluate`
+    starts on this machine."""
+    vllm_python: Annotated[str, PathMark("program", read=False)] | None = None
+    """Python that has vLLM, for `engine: vllm`."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Kind of device that the ranks compute on."""
     threads: PositiveInt | None = None
@@ -47,8 +52,14 @@ class EvaluateConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Ranks of the evaluation."""
-        return self.tp * self.replicas
+        """Processes of the evaluation; vLLM's own do not count."""
+        return 1 if self.engine == "vllm" else self.tp * self.replicas
+
+    @model_validator(mode="after")
+    def _vllm_fits(self) -> EvaluateConfig:
+        if self.engine == "vllm" and self.replicas > 1:
+            raise ValueError(f"replicas is {self.replicas}, and vLLM is one: leave it out, or use engine native")
+        return self
 
 
 class Evaluation(Section):

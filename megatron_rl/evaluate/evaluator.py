@@ -12,7 +12,7 @@ from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.records import write
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.evaluate.answer_file import kept_answers, naming
-from megatron_rl.evaluate.blocks import BlockRunner, Progress, RunBlock, Waits
+from megatron_rl.evaluate.blocks import BlockRunner, Opened, Progress, RunBlock, Waits
 from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.evaluate.result import result
 from megatron_rl.evaluate.settings import default_out, settings_of
@@ -56,24 +56,15 @@ def evaluate(
     inference = source.recipe.inference if source.recipe else InferenceConfig(max_batch=ROWS)
     # Answers of a block must not depend on what earlier blocks have left in the cache.
     inference = inference.model_copy(update={"share_prefixes": False})
-    with open_policy(
-        source,
-        device=asked.device,
-        threads=asked.threads,
-        max_length=_longest(sets, source, evaluation.sampling),
-        inference=inference,
-        tp=asked.tp,
-        world=world,
-    ) as opened:
-        if not opened.ranks.drives:
-            opened.engine.follow(waits)
-            return None
-        runner = BlockRunner(evaluation, environment, opened, sets, inference.max_batch, run, report, waits)
+    longest, rows = _longest(sets, source, evaluation.sampling), inference.max_batch
+
+    def answered(opened: Opened) -> tuple[EvaluationResult, Path] | None:
+        runner = BlockRunner(evaluation, environment, opened, sets, rows, run, report, waits)
         if world.rank:
             runner.run_share()
             runner.leave()
             return None
-        settings = settings_of(evaluation, opened, environment, sets, inference.max_batch)
+        settings = settings_of(evaluation, opened, environment, sets, rows)
         out = Path(asked.out) if asked.out else default_out(source, evaluation, sets, settings)
         found = None
         with kept_answers(out.with_suffix(".answers.jsonl"), settings) as answers:
@@ -86,6 +77,35 @@ def evaluate(
             conclude(found is not None)
         runner.leave()
         return found and (found, out)
+
+    if asked.engine == "vllm":
+        from megatron_rl.evaluate.vllm import open_vllm  # imports httpx
+
+        with open_vllm(source, asked, longest, rows) as opened:
+            return answered(opened)
+    with open_policy(
+        source,
+        device=asked.device,
+        threads=asked.threads,
+        max_length=longest,
+        inference=inference,
+        tp=asked.tp,
+        world=world,
+    ) as policy:
+        ranks = policy.ranks
+        if not ranks.drives:
+            policy.engine.follow(waits)
+            return None
+        return answered(
+            Opened(
+                policy.engine,
+                source,
+                policy.digest,
+                replica=ranks.index,
+                replicas=ranks.count,
+                leaders=policy.leaders,
+            )
+        )
 
 
 def choose_sets(

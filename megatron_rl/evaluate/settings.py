@@ -15,14 +15,14 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.evaluate.blocks import Opened
 from megatron_rl.evaluate.config import Evaluation
-from megatron_rl.standalone.policy import OpenedPolicy
 from megatron_rl.standalone.source import Source
 
 
 def settings_of(
     evaluation: Evaluation,
-    opened: OpenedPolicy,
+    opened: Opened,
     environment: Environment,
     sets: Mapping[str, Sequence[Problem]],
     rows: int,
@@ -49,6 +49,7 @@ def settings_of(
         "greedy": asked.greedy,
         "seed": asked.seed,
         "golden": {name: golden_digest(problems) for name, problems in sets.items()},
+        "engine": opened.name,
         "device": asked.device,
         "rows": rows,
         "version": version("mrl"),

@@ -47,7 +47,7 @@ def vllm_command(config: RunConfig, served: Served, python: str, seed: int) -> l
         seed: of the samples; see seed_of.
     """
     inference, vllm = config.inference, config.inference.vllm or VllmConfig()
-    options: dict[str, str | bool] = {option_name(name): _value(value) for name, value in vllm.args.items()}
+    options = given_options(vllm)
     longest = config.sequence_length
     options |= {
         "served-model-name": MODEL_NAME,
@@ -75,7 +75,7 @@ def vllm_command(config: RunConfig, served: Served, python: str, seed: int) -> l
         options["block-size"] = str(inference.page_tokens)
     if config.job.device == "cpu" or inference.cache_tokens is not None:
         options["kv-cache-memory-bytes"] = str(cache_bytes(config))
-    given = [_option(name, value) for name, value in options.items()]
+    given = [as_option(name, value) for name, value in options.items()]
     return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *given]
 
 
@@ -110,11 +110,13 @@ def cache_bytes(config: RunConfig) -> int:
     return tokens * 2 * model.num_layers * groups * model.head_size * BYTES[model.dtype]
 
 
-def _value(value: bool | int | float | str) -> str | bool:
-    return value if isinstance(value, bool) else str(value)
+def given_options(vllm: VllmConfig) -> dict[str, str | bool]:
+    """Options that the recipe gives: name -> value."""
+    return {option_name(name): value if isinstance(value, bool) else str(value) for name, value in vllm.args.items()}
 
 
-def _option(name: str, value: str | bool) -> str:
+def as_option(name: str, value: str | bool) -> str:
+    """One option of the command line."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
     return f"--{name}={value}"
