@@ -28,19 +28,29 @@ END_S = 60.0
 class Front:
     """One start of a replica. Leaving the context ends it with all processes that it has started."""
 
-    def __init__(self, run: RunDir, number: int = 0, start: int = 0, attempt: int = 1) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        number: int = 0,
+        start: int = 0,
+        attempt: int = 1,
+        *,
+        python: str | None = None,
+        threads: int = 1,
+    ) -> None:
+        """python: interpreter of the replica; default: the one with vLLM."""
         self.run = run
         self.replica = run.attempt(attempt).replica(number)
         self.log = run.root / f"log.{attempt}.infer-{number}.{start}"
         self._seen: set[psutil.Process] = set()
         forget_start(self.replica)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MRL"))}
-        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": str(threads)}
         ours = {START_VARIABLE: str(start), PARENT_VARIABLE: str(os.getpid()), "PYTHONPATH": str(REPOSITORY)}
         which = ["--run-dir", str(run.root), "--attempt", str(attempt), "--replica", str(number)]
         with self.log.open("w") as log:
             self.process = psutil.Popen(
-                [os.environ[PYTHON_VARIABLE], "-P", "-m", "megatron_rl.replica_main", *which],
+                [python or os.environ[PYTHON_VARIABLE], "-P", "-m", "megatron_rl.replica_main", *which],
                 env={**environment, **place, **ours},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

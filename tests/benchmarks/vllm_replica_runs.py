@@ -1,0 +1,81 @@
+"""Whole runs with each engine, started by mrl-submit: the step of SmolLM2's recipe, and the death of a replica."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from replica_death import Death, deaths, lines
+from vllm_replica_sides import ENGINES, print_table
+
+SKIPPED = 1
+"""Steps at the start of a run that are not counted, since memory is touched for the first time."""
+PARTITIONED = ("placement.mode=partitioned", "job.nodes=2", "placement.inference.nodes=1", "job.memory_gib=8")
+RUNS = {
+    "mrl, in the training rank": ("smollm2-135m-chain-sum",),
+    "mrl, a replica": ("smollm2-135m-chain-sum", *PARTITIONED, "inference.max_batch=128"),
+    "vLLM, a replica": ("smollm2-135m-chain-sum-vllm",),
+}
+"""Name -> recipe with its overrides."""
+SECONDS = ("step", "generate", "train", "refit", "publish", "probe")
+# Two heads of 32, because vLLM has no smaller ones on CPUs.
+DEMO = ("demo", "model.num_attention_heads=2", "model.num_query_groups=2")
+
+
+def measure_step(python: str, steps: int) -> None:
+    print_table(
+        ("medians in s", *SECONDS, "generated tokens/s", "step / the first"),
+        rows_of_runs(python, steps),
+    )
+
+
+def rows_of_runs(python: str, steps: int) -> Iterator[list[str]]:
+    """Run each recipe. Yields a row for each."""
+    first = None
+    for name, recipe in RUNS.items():
+        with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
+            found = lines_of_run(Path(folder).resolve() / "run", of_python(recipe, python), steps)
+        values = {key: median(line[key] for line in found if key in line) for key in found[-1]}
+        first = first or values["time/step_s"]
+        seconds = [f"{values[key]:.2f}" if (key := f"time/{part}_s") in values else "" for part in SECONDS]
+        rate = values["throughput/generated_tokens_per_s"]
+        yield [name, *seconds, f"{rate:.0f}", f"{values['time/step_s'] / first:.2f}"]
+
+
+def of_python(recipe: Sequence[str], python: str) -> list[str]:
+    """The recipe, and where its replicas have vLLM, if they need it."""
+    asks = any("vllm" in word for word in recipe)
+    return [*recipe, *([f"inference.vllm.python={python}"] if asks else [])]
+
+
+def lines_of_run(root: Path, recipe: Sequence[str], steps: int) -> list[dict[str, float]]:
+    """Record of a run's counted steps."""
+    short = (f"training.steps={steps + SKIPPED}", "save.every=0", "evaluation.prompts=1")
+    command = [Path(sys.executable).with_name("mrl-submit"), *recipe, *short, "--cluster", "local", "--run-dir", root]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(done.stdout[-3000:])
+    return lines(root)[SKIPPED:]
+
+
+def measure_recovery(python: str, count: int) -> None:
+    columns = ("", "step before, s", "step of the death, s", "training waited, s", "replica is back after, s")
+    print_table(columns, rows_of_deaths(python, count))
+
+
+def rows_of_deaths(python: str, count: int) -> Iterator[list[str]]:
+    """Kill the only replica of each engine. Yields a row for each death."""
+    for engine, name in ENGINES.items():
+        with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
+            recipe = of_python((*DEMO, f"inference.engine={engine}"), python)
+            for death in deaths(Path(folder).resolve() / "run", recipe, replicas=1, count=count):
+                yield row_of(name, death)
+
+
+def row_of(name: str, death: Death) -> list[str]:
+    seconds = (death.before_s, death.step_s, death.step_s - death.before_s, death.back_s)
+    return [name, *(f"{each:.2f}" for each in seconds)]
