@@ -39,7 +39,7 @@ class Death:
     step_s: float
     """The longest of the steps during and after it."""
     back_s: float
-    """From the signal until a step was recorded with all replicas."""
+    """Time from the signal until a step was recorded with all replicas."""
 
 
 def lines(root: Path) -> list[dict[str, float]]:

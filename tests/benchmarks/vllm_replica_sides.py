@@ -49,7 +49,7 @@ class Setting:
     python: str
     """Interpreter that has vLLM."""
     dtype: str
-    """Of weights and arithmetic: fp32 or bf16."""
+    """Type of weights and arithmetic: fp32 or bf16."""
     threads: int
     rows: int = 64
     """Answers generated together."""
