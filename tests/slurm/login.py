@@ -139,8 +139,12 @@ class Run:
         self.job = job
 
     def state(self) -> str:
-        """Slurm's state of the job: RUNNING, COMPLETED, ..."""
-        return self.field("JobState")
+        """Slurm's state of the job: RUNNING, COMPLETED, ...
+
+        Slurm 24.05 and later calls a job PREEMPTED that was ever in a grace time. One that ended well is COMPLETED here.
+        """
+        state = self.field("JobState")
+        return "COMPLETED" if state == "PREEMPTED" and self.field("ExitCode") == "0:0" else state
 
     def field(self, name: str) -> str:
         text = self.lab.run("scontrol", "show", "job", self.job, "--oneliner")
