@@ -80,6 +80,7 @@ OWNED_OPTIONS: Mapping[str, str] = {
     "logits-processors": _SAMPLED,
     "runner": _SAMPLED,
     "seed": "each start of a replica has its own",
+    "scheduling-policy": "the check of new weights precedes the answers",
     "stream-interval": "a replica reads answers a few tokens at a time",
     "load-format": _WEIGHTS,
     "weight-transfer-config": _WEIGHTS,

@@ -16,6 +16,8 @@ from megatron_rl.inference.config import Sampling
 from megatron_rl.vllm.process import VllmGone
 
 MODEL_NAME = "policy"
+FIRST = -1
+"""Priority of a request that precedes the others, whose priority is 0."""
 CONNECT_S = 10.0
 """Seconds to connect to the socket."""
 CONTROL_S = 600.0
@@ -99,10 +101,11 @@ class VllmClient:
                     yield piece_of(choice)
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probs of all tokens but the first, given those before each."""
+        """Log-probs of all tokens but the first, given those before each. The request precedes all waiting answers."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         content = await self._post(
-            "/inference/v1/generate", {"model": MODEL_NAME, "token_ids": [*tokens], "sampling_params": sampling}
+            "/inference/v1/generate",
+            {"model": MODEL_NAME, "token_ids": [*tokens], "sampling_params": sampling, "priority": FIRST},
         )
         try:
             scored = [content["prompt_logprobs"][at][str(token)] for at, token in enumerate(tokens) if at > 0]

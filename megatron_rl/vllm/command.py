@@ -53,6 +53,7 @@ def vllm_command(config: RunConfig, served: Served, python: str, seed: int) -> l
         "served-model-name": MODEL_NAME,
         "uds": str(served.socket),
         "enable-scale-out": True,
+        "scheduling-policy": "priority",  # lets the probe of new weights precede the answers
         "disable-uvicorn-access-log": True,
         "skip-tokenizer-init": True,
         "load-format": "dummy",

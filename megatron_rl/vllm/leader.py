@@ -22,7 +22,7 @@ from megatron_rl.inference.request_limits import RequestLimits, refuse_duplicate
 from megatron_rl.inference.text import Decode
 from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.epoch import TransferFailed
-from megatron_rl.refit.probe import Probe, ProbeFailed
+from megatron_rl.refit.probe import EngineProbes, Probe, ProbeFailed
 from megatron_rl.vllm.answers import Answer, Answers, shared_streams
 from megatron_rl.vllm.client import CONTROL_S, Piece, VllmClient, VllmStats
 from megatron_rl.vllm.process import VllmGone, VllmProcess
@@ -37,6 +37,8 @@ NEWS_S = 0.02
 """Longest wait for tokens before other work of the thread is done, in seconds."""
 NEXT_S = 120.0
 """Seconds that generation stays paused for a step of a transfer, if it pauses for those."""
+QUEUED_S = 0.05
+"""Seconds in which vLLM queues a request. A probe that comes later waits for one answer to end."""
 LOADS = 2
 """Attempts to load a version until its probe passes."""
 
@@ -77,6 +79,7 @@ class VllmLeader:
         self._answers = Answers(end_ids, decode)
         self._streams: dict[int, asyncio.Task[None]] = {}  # by the answer's id(); for the loop
         self._label = -1  # version of the weights that sample now
+        self._probes = EngineProbes()
         self._stats = VllmStats()  # of a few seconds ago
         self._checked = True  # whether those weights were checked
         self._news = threading.Event()
@@ -217,11 +220,11 @@ class VllmLeader:
             await self._client.forget_prefixes()
             with self._lock:
                 self._label, self._checked = version, probe is None
-            await self._client.resume()
             if probe is None:
+                await self._client.resume()
                 return
             try:
-                probe.check(await self._client.score(probe.tokens))
+                self._probes.check(probe, await self._score(probe))
                 break
             except ProbeFailed as error:
                 if not left:
@@ -235,6 +238,16 @@ class VllmLeader:
             for answer in self._answers:
                 answer.check()
         self._news.set()
+
+    async def _score(self, probe: Probe) -> list[float]:
+        """Resume with the probe in front of all answers, which lost their places when their cache was dropped."""
+        scored = asyncio.ensure_future(self._client.score(probe.tokens))
+        try:
+            await asyncio.sleep(QUEUED_S)
+            await self._client.resume()
+            return await scored
+        finally:
+            scored.cancel()
 
     async def _restart(self) -> None:
         """Drop the tokens that were not checked, and let vLLM continue from the others."""
