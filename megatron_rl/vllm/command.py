@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import processes_logprobs
 from megatron_rl.inference.vllm_options import option_name
+from megatron_rl.rank.config import JobConfig
 from megatron_rl.vllm.client import MODEL_NAME
 from megatron_rl.vllm.config import VllmConfig
 from megatron_rl.vllm.plugin import BACKEND
@@ -80,7 +81,7 @@ def vllm_command(config: RunConfig, served: Served, python: str, seed: int) -> l
     return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *given]
 
 
-def vllm_environment(environ: Mapping[str, str], served: Served, *, cpu: bool) -> dict[str, str]:
+def vllm_environment(environ: Mapping[str, str], served: Served, job: JobConfig) -> dict[str, str]:
     """The environment of `vllm serve`, from that of the front."""
     found = {name: value for name, value in environ.items() if name not in WORLD_VARIABLES}
     found["PYTHONPATH"] = ":".join([str(served.plugins), *filter(None, [environ.get("PYTHONPATH")])])
@@ -89,8 +90,10 @@ def vllm_environment(environ: Mapping[str, str], served: Served, *, cpu: bool) -
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        # vLLM would end itself after 5 minutes in one step; whether it hangs is judged by the run.
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(int(job.silence_limit_s)),
     }
-    if cpu:  # bound to cores, several processes of a machine would share the same ones
+    if job.device == "cpu":  # bound to cores, several processes of a machine would share the same ones
         ours["VLLM_CPU_OMP_THREADS_BIND"] = environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return found | ours
 

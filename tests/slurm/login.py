@@ -141,7 +141,7 @@ class Run:
     def state(self) -> str:
         """Slurm's state of the job: RUNNING, COMPLETED, ...
 
-        Slurm 24.05 and later calls a job PREEMPTED that was ever in a grace time. One that ended well is COMPLETED here.
+        From 24.05 on Slurm calls a job PREEMPTED that was ever in a grace time. One that ended well is COMPLETED here.
         """
         state = self.field("JobState")
         return "COMPLETED" if state == "PREEMPTED" and self.field("ExitCode") == "0:0" else state
