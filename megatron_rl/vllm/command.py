@@ -12,13 +12,14 @@ from pathlib import Path
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import processes_logprobs
 from megatron_rl.inference.vllm_options import option_name
-from megatron_rl.rank.config import JobConfig
 from megatron_rl.vllm.client import MODEL_NAME
 from megatron_rl.vllm.config import VllmConfig
 from megatron_rl.vllm.plugin import BACKEND
 
 LARGEST_BLOCK = 128
 """Tokens of a block of vLLM's cache on a CPU, in each of which is only one sequence; on GPUs it has fewer."""
+STEP_LIMIT_S = 1800
+"""Seconds of one step of the model; vLLM's own 300 are too few for a long prefill on a busy CPU."""
 STREAM_INTERVAL = 16
 """Tokens of an answer in one message: each message costs vLLM and the front about 0.1 ms."""
 WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -81,8 +82,13 @@ def vllm_command(config: RunConfig, served: Served, python: str, seed: int) -> l
     return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *given]
 
 
-def vllm_environment(environ: Mapping[str, str], served: Served, job: JobConfig) -> dict[str, str]:
-    """The environment of `vllm serve`, from that of the front."""
+def vllm_environment(
+    environ: Mapping[str, str], served: Served, *, cpu: bool, step_limit_s: int = STEP_LIMIT_S
+) -> dict[str, str]:
+    """The environment of `vllm serve`, from that of the process that starts it.
+
+    step_limit_s: seconds that a step of the model may take before vLLM ends itself.
+    """
     found = {name: value for name, value in environ.items() if name not in WORLD_VARIABLES}
     found["PYTHONPATH"] = ":".join([str(served.plugins), *filter(None, [environ.get("PYTHONPATH")])])
     ours = {
@@ -90,10 +96,9 @@ def vllm_environment(environ: Mapping[str, str], served: Served, job: JobConfig)
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
-        # vLLM would end itself after 5 minutes in one step; whether it hangs is judged by the run.
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(int(job.silence_limit_s)),
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(step_limit_s),
     }
-    if job.device == "cpu":  # bound to cores, several processes of a machine would share the same ones
+    if cpu:  # bound to cores, several processes of a machine would share the same ones
         ours["VLLM_CPU_OMP_THREADS_BIND"] = environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return found | ours
 

@@ -79,7 +79,9 @@ def run_replica(
         command = vllm_command(
             config, served, sys.executable, seed_of(config, replica.attempt.number, replica.number, start)
         )
-        environment = vllm_environment(os.environ, served, config.job)
+        environment = vllm_environment(
+            os.environ, served, cpu=config.job.device == "cpu", step_limit_s=config.job.silence_limit_s
+        )
         logger.info("starting vLLM: %s", " ".join(command))
         process = VllmProcess(command, environment, sys.stdout)
         try:
