@@ -13,14 +13,14 @@ import httpx
 
 from megatron_rl.inference.api import PromptTooLong
 from megatron_rl.inference.config import Sampling
-from megatron_rl.vllm.process import VllmGone
+from megatron_rl.vllm.process import VllmClosed, VllmGone, VllmRefused
 
 MODEL_NAME = "policy"
 FIRST = -1
 """Priority of a request that precedes the others, whose priority is 0."""
 CONNECT_S = 10.0
 """Seconds to connect to the socket."""
-CONTROL_S = 600.0
+CONTROL_S = 300.0
 """Seconds that a change of weights may take."""
 LOWEST_LOGPROB = -9999.0
 """vLLM's log-prob of a token without a finite one."""
@@ -53,7 +53,8 @@ class VllmStats:
 
 
 class VllmClient:
-    """All methods belong to one asyncio loop, and raise VllmGone if vLLM does not answer as agreed."""
+    """All methods belong to one asyncio loop. They raise VllmGone if vLLM does not answer, or not as agreed, and
+    VllmRefused if it answers with an error."""
 
     def __init__(self, socket: Path) -> None:
         self._client = httpx.AsyncClient(
@@ -142,7 +143,7 @@ class VllmClient:
         try:
             response = await self._client.get("/metrics", timeout=CONNECT_S)
         except httpx.HTTPError as error:
-            raise VllmGone(f"vLLM does not answer: {error!r}") from error
+            raise _gone("/metrics", error) from error
         return stats_in(response.text)
 
     def _stream(self, path: str, content: dict[str, Any]) -> Any:
@@ -154,9 +155,9 @@ class VllmClient:
         try:
             response = await self._client.post(path, json=content, params=params)
         except httpx.HTTPError as error:
-            raise VllmGone(f"vLLM does not answer {path}: {error!r}") from error
+            raise _gone(path, error) from error
         if not response.is_success:
-            raise VllmGone(f"vLLM refuses {path}: HTTP {response.status_code}: {_message(response.text)}")
+            raise VllmRefused(f"vLLM fails at {path}: HTTP {response.status_code}: {_message(response.text)}")
         return _json(response.text) if response.text else {}
 
 
@@ -233,6 +234,12 @@ def stats_in(text: str) -> VllmStats:
         int(pages[1]) if pages else 0,
         int(found.get("num_preemptions_total", 0)),
     )
+
+
+def _gone(path: str, error: httpx.HTTPError) -> VllmGone:
+    if isinstance(error, httpx.ConnectError):
+        return VllmClosed("vLLM has closed its socket")
+    return VllmGone(f"vLLM does not answer {path}: {error!r}")
 
 
 async def _refusal(response: httpx.Response) -> Exception:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from megatron_rl.refit.epoch import TransferFailed
 from megatron_rl.refit.probe import EngineProbes, Probe, ProbeFailed
 from megatron_rl.vllm.answers import Answer, Answers, shared_streams
 from megatron_rl.vllm.client import CONTROL_S, Piece, VllmClient, VllmStats
-from megatron_rl.vllm.process import VllmGone, VllmProcess
+from megatron_rl.vllm.process import VllmClosed, VllmGone, VllmProcess, VllmRefused
 
 logger = logging.getLogger("megatron_rl")
 
@@ -37,6 +37,10 @@ NEWS_S = 0.02
 """Longest wait for tokens before other work of the thread is done, in seconds."""
 NEXT_S = 120.0
 """Seconds that generation stays paused for a step of a transfer, if it pauses for those."""
+POLL_S = 2.0
+"""Seconds between two readings of vLLM's figures."""
+SILENT_S = 60.0
+"""Seconds after which a vLLM that reports no figures counts as gone."""
 QUEUED_S = 0.05
 """Seconds in which vLLM queues a request. A probe that comes later waits for one answer to end."""
 LOADS = 2
@@ -89,6 +93,7 @@ class VllmLeader:
         self._held_until: float | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+        self._begin(self._poll())
 
     # The engine, as EngineThread drives it
 
@@ -144,10 +149,10 @@ class VllmLeader:
     # Weights
 
     def join(self, epoch: dict[str, Any]) -> Future[None]:
-        return self._begin(self._step({"epoch": epoch, "setting": self._setting}))
+        return self._begin(self._watched(self._step({"epoch": epoch, "setting": self._setting})))
 
     def receive(self, version: int) -> Future[None]:
-        return self._begin(self._step({"version": version}))
+        return self._begin(self._watched(self._step({"version": version})))
 
     def swap(self, version: int, probe: Probe | None) -> None:
         """Use a version once it has arrived. Raises RuntimeError: TransferFailed if it has not, in which case vLLM
@@ -158,7 +163,7 @@ class VllmLeader:
         except TransferFailed:
             raise
         except Exception as error:
-            self.failure = self.failure or error
+            self._fail(error)
             raise RuntimeError(str(error)) from error
         self.version = version
         self._activity.beat()
@@ -168,8 +173,7 @@ class VllmLeader:
         self._check()
         if self._held_until is not None and time.monotonic() > self._held_until:
             self._held_until = None
-            self._begin(self._client.resume())
-        self._begin(self._read_stats())
+            self._begin(self._watched(self._client.resume()))
         if not self.busy or self._came_at > self._beat_at:
             self._beat_at = time.monotonic()
             self._activity.beat()
@@ -183,10 +187,6 @@ class VllmLeader:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _check(self) -> None:
-        try:
-            self._process.check()
-        except VllmGone as error:
-            self.failure = error
         if self.failure is not None:
             raise self.failure
 
@@ -195,9 +195,34 @@ class VllmLeader:
 
     # In the loop
 
-    async def _read_stats(self) -> None:
-        with suppress(VllmGone):  # `_check` finds out why
-            self._stats = await self._client.stats()
+    async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do some work. If vLLM does not answer, the replica ends: a server whose engine has died may wait for open
+        requests forever, while it refuses new ones."""
+        try:
+            await work
+        except VllmGone as error:
+            self._fail(error)
+            raise
+
+    async def _poll(self) -> None:
+        """Read vLLM's figures again and again, and notice its end, which no open request may show."""
+        read_at = time.monotonic()
+        while self.failure is None:
+            try:
+                self._process.check()
+                self._stats = await self._client.stats()
+                read_at = time.monotonic()
+            except VllmGone as error:
+                if isinstance(error, VllmClosed) or time.monotonic() - read_at > SILENT_S:
+                    self._fail(error)
+            await asyncio.sleep(POLL_S)
+
+    def _fail(self, error: Exception) -> None:
+        """Note the error that ends the replica, with vLLM's own reason."""
+        if self.failure is None:
+            gone = isinstance(error, VllmGone)
+            self.failure = VllmGone(self._process.with_reason(str(error))) if gone else error
+        self._news.set()
 
     async def _step(self, step: dict[str, Any]) -> None:
         if self._holds:
@@ -210,8 +235,7 @@ class VllmLeader:
         try:
             await self._client.start_update()
             await self._client.update(version, load=False)
-        except VllmGone as error:
-            self._process.check()
+        except VllmRefused as error:
             await self._client.resume()
             raise TransferFailed(str(error)) from error
         for left in reversed(range(LOADS)):
@@ -292,8 +316,7 @@ class VllmLeader:
                     if all(answer.ended for answer in answers):
                         return
         except Exception as error:  # noqa: BLE001 - raised by `_check`
-            self.failure = self.failure or error
-            self._news.set()
+            self._fail(error)
 
     def _take(self, answer: Answer, piece: Piece) -> None:
         with self._lock:

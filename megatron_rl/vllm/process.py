@@ -32,6 +32,14 @@ class VllmGone(RuntimeError):
     """vLLM has ended, or does not answer; the message says why, as far as its output does."""
 
 
+class VllmClosed(VllmGone):
+    """vLLM no longer listens."""
+
+
+class VllmRefused(RuntimeError):
+    """vLLM answers that it could not do something."""
+
+
 class VllmProcess:
     """`vllm serve` in a process group of its own, whose output is passed on line by line."""
 
@@ -71,8 +79,12 @@ class VllmProcess:
             return
         self._reader.join(READ_S)
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        raise VllmGone(self.with_reason(f"vLLM has ended ({how})"))
+
+    def with_reason(self, message: str) -> str:
+        """The message, with the error that vLLM's output reports, if any."""
         why = reason_in(list(self._lines))
-        raise VllmGone(f"vLLM has ended ({how}){f': {why}' if why else ''}")
+        return message if why is None or why in message else f"{message}: {why}"
 
     def end(self) -> None:
         """End it with all processes that it has started."""
