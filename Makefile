@@ -48,7 +48,7 @@ test-slurm-24-short: $(READY)
 
 # One after the other, because each start of vLLM takes all cores for half a minute.
 test-vllm: $(READY) $(VLLM_READY) ## tests with the real vLLM, which is installed into .venv-vllm; a quarter of an hour
-	MRL_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest --timeout 1800 tests/vllm
+	MRL_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest --timeout 1800 tests/with_vllm
 
 test-gpu: ## GPU tests, and figures to tests/benchmarks/results; GPU_PYTHON needs torch for CUDA
 	$(GPU_PYTHON) -m pytest --timeout 1800 tests/gpu

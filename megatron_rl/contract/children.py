@@ -1,4 +1,4 @@
-"""Start of child processes: the command of a module, and death with the parent."""
+"""Start of child processes: the command of a module, death with the parent, and orphans."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def module_command(module: str) -> list[str]:
@@ -39,3 +40,12 @@ def death_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[],
             raise SystemExit("the process that started this one is gone")
 
     return request
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose parent ends, so that it can find and end them all."""
+    import ctypes
+
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # None: not Linux
+    if prctl is not None:
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

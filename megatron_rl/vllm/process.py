@@ -11,11 +11,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TextIO
+from uuid import uuid4
 
-from megatron_rl.contract.children import death_with_parent
+import psutil
+
+from megatron_rl.contract.children import adopt_orphans, death_with_parent
 
 PREFIX = "vllm | "
 """Before each line of vLLM's output in the log."""
+MARK = "MRL_VLLM_PROCESS"
+"""Variable that marks the processes of one vLLM, also those whose parent has ended."""
 KEPT_LINES = 400
 """Lines of output that are kept to find the reason of an end."""
 END_S = 10.0
@@ -41,25 +46,30 @@ class VllmRefused(RuntimeError):
 
 
 class VllmProcess:
-    """`vllm serve` in a process group of its own, whose output is passed on line by line."""
+    """`vllm serve`, whose output is passed on line by line.
+
+    It stays in the process group of this process, which the launcher kills as a whole. The kernel asks it to end when
+    this process ends in any other way.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: TextIO) -> None:
-        """Start it. It gets SIGTERM, which ends its workers too, when this process ends in any way.
+        """Start it.
 
         log: file that its output is passed on to.
 
         Raises VllmGone if it cannot be started.
         """
+        adopt_orphans()
+        self._mark = uuid4().hex
         self._log = log
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         try:
             self._process = subprocess.Popen(
                 command,
-                env=dict(environment),
+                env={**environment, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
                 preexec_fn=death_with_parent(os.getpid(), signal.SIGTERM),
                 encoding="utf-8",
                 errors="backslashreplace",
@@ -88,16 +98,15 @@ class VllmProcess:
 
     def end(self) -> None:
         """End it with all processes that it has started."""
-        self._signal(signal.SIGTERM)
+        self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-        self._signal(signal.SIGKILL)  # also workers that outlive it
+        for process in psutil.Process().children(recursive=True):  # also workers that outlive it
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark:
+                    process.kill()
         self._process.wait()
         self._reader.join(READ_S)
-
-    def _signal(self, signum: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signum)
 
     def _read(self) -> None:
         assert self._process.stdout is not None

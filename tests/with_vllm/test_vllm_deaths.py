@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,7 +79,7 @@ def answer_over_deaths(_rank: int, _world: int, run: RunDir, published: Path) ->
             for process in third.computing():
                 process.suspend()
             children = third.children()
-            third.process.kill()
+            os.killpg(third.process.pid, signal.SIGKILL)  # as the launcher ends a replica
             until(lambda: not any(map(is_there, children)), "stopped processes of vLLM end with the front")
     trainer.close()
     trained = answer_logprobs(whole, PROMPT, found.tokens).tolist()
