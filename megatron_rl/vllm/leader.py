@@ -324,4 +324,6 @@ class VllmLeader:
             now = time.monotonic()
             self.busy_s += now - self._came_at
             self._came_at = now
+        if answer.relabelled and piece.versions is not None:
+            logger.warning("%d tokens left under another policy version than vLLM's", answer.relabelled)
         self._news.set()

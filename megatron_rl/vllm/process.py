@@ -79,10 +79,6 @@ class VllmProcess:
         self._reader = threading.Thread(target=self._read, name="vllm-log", daemon=True)
         self._reader.start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def check(self) -> None:
         """Raise VllmGone if it has ended."""
         if (code := self._process.poll()) is None:
