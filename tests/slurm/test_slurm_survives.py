@@ -117,7 +117,7 @@ def test_preempted_run_resumes_from_any_phase_with_or_without_a_signal(
         changes["SlurmctldParameters=preempt_send_user_signal\n"] = ""
     with login.lab.configured(changes):
         run = is_preempted(login, scene.grace, scene.where, scene.saved)
-    has_come_back(run, undisturbed)
+        has_come_back(run, undisturbed)  # while srun still reads this configuration
 
 
 @pytest.fixture
@@ -177,7 +177,8 @@ def test_rank_that_fails_during_a_drain_is_a_crash_and_the_run_resumes(login: Lo
     preempt(login, run)
     wait_for_ends(run, 1)
     end = run.ledger()[-1]
-    assert (end["outcome"], end["rank"], end["error"]) == ("crashed", 1, "Boom: boom in train")
+    assert (end["outcome"], end["rank"]) == ("crashed", 1)
+    assert end["error"].startswith("Boom: boom in train (held_rank.py:")
     finish(run)
     assert run.ends()[1:] == [("finished", None)]
     assert record(run.dir) == record(undisturbed)
