@@ -92,6 +92,7 @@ def vllm_environment(
     found = {name: value for name, value in environ.items() if name not in WORLD_VARIABLES}
     found["PYTHONPATH"] = ":".join([str(served.plugins), *filter(None, [environ.get("PYTHONPATH")])])
     ours = {
+        "VLLM_RPC_BASE_PATH": str(served.socket.parent),  # sockets between its processes, in /tmp by default
         "VLLM_SERVER_DEV_MODE": "1",  # opens the routes of weights; the socket is for the front alone
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

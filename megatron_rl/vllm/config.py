@@ -10,7 +10,7 @@ from pydantic import PlainValidator, WithJsonSchema, field_validator, model_vali
 from pydantic_core import PydanticCustomError
 
 from megatron_rl.inference.vllm_options import GPU_SHARE, option_name, owned
-from megatron_rl.section import PathMark, Section
+from megatron_rl.recipe.section import PathMark, Section
 
 
 def _plain_value(value: Any) -> bool | int | float | str:

@@ -162,7 +162,7 @@ class VllmLeader:
             self._begin(self._swap(version, probe)).result(CONTROL_S)
         except TransferFailed:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it is, the weights may be half loaded
             self._fail(error)
             raise RuntimeError(str(error)) from error
         self.version = version

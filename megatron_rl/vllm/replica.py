@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -82,7 +83,7 @@ def run_replica(
         environment = vllm_environment(
             os.environ, served, cpu=config.job.device == "cpu", step_limit_s=config.job.silence_limit_s
         )
-        logger.info("starting vLLM: %s", " ".join(command))
+        logger.info("starting vLLM: %s", shlex.join(command))
         process = VllmProcess(command, environment, sys.stdout)
         try:
             activity.enter("starting vLLM", 0)

@@ -75,6 +75,7 @@ def test_the_cache_on_a_cpu_holds_max_batch_sequences_of_full_length() -> None:
 def test_the_world_of_the_front_is_hidden_from_vllm() -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": "/code", "VLLM_CPU_OMP_THREADS_BIND": "0-3"}
     found = vllm_environment(environ, SERVED, cpu=True)
+    assert found["VLLM_RPC_BASE_PATH"] == "/t"
     assert not {"RANK", "WORLD_SIZE"} & found.keys()
     assert found["PYTHONPATH"] == "/t/plugins:/code"
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"
