@@ -23,8 +23,8 @@ from megatron_rl.inference.engine_limits import against_engine
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.rank.config import HarvestConfig, JobConfig, Offload, PlacementConfig, data_parallel_size
+from megatron_rl.recipe.section import FilePath, PathMark, Section
 from megatron_rl.rollout.config import AsyncConfig, EvaluationConfig, ResumeConfig
-from megatron_rl.section import FilePath, PathMark, Section
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
 
 NAME_WORDS = "letters, digits, dots, dashes and underscores, the first a letter or digit"

@@ -16,8 +16,8 @@ from launcher.host.process.processes import start_time
 from launcher.plan.sizes import Sizes
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.extras import PACKAGE
 from megatron_rl.rank.config import JobConfig
+from megatron_rl.recipe.extras import PACKAGE
 
 RANK_COMMAND = module_command("megatron_rl.rank_main")
 REPLICA_MODULE = "megatron_rl.replica_main"

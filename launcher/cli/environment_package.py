@@ -42,7 +42,7 @@ from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import FinishReason
-from megatron_rl.section import PositiveInt, Section
+from megatron_rl.recipe.section import PositiveInt, Section
 
 
 class ${cls}Config(Section):

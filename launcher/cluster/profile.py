@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megatron_rl.rank.config import TimeLimit
-from megatron_rl.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", json_schema_extra={"words": "one line of text"})]
 Variable = Annotated[

@@ -22,9 +22,9 @@ from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import named_paths
 from megatron_rl.agent.registry import required_extras
 from megatron_rl.config import RunConfig
-from megatron_rl.extras import install_command, is_installed, missing, names
 from megatron_rl.model.config import package_of
 from megatron_rl.model.hf_config import CONFIG_FILE
+from megatron_rl.recipe.extras import install_command, is_installed, missing, names
 
 OF_RANKS = "train"
 """Extra of mrl that computing with a model needs."""

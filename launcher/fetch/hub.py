@@ -20,7 +20,7 @@ from launcher.fetch.prefetch import record_of
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.records import write
 from megatron_rl.contract.run_records import CachedRepository
-from megatron_rl.extras import install_command
+from megatron_rl.recipe.extras import install_command
 
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 NEVER = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "onnx/*", "original/*", "*.tflite"]

@@ -16,8 +16,8 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
-from megatron_rl.extras import OURS as OUR_DISTRIBUTION
-from megatron_rl.extras import installed, metadata_of
+from megatron_rl.recipe.extras import OURS as OUR_DISTRIBUTION
+from megatron_rl.recipe.extras import installed, metadata_of
 
 OURS = ("launcher", "megatron_rl")
 HEAVY_BYTES = 20 * 10**6  # a larger snapshot probably holds data that git does not ignore

@@ -26,7 +26,7 @@ from megatron_rl.agent.registry import check_files, environment_arguments, envir
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import ModelConfig
-from megatron_rl.section import Section
+from megatron_rl.recipe.section import Section
 
 _FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"), ("inference", "vllm", "args"))
 """Keys below these sections belong to the environment or to vLLM, so RunConfig does not know them."""

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from launcher.recipe.problems import ITEM
 from launcher.recipe.suggest import KeyPath
-from megatron_rl.section import Section
+from megatron_rl.recipe.section import Section
 
 
 def meanings(model: type[Section], path: KeyPath = ()) -> dict[KeyPath, str]:

@@ -17,7 +17,7 @@ from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import environment_class
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import is_hub_name, package_of
-from megatron_rl.section import PathMark
+from megatron_rl.recipe.section import PathMark
 
 T = TypeVar("T")
 

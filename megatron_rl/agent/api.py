@@ -18,7 +18,7 @@ from megatron_rl.agent.trajectories import ContrastivePair, Problem, Trajectory,
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.config import Sampling
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import Section
+from megatron_rl.recipe.section import Section
 
 
 @dataclass(frozen=True, slots=True)

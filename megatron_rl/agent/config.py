@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from megatron_rl.section import NonNegativeInt, PositiveFloat, Section
+from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, Section
 
 MULTI_TASK = "multi-task"
 """Registered name of the environment that combines several: `environments` of a recipe becomes its arguments."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from megatron_rl.agent.answer_format import FORMATS
 from megatron_rl.agent.text_rows import SUFFIXES, as_text, text_rows, value_at
-from megatron_rl.extras import install_command
 from megatron_rl.model.config import is_hub_name
-from megatron_rl.section import HubPath, Section
+from megatron_rl.recipe.extras import install_command
+from megatron_rl.recipe.section import HubPath, Section
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

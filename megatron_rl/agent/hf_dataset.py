@@ -15,7 +15,7 @@ from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import NonNegativeInt, PositiveInt
+from megatron_rl.recipe.section import NonNegativeInt, PositiveInt
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from megatron_rl.agent.registry import (
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import Section
+from megatron_rl.recipe.section import Section
 
 
 class MultiTaskConfig(Section):

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import Section
+from megatron_rl.recipe.section import Section
 
 
 class PromptConfig(Section):

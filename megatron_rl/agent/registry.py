@@ -23,7 +23,7 @@ from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
 from megatron_rl.errors import note_task_code, task_location
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import Section
+from megatron_rl.recipe.section import Section
 
 GROUP = "mrl.environments"
 

@@ -21,10 +21,10 @@ from megatron_rl.agent.registry import build_environment, with_samples
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
-from megatron_rl.extras import install_command
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.rank.world import die_with_parent
+from megatron_rl.recipe.extras import install_command
 
 
 class CodePoints:

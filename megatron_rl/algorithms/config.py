@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rl.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 KlEstimator = Literal["k1", "k2", "k3"]
 

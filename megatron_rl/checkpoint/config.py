@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from megatron_rl.section import NonNegativeInt, PositiveInt, Section
+from megatron_rl.recipe.section import NonNegativeInt, PositiveInt, Section
 
 MOST_WAITING = 2
 """Checkpoints kept for an unfinished export: the one being exported and the next."""

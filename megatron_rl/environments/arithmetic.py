@@ -21,7 +21,7 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import PositiveInt
+from megatron_rl.recipe.section import PositiveInt
 
 TEMPLATE_FIELDS = ("expression", "question", "num_terms", "num_digits")
 

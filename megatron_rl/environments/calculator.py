@@ -19,7 +19,7 @@ from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsCo
 from megatron_rl.environments.reasoning_gym import last_number
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import PositiveInt
+from megatron_rl.recipe.section import PositiveInt
 
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 ASKED = "What is {expression}? Call the calculator if you need it, and reply with the number only."

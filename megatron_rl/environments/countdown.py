@@ -25,7 +25,7 @@ from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsCo
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import PositiveInt
+from megatron_rl.recipe.section import PositiveInt
 
 PROMPT = (
     "Using each of the numbers {numbers} exactly once, write an expression that equals {target}. You may use +, -, *, "

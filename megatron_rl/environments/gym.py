@@ -24,7 +24,7 @@ from megatron_rl.agent.prompts import PromptConfig, next_turn, prompt_format, re
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import NonNegativeInt, PositiveInt
+from megatron_rl.recipe.section import NonNegativeInt, PositiveInt
 
 
 class GymConfig(PromptConfig):

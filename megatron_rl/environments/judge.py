@@ -22,7 +22,7 @@ from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
 from megatron_rl.agent.prompts import template_fields
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import LaterPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.section import LaterPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 if TYPE_CHECKING:
     import asyncio

@@ -11,7 +11,7 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import NonNegativeInt, PositiveInt, Section
+from megatron_rl.recipe.section import NonNegativeInt, PositiveInt, Section
 
 
 class DrawnProblemsConfig(Section):

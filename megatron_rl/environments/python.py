@@ -35,7 +35,7 @@ from megatron_rl.agent.text_rows import value_at
 from megatron_rl.errors import task_location
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import HubPath, PathMark
+from megatron_rl.recipe.section import HubPath, PathMark
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import PositiveFloat, PositiveInt
+from megatron_rl.recipe.section import PositiveFloat, PositiveInt
 
 logger = logging.getLogger(__name__)
 

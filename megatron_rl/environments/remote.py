@@ -30,7 +30,7 @@ from megatron_rl.agent.api import (
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import ContrastivePair, Problem, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import LaterPath, PositiveFloat, Section
+from megatron_rl.recipe.section import LaterPath, PositiveFloat, Section
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.inference.config import Sampling
-from megatron_rl.section import Day, HubPath, LaterPath, NonNegativeInt, PathMark, PositiveInt, Section
+from megatron_rl.recipe.section import Day, HubPath, LaterPath, NonNegativeInt, PathMark, PositiveInt, Section
 
 
 class EvaluateConfig(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_rl.model.config import ModelConfig
-from megatron_rl.section import (
+from megatron_rl.recipe.section import (
     LaterPath,
     NonNegativeFloat,
     NonNegativeInt,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_rl.section import NonNegativeInt, PositiveInt, Section
+from megatron_rl.recipe.section import NonNegativeInt, PositiveInt, Section
 
 
 class WandbConfig(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rl.section import Day, FilePath, HubPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.section import Day, FilePath, HubPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Recompute = Literal["none", "selective", "full"]
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig, RopeScaling
-from megatron_rl.section import PositiveFloat, PositiveInt
+from megatron_rl.recipe.section import PositiveFloat, PositiveInt
 
 CONFIG_FILE = "config.json"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
-from megatron_rl.extras import install_command, names
+from megatron_rl.recipe.extras import install_command, names
 
 
 class NotPackaged(Exception):

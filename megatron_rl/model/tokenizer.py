@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.contract.files import check_regular, read_bytes
-from megatron_rl.extras import install_command
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.control_tokens import MARK, ControlTokens
 from megatron_rl.model.hub import local_folder
 from megatron_rl.model.token_bytes import TokenBytes
+from megatron_rl.recipe.extras import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

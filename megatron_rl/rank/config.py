@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from megatron_rl.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 def _minutes_as_text(value: Any) -> Any:

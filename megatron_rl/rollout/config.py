@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_rl.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class EvaluationConfig(Section):

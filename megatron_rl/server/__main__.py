@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
-from megatron_rl.extras import install_command
+from megatron_rl.recipe.extras import install_command
 from megatron_rl.server.serving import allow_connections, refused, run_server, serve
 
 if TYPE_CHECKING:

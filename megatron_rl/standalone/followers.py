@@ -18,7 +18,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.rank.world import die_with_parent
-from megatron_rl.section import PositiveInt, Section
+from megatron_rl.recipe.section import PositiveInt, Section
 from megatron_rl.standalone.policy import OpenedPolicy, open_policy
 from megatron_rl.standalone.siblings import siblings, world_of
 from megatron_rl.standalone.source import Precision, Source, find_source

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_rl.model.config import Recompute
-from megatron_rl.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class OptimizerConfig(Section):

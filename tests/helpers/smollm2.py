@@ -10,7 +10,7 @@ import pytest
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
-from megatron_rl.extras import install_command
+from megatron_rl.recipe.extras import install_command
 
 RECIPE = "smollm2-135m-chain-sum"
 

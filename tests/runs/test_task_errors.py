@@ -15,7 +15,7 @@ from megatron_rl.contract.records import read
 TASK = '''
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.section import Section
+from megatron_rl.recipe.section import Section
 
 
 class Task(RewardOnlyAgent):

@@ -17,7 +17,7 @@ OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python
 # From the bottom up: a room imports from itself and from earlier rooms. An entry is a room, a sub-room or a file.
 ORDER = {
     "megatron_rl": """
-        contract errors section extras inference.capabilities inference.vllm_options CONFIG
+        contract errors recipe inference.capabilities inference.vllm_options CONFIG
         model.hf_config inference.engine_limits config
         platform metrics rank model inference agent environments algorithms rollout checkpoint training refit
         standalone server replica vllm evaluate fabric rehearse run
@@ -32,8 +32,7 @@ CONFIG = "megatron_rl.CONFIG"  # the `config.py` of all rooms, which only import
 
 LIGHT = (
     "megatron_rl.contract",
-    "megatron_rl.section",
-    "megatron_rl.extras",
+    "megatron_rl.recipe",
     "megatron_rl.agent.registry",
     "megatron_rl.inference.capabilities",
     "megatron_rl.inference.vllm_options",

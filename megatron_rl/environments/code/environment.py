@@ -20,7 +20,7 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.code.tests import Test, Tests, parse_tests, passes
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import PositiveFloat, PositiveInt
+from megatron_rl.recipe.section import PositiveFloat, PositiveInt
 
 WAITING = 4
 """Wall-clock limit of a test as a multiple of its processor time: the machine is shared with other work."""

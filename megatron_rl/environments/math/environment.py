@@ -18,7 +18,7 @@ from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import PositiveFloat, PositiveInt
+from megatron_rl.recipe.section import PositiveFloat, PositiveInt
 
 
 class MathConfig(HFDatasetConfig):

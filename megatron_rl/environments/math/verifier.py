@@ -6,7 +6,7 @@ import importlib.util
 
 from megatron_rl.agent.sandbox.api import Ending, ProcessLimits
 from megatron_rl.agent.sandbox.pool import WorkerPool
-from megatron_rl.extras import install_command
+from megatron_rl.recipe.extras import install_command
 
 LONGEST_ANSWER = 500
 """Longest answer to compare, in characters, unless the right one is longer: a model that boxes its whole text is wrong,

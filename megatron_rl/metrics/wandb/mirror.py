@@ -17,8 +17,8 @@ from contextlib import suppress
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.extras import install_command
 from megatron_rl.metrics.config import LoggingConfig
+from megatron_rl.recipe.extras import install_command
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
-from megatron_rl.extras import install_command
 from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.recipe.extras import install_command
 from megatron_rl.server.serving import allow_connections, refused, run_server, serve
 
 STALL_S = 60.0

@@ -139,7 +139,7 @@ def test_installed_environment_is_the_tasks_code(tmp_path: Path, monkeypatch: py
     (packages / "installed_task.py").write_text(
         "import neighbour\n"
         "from megatron_rl.agent.reward_only import RewardOnlyAgent\n"
-        "from megatron_rl.section import Section\n"
+        "from megatron_rl.recipe.section import Section\n"
         "class Task(RewardOnlyAgent):\n"
         "    class Config(Section):\n"
         "        pass\n"

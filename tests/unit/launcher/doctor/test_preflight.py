@@ -19,7 +19,7 @@ from launcher.doctor.finding import Finding
 from launcher.doctor.preflight import collect_local, extras_of, findings, memory, processors
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
-from megatron_rl import extras
+from megatron_rl.recipe import extras
 
 GIB = 2**30
 LAPTOP = Machine(cpus=2, gpus=0, memory_bytes=8 * GIB, free_bytes=6 * GIB)

@@ -24,7 +24,7 @@ from megatron_rl.model.tokenizer import build_tokenizer
 PLUGIN = """
     from megatron_rl.agent.trajectories import Problem
     from megatron_rl.agent.reward_only import RewardOnlyAgent
-    from megatron_rl.section import Section
+    from megatron_rl.recipe.section import Section
 
     class Riddles(RewardOnlyAgent):
         class Config(Section):

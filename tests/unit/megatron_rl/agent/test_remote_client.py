@@ -27,7 +27,7 @@ from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.section import Section
+from megatron_rl.recipe.section import Section
 from megatron_rl.server.agent.app import AgentService, application
 
 TOKENIZER = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789="))

@@ -17,7 +17,7 @@ from megatron_rl.inference.api import Completion, FinishReason, GenerationReques
 from megatron_rl.inference.config import Sampling
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.section import Section
+from megatron_rl.recipe.section import Section
 
 TOKENIZER = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789="))
 SAMPLING = Sampling(max_new_tokens=4)

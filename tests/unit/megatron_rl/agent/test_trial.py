@@ -18,7 +18,7 @@ from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.agent.trial import try_environment
 from megatron_rl.inference.api import FinishReason
-from megatron_rl.section import Section
+from megatron_rl.recipe.section import Section
 
 
 class Riddles(RewardOnlyAgent):

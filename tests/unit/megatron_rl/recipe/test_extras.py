@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import extras
+from megatron_rl.recipe import extras
 
 METADATA = """\
 Metadata-Version: 2.1
@@ -79,4 +79,4 @@ def test_command_without_a_record_never_installs_mrl_from_an_index(site, record)
 
 
 def test_command_names_the_clone_of_this_test():
-    assert extras.install_command("math") == f"pip install -e '{Path(__file__).parents[3]}[math]'"
+    assert extras.install_command("math") == f"pip install -e '{Path(__file__).parents[4]}[math]'"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 OURS = "mrl"
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 """Directory of the code of the ranks."""
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
