@@ -35,6 +35,12 @@ class Machine:
     """Memory limit of this process and its children; None: unknown."""
     free_bytes: int | None
     """Memory that is free, or that the kernel would free; None: unknown."""
+    multiplies_bf16: bool | None = None
+    """Whether its processors have instructions for bf16; None: unknown."""
+
+
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Names in /proc/cpuinfo of instructions that multiply bf16: x86, x86, Arm."""
 
 
 def inspect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
@@ -48,7 +54,23 @@ def inspect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> 
         gpus = min(gpus, sum(bool(name.strip()) for name in visible.split(",")))
     bounds = [*_memory(root), *_memory_of_groups(root)]
     total, free = zip(*bounds, strict=True) if bounds else ((), ())
-    return Machine(len(os.sched_getaffinity(0)), gpus, min(total, default=None), min(free, default=None))
+    return Machine(
+        len(os.sched_getaffinity(0)),
+        gpus,
+        min(total, default=None),
+        min(free, default=None),
+        multiplies_bf16=None if (flags := _processor_flags(root)) is None else bool(flags & BF16_FLAGS),
+    )
+
+
+def _processor_flags(root: Path) -> frozenset[str] | None:
+    """Return the flags of the first processor; None if they are unknown."""
+    try:
+        lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    fields = (line.partition(":") for line in lines)
+    return next((frozenset(flags.split()) for name, _, flags in fields if name.strip() in ("flags", "Features")), None)
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:

@@ -134,6 +134,7 @@ def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
         yield from vllm_findings(facts.vllm, config.job.device)
     yield from processors(facts.machine, config)
     if config is not None:
+        yield from arithmetic(facts.machine, config)
         yield from memory(facts.machine, config, facts.least_bytes)
     yield from facts.absent
 
@@ -174,6 +175,17 @@ def processors(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
         )
     else:
         yield ok("cpus", f"{count(threads, 'thread')} for {count(machine.cpus, 'CPU')}")
+
+
+def arithmetic(machine: Machine, config: RunConfig) -> Iterator[Finding]:
+    """Warn of bf16 on processors that would emulate it."""
+    if config.job.device == "cpu" and config.model.dtype == "bf16" and machine.multiplies_bf16 is False:
+        yield warning(
+            "arithmetic",
+            "model.dtype is bf16, for which the processors of this machine have no instructions: steps take up to "
+            "twenty times as long as in fp32",
+            "model.dtype=fp32 is faster here; it needs up to twice the memory (job.memory_gib)",
+        )
 
 
 def memory(machine: Machine, config: RunConfig, least: int) -> Iterator[Finding]:

@@ -4,7 +4,7 @@
 
     engines [--dtype bf16|fp32] [--only equal|tails] [--requests 64] [--repeats 1]
              tokens per second of SmolLM2, with answers of 128 tokens and with long tails
-    step     [--steps 4]
+    step     [--dtype bf16|fp32] [--steps 4]
              step of smollm2-135m-chain-sum: the engine in the training rank, as a replica, and vLLM as a replica
     refit    [--dtype bf16|fp32] [--repeats 5]
              sending and swapping weights, beside a broadcast and files of the same bytes
@@ -38,7 +38,7 @@ def main() -> None:
     added = {name: parts.add_parser(name) for name in ("engines", "step", "refit", "startup", "recovery")}
     for part in added.values():
         part.add_argument("--python", default=os.environ.get(PYTHON_VARIABLE), help="interpreter that has vLLM")
-    for name in ("engines", "refit", "startup"):
+    for name in ("engines", "step", "refit", "startup"):
         added[name].add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights and arithmetic")
     added["engines"].add_argument("--only", choices=PARTS, help="one of the two distributions of lengths")
     added["engines"].add_argument("--requests", type=int, default=64)
@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> None:
     if options.part == "step":
         from vllm_replica_runs import measure_step
 
-        return measure_step(options.python, options.steps)
+        return measure_step(options.python, options.steps, options.dtype)
     if options.part == "recovery":
         from vllm_replica_runs import measure_recovery
 

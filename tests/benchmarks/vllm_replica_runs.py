@@ -26,19 +26,20 @@ SECONDS = ("step", "generate", "train", "refit", "publish", "probe")
 DEMO = ("demo", "model.num_attention_heads=2", "model.num_query_groups=2")
 
 
-def measure_step(python: str, steps: int) -> None:
+def measure_step(python: str, steps: int, dtype: str) -> None:
     print_table(
-        ("medians in s", *SECONDS, "generated tokens/s", "step / the first"),
-        rows_of_runs(python, steps),
+        (f"{dtype}, medians in s", *SECONDS, "generated tokens/s", "step / the first"),
+        rows_of_runs(python, steps, dtype),
     )
 
 
-def rows_of_runs(python: str, steps: int) -> Iterator[list[str]]:
+def rows_of_runs(python: str, steps: int, dtype: str) -> Iterator[list[str]]:
     """Run each recipe. Yields a row for each."""
     first = None
     for name, recipe in RUNS.items():
         with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
-            found = lines_of_run(Path(folder).resolve() / "run", of_python(recipe, python), steps)
+            asked = (*of_python(recipe, python), f"model.dtype={dtype}")
+            found = lines_of_run(Path(folder).resolve() / "run", asked, steps)
         values = {key: median(line[key] for line in found if key in line) for key in found[-1]}
         first = first or values["time/step_s"]
         seconds = [f"{values[key]:.2f}" if (key := f"time/{part}_s") in values else "" for part in SECONDS]

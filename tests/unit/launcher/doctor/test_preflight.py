@@ -16,7 +16,7 @@ from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.doctor import preflight
 from launcher.doctor.finding import Finding
-from launcher.doctor.preflight import collect_local, extras_of, findings, memory, processors
+from launcher.doctor.preflight import arithmetic, collect_local, extras_of, findings, memory, processors
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.recipe import extras
@@ -62,6 +62,15 @@ def submitted(*words: str) -> tuple[int, str]:
     done = CliRunner().invoke(mrl_submit, [*words])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.stderr
+
+
+@pytest.mark.parametrize(("overrides", "emulates"), [([], True), (["model.dtype=fp32"], False)])
+def test_bf16_on_processors_that_emulate_it_is_a_warning(overrides: list[str], emulates: bool) -> None:
+    config = load_recipe("smollm2-135m-chain-sum", overrides).config
+    found = [*arithmetic(replace(LAPTOP, multiplies_bf16=False), config)]
+    assert [(one.level, "model.dtype=fp32" in one.fix) for one in found] == [("warning", True)] * emulates
+    assert not [*arithmetic(replace(LAPTOP, multiplies_bf16=True), config)]
+    assert not [*arithmetic(LAPTOP, config)], "unknown processors"
 
 
 def test_a_recipe_for_64_gpus_starts_nothing_on_a_laptop(laptop, monkeypatch):
@@ -210,4 +219,14 @@ def test_control_groups_limit_the_machine(tmp_path):
     assert (found.gpus, found.memory_bytes, found.free_bytes) == (1, 4096, 3000)
     assert local.inspect(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}).gpus == 0
     nothing = local.inspect(tmp_path / "nothing", {})
-    assert (nothing.gpus, nothing.memory_bytes, nothing.free_bytes) == (0, None, None)
+    assert (nothing.gpus, nothing.memory_bytes, nothing.free_bytes, nothing.multiplies_bf16) == (0, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "known"),
+    [("flags\t\t: fma avx512f avx512_bf16", True), ("flags\t\t: fma avx2", False), ("Features\t: asimd bf16", True)],
+)
+def test_processors_say_whether_they_multiply_bf16(tmp_path: Path, line: str, known: bool) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    assert local.inspect(tmp_path, {}).multiplies_bf16 is known
