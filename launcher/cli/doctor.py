@@ -21,7 +21,7 @@ from launcher.backends.slurm import facts as slurm_facts
 from launcher.backends.slurm.parse import settings
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Profile
-from launcher.cluster.software import rank_image, replica_image, replica_python, vllm_of
+from launcher.cluster.software import rank_image, replica_image, replica_python
 from launcher.doctor.examine import ClusterFacts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
 from launcher.doctor.node_files import on_nodes
@@ -108,8 +108,9 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
         node = compute_node.probe(profile, directory, gpus)
         if not node.failure:
             rank = one_rank.probe(profile, config.image.reference if config else None, directory, gpus)
-            if config and vllm_of(config) and (image := replica_image(config, profile) or rank_image(config, profile)):
-                vllm = probe_in_container(profile, image, replica_python(config, profile), gpus)
+            if config and config.inference.own_vllm:
+                image = replica_image(config, profile) or rank_image(config, profile)
+                vllm = probe_in_container(profile, image, replica_python(config, profile), gpus) if image else None
     facts = ClusterFacts(
         slurm=slurm,
         software=software.inspect(profile.host_pythons()[0], Path(plugstack) if plugstack else None),

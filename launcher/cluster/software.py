@@ -6,12 +6,6 @@ import sys
 
 from launcher.cluster.profile import Profile
 from megatron_rl.config import RunConfig
-from megatron_rl.vllm.config import VllmConfig
-
-
-def vllm_of(config: RunConfig) -> VllmConfig | None:
-    """Settings of the run's vLLM; None: the run starts none."""
-    return (config.inference.vllm or VllmConfig()) if config.inference.engine == "vllm" else None
 
 
 def rank_image(config: RunConfig, profile: Profile | None) -> str | None:
@@ -22,7 +16,7 @@ def rank_image(config: RunConfig, profile: Profile | None) -> str | None:
 
 def replica_image(config: RunConfig, profile: Profile | None) -> str | None:
     """Reference of the image that only the inference replicas run in; None: they run as the training ranks do."""
-    image, vllm = rank_image(config, profile), vllm_of(config)
+    image, vllm = rank_image(config, profile), config.inference.own_vllm
     own = vllm.image if vllm and image else None
     return own if own != image else None
 
@@ -36,7 +30,7 @@ def rank_python(profile: Profile | None) -> str:
 
 def replica_python(config: RunConfig, profile: Profile | None) -> str:
     """Python of the inference replicas. In an image of their own the path of the ranks' Python means nothing."""
-    vllm = vllm_of(config)
+    vllm = config.inference.own_vllm
     if vllm and vllm.python:
         return vllm.python
     return rank_python(profile) if replica_image(config, profile) is None else "python3"

@@ -12,13 +12,12 @@ from launcher.backends.probe.software import Software
 from launcher.backends.probe.vllm import VllmFacts
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cluster.profile import Profile
-from launcher.cluster.software import vllm_of
 from launcher.doctor import limits, nodes, preemption, preflight, software, storage
 from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
 from launcher.doctor.demand import Demand, demand_of
 from launcher.doctor.finding import Finding, error, note, ok, warning
 from launcher.doctor.preflight import LocalFacts
-from launcher.doctor.vllm import vllm_findings, vllm_later
+from launcher.doctor.vllm import inexact_options, vllm_findings, vllm_later
 from launcher.fetch.prefetch import Need
 from launcher.host.image.reference import is_path
 from megatron_rl.config import RunConfig
@@ -70,7 +69,9 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
         found += software.compute_node(facts.node, profile, demand)
     if facts.rank is not None and profile.container is not None:
         found.append(software.first_rank(facts.rank, demand))
-    if config is not None and profile.container is not None and vllm_of(config):
+    if config is not None:
+        found += inexact_options(config)
+    if config is not None and profile.container is not None and config.inference.own_vllm:
         found += vllm_findings(facts.vllm, config.job.device) if facts.vllm else [vllm_later(config, profile)]
     found += software.host_python(facts.software, facts.node, profile)
     found += storage.run_root(facts.run_root, demand)

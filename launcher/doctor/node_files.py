@@ -15,7 +15,7 @@ from pathlib import Path
 from launcher.backends.probe.disk import file_system, spans_machines
 from launcher.backends.probe.vllm import probe
 from launcher.cluster.profile import Profile
-from launcher.cluster.software import replica_python, vllm_of
+from launcher.cluster.software import replica_python
 from launcher.doctor.finding import Finding, error
 from launcher.doctor.preflight import missing_packages, packages, unreadable
 from launcher.doctor.vllm import vllm_findings
@@ -37,7 +37,7 @@ def on_nodes(recipe: Recipe, profile: Profile) -> list[Finding]:
     if profile.container is None and profile.python is None and (absent := missing_packages(recipe.config)).names:
         finding = packages(absent)
         found.append(replace(finding, text=f"{finding.text}; the ranks use this Python, {sys.executable}"))
-    if profile.container is None and vllm_of(recipe.config):
+    if profile.container is None and recipe.config.inference.own_vllm:
         found += vllm_findings(probe(replica_python(recipe.config, profile)), recipe.config.job.device)
     return found
 

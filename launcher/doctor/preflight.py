@@ -11,9 +11,9 @@ from pathlib import Path
 
 from launcher.backends.local import Machine, inspect
 from launcher.backends.probe.vllm import VllmFacts, probe
-from launcher.cluster.software import replica_python, vllm_of
+from launcher.cluster.software import replica_python
 from launcher.doctor.finding import Finding, count, error, note, ok, size, warning
-from launcher.doctor.vllm import vllm_findings
+from launcher.doctor.vllm import inexact_options, vllm_findings
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, needs
 from launcher.plan.gpu_memory import least_host_bytes
@@ -67,7 +67,7 @@ def collect_local(recipe: Recipe | None) -> LocalFacts:
     except BadInput as refused:
         refusals = tuple(refused.problems)
     config = recipe.config
-    vllm = probe(replica_python(config, None)) if vllm_of(config) else None
+    vllm = probe(replica_python(config, None)) if config.inference.own_vllm else None
     return LocalFacts(inspect(), missing_packages(config), refusals, tuple(absent_files(recipe)), bytes_needed, vllm)
 
 
@@ -132,6 +132,7 @@ def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
     yield packages(facts.packages)
     if config is not None and facts.vllm is not None:
         yield from vllm_findings(facts.vllm, config.job.device)
+        yield from inexact_options(config)
     yield from processors(facts.machine, config)
     if config is not None:
         yield from arithmetic(facts.machine, config)

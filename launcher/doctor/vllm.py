@@ -60,6 +60,19 @@ def _build(version: str | None) -> str:
     return (version or "").partition("+")[2]
 
 
+def inexact_options(config: RunConfig) -> Iterator[Finding]:
+    """Yield a warning if options of the run's vLLM change its log-probs."""
+    vllm = config.inference.own_vllm
+    if vllm and vllm.inexact:
+        yield warning(
+            "vllm",
+            f"inference.vllm.args has {vllm.inexact[0]}, under which vLLM samples from another distribution than the "
+            "trained one, and a replica is replaced if the check of a version finds too large a difference; `mrl plan` "
+            "counts weights and cache as without it",
+            "set grpo.importance, which corrects for the difference, and look at inference_logprob_difference",
+        )
+
+
 def vllm_later(config: RunConfig, profile: Profile) -> Finding:
     """Finding about a container that was not started."""
     image = replica_image(config, profile) or rank_image(config, profile)

@@ -15,7 +15,6 @@ from launcher.plan.sizes import Sizes
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.rank.config import Offload
-from megatron_rl.vllm.config import VllmConfig
 
 CHECKPOINT_ADAM_BYTES = 12
 """Bytes of optimizer state per parameter in a checkpoint, which always has fp32 weights."""
@@ -182,7 +181,8 @@ def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> Memory:
         *memory_terms.decode_graphs(config, vocab),
         memory_terms.prefill(config, sizes),
     )
-    share = (config.inference.vllm or VllmConfig()).gpu_share if config.inference.engine == "vllm" else 1.0
+    vllm = config.inference.own_vllm
+    share = vllm.gpu_share if vllm else 1.0
     return Memory("inference", None, (_fullest("generate", config, [terms]),), share)
 
 

@@ -83,6 +83,10 @@ class Written:
         place = self._place(key)
         return Origin(place[0].name, place[1]) if place else Origin(self.files[0].name, None)
 
+    def is_overridden(self, key: KeyPath) -> bool:
+        """Whether an override gives a key, or a section that holds it."""
+        return self._override(key) is not None
+
     def folder(self, key: KeyPath) -> Path:
         """Directory where the relative path of a key begins."""
         if self._override(key):

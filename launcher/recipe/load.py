@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from launcher.errors import BadInput
 from launcher.recipe.changes import flat
+from launcher.recipe.engine_override import implied
 from launcher.recipe.files import SECTIONS, Origin, Override, Written, read_files
 from launcher.recipe.located_yaml import YamlProblems, dump, locator, read, read_mapping, read_text
 from launcher.recipe.paths import NoPath, with_absolute_paths
@@ -42,6 +43,8 @@ class Recipe:
     written: Written
     filled: Mapping[str, str] = field(default_factory=dict)
     """Keys that the loader filled in, such as the shape of a published model -> source of their values."""
+    implied: tuple[Override, ...] = ()
+    """Overrides that follow from that of the engine; they are among those of `written`."""
 
     @property
     def text(self) -> str:
@@ -58,13 +61,17 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
 
     Args:
         asked: name of a shipped recipe, or path of a YAML file.
-        overrides: `section.key=value`, the value written as in YAML; later ones win.
+        overrides: `section.key=value`, the value written as in YAML; later ones win. That of an engine brings others:
+            see engine_override.
         caches: directories (HF_HOME) that may hold the hub model whose shape the recipe leaves out.
 
     Raises:
         BadInput: with every problem found, each with its file and line or the override it came from.
     """
-    written = read_files(asked).overridden(_parse_overrides(overrides))
+    given = _parse_overrides(overrides)
+    files = read_files(asked)
+    more = implied(files.overridden(given))
+    written = files.overridden([*given, *more])
     locate = written.locate
     values, listed_in = _with_environments_of_file(written)
 
@@ -94,7 +101,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
         check_files(with_kept_files(config.task, RunDir(Path(asked).parent)))
     except ValueError as error:
         raise BadInput(f"{locate(('environment', 'args', 'file'))[0]}: {error}") from error
-    return Recipe(asked, config, written, filled)
+    return Recipe(asked, config, written, filled, more)
 
 
 def refusal(recipe: Recipe, problems: Sequence[str]) -> BadInput:

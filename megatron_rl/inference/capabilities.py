@@ -20,7 +20,13 @@ class Capabilities:
     own_replicas: bool
     """May be the replicas of a partitioned run, which the run starts, feeds with weights and restarts."""
     starts_workers: bool
-    """A replica is one process, which starts the workers on its GPUs itself."""
+    """A replica is one process, which starts the workers on its GPUs itself: a vLLM (`inference.vllm`)."""
+    outside: bool
+    """Servers that the run does not start (`inference.server`)."""
+    of_megatron_core: bool
+    """Generates in megatron-core's engine, which has a scheduler and a cache of its own."""
+    records_steps: bool
+    """Records the GPU work of decode steps under the conditions of this project's own engine."""
     colocated: bool
     """May generate in the training ranks, between updates."""
     spans_updates: bool
@@ -36,6 +42,9 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         probed=False,
         own_replicas=True,
         starts_workers=False,
+        outside=False,
+        of_megatron_core=False,
+        records_steps=True,
         colocated=True,
         spans_updates=True,
         modelled=True,
@@ -46,6 +55,9 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         probed=False,
         own_replicas=False,
         starts_workers=False,
+        outside=False,
+        of_megatron_core=True,
+        records_steps=False,
         colocated=True,
         spans_updates=False,
         modelled=False,
@@ -56,6 +68,9 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         probed=True,
         own_replicas=False,
         starts_workers=False,
+        outside=True,
+        of_megatron_core=False,
+        records_steps=False,
         colocated=False,
         spans_updates=True,
         modelled=False,
@@ -66,11 +81,18 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
         probed=True,
         own_replicas=True,
         starts_workers=True,
+        outside=False,
+        of_megatron_core=False,
+        records_steps=False,
         colocated=False,
         spans_updates=True,
         modelled=False,
     ),
 }
+
+
+ENGINES = tuple(_CAPABILITIES)
+"""Names of the engines."""
 
 
 def capabilities_of(engine: str) -> Capabilities:

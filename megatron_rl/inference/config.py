@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.recipe.section import (
     LaterPath,
@@ -208,7 +209,7 @@ class InferenceConfig(Section):
     at the same time. server: a server started independently of the run (see `server`); all ranks then only train.
     vllm: replicas of a partitioned run are vLLM, which the run starts (see `vllm`) and sends each version of the
     weights; answers are not repeatable, and a temperature other than 1 excludes top_p, top_k, min_p and
-    min_new_tokens."""
+    min_new_tokens. As an override, `inference.engine=vllm` also makes a co-located recipe partitioned."""
     server: ServerConfig | None = None
     """Servers to use with `engine: server`."""
     vllm: VllmConfig | None = None
@@ -232,6 +233,11 @@ class InferenceConfig(Section):
     always share its prefix. With `engine: megatron`: whether answers share anything at all, which megatron-core 0.16.1
     does not support."""
 
+    @property
+    def own_vllm(self) -> VllmConfig | None:
+        """Settings of the vLLM that the run starts; None: it starts none."""
+        return (self.vllm or VllmConfig()) if capabilities_of(self.engine).starts_workers else None
+
 
 def pages_of(inference: InferenceConfig, page_tokens: int, longest: int) -> tuple[int, int]:
     """Number of pages of the cache, and tokens per page, for sequences of at most `longest` tokens."""
@@ -244,7 +250,7 @@ def pages_of(inference: InferenceConfig, page_tokens: int, longest: int) -> tupl
 def without_graphs(inference: InferenceConfig, model: ModelConfig, *, fp8: bool) -> str | None:
     """Say why decode steps are not recorded, whatever the device and its kernels are; None if they are where those
     allow it."""
-    if inference.engine != "native":
+    if not capabilities_of(inference.engine).records_steps:
         return f"inference.engine is {inference.engine}"
     if not inference.cuda_graphs:
         return "inference.cuda_graphs is false"

@@ -21,6 +21,7 @@ from megatron_rl.model.hf_config import architecture_of, features
 from megatron_rl.rank.config import JobConfig, PlacementConfig
 from megatron_rl.rollout.config import AsyncConfig, ResumeConfig
 from megatron_rl.training.config import TrainingConfig
+from megatron_rl.vllm.config import VllmConfig
 
 
 class Asked(Protocol):
@@ -49,12 +50,13 @@ class Asked(Protocol):
 def against_engine(asked: Asked) -> str | None:
     """Say why the engine of a recipe cannot run it; None if it can."""
     engine, inference = asked.inference.engine, asked.inference
-    if (inference.server is not None) != (engine == "server"):
+    able = capabilities_of(engine)
+    if (inference.server is not None) != able.outside:
         return (
             f"inference.engine is {engine} and inference.server is {'given' if inference.server else 'missing'}: each "
             "needs the other"
         )
-    if inference.vllm is not None and engine != "vllm":
+    if inference.vllm is not None and not able.starts_workers:
         return f"inference.vllm is given, and inference.engine is {engine}: set vllm, or leave the section out"
     reasons = [*_incapable(asked), *itertools.chain.from_iterable(check(asked) for check in _OF_ENGINE[engine])]
     return f"inference.engine is {engine}, but {'; and '.join(reasons)}" if reasons else None
@@ -126,6 +128,11 @@ def _vllm(asked: Asked) -> Iterator[str]:
     processed = processes_logprobs(asked.sampling)
     if (beyond := beyond_vllm(asked.sampling, processed_logprobs=processed)) is not None:
         yield f"{beyond}; with sampling.temperature 1 they are those over all"
+    if asked.model.dtype == "fp32" and (inexact := (asked.inference.own_vllm or VllmConfig()).inexact):
+        yield (
+            f"inference.vllm.args has {inexact[0]} and model.dtype is fp32, with which the check of each version finds "
+            "other log-probs than the trainer's: leave it out, or set bf16"
+        )
     if tp > gpus:
         yield f"placement.inference.tp {tp} is more than job.gpus_per_node {gpus}, and a vLLM stays on one node"
     if asked.job.device == "cpu" and head not in CPU_HEAD_SIZES:

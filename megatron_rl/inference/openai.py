@@ -23,7 +23,8 @@ from megatron_rl.inference.openai_bodies import (
     UnusableAnswer,
     body,
     completion,
-    delta,
+    deltas,
+    samples_of,
     scores,
     scoring_body,
 )
@@ -116,12 +117,12 @@ class OpenAIInference:
                 f"{self._endpoint.url}: the response is no list of choices: {response.text[:200]}"
             ) from error
         self._check_model(answer)
-        if [choice["index"] for choice in choices] != [*range(request.num_samples)]:
-            raise UnusableAnswer(
-                f"{self._endpoint.url}: {len(choices)} choices, but the request asked for {request.num_samples}"
-            )
+        asked = samples_of(request, self._endpoint)
+        if [choice["index"] for choice in choices] != [*range(asked)]:
+            raise UnusableAnswer(f"{self._endpoint.url}: {len(choices)} choices, but the request asked for {asked}")
         decode = self._tokenizer.decode if self._tokenizer else None
-        return [completion(delta(choice, request, version), request, decode) for choice in choices]
+        parts = (part for choice in choices for part in deltas(choice, request, self._endpoint, version))
+        return [completion(part, request, decode) for part in parts]
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-prob of each token after the first, given those before it, at temperature 1. Raises EndpointError, and
@@ -151,9 +152,9 @@ class OpenAIInference:
                     raise EndpointError(f"{self._endpoint.url}: {_message(event)}")
                 self._check_model(event)
                 for choice in event["choices"]:
-                    part = delta(choice, request, version)
-                    unfinished -= part.finish_reason is not None
-                    yield part
+                    for part in deltas(choice, request, self._endpoint, version):
+                        unfinished -= part.finish_reason is not None
+                        yield part
         except ConfigurationError:
             raise
         except (httpx.TransportError, ValueError, KeyError, TypeError) as error:

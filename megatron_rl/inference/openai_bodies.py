@@ -64,7 +64,7 @@ def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
     asked: dict[str, Any] = {
         "model": endpoint.model,
         "prompt": request.prompt_tokens,
-        "n": request.num_samples,
+        "n": samples_of(request, endpoint),
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -86,6 +86,11 @@ def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
+
+
+def samples_of(request: GenerationRequest, endpoint: Endpoint) -> int:
+    """Number of answers to ask for. vLLM refuses several greedy ones to a prompt, of which one stands for all."""
+    return 1 if endpoint.kind == "vllm" and request.sampling.temperature == 0 else request.num_samples
 
 
 def scoring_body(tokens: Sequence[int], endpoint: Endpoint) -> dict[str, Any]:
@@ -144,6 +149,13 @@ def delta(choice: Mapping[str, Any], request: GenerationRequest, version: int) -
         finish_reason(choice),
         reason if isinstance(reason, str) else None,
     )
+
+
+def deltas(choice: Mapping[str, Any], request: GenerationRequest, endpoint: Endpoint, version: int) -> list[Delta]:
+    """Parse one choice as a part of each answer that it stands for. Raises UnusableAnswer."""
+    if samples_of(request, endpoint) == request.num_samples:
+        return [delta(choice, request, version)]
+    return [delta({**choice, "index": sample}, request, version) for sample in range(request.num_samples)]
 
 
 def _by_id(named: Mapping[str, float]) -> TopLogprobs:

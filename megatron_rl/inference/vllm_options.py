@@ -15,6 +15,9 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GPU_SHARE = 0.92
 """Share of a GPU's memory that vLLM 0.32 takes: default of its option gpu-memory-utilization."""
 
+INEXACT_OPTIONS = ("quantization", "quantization-config", "kv-cache-dtype")
+"""Options under which log-probs differ from the trainer's by more than rounding."""
+
 _SERVED = "the run serves the model of its recipe"
 _SOCKET = "only the replica's own process reaches vLLM, through a socket"
 _SAMPLED = "training needs answers of the policy itself, and their log-probs"

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import RankEngine
+from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.text import Decode
 from megatron_rl.model.parallel import send_no_tokens
@@ -38,7 +39,7 @@ def build_engine(
     policy = trained if shared else build_inference_policy(config, vocab_size, platform, ranks)
     longest = config.training.sequence_length
     engine: RankEngine
-    if config.inference.engine == "megatron":
+    if capabilities_of(config.inference.engine).of_megatron_core:
         from megatron_rl.inference.megatron_engine import MegatronEngine  # slow to import
 
         engine = MegatronEngine(policy, config.model, config.inference, end_ids, longest, ranks, decode)

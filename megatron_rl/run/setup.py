@@ -182,10 +182,11 @@ def set_up(
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
     )
     prober = None
-    if capabilities_of(config.inference.engine).probed:
+    able = capabilities_of(config.inference.engine)
+    if able.probed:
         prompts = (problem.prompt for problem in training_sets[0].problems)
         prober = Prober(models.policy, probe_text(prompts, tokenizer, config.sequence_length), groups)
-    if config.inference.engine == "server":
+    if able.outside:
         from megatron_rl.run.external import generate_by_server  # slow to import: it needs an HTTP client
 
         generation = generate_by_server(models.policy, config, tokenizer, groups, safe_points, run_dir, prober)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from megatron_rl.inference.vllm_options import GPU_SHARE, option_name, owned
+from megatron_rl.inference.vllm_options import GPU_SHARE, INEXACT_OPTIONS, option_name, owned
 from megatron_rl.recipe.section import PathMark, Section
 
 
@@ -57,6 +57,11 @@ class VllmConfig(Section):
         """Share of each GPU's memory that vLLM takes."""
         given = [value for name, value in self.args.items() if option_name(name) == "gpu-memory-utilization"]
         return float(given[0]) if given else GPU_SHARE
+
+    @property
+    def inexact(self) -> list[str]:
+        """Options given under which log-probs differ from the trainer's by more than rounding."""
+        return [name for name, value in self.args.items() if option_name(name) in INEXACT_OPTIONS and value != "auto"]
 
     @model_validator(mode="after")
     def _shares_a_gpu(self) -> VllmConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from launcher.cli.submit.request import Request, plan_runs, why_local
+from launcher.cli.submit.request import PlannedRun, Request, plan_runs, why_local
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.job.directories import refuse_unusable
 from megatron_rl.contract.paths import RunDir
@@ -14,6 +14,8 @@ def launch(request: Request) -> int:
     """Start the requested runs and return the exit code. Raises BadInput."""
     clusters = load_clusters()
     cluster, planned = plan_runs(request, clusters)
+    for note in dict.fromkeys(_implied(one) for one in planned if one.recipe.implied):
+        click.echo(f"note: {note}", err=True)
     for one in planned:
         if one.given is not None:
             from launcher.runs.owner import refuse_others  # imports Slurm's client, which a new local run does not need
@@ -30,3 +32,9 @@ def launch(request: Request) -> int:
     if why := why_local(request, clusters, planned[0]):
         click.echo(f"note: {why}", err=True)
     return run_on_this_machine(planned[0], request)
+
+
+def _implied(planned: PlannedRun) -> str:
+    recipe = planned.recipe
+    texts = " ".join(override.text for override in recipe.implied)
+    return f"inference.engine={recipe.config.inference.engine} also sets {texts}"

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from launcher.cli.plan import command
-from launcher.cli.show.plan import drawing, size, warnings
+from launcher.cli.show.plan import size, warnings
+from launcher.cli.show.plan_drawing import drawing
 from launcher.cluster.choice import load_clusters
 from launcher.plan.placement import Plan, place
 from launcher.plan.summary import batch, make_plan, plan_json

@@ -6,7 +6,8 @@ import pytest
 
 from launcher.backends.probe.vllm import VllmFacts
 from launcher.doctor.finding import Finding
-from launcher.doctor.vllm import vllm_findings
+from launcher.doctor.vllm import inexact_options, vllm_findings
+from launcher.recipe.load import load_recipe
 from megatron_rl.inference.vllm_options import VLLM_VERSIONS
 
 LOWEST, BELOW = VLLM_VERSIONS
@@ -67,3 +68,18 @@ def test_a_torchvision_that_is_not_built_for_its_torch_is_an_error() -> None:
 
 def test_an_image_that_is_not_there_yet_is_no_error() -> None:
     assert finding(unasked="a:b is not imported yet", version=None).level == "note"
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ("{quantization: fp8}", ["quantization"]),
+        ("{kv_cache_dtype: fp8_e5m2}", ["kv_cache_dtype"]),
+        ("{kv-cache-dtype: auto, gpu-memory-utilization: 0.8}", []),
+    ],
+)
+def test_options_that_change_log_probs_are_a_warning(args: str, named: list[str]) -> None:
+    config = load_recipe("qwen2.5-32b-dapo-partitioned", [f"inference.vllm.args={args}"]).config
+    found = [*inexact_options(config)]
+    assert [one.level for one in found] == ["warning"] * len(named)
+    assert all(name in one.text for name, one in zip(named, found, strict=True))

@@ -135,6 +135,16 @@ def test_vllm_logprobs_that_do_not_cover_all_tokens_are_refused(cut: dict[str, A
     assert body(ask(**cut), endpoint("vllm"))
 
 
+def test_vllm_is_asked_once_for_several_greedy_answers_to_a_prompt() -> None:
+    """vLLM refuses several, which are the same."""
+    server = Server(answer(choice()), answer(choice()))
+    greedy = server.generate(endpoint("vllm"), ask(3, temperature=0.0))
+    assert json.loads(server.asked[0].content)["n"] == 1
+    assert [one.tokens for one in greedy] == [[2, 13]] * 3
+    with pytest.raises(UnusableAnswer, match="1 choices, but the request asked for 3"):
+        server.generate(endpoint("mrl"), ask(3, temperature=0.0))
+
+
 def test_known_tokens_are_refused() -> None:
     known = {0: AnswerPrefix([1], [-1.0], [0])}
     with pytest.raises(Unsupported, match="known"):

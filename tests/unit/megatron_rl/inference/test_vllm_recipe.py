@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,16 @@ def test_vllm_needs_no_section_of_its_own() -> None:
         (["sampling.temperature=0.7", "sampling.min_new_tokens=4"], "sampling.min_new_tokens"),
         (["placement.inference.tp=16", "placement.tp_across_nodes=true"], "placement.inference.tp 16 is more than"),
         (["job.device=cpu", "model.head_dim=40"], "attention heads have size 40"),
+        (
+            ["model.dtype=fp32", "inference.vllm.args={kv_cache_dtype: fp8}"],
+            "has kv_cache_dtype and model.dtype is fp32",
+        ),
         (["model.qk_norm=true"], "vLLM has no model with qkv_bias true, qk_norm true and num_experts null"),
     ],
 )
 def test_unsupported_settings_are_refused_and_the_native_engine_accepts_them(overrides: list[str], why: str) -> None:
-    load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, *overrides, "inference.engine=native"])
+    of_native = [override for override in overrides if not override.startswith("inference.vllm")]
+    load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, *of_native, "inference.engine=native"])
     with pytest.raises(BadInput, match=r"inference\.engine is vllm, but") as refused:
         load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, *overrides])
     assert why in str(refused.value)
@@ -46,17 +52,47 @@ def test_at_temperature_1_every_cut_of_sampling_is_supported(cut: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "missing"),
-    [(16, "placement.mode=partitioned placement.inference.nodes=8"), (1, "placement.inference.nodes=1 job.nodes=2")],
+    ("recipe", "implied"),
+    [
+        (
+            "smollm2-135m-chain-sum",
+            ["placement.mode=partitioned", "job.nodes=2", "placement.inference.nodes=1", "resume.partial=keep"],
+        ),
+        ("qwen2.5-32b-dapo", ["placement.mode=partitioned", "placement.inference.nodes=4"]),
+        ("qwen2.5-32b-dapo-partitioned", []),
+    ],
 )
-def test_the_refusal_of_a_colocated_recipe_names_the_overrides_to_add(nodes: int, missing: str) -> None:
-    with pytest.raises(BadInput, match=missing):
-        load_recipe("qwen2.5-32b-dapo", ["inference.engine=vllm", f"job.nodes={nodes}"])
+def test_the_override_of_the_engine_alone_makes_a_recipe_partitioned(recipe: str, implied: list[str]) -> None:
+    found = load_recipe(recipe, ["inference.engine=vllm"])
+    assert [override.text for override in found.implied] == implied
+    assert found.config.placement.mode == "partitioned"
+    assert found.overrides == ("inference.engine=vllm", *implied), "the command that resumes the run repeats them"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["placement.mode=colocated"], "placement.mode=partitioned placement.inference.nodes=1 job.nodes=2"),
+        (["job.nodes=1"], "placement.mode=partitioned placement.inference.nodes=1 job.nodes=2"),
+        (["job.nodes=1-2"], "placement.mode is colocated"),
+        (["resume.partial=regenerate"], "resume.partial is regenerate"),
+    ],
+)
+def test_the_override_of_the_engine_changes_no_key_with_an_override_of_its_own(overrides: list[str], said: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(said)):
+        load_recipe("smollm2-135m-chain-sum", ["inference.engine=vllm", *overrides])
+
+
+def test_a_recipe_that_names_the_engine_is_taken_as_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: qwen2.5-32b-dapo\nname: mine\ninference: {engine: vllm}\n")
+    with pytest.raises(BadInput, match=r"placement\.mode=partitioned placement\.inference\.nodes=4"):
+        load_recipe(str(file))
 
 
 def test_everything_that_the_engine_cannot_do_is_said_at_once() -> None:
     with pytest.raises(BadInput) as refused:
-        load_recipe("demo", ["inference.engine=vllm"])
+        load_recipe("demo", ["inference.engine=vllm", "placement.mode=colocated", "resume.partial=regenerate"])
     for key in ("placement.mode is colocated", "resume.partial is regenerate", "attention heads have size 16"):
         assert key in str(refused.value)
 
