@@ -1,15 +1,18 @@
-"""Problems, and trajectories of tokens with a mask of the trained ones."""
+"""Problems, and trajectories: tokens with a mask of the trained ones, in one sequence or several branches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from megatron_rl.inference.api import Completion, FinishReason
 
 LARGEST_REWARD = 1e18
 """Largest absolute reward: advantages are computed in fp32, including squares of rewards."""
+OUTPUT_LIMIT = 4000
+"""Characters of a program's output that a trajectory keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,8 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
-    """One scored conversation: the prompt, the model's turns, and the environment's messages between them, in order."""
+class Branch:
+    """One sequence of tokens: the prompt, the model's turns, and the environment's messages between them, in order."""
 
     tokens: list[int]
     """[seq]"""
@@ -36,6 +39,36 @@ class Trajectory:
     """[seq] policy version of the weights that sampled the token; -1 for tokens that the model did not sample."""
     turns: list[range]
     """Token range of each of the model's turns; the first turn follows the prompt."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for lists of different lengths, which an agent's author may cause."""
+        if not len(self.tokens) == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"a trajectory of {len(self.tokens)} tokens has {len(self.loss_mask)} loss mask entries, "
+                f"{len(self.logprobs)} logprobs and {len(self.versions)} versions: every token needs one of each"
+            )
+        if not self.turns:
+            raise ValueError("a trajectory needs at least one turn of the model")
+        if self.loss_mask[:1] == [True]:
+            raise ValueError("the first token of a trajectory cannot be trained on: no token before it predicts it")
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first turn."""
+        return self.turns[0].start
+
+    @property
+    def sampled_length(self) -> int:
+        """Number of tokens in the turns."""
+        return sum(map(len, self.turns))
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory(Branch):
+    """One scored rollout. Most have a single sequence of tokens. A program that edits its conversation, or has several,
+    makes further ones, which share the reward. Each sampled token is a turn's in one sequence only; in the others that
+    contain it, it is context."""
+
     text: str
     """Text of the model's turns, without special tokens."""
     reward: float
@@ -45,6 +78,10 @@ class Trajectory:
     """Number of tool calls; None if no tools were offered."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Components of the reward by name, if scoring returned some."""
+    branches: tuple[Branch, ...] = ()
+    """Further sequences of the rollout."""
+    output: str = ""
+    """End of what a program printed, at most OUTPUT_LIMIT characters."""
 
     @classmethod
     def single(
@@ -69,29 +106,53 @@ class Trajectory:
             components=components or {},
         )
 
+    @classmethod
+    def of_sequences(
+        cls,
+        sequences: Sequence[Branch],
+        text: str,
+        reward: float,
+        finish_reason: FinishReason,
+        *,
+        tool_calls: int | None = None,
+        components: Mapping[str, float] | None = None,
+        output: str = "",
+    ) -> Trajectory:
+        """Return the trajectory with these sequences. Raises ValueError if there are none."""
+        if not sequences:
+            raise ValueError("a trajectory needs at least one sequence of tokens")
+        own, *branches = sequences
+        return cls(
+            tokens=own.tokens,
+            loss_mask=own.loss_mask,
+            logprobs=own.logprobs,
+            versions=own.versions,
+            turns=own.turns,
+            text=text,
+            reward=reward,
+            finish_reason=finish_reason,
+            tool_calls=tool_calls,
+            components=components or {},
+            branches=tuple(branches),
+            output=output,
+        )
+
     def __post_init__(self) -> None:
-        """Raise ValueError for lists of different lengths and for an invalid reward, either of which an agent's author
-        may cause."""
+        """Raise ValueError for invalid lists, and for an invalid reward or output."""
+        Branch.__post_init__(self)
         check_reward(self.reward)
-        if not len(self.tokens) == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
-            raise ValueError(
-                f"a trajectory of {len(self.tokens)} tokens has {len(self.loss_mask)} loss mask entries, "
-                f"{len(self.logprobs)} logprobs and {len(self.versions)} versions: every token needs one of each"
-            )
-        if not self.turns:
-            raise ValueError("a trajectory needs at least one turn of the model")
-        if self.loss_mask[:1] == [True]:
-            raise ValueError("the first token of a trajectory cannot be trained on: no token before it predicts it")
+        if len(self.output) > OUTPUT_LIMIT:
+            raise ValueError(f"an output of {len(self.output)} characters: a trajectory keeps {OUTPUT_LIMIT} at most")
 
     @property
-    def prompt_length(self) -> int:
-        """Number of tokens before the first turn."""
-        return self.turns[0].start
+    def sequences(self) -> tuple[Branch, ...]:
+        """All sequences of tokens: its own first, then the branches."""
+        return (self, *self.branches)
 
     @property
     def answer_length(self) -> int:
-        """Number of tokens that the model sampled, in all turns together."""
-        return sum(map(len, self.turns))
+        """Number of tokens that the model sampled, in all turns of all sequences together."""
+        return sum(sequence.sampled_length for sequence in self.sequences)
 
 
 def check_reward(reward: float) -> None:
@@ -110,6 +171,12 @@ class TrajectoryGroup:
     trajectories: list[Trajectory]
     failures: Mapping[str, int]
     """Number of lost answers by reason. A lost answer has no reward and is excluded from the group."""
+
+    @property
+    def versions(self) -> Iterator[int]:
+        """Versions of all tokens, as in `Branch.versions`."""
+        sequences = chain.from_iterable(trajectory.sequences for trajectory in self.trajectories)
+        return chain.from_iterable(sequence.versions for sequence in sequences)
 
 
 @dataclass(frozen=True, slots=True)

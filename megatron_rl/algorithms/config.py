@@ -12,6 +12,8 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 LossReduction = Literal["token", "sequence"]
 
+BranchWeighting = Literal["mean", "sum"]
+
 Baseline = Literal["group", "batch"]
 
 
@@ -91,6 +93,10 @@ class GrpoConfig(Section):
     reduction: LossReduction = "token"
     """token: mean over all answer tokens of the global batch (DAPO). sequence: mean over answers of their token means
     (GRPO)."""
+    branches: BranchWeighting = "mean"
+    """Weight of a rollout with several sequences of tokens. mean: the weight of each token is divided by their number,
+    so the rollout counts like one with a single sequence of their mean length. sum: each sequence counts like an answer
+    of its own."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the initial weights. At 0 no reference model is kept or run."""
     kl_estimator: KlEstimator = "k3"

@@ -33,8 +33,9 @@ def importance_weights(log_ratios: Tensor, config: ImportanceConfig) -> Tensor:
 
 @torch.no_grad()
 def answer_log_ratios(log_ratios: Tensor, lengths: Tensor) -> Tensor:
-    """Return, for each trained token, the sum of the log ratios of its trajectory's trained tokens. Ratios that are not
-    finite are excluded from the sum, as the loss excludes the token: one NaN must not discard the whole answer.
+    """Return, for each trained token, the sum of the log ratios of its trajectory's trained tokens, those of all its
+    sequences: together they are one sample of the policy. Ratios that are not finite are excluded from the sum, as the
+    loss excludes the token: one NaN must not discard the whole answer.
 
     Args:
         log_ratios: [tokens] of the trained tokens of all trajectories, concatenated.

@@ -7,10 +7,10 @@ predict the trained tokens of the first answer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
@@ -59,9 +59,10 @@ def pack(
 class Packing:
     """The sequences of a batch that go through the model; those without a trained token are skipped.
 
-    Neighbours with the same tokens up to their first trained token form a tree: within a micro-batch they share these
-    tokens, and common prefixes of the rest. Shared prefixes are determined once; micro-batches are then assembled from
-    runs of tokens of any length.
+    Neighbours that begin with the same tokens, those before the first trained token of the first neighbour, form a
+    tree: within a micro-batch they share these tokens, and common prefixes of the rest. Answers to one prompt are such
+    neighbours, and so are a rollout's branches, which may train on nothing until far behind the prompt. Shared prefixes
+    are determined once; micro-batches are then assembled from runs of tokens of any length.
     """
 
     def __init__(self, tokens: Sequence[list[int]], loss_masks: Sequence[list[bool]], chosen: Iterable[int]) -> None:
@@ -86,14 +87,21 @@ class Packing:
         self._tree_of: list[int] = []
         self.trees: list[Tree] = []
         """Trees of all packed sequences; the name of a sequence is its index among the packed ones."""
-        prefixes = [sequence[:first] for sequence, first in zip(self._lists, self._firsts, strict=True)]
         named = 0
-        for prefix, alike in groupby(prefixes):
-            names = range(named, named + sum(1 for _ in alike))
-            rests = [(self._lists[name], self._firsts[name], self._lasts[name]) for name in names]
+        while named < len(packed):
+            prefix = self._lists[named][: self._firsts[named]]
+            names = range(named, next(self._others(named + 1, prefix), len(packed)))
+            self._firsts[named : names.stop] = [len(prefix)] * len(names)
+            rests = [(self._lists[name], len(prefix), self._lasts[name]) for name in names]
             self._tree_of += [len(self.trees)] * len(names)
             self.trees.append(_tree(len(prefix), names, rests))
             named = names.stop
+
+    def _others(self, start: int, prefix: list[int]) -> Iterator[int]:
+        """Yield the names from `start` on of sequences that do not begin with this prefix, or train on some of it."""
+        for name in range(start, len(self._lists)):
+            if self._firsts[name] < len(prefix) or self._lists[name][: len(prefix)] != prefix:
+                yield name
 
     @cached_property
     def _tokens(self) -> NDArray[np.int64]:
@@ -106,8 +114,8 @@ class Packing:
 
     @cached_property
     def _spans(self) -> NDArray[np.int64]:
-        """[packed, 2] start and length, in `_tokens`, of each sequence's span from its first trained token to its
-        last."""
+        """[packed, 2] start and length, in `_tokens`, of each sequence's span behind the prefix of its tree, up to its
+        last trained token."""
         firsts = np.array(self._firsts)
         return np.stack((np.array(self._starts[:-1]) + firsts, np.array(self._lasts) + 1 - firsts), 1)
 

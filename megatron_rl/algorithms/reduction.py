@@ -6,38 +6,61 @@ then simply added, so neither packing nor the data-parallel layout changes the g
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.config import LossReduction
+from megatron_rl.algorithms.config import BranchWeighting, LossReduction
 
 
-def local_normaliser(lengths: Tensor, trained: Tensor, reduction: LossReduction) -> float:
-    """Return this rank's part of the normaliser: its trained tokens, or its trained non-empty answers.
+def sequence_weights(lengths: Tensor, trajectory: Tensor, trained: Tensor, branches: BranchWeighting) -> Tensor:
+    """Return the weight of each sequence among those of all trajectories.
+
+    `sum`: 1, so a trajectory weighs as much as it has sequences. `mean`: 1 / the number of the trajectory's sequences
+    with trained tokens, so each trajectory weighs as much as one with a single sequence.
 
     Args:
-        lengths: [trajectories] int64, answer tokens.
-        trained: [trajectories] 0 or 1, which answers carry loss.
+        lengths: [sequences] int64, trained tokens.
+        trajectory: [sequences] int64, index of the trajectory.
+        trained: [trajectories] 0 or 1, which trajectories carry loss.
 
     Returns:
-        A count; its sum over all ranks is the `normaliser` of `token_weights`.
+        [sequences] fp64, 0 for those of trajectories that carry no loss.
     """
-    counted = lengths if reduction == "token" else lengths > 0
-    return float((counted * trained).sum())
+    weights = trained.double()
+    if branches == "mean":
+        counts = torch.zeros_like(weights).index_add(0, trajectory, (lengths > 0).double())
+        weights = weights / counts.clamp(min=1)
+    return weights[trajectory]
 
 
-def token_weights(lengths: Tensor, trained: Tensor, reduction: LossReduction, normaliser: float) -> Tensor:
-    """Return the weight of each answer's tokens, such that the sum of weight * token loss is the global mean.
-
-    `token`: 1 / normaliser, the mean over all trained tokens (DAPO, arXiv 2503.14476). `sequence`: 1 / (length *
-    normaliser), the mean over answers of their token means (GRPO, arXiv 2402.03300).
+def local_normaliser(lengths: Tensor, weights: Tensor, reduction: LossReduction) -> float:
+    """Return this rank's part of the normaliser: its trained tokens, or its trained non-empty sequences, each counted
+    by its weight.
 
     Args:
-        lengths: [trajectories] int64, answer tokens.
-        trained: [trajectories] 0 or 1, which answers carry loss.
+        lengths: [sequences] int64, trained tokens.
+        weights: [sequences] see `sequence_weights`.
+
+    Returns:
+        A weighted count; its sum over all ranks is the `normaliser` of `token_weights`.
+    """
+    counted = lengths if reduction == "token" else lengths > 0
+    return float((counted * weights.double()).sum())
+
+
+def token_weights(lengths: Tensor, weights: Tensor, reduction: LossReduction, normaliser: float) -> Tensor:
+    """Return the weight of the tokens of each sequence, such that the sum of weight * token loss is the global mean.
+
+    `token`: weight / normaliser, the mean over all trained tokens (DAPO, arXiv 2503.14476). `sequence`: weight /
+    (length * normaliser), the mean over sequences of their token means (GRPO, arXiv 2402.03300).
+
+    Args:
+        lengths: [sequences] int64, trained tokens.
+        weights: [sequences] see `sequence_weights`.
         normaliser: sum of `local_normaliser` over all ranks; 0 if nothing is trained.
 
     Returns:
-        [trajectories] fp32, 0 for answers that carry no loss.
+        [sequences] fp32, 0 for those that carry no loss.
     """
-    share = trained.float() / (normaliser or 1.0)
+    share = weights.float() / (normaliser or 1.0)
     return share if reduction == "token" else share / lengths.clamp(min=1)

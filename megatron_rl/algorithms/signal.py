@@ -32,14 +32,19 @@ class GroupRewards:
 def group_rewards(groups: Sequence[TrajectoryGroup], max_new_tokens: int, overlong: OverlongConfig) -> GroupRewards:
     """Return the rewards of the groups' trajectories, group after group, on the CPU.
 
-    max_new_tokens: limit of one turn. The penalty depends on the last turn, which may have been cut there.
+    max_new_tokens: limit of one turn. The penalty depends on the last turn, which may have been cut there; if a
+        trajectory has several sequences, on the longest of their last turns.
     """
     index = [i for i, group in enumerate(groups) for _ in group.trajectories]
     rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
     scored = torch.tensor(rewards, dtype=torch.float32)
     shaped = scored
     if overlong.mode == "penalty":
-        last = [len(trajectory.turns[-1]) for group in groups for trajectory in group.trajectories]
+        last = [
+            max(len(sequence.turns[-1]) for sequence in trajectory.sequences)
+            for group in groups
+            for trajectory in group.trajectories
+        ]
         lengths = torch.tensor(last, dtype=torch.long)
         shaped = shaped_rewards(scored, lengths, max_new_tokens=max_new_tokens, overlong=overlong)
     return GroupRewards(torch.tensor(index, dtype=torch.long), scored, shaped)

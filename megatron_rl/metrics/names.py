@@ -111,6 +111,11 @@ def _turns_mean(step: StepReport) -> Any:
     return batch.turns / batch.answers if batch.turns > batch.answers or batch.with_tools else None
 
 
+def _branches_mean(step: StepReport) -> Any:
+    batch = step.stats.batch
+    return batch.sequences / batch.answers if batch.sequences > batch.answers else None
+
+
 def _seconds(step: StepReport) -> float:
     return sum(step.seconds.values())
 
@@ -169,6 +174,11 @@ STEP_METRICS: dict[str, Metric] = {
     "answer_length_min": Metric("shortest answer", lambda step: step.stats.batch.answer_length_min),
     "turns_mean": Metric(
         "mean turns of the model per answer (absent if all have one and no tools were offered)", _turns_mean
+    ),
+    "branches_mean": Metric(
+        "mean sequences of tokens per answer, more than one where a program edits its conversation or has several "
+        "(absent if all answers have one)",
+        _branches_mean,
     ),
     "tool_calls_mean": Metric(
         "mean tool calls per answer that tools were offered to (absent without such answers)",

@@ -85,6 +85,8 @@ class BatchStats:
     """Tokens of all micro-batches of one pass."""
     unpacked_tokens: Total
     """Tokens of the same trajectories without sharing."""
+    sequences: Total
+    """Sequences of tokens of all answers."""
     turns: Total
     """Turns of the model in all answers."""
     tool_calls: Total

@@ -192,7 +192,7 @@ def score(trainer: Trainer) -> None:
     """Log-probs of the fullest micro-batch."""
     config, policy = trainer.config, trainer.policy
     batch = training_batch(rollouts(config, 1, trainer.groups.data.size()).groups, config, 0, trainer.platform.device)
-    part = update_part(batch, range(len(batch.trajectories)), config, trainer.platform)
+    part = update_part(batch, range(len(batch.sequences)), config, trainer.platform)
     (fullest, *_) = update_batch(part, Agreed(len(part.bins), part.normaliser)).microbatches
     trainer.score(policy, batch, [ModelInput.of(policy, fullest, trainer.groups.context)])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.advantages import RewardMoments
 from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn
 
@@ -57,7 +57,10 @@ class RolloutBatch:
 
 
 def _text(group: TrajectoryGroup) -> str:
-    answers = (
-        f"  reward {answer.reward:g}  {answer.finish_reason}  {answer.text!r}\n" for answer in group.trajectories
-    )
-    return f"prompt {group.ordinal}: {group.problem.prompt!r}\n{''.join(answers)}\n"
+    answers = "".join(map(_answer_text, group.trajectories))
+    return f"prompt {group.ordinal}: {group.problem.prompt!r}\n{answers}\n"
+
+
+def _answer_text(answer: Trajectory) -> str:
+    output = f"    output {answer.output!r}\n" if answer.output else ""
+    return f"  reward {answer.reward:g}  {answer.finish_reason}  {answer.text!r}\n{output}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
 
 TOKEN = np.dtype("<i4")
 LOG_PROB = np.dtype("<f4")
@@ -26,33 +26,63 @@ Head = dict[str, Any]
 def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
     """Encode a group without its problem: the prompt stream knows it."""
     trajectories = group.trajectories
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     texts = [trajectory.text.encode("utf-8", "surrogatepass") for trajectory in trajectories]
+    outputs = [trajectory.output.encode("utf-8", "surrogatepass") for trajectory in trajectories]
     head: Head = {
         "ordinal": group.ordinal,
         "failures": dict(group.failures),
+        # Lists with an entry for each sequence of each trajectory:
+        "tokens": [len(sequence.tokens) for sequence in sequences],
+        "turns": [[(turn.start, turn.stop) for turn in sequence.turns] for sequence in sequences],
         # Lists with an entry for each trajectory:
-        "tokens": [len(trajectory.tokens) for trajectory in trajectories],
-        "turns": [[(turn.start, turn.stop) for turn in trajectory.turns] for trajectory in trajectories],
         "text": [len(text) for text in texts],
         "reward": [trajectory.reward for trajectory in trajectories],
         "finish_reason": [trajectory.finish_reason for trajectory in trajectories],
         "tool_calls": [trajectory.tool_calls for trajectory in trajectories],
         "components": [dict(trajectory.components) for trajectory in trajectories],
     }
-    turns = [(trajectory, turn.start, turn.stop) for trajectory in trajectories for turn in trajectory.turns]
+    if len(sequences) > len(trajectories):
+        head["sequences"] = [len(trajectory.sequences) for trajectory in trajectories]
+    if any(outputs):
+        head["output"] = [len(output) for output in outputs]
+    turns = [(sequence, turn.start, turn.stop) for sequence in sequences for turn in sequence.turns]
     return head, b"".join(
         (
-            _packed((trajectory.tokens for trajectory in trajectories), TOKEN),
-            *[bytes(trajectory.loss_mask) for trajectory in trajectories],
-            _packed((trajectory.versions[start:stop] for trajectory, start, stop in turns), VERSION),
-            _packed((trajectory.logprobs[start:stop] for trajectory, start, stop in turns), LOG_PROB),
+            _packed((sequence.tokens for sequence in sequences), TOKEN),
+            *[bytes(sequence.loss_mask) for sequence in sequences],
+            _packed((sequence.versions[start:stop] for sequence, start, stop in turns), VERSION),
+            _packed((sequence.logprobs[start:stop] for sequence, start, stop in turns), LOG_PROB),
             *texts,
+            *outputs,
         )
     )
 
 
 def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
     reader = Reader(body)
+    rewards = head["reward"]
+    sequences = _sequences(head, reader)
+    counts = head.get("sequences", [1] * len(rewards))
+    texts = [reader.text(length) for length in head["text"]]
+    outputs = [reader.text(length) for length in head.get("output", [0] * len(rewards))]
+    trajectories = [
+        Trajectory.of_sequences(
+            [*islice(sequences, count)],
+            texts[i],
+            rewards[i],
+            head["finish_reason"][i],
+            tool_calls=head["tool_calls"][i] if "tool_calls" in head else None,  # older banks have none
+            components=head["components"][i] if "components" in head else {},  # older banks have none
+            output=outputs[i],
+        )
+        for i, count in enumerate(counts)
+    ]
+    return TrajectoryGroup(head["ordinal"], problem, trajectories, head["failures"])
+
+
+def _sequences(head: Head, reader: Reader) -> Iterator[Branch]:
+    """Return the sequences of all trajectories, in order. The reader is then at the texts."""
     lengths = head["tokens"]
     turns = [[range(start, stop) for start, stop in each] for each in head["turns"]]
     sampled = [sum(map(len, each)) for each in turns]
@@ -60,22 +90,18 @@ def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
     masks = [reader.numbers(length, _FLAG) for length in lengths]
     versions = [reader.numbers(count, VERSION) for count in sampled]
     logprobs = [reader.numbers(count, LOG_PROB) for count in sampled]
-    trajectories = [
-        Trajectory(
-            tokens=tokens[i],
-            loss_mask=masks[i],
-            logprobs=_spread(logprobs[i], turns[i], length, 0.0),
-            versions=_spread(versions[i], turns[i], length, -1),
-            turns=turns[i],
-            text=reader.text(head["text"][i]),
-            reward=head["reward"][i],
-            finish_reason=head["finish_reason"][i],
-            tool_calls=head["tool_calls"][i] if "tool_calls" in head else None,  # older banks have none
-            components=head["components"][i] if "components" in head else {},  # older banks have none
-        )
-        for i, length in enumerate(lengths)
-    ]
-    return TrajectoryGroup(head["ordinal"], problem, trajectories, head["failures"])
+    return iter(
+        [
+            Branch(
+                tokens=tokens[i],
+                loss_mask=masks[i],
+                logprobs=_spread(logprobs[i], turns[i], length, 0.0),
+                versions=_spread(versions[i], turns[i], length, -1),
+                turns=turns[i],
+            )
+            for i, length in enumerate(lengths)
+        ]
+    )
 
 
 def joined(head: Head, body: bytes) -> bytes:

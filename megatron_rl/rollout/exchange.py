@@ -106,7 +106,7 @@ def group_costs(
     has_gradient = iter(assign_credit(groups, config, batch).has_gradient)
     costs = []
     for group in groups:
-        run = [*compress(group.trajectories, has_gradient)]
+        run = [sequence for each in compress(group.trajectories, has_gradient) for sequence in each.sequences]
         masks = [each.loss_mask for each in run]
         trees = Packing([each.tokens for each in run], masks, range(len(run))).trees
         tokens, pairs = sum(tree.tokens for tree in trees), sum(tree.pairs for tree in trees)
@@ -116,9 +116,10 @@ def group_costs(
 
 def _sharing_prompts_only(group: TrajectoryGroup, config: RunConfig) -> float:
     """Operations for all answers of a group, if they share no more than the prompt."""
-    prompts = {tuple(each.tokens[: each.prompt_length]) for each in group.trajectories}
+    sequences = [sequence for each in group.trajectories for sequence in each.sequences]
+    prompts = {tuple(each.tokens[: each.prompt_length]) for each in sequences}
     shared = len(prompts.pop()) if len(prompts) == 1 else 0
-    lengths = [len(each.tokens) for each in group.trajectories]
+    lengths = [len(each.tokens) for each in sequences]
     tokens = shared + sum(length - shared for length in lengths)
     pairs = _pairs(shared) + sum(_pairs(length) - _pairs(shared) for length in lengths)
     return _flops(config, tokens, pairs, tokens - shared)

@@ -1,11 +1,11 @@
 """A rank's trajectories as the input of updates: tensors and micro-batches, equally many on every rank.
 
-chosen trajectories -> UpdatePart -> (all ranks agree on normaliser and number of micro-batches) -> UpdateBatch
+chosen sequences -> UpdatePart -> (all ranks agree on normaliser and number of micro-batches) -> UpdateBatch
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 
@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.advantages import RewardMoments
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
-from megatron_rl.algorithms.reduction import local_normaliser
+from megatron_rl.algorithms.reduction import local_normaliser, sequence_weights
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import BatchStats, EnvironmentStats
 from megatron_rl.model.flops import rows_per_token
@@ -30,8 +30,8 @@ from megatron_rl.rollout.batch import RolloutBatch
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """A rank's share of a step's batch. [trained tokens] are those in the loss masks of all trajectories, concatenated,
-    on the device; all else is on the CPU."""
+    """A rank's share of a step's batch. [trained tokens] are those in the loss masks of all sequences, concatenated, on
+    the device; all else is on the CPU."""
 
     trajectories: Sequence[Trajectory]
     group: Tensor
@@ -42,18 +42,27 @@ class TrainingBatch:
     """[trajectories]"""
     signal: Tensor
     """[groups] whether the group has a learning signal: see `has_signal`."""
-    lengths: Tensor
-    """[trajectories] trained tokens."""
-    carries_loss: Tensor
-    """[trajectories] 1, or 0 if masked as overlong."""
     has_gradient: Sequence[bool]
     """[trajectories] whether it is run through the model: see `has_gradient`."""
-    trajectory_of_token: Tensor
+    sequences: Sequence[Branch]
+    """Sequences of all trajectories, in order."""
+    trajectory: Tensor
+    """[sequences] index of the trajectory."""
+    lengths: Tensor
+    """[sequences] trained tokens."""
+    weights: Tensor
+    """[sequences] see `sequence_weights`; 0 if masked as overlong."""
+    sequence_of_token: Tensor
     """[trained tokens]"""
     inference_logprobs: Tensor
     """[trained tokens] log-probs of the engine."""
     current: Tensor | None
     """[trained tokens] whether the current weights sampled the token; None if they sampled all."""
+
+    @property
+    def trajectory_lengths(self) -> Tensor:
+        """[trajectories] trained tokens in all sequences."""
+        return torch.zeros(len(self.trajectories), dtype=torch.long).index_add(0, self.trajectory, self.lengths)
 
 
 def training_batch(
@@ -69,20 +78,24 @@ def training_batch(
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     credit = assign_credit(groups, config, rewards)
-    lengths = torch.tensor([t.loss_mask.count(True) for t in trajectories], dtype=torch.long)
-    trained = list(chain.from_iterable(t.loss_mask for t in trajectories))
-    logprobs = list(compress(chain.from_iterable(t.logprobs for t in trajectories), trained))
-    versions = list(compress(chain.from_iterable(t.versions for t in trajectories), trained))
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    of = torch.tensor([i for i, trajectory in enumerate(trajectories) for _ in trajectory.sequences], dtype=torch.long)
+    lengths = torch.tensor([s.loss_mask.count(True) for s in sequences], dtype=torch.long)
+    trained = list(chain.from_iterable(s.loss_mask for s in sequences))
+    logprobs = list(compress(chain.from_iterable(s.logprobs for s in sequences), trained))
+    versions = list(compress(chain.from_iterable(s.versions for s in sequences), trained))
     return TrainingBatch(
         trajectories=trajectories,
         group=credit.group,
         rewards=credit.rewards,
         advantages=credit.advantages,
         signal=credit.signal,
-        lengths=lengths,
-        carries_loss=credit.carries_loss,
         has_gradient=credit.has_gradient,
-        trajectory_of_token=torch.repeat_interleave(torch.arange(len(trajectories)), lengths).to(device),
+        sequences=sequences,
+        trajectory=of,
+        lengths=lengths,
+        weights=sequence_weights(lengths, of, credit.carries_loss, config.grpo.branches),
+        sequence_of_token=torch.repeat_interleave(torch.arange(len(sequences)), lengths).to(device),
         inference_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
         current=None
         if set(versions) <= {policy_version}
@@ -95,9 +108,7 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
     answer_lengths = [t.answer_length for t in batch.trajectories]
     staleness = [0]
     if batch.current is not None:
-        staleness = [
-            policy_version - min(compress(t.versions, t.loss_mask), default=policy_version) for t in batch.trajectories
-        ]
+        staleness = [policy_version - min(_trained_versions(t), default=policy_version) for t in batch.trajectories]
     rewards = batch.rewards.double()
     return BatchStats(
         answers=len(batch.trajectories),
@@ -111,8 +122,11 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         answer_length_min=min(answer_lengths, default=float("inf")),
         prompt_tokens=sum(t.prompt_length for t in batch.trajectories),
         packed_tokens=packed_tokens,
-        unpacked_tokens=sum(len(t.tokens) for t in compress(batch.trajectories, batch.has_gradient)),
-        turns=sum(len(t.turns) for t in batch.trajectories),
+        unpacked_tokens=sum(
+            len(s.tokens) for t in compress(batch.trajectories, batch.has_gradient) for s in t.sequences
+        ),
+        sequences=len(batch.sequences),
+        turns=sum(len(s.turns) for s in batch.sequences),
         tool_calls=sum(t.tool_calls or 0 for t in batch.trajectories),
         with_tools=sum(t.tool_calls is not None for t in batch.trajectories),
         with_components=sum(bool(t.components) for t in batch.trajectories),
@@ -123,6 +137,10 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         staleness=sum(staleness),
         staleness_max=max(staleness),
     )
+
+
+def _trained_versions(trajectory: Trajectory) -> Iterator[int]:
+    return chain.from_iterable(compress(s.versions, s.loss_mask) for s in trajectory.sequences)
 
 
 def environment_stats(
@@ -148,27 +166,28 @@ class UpdatePart:
     """A rank's part of one optimizer step, before the ranks agree on it."""
 
     packing: Packing
-    """Packing of the chosen trajectories with a gradient; the others count as zeros in the mean."""
+    """Packing of the chosen sequences with a gradient; the others count as zeros in the mean."""
     bins: Sequence[Sequence[int]]
     """Fewest bins found for them: see `Packing.bins`."""
     room: BinLimit
     """Capacity of a micro-batch."""
     normaliser: float
-    """This rank's part of the normaliser (`local_normaliser`), over all chosen trajectories."""
+    """This rank's part of the normaliser (`local_normaliser`), over all chosen sequences."""
 
 
 def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, platform: Platform) -> UpdatePart:
-    """Pack the chosen trajectories for an update."""
-    tokens = [trajectory.tokens for trajectory in batch.trajectories]
-    masks = [trajectory.loss_mask for trajectory in batch.trajectories]
-    packing = Packing(tokens, masks, (each for each in chosen if batch.has_gradient[each]))
+    """Pack the chosen sequences for an update."""
+    tokens = [sequence.tokens for sequence in batch.sequences]
+    masks = [sequence.loss_mask for sequence in batch.sequences]
+    has_gradient = [batch.has_gradient[of] for of in batch.trajectory.tolist()]
+    packing = Packing(tokens, masks, (each for each in chosen if has_gradient[each]))
     index = torch.tensor(chosen, dtype=torch.long)
     room = microbatch_room(config, platform)
     return UpdatePart(
         packing,
         packing.bins(room),
         room,
-        local_normaliser(batch.lengths[index], batch.carries_loss[index], config.grpo.reduction),
+        local_normaliser(batch.lengths[index], batch.weights[index], config.grpo.reduction),
     )
 
 
@@ -207,7 +226,7 @@ class UpdateBatch:
 
 
 def update_batch(part: UpdatePart, agreed: Agreed) -> UpdateBatch:
-    """Form the agreed number of micro-batches. A rank that needs fewer spreads its trajectories evenly over them."""
+    """Form the agreed number of micro-batches. A rank that needs fewer spreads its sequences evenly over them."""
     bins = part.bins
     if len(bins) < agreed.microbatches:
         bins = part.packing.bins(part.room, agreed.microbatches)

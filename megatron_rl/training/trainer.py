@@ -115,7 +115,7 @@ class Trainer:
             before = self.score(self.policy, batch, first_pass) if grpo.scores_first else None
             of_answers = None
             if before is not None and grpo.importance is not None and grpo.importance.mode == "sequence":
-                of_answers = answer_log_ratios(before - batch.inference_logprobs, batch.lengths)
+                of_answers = answer_log_ratios(before - batch.inference_logprobs, batch.trajectory_lengths)
             reference = self.score(self.reference, batch, first_pass) if self.reference is not None else None
             self.platform.synchronize()
 
@@ -135,26 +135,26 @@ class Trainer:
         return StepStats(seen, loss, _update_stats(updates, self.optimizer.host_bytes), device, environments)
 
     def _chosen(self, batch: TrainingBatch, positions: Sequence[int], step: int) -> list[list[int]]:
-        """Trajectories of each update of the step; of a single update if all are the same.
+        """Sequences of each update of the step; of a single update if all are the same.
 
         positions: of the rank's groups in the global batch.
         """
         grpo = self.config.grpo
         if grpo.updates_per_pass == 1:
-            return [list(range(len(batch.trajectories)))]
+            return [list(range(len(batch.sequences)))]
         chosen = []
         for pass_ in range(grpo.iterations):
             plan = update_plan(grpo.prompts_per_step, grpo.updates_per_pass, self.config.training.seed, step, pass_)
-            update_of = [plan[positions[group]] for group in batch.group.tolist()]
+            update_of = [plan[positions[group]] for group in batch.group[batch.trajectory].tolist()]
             for update in range(grpo.updates_per_pass):
                 chosen.append([index for index, its in enumerate(update_of) if its == update])
         return chosen
 
     def _input(self, batch: TrainingBatch, update: UpdateBatch) -> UpdateInput:
-        weights = token_weights(batch.lengths, batch.carries_loss, self.config.grpo.reduction, update.normaliser)
-        per_trajectory = torch.stack((weights, batch.advantages)).to(self.platform.device)
+        weights = token_weights(batch.lengths, batch.weights, self.config.grpo.reduction, update.normaliser)
+        per_sequence = torch.stack((weights, batch.advantages[batch.trajectory])).to(self.platform.device)
         inputs = [ModelInput.of(self.policy, micro, self.groups.context) for micro in update.microbatches]
-        return UpdateInput(inputs, per_trajectory)
+        return UpdateInput(inputs, per_sequence)
 
     def score(self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput]) -> Tensor:
         """[trained tokens] log-probs under `policy`, without gradient: 0 for tokens outside `inputs`, for the rest of
@@ -205,7 +205,7 @@ class Trainer:
             logprobs, entropy = predicted_logprobs(hidden, output, read.targets, self.config.sampling.temperature)
             assert entropy is not None
             index = read.trained
-            weights, advantages = update.per_trajectory[:, batch.trajectory_of_token[index]]
+            weights, advantages = update.per_sequence[:, batch.sequence_of_token[index]]
             inference = batch.inference_logprobs[index]
             old = logprobs.detach() if before is None else before[index]
             if batch.current is not None and self.config.grpo.importance is None:
@@ -294,8 +294,8 @@ class UpdateInput:
 
     inputs: Sequence[ModelInput]
     """Equally many on every rank."""
-    per_trajectory: Tensor
-    """[2, trajectories] weight of each token of the trajectory in the global mean, and its advantage."""
+    per_sequence: Tensor
+    """[2, sequences] weight of each token of the sequence in the global mean, and its advantage."""
 
 
 def _update_stats(updates: Sequence[Update], offloaded: int) -> UpdateStats:

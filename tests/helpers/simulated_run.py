@@ -449,6 +449,7 @@ class _Trainer:
             prompt_tokens=len(answers),
             packed_tokens=len(answers),
             unpacked_tokens=len(answers),
+            sequences=len(answers),
             turns=len(answers),
             tool_calls=0,
             with_components=0,

@@ -161,7 +161,7 @@ def gradient(trainer: Trainer, rollouts: RolloutBatch) -> None:
 def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:
     config = trainer.config
     batch = training_batch(rollouts.groups, config, 0, trainer.platform.device)
-    part = update_part(batch, range(len(batch.trajectories)), config, trainer.platform)
+    part = update_part(batch, range(len(batch.sequences)), config, trainer.platform)
     (agreed,) = agree([part], trainer.groups)
     return batch, trainer._input(batch, update_batch(part, agreed))
 

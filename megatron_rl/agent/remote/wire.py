@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import EvaluationResponse
 from megatron_rl.agent.scoring import RolloutLimits, Score
-from megatron_rl.agent.trajectories import Problem, Trajectory
+from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
 from megatron_rl.inference.api import Completion
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.replicas.wire import Garbled, Refusal, kind_of
 
-PROTOCOL = 4
+PROTOCOL = 5
 TRAINING = "training"
 """Name of the training set; the others are evaluation/NAME."""
 EVALUATION = "evaluation/"
@@ -156,15 +156,45 @@ def _final_answers(body: Any, answers: int) -> list[str | None]:
     return [*body]
 
 
-def _encode_trajectory(one: Trajectory) -> list[Any]:
-    turns = [[turn.start, turn.stop] for turn in one.turns]
-    per_token = [one.tokens, one.loss_mask, one.logprobs, one.versions]
-    return [*per_token, turns, one.text, one.reward, one.finish_reason, one.tool_calls, dict(one.components)]
+def _encode_trajectory(one: Trajectory) -> dict[str, Any]:
+    return {
+        "sequences": [_encode_sequence(sequence) for sequence in one.sequences],
+        "text": one.text,
+        "reward": one.reward,
+        "finish_reason": one.finish_reason,
+        "tool_calls": one.tool_calls,
+        "components": dict(one.components),
+        "output": one.output,
+    }
+
+
+def _encode_sequence(one: Branch) -> list[Any]:
+    return [one.tokens, one.loss_mask, one.logprobs, one.versions, [[turn.start, turn.stop] for turn in one.turns]]
 
 
 def _decode_trajectory(body: Any, vocab_size: int) -> Trajectory:
-    tokens, loss_mask, logprobs, versions, turns, text, reward, finish_reason, tool_calls, components = body
-    reward = float(reward)
+    text, output = body["text"], body["output"]
+    finish_reason, tool_calls = body["finish_reason"], body["tool_calls"]
+    if finish_reason not in ("stop", "length") or not isinstance(text, str):
+        raise ValueError("no text, or no finish reason")
+    if not isinstance(output, str):
+        raise ValueError("an output that is not text")
+    if tool_calls is not None and type(tool_calls) is not int:
+        raise ValueError("a number of tool calls that is not an integer")
+    reward = float(body["reward"])
+    return Trajectory.of_sequences(
+        [_decode_sequence(each, vocab_size) for each in body["sequences"]],
+        text,
+        reward,
+        finish_reason,
+        tool_calls=tool_calls,
+        components=Score.of({**body["components"], "reward": reward}).components,
+        output=output,
+    )
+
+
+def _decode_sequence(body: Any, vocab_size: int) -> Branch:
+    tokens, loss_mask, logprobs, versions, turns = body
     if not (_all_are(int, tokens) and _all_are(int, versions) and _all_are(bool, loss_mask)):
         raise ValueError("tokens, versions or loss mask of a wrong type")
     if not all(0 <= token < vocab_size for token in tokens):
@@ -174,12 +204,7 @@ def _decode_trajectory(body: Any, vocab_size: int) -> Trajectory:
     spans = [range(start, stop) for start, stop in turns]
     if not all(0 <= span.start <= span.stop <= len(tokens) for span in spans):
         raise ValueError("a turn outside the tokens")
-    if finish_reason not in ("stop", "length") or not isinstance(text, str):
-        raise ValueError("no text, or no finish reason")
-    if tool_calls is not None and type(tool_calls) is not int:
-        raise ValueError("a number of tool calls that is not an integer")
-    parts = Score.of({**components, "reward": reward}).components
-    return Trajectory(tokens, loss_mask, logprobs, versions, spans, text, reward, finish_reason, tool_calls, parts)
+    return Branch(tokens, loss_mask, logprobs, versions, spans)
 
 
 def _all_are(kind: type, values: Any) -> bool:

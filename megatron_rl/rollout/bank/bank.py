@@ -133,7 +133,7 @@ class Bank:
             yield attempt_record(self._lineage)
         for group in groups:
             if group.ordinal not in known:
-                newest = max((max(each.versions) for each in group.trajectories), default=self._lineage.policy_version)
+                newest = max(group.versions, default=self._lineage.policy_version)
                 yield group_record(group, newest, newest, self._lineage)
 
     def end_checkpoint(self, step: int) -> None:

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.api import AnswerPrefix, Completion, GenerationRequest, ResumableInference
@@ -142,7 +141,7 @@ class Recording:
     def add(self, group: TrajectoryGroup) -> None:
         """Record a scored group, and forget the parts of its answers."""
         ordinal = group.ordinal
-        newest = self._newest(chain.from_iterable(each.versions for each in group.trajectories))
+        newest = self._newest(group.versions)
         self._scored(ScoredGroup(group, self.policy_version(ordinal), newest))
         self.forget({ordinal})
 

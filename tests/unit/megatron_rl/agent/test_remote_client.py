@@ -20,7 +20,7 @@ from megatron_rl.agent.remote.client import MAX_STARTS, AgentClient, AgentFailed
 from megatron_rl.agent.remote.wire import AgentRequest, ProblemId, decode_response, encode_response
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
-from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, TrajectoryGroup
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
@@ -250,15 +250,28 @@ def test_agent_that_crashes_on_every_request_is_given_up() -> None:
     assert len(opened) == MAX_STARTS
 
 
-TRAJECTORY = [[1, 2], [False, True], [0.0, -1.0], [-1, 0], [[1, 2]], "2", 1.0, "stop", 0]
+SEQUENCE = [[1, 2], [False, True], [0.0, -1.0], [-1, 0], [[1, 2]]]
+TRAJECTORY = {
+    "sequences": [SEQUENCE, SEQUENCE],
+    "text": "2",
+    "reward": 1.0,
+    "finish_reason": "stop",
+    "tool_calls": 0,
+    "components": {},
+    "output": "",
+}
 
 
-def changed(place: int, value: Any) -> dict[str, Any]:
-    return {
-        "trajectories": [[[*TRAJECTORY[:place], value, *TRAJECTORY[place + 1 :]]]],
-        "failures": {},
-        "final_answers": [],
-    }
+def result_of(trajectory: dict[str, Any]) -> dict[str, Any]:
+    return {"trajectories": [[trajectory]], "failures": {}, "final_answers": []}
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return result_of(TRAJECTORY | fields)
+
+
+def changed_branch(place: int, value: Any) -> dict[str, Any]:
+    return changed(sequences=[SEQUENCE, [*SEQUENCE[:place], value, *SEQUENCE[place + 1 :]]])
 
 
 @pytest.mark.parametrize(
@@ -270,17 +283,20 @@ def changed(place: int, value: Any) -> dict[str, Any]:
         {"trajectories": [[TRAJECTORY] * 3], "failures": {}, "final_answers": []},
         {"trajectories": [[TRAJECTORY]], "failures": {}, "final_answers": [[0, ["2", "3"]]]},
         {"trajectories": [[TRAJECTORY]], "failures": {}, "final_answers": [[1, ["2"]]]},
-        changed(0, [1, TOKENIZER.vocab_size]),
-        changed(0, [1, -1]),
-        changed(0, [1]),
-        changed(1, [True, True]),
-        changed(2, [0.0, float("nan")]),
-        changed(4, [[1, 9]]),
-        changed(4, []),
-        changed(6, float("inf")),
-        changed(6, None),
-        changed(7, "tired"),
-        changed(8, "many"),
+        changed_branch(0, [1, TOKENIZER.vocab_size]),
+        changed_branch(0, [1, -1]),
+        changed_branch(0, [1]),
+        changed_branch(1, [True, True]),
+        changed_branch(2, [0.0, float("nan")]),
+        changed_branch(4, [[1, 9]]),
+        changed_branch(4, []),
+        changed(sequences=[]),
+        changed(reward=float("inf")),
+        changed(reward=None),
+        changed(finish_reason="tired"),
+        changed(tool_calls="many"),
+        changed(output=None),
+        changed(output="." * (OUTPUT_LIMIT + 1)),
     ],
 )
 def test_invalid_trajectories_are_never_trained_on(result: dict[str, Any]) -> None:
@@ -290,6 +306,12 @@ def test_invalid_trajectories_are_never_trained_on(result: dict[str, Any]) -> No
 
     with pytest.raises(AgentFailed, match="invalid response"):
         nonsense(handler)
+
+
+def test_the_valid_result_of_these_is_accepted() -> None:
+    """Otherwise the test above would pass for any reason."""
+    (found,) = decode_response(result_of(TRAJECTORY), TOKENIZER.vocab_size).trajectories[0]
+    assert [sequence.tokens for sequence in found.sequences] == [[1, 2], [1, 2]]
 
 
 def nonsense(handler: Callable[[httpx.Request], httpx.Response]) -> None:

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from core_helpers import trajectory
 
-from megatron_rl.agent.trajectories import ContrastivePair, Problem, Trajectory, TrajectoryGroup, contrastive_pair
+from megatron_rl.agent.trajectories import (
+    Branch,
+    ContrastivePair,
+    Problem,
+    Trajectory,
+    TrajectoryGroup,
+    contrastive_pair,
+)
 from megatron_rl.inference.api import Completion
 
 
@@ -46,11 +53,33 @@ def test_answer_length_is_the_sum_of_all_turns() -> None:
         ({"turns": []}, "at least one turn"),
         ({"reward": float("nan")}, "the reward is nan: it must be a number of magnitude 1e.18 at most"),
         ({"loss_mask": [True] * 6}, "the first token of a trajectory cannot be trained on"),
+        ({"output": "." * 4001}, "an output of 4001 characters: a trajectory keeps 4000 at most"),
     ],
 )
 def test_inconsistent_lists_are_rejected(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         conversation(**changed)
+
+
+def test_a_rollout_counts_the_tokens_that_the_model_sampled_in_all_sequences() -> None:
+    """The branch begins with a turn of the first sequence, which is context there."""
+    retried = Branch(
+        tokens=[1, 4, 0, 8, 6],
+        loss_mask=[False, False, False, False, True],
+        logprobs=[0.0, 0.0, 0.0, 0.0, -2.0],
+        versions=[-1, -1, -1, -1, 5],
+        turns=[range(4, 5)],
+    )
+    one = conversation(branches=(retried,))
+    assert one.sequences == (one, retried)
+    assert (one.sampled_length, retried.sampled_length, one.answer_length) == (4, 1, 5)
+    assert max(TrajectoryGroup(0, PROBLEM, [one], {}).versions) == 5
+    assert Trajectory.of_sequences(one.sequences, one.text, one.reward, one.finish_reason).branches == (retried,)
+
+
+def test_a_rollout_without_a_sequence_is_rejected() -> None:
+    with pytest.raises(ValueError, match="at least one sequence"):
+        Trajectory.of_sequences([], "", 0.0, "stop")
 
 
 PROBLEM = Problem("7=", {})

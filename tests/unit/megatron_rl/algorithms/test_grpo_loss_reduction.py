@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.reduction import local_normaliser, token_weights
+from megatron_rl.algorithms.reduction import local_normaliser, sequence_weights, token_weights
 
 REDUCTIONS = ["token", "sequence"]
 ANSWERS = st.lists(st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 1])), max_size=20)
@@ -69,3 +69,56 @@ def test_all_weights_are_zero_if_nothing_is_trained(reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_rank_without_answers_adds_nothing(reduction):
     assert local_normaliser(*columns([]), reduction) == 0
+
+
+# Rollouts of several sequences
+
+ROLLOUTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 50), min_size=1, max_size=4), st.sampled_from([0, 1])), max_size=9
+)
+"""(tokens of each sequence, trained) of each rollout."""
+
+
+def all_weights(rollouts, reduction, branches):
+    """[sequences] weight of each token of each sequence, by the code."""
+    lengths = torch.tensor([length for sequences, _ in rollouts for length in sequences], dtype=torch.long)
+    trajectory = torch.tensor([i for i, (its, _) in enumerate(rollouts) for _ in its], dtype=torch.long)
+    trained = torch.tensor([float(on) for _, on in rollouts])
+    weights = sequence_weights(lengths, trajectory, trained, branches)
+    return token_weights(lengths, weights, reduction, local_normaliser(lengths, weights, reduction))
+
+
+def all_weights_by_hand(rollouts, reduction, branches):
+    found = []
+    for sequences, on in rollouts:
+        trained = sum(length > 0 for length in sequences)
+        for length in sequences:
+            share = on / (trained if branches == "mean" and trained else 1)
+            found.append((length, share / length if reduction == "sequence" and length else share))
+    total = sum(length * weight for length, weight in found)
+    return [weight / total if total else 0.0 for _, weight in found]
+
+
+@given(ROLLOUTS, st.sampled_from(REDUCTIONS), st.sampled_from(["mean", "sum"]))
+def test_weights_of_sequences_follow_the_definition(rollouts, reduction, branches):
+    found = all_weights(rollouts, reduction, branches).tolist()
+    lengths = [length for sequences, _ in rollouts for length in sequences]
+    expected = all_weights_by_hand(rollouts, reduction, branches)
+    for length, weight, right in zip(lengths, found, expected, strict=True):
+        assert weight == pytest.approx(right, rel=1e-6) or not length
+
+
+@pytest.mark.parametrize(("branches", "times"), [("mean", 1), ("sum", 10)])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_ten_branches_count_like_one_sequence_unless_they_are_summed(reduction, branches, times):
+    weights = all_weights([([6] * 10, 1), ([6], 1)], reduction, branches)
+    of_ten, of_one = 6 * weights[:10].double().sum(), 6 * weights[10].double()
+    assert float(of_ten + of_one) == pytest.approx(1)
+    assert float(of_ten / of_one) == pytest.approx(times)
+
+
+@given(ANSWERS, st.sampled_from(REDUCTIONS), st.sampled_from(["mean", "sum"]))
+def test_single_sequences_have_the_same_bits_with_either_key(answers, reduction, branches):
+    lengths, trained = columns(answers)
+    weights = sequence_weights(lengths, torch.arange(len(answers)), trained, branches)
+    assert torch.equal(weights, trained.double())

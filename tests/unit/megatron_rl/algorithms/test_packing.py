@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import VOCAB, answer_logprobs, answer_of, packed, prompt_of, tiny_policy, trajectory
+from core_helpers import VOCAB, answer_logprobs, answer_of, packed, prompt_of, tiny_model, tiny_policy, trajectory
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,17 +28,23 @@ ANSWER = st.one_of(
     st.lists(TOKENS, min_size=1, max_size=12),
     st.lists(TOKENS, min_size=24, max_size=36),
 )
-GROUP = st.tuples(PROMPT, st.lists(ANSWER, min_size=1, max_size=5))
+SECOND_TURN = st.one_of(st.none(), st.tuples(st.lists(TOKENS, max_size=3), ANSWER))
+"""Words of the environment after an answer and the answer to them, a branch of the rollout; None: no branch."""
+GROUP = st.tuples(PROMPT, st.lists(st.tuples(ANSWER, SECOND_TURN), min_size=1, max_size=5))
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Trajectory]:
-    """Answers to several prompts; the answers to one prompt are neighbours, and prompts may repeat."""
-    return [
-        trajectory(prompt, answer)
-        for prompt, answers in draw(st.lists(GROUP, min_size=1, max_size=4))
-        for answer in answers
-    ]
+    """Answers to several prompts; the answers to one prompt are neighbours, and prompts may repeat. A branch follows
+    its answer, which is a part of its prompt."""
+    made = []
+    for prompt, answers in draw(st.lists(GROUP, min_size=1, max_size=4)):
+        for answer, second_turn in answers:
+            made.append(trajectory(prompt, answer))
+            if second_turn is not None:
+                said, more = second_turn
+                made.append(trajectory([*prompt, *answer, *said], more))
+    return made
 
 
 LIMIT = st.integers(1, 250)
@@ -47,7 +53,7 @@ ROWS = st.sampled_from([1, 3, 2**32])  # that count as much as a token
 
 @pytest.fixture(scope="module")
 def policy(platform: Any, groups: Any) -> Policy:
-    return tiny_policy(platform)
+    return tiny_policy(platform, tiny_model(max_position_embeddings=96))
 
 
 def targets_of(trajectories: list[Trajectory]) -> Tensor:
@@ -197,3 +203,12 @@ def test_tokens_after_the_last_trained_one_are_not_packed() -> None:
     """No trained token follows, for example, the last result of a tool."""
     (micro,) = pack([[5, 1, 2, 3, 4]], [[False, True, True, False, False]], [0], 100)
     assert (micro.tokens.tolist(), micro.targets.tolist()) == ([5, 1], [1, 2])
+
+
+def test_answers_share_their_prompt_also_with_branches_between_them() -> None:
+    prompt, answers = [5, 6, 7], [[1, 2], [3, 4]]
+    made = []
+    for answer in answers:
+        made += [trajectory(prompt, answer), trajectory([*prompt, *answer, 9], [8, 0])]
+    (micro,) = packed(made)
+    assert micro.tokens.tolist() == [*prompt, 1, 2, 9, 8, 3, 4, 9, 8]

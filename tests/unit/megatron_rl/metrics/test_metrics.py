@@ -253,6 +253,7 @@ BATCH = BatchStats(
     prompt_tokens=16,
     packed_tokens=13,
     unpacked_tokens=20,
+    sequences=4,
     turns=4,
     tool_calls=0,
     with_components=0,
@@ -386,6 +387,14 @@ def test_turns_and_tool_calls_are_absent_without_any() -> None:
     assert found(turns=6) == (1.5, None)
     assert found(with_tools=2) == (1.0, 0.0), "none was called"
     assert found(turns=9, with_tools=2, tool_calls=5) == (2.25, 2.5)
+
+
+def test_branches_are_absent_unless_an_answer_has_several_sequences() -> None:
+    def found(sequences: int) -> Any:
+        one = report(replace(BATCH, sequences=sequences), {}, {})
+        return metrics_of(replace(one, seconds=dict.fromkeys(TIMED, 1.0))).get("branches_mean")
+
+    assert (found(4), found(6)) == (None, 1.5)
 
 
 def test_reward_components_are_means_over_the_answers_that_have_them(groups: Any) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.problem_digest import ProblemDigest
-from megatron_rl.agent.trajectories import LARGEST_REWARD, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import LARGEST_REWARD, Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.inference.api import AnswerPrefix, GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rollout.bank.file import Record
@@ -37,8 +37,8 @@ LOG_PROB = st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=
 
 
 @st.composite
-def trajectories(draw: st.DrawFn) -> Trajectory:
-    """Trajectories of several turns, some of whose tokens are masked."""
+def sequences(draw: st.DrawFn) -> Branch:
+    """Sequences of several turns, some of whose tokens are masked."""
     tokens = [7, *draw(TOKENS)]
     logprobs, versions, turns = [0.0] * len(tokens), [-1] * len(tokens), []
     for sampled, said in draw(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3)):
@@ -46,17 +46,19 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         tokens = [*tokens, *sampled, *said]
         logprobs += [draw(LOG_PROB) for _ in sampled] + [0.0] * len(said)
         versions += [draw(st.integers(0, 2**40)) for _ in sampled] + [-1] * len(said)
-    return Trajectory(
-        tokens=tokens,
-        loss_mask=[version >= 0 and draw(st.booleans()) for version in versions],
-        logprobs=logprobs,
-        versions=versions,
-        turns=turns,
+    return Branch(tokens, [version >= 0 and draw(st.booleans()) for version in versions], logprobs, versions, turns)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    return Trajectory.of_sequences(
+        draw(st.lists(sequences(), min_size=1, max_size=3)),
         text=draw(st.text(st.characters())),
         reward=draw(st.floats(-LARGEST_REWARD, LARGEST_REWARD)),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         tool_calls=draw(st.none() | st.integers(0, 9)),
         components=draw(st.dictionaries(st.sampled_from(["format", "length"]), st.floats(-1, 1), max_size=2)),
+        output=draw(st.text(st.characters(), max_size=9)),
     )
 
 
@@ -64,6 +66,11 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 def test_a_group_survives_a_round_trip(answers: list[Trajectory], failures: dict[str, int]) -> None:
     group = TrajectoryGroup(7, PROBLEM, answers, failures)
     assert decode_group(*group_record(group, 3, 4, lineage(1)), PROBLEM) == group
+
+
+def test_a_group_without_branches_and_output_reads_as_older_banks_wrote_it() -> None:
+    head, _ = group_record(TrajectoryGroup(7, PROBLEM, [trajectory([1], [2])], {}), 3, 4, lineage(1))
+    assert not {"sequences", "output"} & head.keys()
 
 
 def test_logprobs_of_the_engine_keep_every_bit() -> None:

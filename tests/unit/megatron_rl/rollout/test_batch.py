@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core_helpers import trajectory
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
@@ -19,6 +21,11 @@ BATCH = RolloutBatch(GROUPS, [0, 1, 2], 6, 9)
 def test_samples_are_whole_groups_as_text() -> None:
     assert BATCH.texts(1) == ["prompt 7: '2+3='\n  reward 1  stop  '5'\n  reward 0  stop  '-1'\n\n"]
     assert len(BATCH.texts(9)) == 2
+
+
+def test_samples_show_what_a_program_printed() -> None:
+    group = TrajectoryGroup(7, Problem("2+3=", {}), [replace(ANSWERS[0], output="calls: 2\n")], {})
+    assert "'5'\n    output 'calls: 2\\n'\n" in RolloutBatch([group], [0], 7, 8).texts(1)[0]
 
 
 def test_groups_that_lost_all_answers_have_no_mean() -> None:

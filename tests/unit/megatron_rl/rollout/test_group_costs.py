@@ -9,7 +9,7 @@ from core_helpers import random_groups, tiny_model, tiny_run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.agent.trajectories import Branch, TrajectoryGroup
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.model.flops import training_flops
 from megatron_rl.rollout.exchange import group_costs
@@ -22,7 +22,8 @@ GROUPS = st.builds(random_groups, st.integers(1, 3), st.integers(1, 6), st.integ
 
 def of_micro_batch(group: TrajectoryGroup) -> float:
     """Floating-point operations of all answers of a group, counted on the packed tokens."""
-    tokens, masks = [each.tokens for each in group.trajectories], [each.loss_mask for each in group.trajectories]
+    sequences = [sequence for each in group.trajectories for sequence in each.sequences]
+    tokens, masks = [each.tokens for each in sequences], [each.loss_mask for each in sequences]
     (micro,) = pack(tokens, masks, range(len(tokens)), limit=10**9)
     pairs = int((micro.positions + 1).sum())
     return training_flops(
@@ -44,6 +45,16 @@ def test_answers_without_a_gradient_cost_nothing() -> None:
     groups = [replace(equal, trajectories=alike), replace(differing, trajectories=rewards)]
     run = replace(differing, trajectories=rewards[:2])
     assert group_costs([*groups, replace(lost, trajectories=[])], CONFIG) == pytest.approx([0, of_micro_batch(run), 0])
+
+
+def test_branches_of_a_rollout_cost_what_they_add() -> None:
+    (group,) = random_groups(1, 4)
+    penalised = tiny_run(model=SIZED, grpo={"kl_beta": 0.1})
+    branch = Branch([1, 2, 3], [False, False, True], [0.0, 0.0, -1.0], [-1, -1, 0], [range(2, 3)])
+    branched = replace(group, trajectories=[replace(each, branches=(branch,)) for each in group.trajectories])
+    [cost] = group_costs([branched], penalised)
+    assert cost == pytest.approx(of_micro_batch(branched))
+    assert cost > of_micro_batch(group)
 
 
 @given(GROUPS)

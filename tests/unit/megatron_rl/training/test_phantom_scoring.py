@@ -35,7 +35,7 @@ def test_scoring_stays_on_the_gpu_and_reads_no_value(platform: Any, groups: Any,
         optimizer: Any = None
         trainer = Trainer(policy, optimizer, None, config, platform, groups, quiet_safe_points())
         batch = training_batch(rollouts.groups, config, 0, GPU)
-        part = update_part(batch, range(len(batch.trajectories)), config, platform)
+        part = update_part(batch, range(len(batch.sequences)), config, platform)
         inputs = [ModelInput.of(policy, part.packing.microbatch(names)) for names in part.bins]
         scores = trainer.score(policy, batch, inputs)
     assert (scores.device, scores.dtype) == (GPU, torch.float32)

@@ -19,7 +19,7 @@ from core_helpers import (
 from torch import Tensor
 from transformers_witness import in_their_names, witness
 
-from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms import credit as credit_module
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.config import RunConfig
@@ -62,17 +62,21 @@ def of_loss(stats: StepStats) -> Any:
     return stats.loss
 
 
-def padded(groups: list[TrajectoryGroup], of_tokens: Callable[[Trajectory], list[Any]]) -> Tensor:
-    """[trajectories, longest - 1] a value for every token but the first, right-padded with 0."""
-    rows = [of_tokens(trajectory)[1:] for group in groups for trajectory in group.trajectories]
+def sequences_of(groups: list[TrajectoryGroup]) -> list[Branch]:
+    return [sequence for group in groups for trajectory in group.trajectories for sequence in trajectory.sequences]
+
+
+def padded(groups: list[TrajectoryGroup], of_tokens: Callable[[Branch], list[Any]]) -> Tensor:
+    """[sequences, longest - 1] a value for every token but the first, right-padded with 0."""
+    rows = [of_tokens(sequence)[1:] for sequence in sequences_of(groups)]
     longest = max(map(len, rows))
     return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
 
 
 def padded_logprobs(twin: Any, groups: list[TrajectoryGroup], temperature: float) -> tuple[Tensor, Tensor]:
-    """[trajectories, longest - 1] log-probs of every token but the first, and the trained ones; prompts repeated."""
+    """[sequences, longest - 1] log-probs of every token but the first, and the trained ones; prompts repeated."""
     targets = padded(groups, lambda each: each.tokens)
-    firsts = torch.tensor([[trajectory.tokens[0]] for group in groups for trajectory in group.trajectories])
+    firsts = torch.tensor([[sequence.tokens[0]] for sequence in sequences_of(groups)])
     logits = twin(torch.cat((firsts, targets), dim=1)).logits[:, :-1, :VOCAB] / temperature
     logprobs = torch.log_softmax(logits, -1).gather(2, targets[..., None]).squeeze(2)
     return logprobs, padded(groups, lambda each: each.loss_mask).float()
@@ -85,11 +89,13 @@ def naive_loss(
     grpo = config.grpo
     logprobs, mask = padded_logprobs(twin, groups, config.sampling.temperature)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    owner = torch.tensor([i for i, each in enumerate(trajectories) for _ in each.sequences])  # [sequences]
     advantages = []
     for group in groups:
         rewards = []
         for trajectory in group.trajectories:
-            over = len(trajectory.turns[-1]) - (config.sampling.max_new_tokens - grpo.overlong.buffer)
+            longest = max(len(sequence.turns[-1]) for sequence in trajectory.sequences)
+            over = longest - (config.sampling.max_new_tokens - grpo.overlong.buffer)
             penalised = grpo.overlong.mode == "penalty" and over > 0
             rewards.append(
                 trajectory.reward - (grpo.overlong.penalty * over / grpo.overlong.buffer if penalised else 0)
@@ -98,17 +104,17 @@ def naive_loss(
         std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
         advantages += [(reward - mean) / (std + 1e-4 if grpo.advantage_std else 1) for reward in rewards]
     if grpo.overlong.mode == "mask":
-        mask = mask * torch.tensor([[float(trajectory.finish_reason == "stop")] for trajectory in trajectories])
+        mask = mask * torch.tensor([[float(each.finish_reason == "stop")] for each in trajectories])[owner]
 
     engine = padded(groups, lambda each: each.logprobs)
     sampled_now = padded(groups, lambda each: each.versions) == policy_version
     old = torch.where(sampled_now | (grpo.importance is not None), logprobs.detach(), engine)
-    ratio, advantage = (logprobs - old).exp(), torch.tensor(advantages)[:, None]
+    ratio, advantage = (logprobs - old).exp(), torch.tensor(advantages)[owner, None]
     loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - grpo.eps_low, 1 + grpo.eps_high) * advantage)
     if grpo.importance is not None:
         log_ratio, cap = old - engine, grpo.importance.cap
         if grpo.importance.mode == "sequence":
-            log_ratio = (log_ratio * mask).sum(1, keepdim=True)
+            log_ratio = sums_over(owner, (log_ratio * mask).sum(1))[:, None]
         weight = log_ratio.exp()
         beyond = (weight > cap) | (weight < 1 / cap)
         loss = loss * (weight * ~beyond if grpo.importance.mode == "mask" else weight.clamp(max=cap))
@@ -118,10 +124,17 @@ def naive_loss(
         d = theirs - logprobs
         loss = loss + grpo.kl_beta * (d**2 / 2 if grpo.kl_estimator == "k2" else (d.exp() - d - 1).clamp(max=10))
     loss = loss + grpo.entropy_coefficient * logprobs.exp() * logprobs
+    counted = (mask.sum(1) > 0).float()
+    share = counted / sums_over(owner, counted).clamp(min=1) if grpo.branches == "mean" else counted
     if grpo.reduction == "token":
-        return (loss * mask).sum() / mask.sum()
+        return (loss * mask).sum(1) @ share / (mask.sum(1) @ share)
     per_answer = (loss * mask).sum(1) / mask.sum(1).clamp(min=1)
-    return per_answer.sum() / (mask.sum(1) > 0).sum()
+    return per_answer @ share / share.sum()
+
+
+def sums_over(owner: Tensor, values: Tensor) -> Tensor:
+    """[sequences] sum of the values of all sequences with the same owner."""
+    return torch.zeros(len(owner)).index_add(0, owner, values)[owner]
 
 
 def in_two_turns(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
@@ -147,6 +160,34 @@ def in_two_turns(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
             )
         result.append(replace(group, trajectories=trajectories))
     return result
+
+
+def with_branches(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Two of three trajectories get a branch that goes on after their tokens, and half of these another one, with
+    another beginning and two turns."""
+
+    def branched(one: Trajectory, number: int) -> Trajectory:
+        context, more = len(one.tokens), [5, 1, 4, 2][: 1 + number % 4]
+        on = Branch(
+            tokens=[*one.tokens, 3, *more],
+            loss_mask=[False] * (context + 1) + [True] * len(more),
+            logprobs=[0.0] * (context + 1) + [-0.4 * (k + 1) for k in range(len(more))],
+            versions=[-1] * (context + 1) + [0] * len(more),
+            turns=[range(context + 1, context + 1 + len(more))],
+        )
+        apart = Branch(
+            tokens=[6, 2, 1, 7, 3, 3],
+            loss_mask=[False, False, True, True, False, True],
+            logprobs=[0.0, 0.0, -1.0, -2.0, 0.0, -0.5],
+            versions=[-1, -1, 0, 0, -1, 0],
+            turns=[range(2, 4), range(5, 6)],
+        )
+        return replace(one, branches=((), (on,), (on, apart))[number % 3])
+
+    return [
+        replace(group, trajectories=[branched(one, number) for number, one in enumerate(group.trajectories)])
+        for group in groups
+    ]
 
 
 def sampled_in_part_by_older_weights(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
@@ -208,6 +249,21 @@ def test_only_the_models_turns_within_the_mask_are_trained_on(platform: Any, gro
     batch = training_batch(conversations, config, 0, CPU)
     assert of_loss(stats).tokens == batch.lengths[torch.tensor(batch.has_gradient)].sum()
     assert stats.batch.answer_tokens > batch.lengths.sum() > 0
+
+
+@pytest.mark.parametrize("branches", ["mean", "sum"])
+@pytest.mark.parametrize(
+    "name", ["token mean", "sequence mean", "cut answers masked", "overlong penalty", "importance of answers", "kl"]
+)
+def test_all_branches_of_a_rollout_are_trained_with_its_advantage(
+    platform: Any, groups: Any, name: str, branches: str
+) -> None:
+    config, branched = one_update({**OPTIONS[name], "branches": branches}), with_branches(GROUPS)
+    stats = assert_like_padded(build_run(config, platform, groups), branched, config)
+    assert (stats.batch.answers, stats.batch.sequences) == (16, len(sequences_of(branched)))
+    assert stats.batch.turns == sum(len(sequence.turns) for sequence in sequences_of(branched))
+    assert stats.batch.answer_tokens == sum(sequence.sampled_length for sequence in sequences_of(branched))
+    assert stats.batch.reward == sum(one.reward for group in branched for one in group.trajectories)
 
 
 @pytest.mark.parametrize("name", ["token mean", "no division by std"])
@@ -465,7 +521,7 @@ def test_all_ranks_agree_on_the_normaliser_and_length_of_an_update(
     of_two: Any = SimpleNamespace(control=SimpleNamespace(size=lambda: 2), data=None)
     config = tiny_run(training={"tokens_per_microbatch": 1000})
     batch = training_batch(GROUPS, config, 0, CPU)
-    part = update_part(batch, range(len(batch.trajectories)), config, platform)
+    part = update_part(batch, range(len(batch.sequences)), config, platform)
     (agreed,) = agree([part], of_two)
     assert len(part.bins) == 1
     assert agreed.normaliser == 4 * part.normaliser > 0
@@ -491,7 +547,7 @@ def test_ranks_with_another_part_of_the_model_are_not_counted(
     two_by_two: Any = SimpleNamespace(control=SimpleNamespace(size=lambda: 4), data=None)
     config = tiny_run()
     batch = training_batch(GROUPS, config, 0, CPU)
-    part = update_part(batch, range(len(batch.trajectories)), config, platform)
+    part = update_part(batch, range(len(batch.sequences)), config, platform)
     (agreed,) = agree([part], two_by_two)
     assert agreed.normaliser == 3 * part.normaliser > 0
 
