@@ -31,6 +31,7 @@ class CodePoints:
     """Tokenizer that encodes any text without files: a token is a code point."""
 
     vocab_size, eos_id, end_ids, chat_template = 0x110001, 0x110000, frozenset({0x110000}), None
+    renderer = "auto"
 
     def encode(self, text: str) -> list[int]:
         return [*map(ord, text)]
@@ -52,8 +53,13 @@ class CodePoints:
     def is_special(self, token: int) -> bool:
         return token == self.eos_id
 
-    def conversation(self, messages: Any, tools: Any = None, variables: Any = None) -> None:
+    def conversation(
+        self, messages: Any, tools: Any = None, variables: Any = None, *, add_generation_prompt: bool = True
+    ) -> None:
         return None
+
+    def mark(self, value: Any) -> Any:
+        return value
 
 
 def main() -> int:

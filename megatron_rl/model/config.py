@@ -209,6 +209,10 @@ class TokenizerConfig(Section):
     date: Day | None = None
     """Day, as YYYY-MM-DD, that chat templates use as today, for example in the system message of Llama 3. Default: the
     day of the first submission, so that prompts stay the same for the whole run."""
+    renderer: str = "auto"
+    """Code that continues conversations token for token and reads tool calls and reasoning from answers. auto: the
+    renderer of the library `renderers` that reproduces the model's chat template, else template. template: the chat
+    template itself. Any other value names a renderer of the library, such as qwen3 or llama-3."""
 
     @model_validator(mode="after")
     def _complete(self) -> TokenizerConfig:

@@ -29,6 +29,9 @@ PROMPT_MARK = "\ufdd1"
 class Tokenizer(Protocol):
     """Interface of a tokenizer for agents and the model."""
 
+    def __hash__(self) -> int:
+        """Hash by identity: results for one tokenizer are kept."""
+
     @property
     def vocab_size(self) -> int:
         """Number of token ids, including special ones, before the model pads its embedding."""
@@ -68,20 +71,30 @@ class Tokenizer(Protocol):
     def chat_template(self) -> str | None:
         """Jinja2 template that turns a conversation into a prompt; None if the model has none."""
 
+    @property
+    def renderer(self) -> str:
+        """Renderer of conversations that the recipe asks for: see `TokenizerConfig.renderer`."""
+
     def conversation(
         self,
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str | None:
         """Return the prompt for the next assistant message of a conversation; None without a chat template. Control
         tokens spelled out in a message are marked, so that `encode` treats them as text.
 
         messages, tools: as in OpenAI's API, except that the arguments of a tool call are an object.
         variables: further template variables, such as `enable_thinking`.
+        add_generation_prompt: whether the text ends where the next answer begins, instead of after the last message.
 
         Raises ValueError if the template refuses them.
         """
+
+    def mark(self, value: Any) -> Any:
+        """Return messages, or a part of one, with the control tokens in their texts marked, as `conversation` does."""
 
 
 class CharacterTokenizer:
@@ -123,31 +136,43 @@ class CharacterTokenizer:
         return token >= self.eos_id
 
     chat_template = None
+    renderer = "auto"
 
     def conversation(
         self,
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> None:
         return None
+
+    def mark(self, value: Any) -> Any:
+        return value
 
 
 class HuggingFaceTokenizer:
     """A tokenizer of the `transformers` library."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int] = (), today: str | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Iterable[int] = (),
+        today: str | None = None,
+        renderer: str = "auto",
     ) -> None:
         """Wrap a loaded tokenizer.
 
         Args:
             end_ids: tokens that end an answer, other than the tokenizer's own.
             today: YYYY-MM-DD, the current day for chat templates; None reads the clock.
+            renderer: see `Tokenizer.renderer`.
         """
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
         self._tokenizer = tokenizer
+        self.renderer = renderer
         self.vocab_size = len(tokenizer)
         self.eos_id: int = tokenizer.eos_token_id
         self.end_ids = frozenset({self.eos_id, *end_ids})
@@ -197,6 +222,8 @@ class HuggingFaceTokenizer:
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str | None:
         if self.chat_template is None:
             return None
@@ -204,9 +231,7 @@ class HuggingFaceTokenizer:
         # The parameters of `render` are no variables: chat_template, for one, is a program.
         if taken := sorted(signature(render).parameters.keys() & (variables or {}).keys()):
             raise ValueError(f"{taken[0]} is no variable of a chat template")
-        given: list[Any] = [messages, tools, dict(variables or {})]
-        if self._control_tokens:
-            given = [self._control_tokens.mark(each) for each in given]
+        given = [self.mark(each) for each in (messages, tools, dict(variables or {}))]
         try:
             template = self._tokenizer.get_chat_template(tools=tools)
             if self._today is not None and "strftime_now" in template:
@@ -216,12 +241,15 @@ class HuggingFaceTokenizer:
                 tools=given[1],
                 chat_template=template,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **given[2],
             )
         except Exception as error:  # a template is a program that comes with the model: it may raise anything
             raise ValueError(f"the model's chat template refuses them: {error}") from error
         return text
+
+    def mark(self, value: Any) -> Any:
+        return self._control_tokens.mark(value) if self._control_tokens else value
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -258,10 +286,10 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.type == "characters":
         return CharacterTokenizer(config.alphabet)
     assert config.path is not None  # Tokenizer._complete
-    return _load_hugging_face(config.path, config.date)
+    return _load_hugging_face(config.path, config.date, config.renderer)
 
 
-def _load_hugging_face(path: str, today: str | None) -> HuggingFaceTokenizer:
+def _load_hugging_face(path: str, today: str | None, renderer: str) -> HuggingFaceTokenizer:
     folder = local_folder(path, "tokenizer.path", "tokenizer.json")
     try:
         tokenizer = load_pretrained_tokenizer(folder)
@@ -270,7 +298,7 @@ def _load_hugging_face(path: str, today: str | None) -> HuggingFaceTokenizer:
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error
     _check_blanks(tokenizer, path)
-    return HuggingFaceTokenizer(tokenizer, _end_ids(folder, len(tokenizer)), today)
+    return HuggingFaceTokenizer(tokenizer, _end_ids(folder, len(tokenizer)), today, renderer)
 
 
 def _check_blanks(tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -19,7 +19,7 @@ ORDER = {
     "megatron_rl": """
         contract errors recipe inference.capabilities inference.vllm_options CONFIG
         model.hf_config inference.engine_limits config
-        platform metrics rank model inference agent environments algorithms rollout checkpoint training refit
+        platform metrics rank model inference chat agent environments algorithms rollout checkpoint training refit
         standalone server replica vllm evaluate fabric rehearse run
         train_rl run.attempt rank_main replica_main
     """,

@@ -1,0 +1,135 @@
+"""Messages to tokens, and tokens to messages: the only place where either happens.
+
+    chat = Chat.of(tokenizer, {"enable_thinking": False})
+    prompt = chat.prompt(messages, tools)
+    answer = ...                                            # sampled by the model
+    parsed = chat.parse(answer, prompt, tools)
+    prompt = chat.extend(prompt, answer, [{"role": "tool", "content": "4"}], tools)
+
+The model's chat template writes the first prompt. Later ones begin with the tokens that the model saw and sampled; only
+what the template writes behind them is encoded. The library `renderers` does that for the model families that it knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.chat.messages import ParsedAnswer, for_template
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.extras import install_command
+
+if TYPE_CHECKING:  # imports of the library take time, which conversations of one turn do not need
+    from megatron_rl.chat.formats import Format
+    from megatron_rl.chat.stream import AnswerStream
+
+
+class Chat:
+    """One tokenizer with its template variables."""
+
+    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+        """Use `of`, which checks the variables."""
+        self.tokenizer = tokenizer
+        self._variables = dict(variables)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> Chat:
+        """Return the conversations of a tokenizer. Raises ValueError for a name that is no template variable."""
+        chat = cls(tokenizer, variables or {})
+        if chat._variables:
+            chat.text([{"role": "user", "content": "-"}])
+        return chat
+
+    def with_variables(self, variables: Mapping[str, Any]) -> Chat:
+        """Return the same with further template variables. Raises ValueError as `of` does."""
+        return Chat.of(self.tokenizer, {**self._variables, **variables}) if variables else self
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template, without which there are no messages."""
+        return self.tokenizer.chat_template is not None
+
+    @property
+    def renderer(self) -> str:
+        """Name of the library's renderer, or "template" for the chat template itself, or "" without one."""
+        return self._format.name if self.has_template else ""
+
+    @property
+    def why_not(self) -> str | None:
+        """Reason why no next turn can be appended token for token; None if it can."""
+        return self._format.why_not if self.has_template else "the model has no chat template"
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model's tool calls can be read."""
+        return self.has_template and self._format.calls is not None
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self.tokenizer.end_ids | (self._format.stop_ids if self.has_template else frozenset())
+
+    @cached_property
+    def _format(self) -> Format:
+        try:
+            from megatron_rl.chat.resolve import format_of
+        except ImportError as error:
+            raise ValueError(f"conversations need `{install_command('train')}`: {error}") from error
+        return format_of(self.tokenizer, self._variables)
+
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return the prompt for the next answer as text; the tokenizer's `encode` gives its tokens. Control tokens
+        spelled out in a message are marked, and stay text.
+
+        Raises ValueError if the model has no chat template, or if the template refuses the conversation.
+        """
+        text = self.tokenizer.conversation(
+            for_template(messages), [dict(tool) for tool in tools] or None, self._variables
+        )
+        if text is None:
+            raise ValueError("the model has no chat template")
+        return text
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the tokens of the prompt for the next answer. Raises ValueError as `text` does."""
+        return self.tokenizer.encode(self.text(messages, tools))
+
+    def extend(
+        self,
+        prompt: list[int],
+        answer: list[int],
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        keep_reasoning: bool = False,
+    ) -> list[int] | None:
+        """Return the next prompt: `prompt`, `answer`, and what the template writes up to the next answer. None if the
+        template would change what stands before, for example drop earlier reasoning at a new question.
+
+        messages: the new ones. A tool's result needs the `name` of its tool where the template writes it.
+        keep_reasoning: whether earlier reasoning stays in any case, so that a conversation is one sequence.
+
+        Raises ValueError if the template refuses the messages.
+        """
+        if not self.has_template or not prompt or not messages:
+            return None
+        return self._format.extend(prompt, answer, for_template(messages), tools, keep_reasoning=keep_reasoning)
+
+    def parse(
+        self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> ParsedAnswer:
+        """Divide an answer into reasoning, content and calls. Without tools, and without a chat template, calls are
+        content. Calls within reasoning are none."""
+        if not self.has_template:
+            return ParsedAnswer(self.tokenizer.decode(answer))
+        from megatron_rl.chat.answers import read_answer
+
+        return read_answer(self._format, self.tokenizer, answer, [*prompt], tools)
+
+    def stream(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> AnswerStream:
+        """Return a reader of an answer that grows: its pieces together are what `parse` returns."""
+        from megatron_rl.chat.stream import AnswerStream
+
+        form = self._format if self.has_template else None
+        return AnswerStream(form, self.tokenizer, [*prompt], tools)

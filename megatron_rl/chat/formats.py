@@ -1,0 +1,102 @@
+"""How one model writes conversations: the interface of its two implementations, and what both need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from renderers import ParsedResponse, Renderer
+
+from megatron_rl.chat.messages import Message
+from megatron_rl.model.tokenizer import PROMPT_MARK, Tokenizer
+
+Tools = Sequence[Mapping[str, Any]]
+THINK, THINK_END = "<think>", "</think>"
+
+
+class CallMarkup(NamedTuple):
+    """Beginning of a tool call in an answer."""
+
+    tagged: bool
+    """Whether a token of its own begins it."""
+    first: str
+    """Its first character."""
+
+
+class Format(Protocol):
+    """How one model writes conversations."""
+
+    name: str
+    why_not: str | None
+    """Reason why no next turn can be appended token for token."""
+    calls: CallMarkup | None
+    """None if tool calls are not supported."""
+    strips: bool
+    """Whether the white space around content is not part of it."""
+    tags: tuple[str, ...]
+    """Tags of reasoning that are text, as they are no tokens of their own."""
+    stop_ids: frozenset[int]
+
+    def extend(
+        self, prompt: list[int], answer: list[int], messages: list[Message], tools: Tools, *, keep_reasoning: bool
+    ) -> list[int] | None:
+        """Return the next prompt, which begins with prompt and answer; None if that cannot be proven right."""
+
+    def parse(self, answer: list[int], prompt: list[int], tools: Tools) -> ParsedResponse:
+        """Divide an answer. It may raise anything: the answer can be any text."""
+
+
+class LibraryTokenizer:
+    """A tokenizer with the names of the library. Marked control tokens are text."""
+
+    name_or_path = ""
+    unk_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, *, shows_special: bool = True) -> None:
+        """shows_special: whether decoded text includes the names of control tokens."""
+        self._tokenizer, self._shows_special = tokenizer, shows_special
+        self.eos_token_id = tokenizer.eos_id
+        self.all_special_tokens: list[str] = []
+
+    def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
+        return self._tokenizer.encode(text.replace(PROMPT_MARK, ""))
+
+    def decode(self, token_ids: Sequence[int], *args: Any, **kwargs: Any) -> str:
+        return self._tokenizer.decode(token_ids, special=self._shows_special)
+
+    def convert_tokens_to_ids(self, tokens: str) -> int | None:
+        return token_named(self._tokenizer, tokens)
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("conversations are rendered elsewhere")
+
+
+def token_named(tokenizer: Tokenizer, name: str) -> int | None:
+    """Return the token that stands for a name such as <think>; None if there is none."""
+    try:
+        ids = tokenizer.encode(name)
+    except ValueError:
+        return None
+    return ids[0] if len(ids) == 1 and tokenizer.show(ids[0]) == name else None
+
+
+def is_markup(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether a token may be more than text: a control token, or a tag such as <tool_call> or [TOOL_CALLS]."""
+    if tokenizer.is_special(token):
+        return True
+    name = tokenizer.show(token)
+    return len(name) > 2 and (name[0] + name[-1]) in ("<>", "[]")
+
+
+def call_markup(
+    tokenizer: Tokenizer, renderer: Renderer, answer: list[int], tools: Tools
+) -> tuple[CallMarkup, ParsedResponse] | None:
+    """Parse an answer that consists of one call; return how it begins. None if it has no call."""
+    try:
+        found = renderer.parse_response(answer, tools=list(tools))
+    except Exception:  # noqa: BLE001 - a parser of another format may raise anything
+        return None
+    if len(found.tool_calls) != 1 or found.tool_calls[0].token_span is None:
+        return None
+    begin = answer[found.tool_calls[0].token_span[0]]
+    return CallMarkup(is_markup(tokenizer, begin), tokenizer.show(begin)[:1]), found

@@ -1,0 +1,86 @@
+"""Conversations by a renderer of the library for one model family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from renderers import ParsedResponse, Renderer, RendererConfig, config_from_name, create_renderer
+
+from megatron_rl.chat.formats import CallMarkup, LibraryTokenizer, Tools
+from megatron_rl.chat.messages import Message
+from megatron_rl.chat.probes import Probe
+from megatron_rl.model.tokenizer import Tokenizer
+
+GENERIC = ("auto", "default", "custom")
+
+
+def renderer_names() -> list[str]:
+    """Return the names of the library's renderers for model families."""
+    configs = get_args(get_args(RendererConfig)[0])
+    names = [config.model_fields["name"].default for config in configs]
+    return [name for name in names if isinstance(name, str) and name not in GENERIC]
+
+
+class LibraryFormat:
+    """One renderer of the library."""
+
+    why_not: str | None = None
+    strips = True
+    tags: tuple[str, ...] = ()
+    calls: CallMarkup | None = None
+
+    def __init__(self, tokenizer: Tokenizer, name: str, variables: Mapping[str, Any]) -> None:
+        """variables: of the chat template; those that the renderer does not know are left out.
+
+        Raises ValueError if the tokenizer or the variables do not fit the renderer.
+        """
+        self.name, self._tokenizer = name, tokenizer
+        self.renderer = self._built(variables)
+        try:
+            self._keeping = self._built({**variables, "thinking_retention": "all"})
+        except ValueError:  # the variables ask for the contrary
+            self._keeping = self.renderer
+        self.stop_ids = frozenset(self.renderer.get_stop_token_ids())
+        date = getattr(getattr(self.renderer, "config", None), "date_string", None)
+        self.date: Mapping[str, Any] = {} if date is None else {"date_string": date}
+        """Template variable of the day on which the renderer's conversations take place; no later turn has it."""
+
+    def _built(self, variables: Mapping[str, Any]) -> Renderer:
+        try:
+            default = config_from_name(self.name)
+            known = {*type(default).template_field_names(), "thinking_retention"} if default else set()
+            config = type(default)(**{name: value for name, value in variables.items() if name in known})
+            return create_renderer(LibraryTokenizer(self._tokenizer), config)
+        except Exception as error:  # renderers check the tokenizer by assertions, lookups and types
+            raise ValueError(f"the renderer {self.name} does not fit the tokenizer: {error}") from error
+
+    def rendered(self, probe: Probe) -> list[int]:
+        """Return the tokens of a conversation by the renderer. It may raise anything."""
+        return self.renderer.render_ids(
+            list(probe.messages), tools=list(probe.tools) or None, add_generation_prompt=True
+        )
+
+    def extend(
+        self, prompt: list[int], answer: list[int], messages: list[Message], tools: Tools, *, keep_reasoning: bool
+    ) -> list[int] | None:
+        renderer = self._keeping if keep_reasoning else self.renderer
+        # The renderer ends a turn by its own token unless it finds a known end, so an end of ours is put back below.
+        foreign = answer[-1:] if answer and answer[-1] in self._tokenizer.end_ids - self.stop_ids else []
+        known = answer[: len(answer) - len(foreign)]
+        try:
+            found = renderer.bridge_to_next_turn(
+                prompt,
+                known,
+                self._tokenizer.mark(messages),
+                tools=self._tokenizer.mark(list(tools)) or None,
+            )
+        except Exception as error:  # a renderer refuses roles and contents by errors of any type
+            raise ValueError(f"the renderer {self.name} refuses the messages: {error}") from error
+        before = prompt + known
+        if found is None or found.token_ids[: len(before)] != before:
+            return None
+        return before + foreign + found.token_ids[len(before) + len(foreign) :]
+
+    def parse(self, answer: list[int], prompt: list[int], tools: Tools) -> ParsedResponse:
+        return self.renderer.parse_response(answer, tools=list(tools) or None, prompt_ids=prompt)

@@ -1,0 +1,136 @@
+"""Conversations by the chat template alone, for models without a renderer in the library.
+
+The text that the template writes after an answer is found by rendering a conversation with a placeholder as its answer.
+It continues any conversation if the template only appends, which probes check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from renderers import DefaultRenderer, ParsedResponse
+from renderers.configs import DefaultRendererConfig
+from renderers.parsers import TOOL_PARSERS
+
+from megatron_rl.chat.formats import THINK, THINK_END, CallMarkup, LibraryTokenizer, Tools, call_markup, token_named
+from megatron_rl.chat.messages import Message
+from megatron_rl.chat.probes import ANSWER, ARGUMENTS, MORE, SYSTEM, TOOL, USER, Probe, calling
+from megatron_rl.model.tokenizer import Tokenizer
+
+PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"
+THOUGHT_TOKENS = 8
+"""Number of last prompt tokens in which to look for the tag that opens a thought."""
+_THOUGHT = f"{THINK}\nHm.\n{THINK_END}\n\n"
+_APPENDED = (
+    (Probe("a question", [USER]), [MORE]),
+    (Probe("a system message", [SYSTEM, USER]), [MORE]),
+    (Probe("several turns", [SYSTEM, USER, ANSWER, MORE]), [USER]),
+)
+"""Conversations, and the messages that follow the next answer."""
+
+
+class _Tail(NamedTuple):
+    """Tokens that a template writes between one answer and the next."""
+
+    end: list[int]
+    """Tokens that end the answer, up to its end token; empty if the template writes none."""
+    rest: list[int]
+
+
+class TemplateFormat:
+    """The chat template of the model."""
+
+    name = "template"
+    strips = False
+
+    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+        self._tokenizer, self._variables = tokenizer, variables
+        self.stop_ids = tokenizer.end_ids
+        self._think = token_named(tokenizer, THINK)
+        tokens = (self._think, token_named(tokenizer, THINK_END))
+        self.tags: tuple[str, ...] = () if None not in tokens else (THINK, THINK_END)
+        self.why_not = None if self._only_appends("") else "the chat template changes what it has written before"
+        self._keeps_reasoning = self._only_appends(_THOUGHT)
+        self.calls: CallMarkup | None = None
+        self._parser = self._with_calls()
+
+    def extend(
+        self, prompt: list[int], answer: list[int], messages: list[Message], tools: Tools, *, keep_reasoning: bool
+    ) -> list[int] | None:
+        if any(message["role"] == "assistant" for message in messages):
+            return None
+        if not keep_reasoning and (self.why_not or (not self._keeps_reasoning and self._reasons(answer, prompt))):
+            return None
+        tail = self._tail(messages, tools)
+        if tail is None:
+            return None
+        ended = bool(answer) and answer[-1] in self._tokenizer.end_ids
+        return prompt + answer + ([] if ended else tail.end) + tail.rest
+
+    def parse(self, answer: list[int], prompt: list[int], tools: Tools) -> ParsedResponse:
+        # The library looks for an open thought behind a header of Qwen's only.
+        opened = self._opens_thought(prompt)
+        return self._parser.parse_response(answer, prompt_ids=self._tokenizer.encode(THINK) if opened else None)
+
+    def _opens_thought(self, prompt: list[int]) -> bool:
+        return self._tokenizer.decode(prompt[-THOUGHT_TOKENS:], special=True).rstrip().endswith(THINK)
+
+    def _reasons(self, answer: list[int], prompt: list[int]) -> bool:
+        if self._opens_thought(prompt):
+            return True
+        return self._think in answer if self._think is not None else THINK in self._tokenizer.decode(answer)
+
+    def _tail(self, messages: list[Message], tools: Tools) -> _Tail | None:
+        """Return None if the template does not write the answer of an earlier turn as it is."""
+        asked: Message = {"role": "user", "content": "-"}
+        before = [asked, {"role": "assistant", "content": PLACEHOLDER}]
+        rest = self._text([*before, *messages], tools).partition(PLACEHOLDER)
+        alone = self._text(before, tools, generation=False).partition(PLACEHOLDER)[2]
+        if not rest[1]:
+            return None
+        end = self._tokenizer.encode(alone)
+        closes = next((place for place, token in enumerate(end, 1) if self._tokenizer.is_special(token)), 0)
+        tokens = self._tokenizer.encode(rest[2])
+        return _Tail(tokens[:closes], tokens[closes:]) if tokens[:closes] == end[:closes] else _Tail([], tokens)
+
+    def _only_appends(self, thought: str) -> bool:
+        """Whether an answer leaves the conversation before it as it was, also one that begins with a thought."""
+        answer: Message = {"role": "assistant", "content": thought + PLACEHOLDER}
+        tail_free = []
+        for probe, more in _APPENDED:
+            try:
+                prompt = self._text([*probe.messages])
+                whole = self._text([*probe.messages, answer, *more])
+                plain: Message = {"role": "assistant", "content": PLACEHOLDER}
+                tail = self._text([USER, plain, *more]).partition(PLACEHOLDER)[2]
+            except ValueError:
+                continue  # the template refuses such a conversation, such as one with a system message
+            begun = prompt.rstrip().removesuffix(THINK) if thought else prompt
+            tail_free.append(whole.startswith(begun) and whole.endswith(thought + PLACEHOLDER + tail))
+        return bool(tail_free) and all(tail_free)
+
+    def _with_calls(self) -> DefaultRenderer:
+        """Return the library's generic parser, with the format of tool calls whose answers it reads back."""
+        tokenizer = LibraryTokenizer(self._tokenizer, shows_special=False)
+        try:
+            asked = self._tokenizer.encode(self._text([USER], [TOOL]))
+            called = self._tokenizer.encode(self._text([USER, calling()], [TOOL], generation=False))
+        except ValueError:
+            return DefaultRenderer(tokenizer)
+        same = next((n for n, pair in enumerate(zip(asked, called, strict=False)) if pair[0] != pair[1]), len(asked))
+        answer = called[same:]
+        for name in TOOL_PARSERS:
+            parser = DefaultRenderer(tokenizer, DefaultRendererConfig(tool_parser=name))
+            markup = call_markup(self._tokenizer, parser, answer, [TOOL])
+            if markup and (markup[1].tool_calls[0].name, markup[1].tool_calls[0].arguments) == ("look_up", ARGUMENTS):
+                self.calls = markup[0]
+                return parser
+        return DefaultRenderer(tokenizer)
+
+    def _text(self, messages: list[Message], tools: Tools = (), *, generation: bool = True) -> str:
+        text = self._tokenizer.conversation(
+            messages, [dict(tool) for tool in tools] or None, self._variables, add_generation_prompt=generation
+        )
+        assert text is not None  # there is a template
+        return text
