@@ -8,10 +8,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,19 +18,25 @@ from starlette.routing import Route
 from megatron_rl.model.hf_config import UnusableWeights
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, UpdateBody, parse
+from megatron_rl.server.body_limits import read_body
 from megatron_rl.server.engine_thread import EngineGone, EngineThread, ServedEngine
-from megatron_rl.server.errors import ApiError, internal_error
-from megatron_rl.server.event_stream import ClientGone, EventStream, unless_gone
+from megatron_rl.server.error_handlers import ERROR_HANDLERS
+from megatron_rl.server.errors import ApiError
+from megatron_rl.server.event_stream import EventStream, unless_gone
 from megatron_rl.server.guard import Guard, ServerLimits
 from megatron_rl.server.metrics import ServerMetrics
 from megatron_rl.server.request_parsing import ParsedRequest, ServedModel
 from megatron_rl.server.service import GenerationService
-from megatron_rl.server.weights import WrittenWeights
 
 logger = logging.getLogger(__name__)
 
-BODY_S = 60.0
-"""Seconds that a client has to send a body."""
+
+class Weights(Protocol):
+    """Weights that a run writes, for the engine to read."""
+
+    def read(self, version: int) -> None:
+        """Make the engine use a version. Runs in the engine's thread. Raises UnusableWeights."""
+        ...
 
 
 class Application:
@@ -47,14 +52,14 @@ class Application:
         tokens: Sequence[str],
         limits: ServerLimits | None = None,
         failed: Callable[[Exception], None] | None = None,
-        weights: WrittenWeights | None = None,
+        weights: Weights | None = None,
     ) -> None:
         """
         model: its name for clients.
         max_length: most tokens of a prompt and its answer together.
         tokens: bearer tokens, each of which gives access.
         failed: see EngineThread.
-        weights: weights that a run writes, for the engine to read.
+        weights: written by a run; None if the server cannot update its weights.
         """
         limits = limits or ServerLimits()
         self.thread = EngineThread(engine, failed)
@@ -77,11 +82,9 @@ class Application:
         }
         app = Starlette(
             routes=[Route(path, handler, methods=[method]) for path, (method, handler) in routes.items()],
-            exception_handlers={
-                ApiError: _refuse, HTTPException: _refuse_route, ClientGone: _leave, Exception: _fail
-            },
+            exception_handlers=ERROR_HANDLERS,
             lifespan=self._lifespan,
-        )  # fmt: skip
+        )
         self.guard = Guard(app, tokens, limits, self.metrics, routes)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -96,10 +99,13 @@ class Application:
             logger.warning("the engine is still in the middle of a step")
 
     async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, await self._model.completion(parse(CompletionBody, await _body(request))))
+        return await self._answer(
+            request, await self._model.completion(parse(CompletionBody, await read_body(request)))
+        )
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, await self._model.chat(parse(ChatBody, await _body(request))))
+        body = parse(ChatBody, await read_body(request))
+        return await self._answer(request, await self._model.chat(body))
 
     async def _answer(self, request: Request, asked: ParsedRequest) -> Response:
         if not asked.body.stream:
@@ -109,7 +115,7 @@ class Application:
         return EventStream(first, events, self._limits.stall_s)
 
     async def _update_weights(self, request: Request) -> Response:
-        body = parse(UpdateBody, await _body(request))
+        body = parse(UpdateBody, await read_body(request))
         if self._weights is None:
             raise ApiError(404, "this server cannot update its weights: it was started without --weights-from")
         try:
@@ -137,14 +143,14 @@ class Application:
         }
 
     async def _tokenize(self, request: Request) -> Response:
-        body = parse(TokenizeBody, await _body(request))
+        body = parse(TokenizeBody, await read_body(request))
         tokens = await self._model.tokenize(body)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self._model.max_length}
         names = {"token_strs": self._model.token_strings(tokens)} if body.return_token_strs else {}
         return JSONResponse(answer | names)
 
     async def _detokenize(self, request: Request) -> Response:
-        return JSONResponse({"prompt": self._model.detokenize(parse(DetokenizeBody, await _body(request)))})
+        return JSONResponse({"prompt": self._model.detokenize(parse(DetokenizeBody, await read_body(request)))})
 
     async def _health(self, request: Request) -> Response:
         if not self.thread.alive:
@@ -153,32 +159,3 @@ class Application:
 
     async def _metrics_text(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
-
-
-async def _body(request: Request) -> bytes:
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await request.body()
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s", headers={"Connection": "close"}) from None
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _refuse_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path[:200]}"
-    return ApiError(
-        error.status_code, f"{what}: {error.detail}", headers=dict(error.headers or {}), code="unknown_url"
-    ).response()
-
-
-async def _leave(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
-
-
-async def _fail(request: Request, error: Exception) -> Response:
-    return internal_error().response()

@@ -256,7 +256,7 @@ class EngineThread:
     def _news(self) -> _News:
         """Return the results of the step, except of requests that a failed step has ended."""
         deltas = [(name, [delta]) for name, delta in self._engine.take_deltas()]
-        answers = [(name, _deltas(self._engine.take(name) or ())) for name in self._engine.answered]
+        answers = [(name, as_deltas(self._engine.take(name) or ())) for name in self._engine.answered]
         return [(self._asked[name], news) for name, news in deltas + answers if name in self._asked]
 
     def _publish(self, news: _News) -> None:
@@ -276,7 +276,7 @@ def _do(work: Callable[[], T], done: Future[T]) -> None:
         done.set_exception(error)
 
 
-def _deltas(answers: Sequence[Completion]) -> list[Delta]:
+def as_deltas(answers: Sequence[Completion]) -> list[Delta]:
     """Return one delta for each completion, with all of its tokens."""
     return [
         Delta(sample, one.tokens, one.logprobs, one.versions, one.top_logprobs, one.finish_reason, one.stop, one.prompt)

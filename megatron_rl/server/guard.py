@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron_rl.server.body_limits import check_length, counted
 from megatron_rl.server.connections import MISSING, token_of
 from megatron_rl.server.errors import ApiError
 from megatron_rl.server.metrics import ServerMetrics
@@ -92,7 +93,7 @@ class Guard:
                 error.headers["Connection"] = "close"  # its body is not read
                 await error.response()(scope, receive, watch)
             else:
-                await self._app(scope, self._counted(receive), watch)
+                await self._app(scope, counted(receive, self._limits.body_bytes), watch)
         finally:
             self.open -= 1
             self._metrics.open_requests.dec()
@@ -116,28 +117,4 @@ class Guard:
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(int(wait) + 1)},
             )
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._limits.body_bytes:
-            raise self._too_large()
-
-    def _counted(self, receive: Receive) -> Receive:
-        """Limit also bodies without a Content-Length."""
-        size = 0
-
-        async def count() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._limits.body_bytes:
-                raise self._too_large()
-            return message
-
-        return count
-
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413,
-            f"the body is larger than {self._limits.body_bytes} bytes",
-            code="body_too_large",
-            headers={"Connection": "close"},
-        )
+        check_length(scope, self._limits.body_bytes)

@@ -1,19 +1,74 @@
-"""Answers to HTTP requests from the engine's deltas: whole, or as a stream of events."""
+"""Answers to HTTP requests: whole or as a stream of events, from the deltas of an engine or from its completions."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from megatron_rl.inference.api import PromptTooLong, Unsupported
+from megatron_rl.inference.api import Completion, PromptTooLong, Unsupported
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.server.engine_thread import EngineGone, EngineThread, ReaderTooSlow, Subscription
+from megatron_rl.server.engine_thread import EngineGone, EngineThread, ReaderTooSlow, Subscription, as_deltas
 from megatron_rl.server.errors import ApiError, internal_error
-from megatron_rl.server.metrics import ServerMetrics
 from megatron_rl.server.request_parsing import ParsedRequest
 from megatron_rl.server.response_bodies import Part, Sample, event
+
+if TYPE_CHECKING:
+    from megatron_rl.server.metrics import ServerMetrics  # needs the extra `serve`
+
+
+def parts_of(asked: ParsedRequest, answers: Sequence[Sequence[Completion]], tokenizer: Tokenizer) -> dict[int, Part]:
+    """Return the whole samples of a request, by number.
+
+    answers: completions of each of its engine requests.
+    """
+    samples = _samples(asked, tokenizer)
+    deltas = [delta for completions in answers for delta in as_deltas(completions)]
+    return {index: sample.part(delta) for index, (sample, delta) in enumerate(zip(samples, deltas, strict=True))}
+
+
+def whole_body(asked: ParsedRequest, parts: Mapping[int, Part]) -> dict[str, Any]:
+    """Return the response of a request that is not streamed."""
+    choices = [
+        asked.form.whole(index, part, asked.prompts[index // asked.body.n]) for index, part in sorted(parts.items())
+    ]
+    head = {**asked.form.head(False), **asked.form.of_prompt(parts[0], asked.prompts[0])}
+    return {**head, "choices": choices, "usage": _usage(asked, sum(len(part.tokens) for part in parts.values()))}
+
+
+def whole_events(asked: ParsedRequest, parts: Mapping[int, Part], tokenizer: Tokenizer) -> Iterator[bytes]:
+    """Yield the events of a stream whose answers are complete: one chunk each."""
+    head, samples = asked.form.head(True), _samples(asked, tokenizer)
+    for index, part in parts.items():
+        prompt = asked.prompts[index // asked.body.n]
+        yield event({**head, "choices": [asked.form.chunk(index, part, samples[index], prompt)]})
+    if asked.body.stream_options.include_usage:
+        tokens = sum(len(part.tokens) for part in parts.values())
+        yield event({**head, "choices": [], "usage": _usage(asked, tokens)})
+    yield event("[DONE]")
+
+
+def error_for_client(error: Exception) -> Exception:
+    """Return the ApiError for an error of the engine; unexpected errors stay as they are."""
+    if isinstance(error, PromptTooLong):
+        return ApiError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, Unsupported):
+        return ApiError(400, str(error), code="unsupported_parameter")
+    if isinstance(error, EngineGone):
+        return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "10"})
+    if isinstance(error, ReaderTooSlow):
+        return ApiError(408, str(error), code="reader_too_slow")
+    return error
+
+
+def _samples(asked: ParsedRequest, tokenizer: Tokenizer) -> list[Sample]:
+    return [Sample(tokenizer, asked.reading, prompt) for prompt in asked.prompts for _ in range(asked.body.n)]
+
+
+def _usage(asked: ParsedRequest, completion: int) -> dict[str, int]:
+    prompt = sum(len(prompt.tokens) for prompt in asked.prompts)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class GenerationService:
@@ -33,12 +88,7 @@ class GenerationService:
                     _add(wholes, index, part)
         finally:
             answer.close()
-        choices = [
-            asked.form.whole(index, part, asked.prompts[index // asked.body.n])
-            for index, part in sorted(wholes.items())
-        ]
-        head = {**asked.form.head(False), **asked.form.of_prompt(wholes[0], asked.prompts[0])}
-        return {**head, "choices": choices, "usage": answer.usage()}
+        return whole_body(asked, wholes)
 
     async def events(self, asked: ParsedRequest) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events, from the first token on. Raises ApiError before the first event."""
@@ -82,9 +132,7 @@ class _Answer:
                 code="engine_overloaded",
                 headers={"Retry-After": "1"},
             )
-        self.samples = [
-            Sample(service.tokenizer, asked.reading, prompt) for prompt in asked.prompts for _ in range(asked.body.n)
-        ]
+        self.samples = _samples(asked, service.tokenizer)
         self._first: dict[int, float] = {}
         self._news = asyncio.Event()
         self._subscriptions: list[Subscription] = []
@@ -92,8 +140,8 @@ class _Answer:
             for request in asked.requests:
                 self._subscriptions.append(service.thread.submit(request, streamed, self._news))
         except EngineGone as error:
-            raise _for_client(error) from error
-        service.metrics.prompt_tokens.inc(self._prompt_tokens)
+            raise error_for_client(error) from error
+        service.metrics.prompt_tokens.inc(sum(len(prompt.tokens) for prompt in asked.prompts))
 
     async def batches(self) -> AsyncIterator[dict[int, Part]]:
         """Yield new parts of the samples, all that are available at a time. Raises ApiError."""
@@ -114,7 +162,7 @@ class _Answer:
                     if batch:
                         yield batch
         except Exception as error:  # any error that ends the engine's answer
-            raise _for_client(error) from error
+            raise error_for_client(error) from error
 
     def _measure(self, index: int, part: Part) -> None:
         metrics, now = self._service.metrics, time.monotonic()
@@ -130,13 +178,8 @@ class _Answer:
         if part.finish_reason and tokens > 1:
             metrics.per_token.observe((now - self._first[index]) / (tokens - 1))
 
-    @property
-    def _prompt_tokens(self) -> int:
-        return sum(len(prompt.tokens) for prompt in self._asked.prompts)
-
     def usage(self) -> dict[str, int]:
-        prompt, completion = self._prompt_tokens, sum(sample.tokens for sample in self.samples)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return _usage(self._asked, sum(sample.tokens for sample in self.samples))
 
     def close(self) -> None:
         """Cancel the requests that are not answered."""
@@ -149,16 +192,3 @@ def _add(parts: dict[int, Part], index: int, part: Part) -> None:
         parts[index].add(part)
     else:
         parts[index] = part
-
-
-def _for_client(error: Exception) -> Exception:
-    """Return the ApiError for an error of the engine; unexpected errors stay as they are."""
-    if isinstance(error, PromptTooLong):
-        return ApiError(400, str(error), code="context_length_exceeded")
-    if isinstance(error, Unsupported):
-        return ApiError(400, str(error), code="unsupported_parameter")
-    if isinstance(error, EngineGone):
-        return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "10"})
-    if isinstance(error, ReaderTooSlow):
-        return ApiError(408, str(error), code="reader_too_slow")
-    return error
