@@ -40,4 +40,4 @@ ERROR_HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]
     ClientGone: _leave,
     Exception: _fail,
 }
-"""For Starlette, by the class of the error."""
+"""Handlers for Starlette, by the class of the error."""

@@ -19,8 +19,8 @@ ORDER = {
     "megatron_rl": """
         contract errors recipe inference.capabilities inference.vllm_options CONFIG
         model.hf_config inference.engine_limits config
-        platform metrics rank model inference chat agent environments algorithms rollout checkpoint training refit
-        standalone server replica vllm evaluate fabric rehearse run
+        platform metrics rank model inference chat agent server endpoint environments algorithms rollout checkpoint
+        training refit standalone server.weights server.__main__ server.agent replica vllm evaluate fabric rehearse run
         train_rl run.attempt rank_main replica_main
     """,
     "launcher": """

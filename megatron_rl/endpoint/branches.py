@@ -1,0 +1,142 @@
+"""Sequences of tokens of one rollout, from its calls: a tree whose paths are the branches.
+
+Each answer hangs below the answer that its prompt continues:
+
+    [prompt] answer 1 [tool result] answer 2             a conversation
+                      [another result] answer 3          another one from the same beginning
+    [summary] answer 4                                   a conversation cut short
+
+A branch is the path to a last answer: here 1-2, 1-3 and 4. Each answer is trained in one branch, and is context in the
+others that contain it. Neither the branches nor where an answer is trained depend on the order of parallel calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field
+
+from megatron_rl.agent.trajectories import Branch
+from megatron_rl.inference.api import Completion
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One answer of the model, and the tokens before it."""
+
+    parent: Turn | None
+    """The answer that its prompt continues."""
+    context: list[int]
+    """Tokens between the parent and this answer; the whole prompt if there is no parent."""
+    completion: Completion
+    length: int
+    """Number of tokens from the beginning of the sequence to the end of this answer."""
+    children: list[Turn] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns of the sequence up to this one, in order."""
+        path: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            path.append(turn)
+            turn = turn.parent
+        return path[::-1]
+
+    @property
+    def prompt(self) -> list[int]:
+        """All tokens before the answer."""
+        before = [] if self.parent is None else self.parent.tokens
+        return before + self.context
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens up to the end of the answer."""
+        return [token for turn in self.path for token in (*turn.context, *turn.completion.tokens)]
+
+
+class Branches:
+    """All answers of one rollout."""
+
+    def __init__(self) -> None:
+        self._roots: list[Turn] = []
+        self.tokens = 0
+        """Number of tokens; common beginnings count once."""
+
+    def add(self, prompt: list[int], completions: Sequence[Completion]) -> list[Turn]:
+        """Add the answers to a prompt, and return their turns."""
+        parent = self.continued_by(prompt)
+        known = 0 if parent is None else parent.length
+        siblings = self._roots if parent is None else parent.children
+        turns = [Turn(parent, prompt[known:], one, len(prompt) + len(one.tokens)) for one in completions]
+        siblings.extend(turns)
+        self.tokens += sum(turn.length - known for turn in turns)
+        return turns
+
+    def continued_by(self, prompt: Sequence[int]) -> Turn | None:
+        """Return the longest known sequence with which the prompt begins; None if it begins with none. Of equal ones,
+        return one that nothing continues yet."""
+        longest: Turn | None = None
+        open_ = list(self._roots)
+        while open_:
+            turn = open_.pop()
+            if not _continues(prompt, turn):
+                continue
+            open_ += turn.children
+            if longest is None or (turn.length, not turn.children) > (longest.length, not longest.children):
+                longest = turn
+        return longest
+
+    def leaves(self) -> list[Turn]:
+        """Return the last turns of all branches."""
+        return [turn for turn in self._turns() if not turn.children]
+
+    def sequences(self) -> list[tuple[Turn, Branch]]:
+        """Return the branches with their last turns: first the one in which the model has sampled most."""
+        paths = [(leaf, leaf.path) for leaf in self.leaves()]
+        sizes = {leaf: sum(len(turn.completion.tokens) for turn in path) for leaf, path in paths}
+        paths.sort(key=lambda each: (-sizes[each[0]], each[0].tokens))
+        trained: set[Turn] = set()
+        found = []
+        for leaf, path in paths:
+            found.append((leaf, _branch(path, trained)))
+            trained.update(path)
+        return found
+
+    def _turns(self) -> Iterator[Turn]:
+        open_ = list(self._roots)
+        while open_:
+            turn = open_.pop()
+            yield turn
+            open_ += turn.children
+
+
+def _continues(prompt: Sequence[int], turn: Turn) -> bool:
+    """Whether a prompt that begins with the parent's tokens begins with this turn's."""
+    if turn.length > len(prompt):
+        return False
+    answer = turn.completion.tokens
+    begin = turn.length - len(answer)
+    return prompt[begin : turn.length] == answer and prompt[begin - len(turn.context) : begin] == turn.context
+
+
+def _branch(path: Sequence[Turn], trained: Set[Turn]) -> Branch:
+    """Return the sequence of tokens of a path. trained: turns that are context, since another branch trains them."""
+    tokens: list[int] = []
+    loss_mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    turns: list[range] = []
+    for turn in path:
+        answer, own = turn.completion, turn not in trained
+        context = len(turn.context) + (0 if own else len(answer.tokens))
+        tokens += turn.context
+        tokens += answer.tokens
+        loss_mask += [False] * context
+        logprobs += [0.0] * context
+        versions += [-1] * context
+        if own:
+            loss_mask += [True] * len(answer.tokens)
+            logprobs += answer.logprobs
+            versions += answer.versions
+            turns.append(range(len(tokens) - len(answer.tokens), len(tokens)))
+    return Branch(tokens, loss_mask, logprobs, versions, turns)

@@ -1,0 +1,31 @@
+"""Recipe keys of environments whose rollouts ask the policy endpoint."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_rl.chat.config import ChatConfig
+from megatron_rl.recipe.section import PositiveInt
+
+
+class EndpointConfig(ChatConfig):
+    """Arguments of every environment whose rollouts are programs that call OpenAI's API."""
+
+    sampling: Literal["run", "program"] = "run"
+    """run: the run's sampling applies to every call. A request's own temperature, top_p, penalties and seed have no
+    effect; its max_tokens and stop only shorten answers. program: values that a request gives replace the run's. The
+    trainer still computes log-probs at the run's temperature, so a program that chooses another one trains off policy.
+    """
+    listen: Literal["loopback", "job"] = "loopback"
+    """Interface on which the endpoint listens. loopback: only programs on the driver's own node reach it. job: programs
+    on other nodes of the job reach it as well, through the interface between the nodes."""
+    max_calls: PositiveInt = 64
+    """Calls of one rollout, at most. A rollout that exceeds this or one of the next two limits is lost."""
+    max_branches: PositiveInt = 16
+    """Sequences of one rollout, at most. A call whose conversation does not extend a known one begins another one, and
+    so does each further answer of a call with n above 1."""
+    max_tokens: PositiveInt | None = None
+    """Tokens of all prompts and answers of one rollout together, at most. Of a prompt that continues a known sequence,
+    only what it adds counts. Default: no limit."""
+    concurrency: PositiveInt = 256
+    """Rollouts at a time, for each driver; further ones wait."""

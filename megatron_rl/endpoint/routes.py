@@ -1,0 +1,175 @@
+"""HTTP routes of the policy endpoint, for the session that a request names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from megatron_rl.chat.chat import Chat
+from megatron_rl.endpoint.config import EndpointConfig
+from megatron_rl.endpoint.conversations import Conversation
+from megatron_rl.endpoint.generate_api import GenerateBody, GenerateFormat
+from megatron_rl.endpoint.responses_api import ResponsesBody, answer_of, as_chat, events_of, new_messages, response_of
+from megatron_rl.endpoint.session import MODEL, UNLIMITED, Session
+from megatron_rl.server.bodies import ChatBody, CompletionBody, parse
+from megatron_rl.server.body_limits import read_body
+from megatron_rl.server.error_handlers import ERROR_HANDLERS
+from megatron_rl.server.errors import ApiError, invalid
+from megatron_rl.server.event_stream import EventStream, unless_gone
+from megatron_rl.server.request_parsing import ParsedRequest, ServedModel
+from megatron_rl.server.response_bodies import Part
+from megatron_rl.server.service import whole_body, whole_events
+
+MOST_SAID = 500
+"""Characters of an error about messages, since it may quote them."""
+STALL_S = 60.0
+"""Longest time, in seconds, in which the reader of a stream takes nothing."""
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+Answer = Callable[[Session, bytes], Awaitable[Response]]
+
+
+class Routes:
+    """The endpoint's API."""
+
+    def __init__(self, chat: Chat, config: EndpointConfig) -> None:
+        self._chat, self._config = chat, config
+        self._model = ServedModel(MODEL, chat.tokenizer, UNLIMITED)
+        self._created = int(time.time())
+
+    def application(self) -> Starlette:
+        """Return the routes as an application. The state of a request must have its `session`."""
+        routes = [
+            Route("/v1/chat/completions", self._post(self._chat_completions), methods=["POST"]),
+            Route("/v1/completions", self._post(self._completions), methods=["POST"]),
+            Route("/v1/responses", self._post(self._responses), methods=["POST"]),
+            Route("/inference/v1/generate", self._post(self._generate), methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
+        ]
+        return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
+
+    def _post(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        """Return a route that answers a body as long as its client and its session are there."""
+
+        async def respond(request: Request) -> Response:
+            session: Session = request.state.session
+            body = await read_body(request)
+            return await unless_gone(request.receive, session.while_open(answer(session, body)))
+
+        return respond
+
+    async def _chat_completions(self, session: Session, raw: bytes) -> Response:
+        body = parse(ChatBody, raw)
+        return self._response(*await self._chatted(session, body))
+
+    async def _chatted(self, session: Session, body: ChatBody) -> tuple[ParsedRequest, dict[int, Part]]:
+        """Answer a request of a chat. Raises ApiError."""
+        self._check_model(body.model)
+        conversation = None
+        if not body.prompt_token_ids:
+            prompt, conversation = self._prompt(session, body)
+            body = body.model_copy(update={"prompt_token_ids": prompt})
+        asked = await self._model.chat(body)
+        return asked, await session.ask(asked, conversation)
+
+    def _prompt(self, session: Session, body: ChatBody) -> tuple[list[int], Conversation]:
+        if not self._chat.has_template:
+            raise ApiError(
+                400,
+                "messages: this model has no chat template; use /v1/completions, or give prompt_token_ids",
+                param="messages",
+                code="no_chat_template",
+            )
+        tools = body.tools if body.tool_choice != "none" else []
+        try:
+            conversation = Conversation.of(
+                [message.model_dump(exclude_none=True) for message in body.messages],
+                [tool.model_dump(exclude_none=True) for tool in tools],
+                body.variables,
+            )
+            return session.prompt_of(conversation)
+        except ValueError as error:
+            raise ApiError(
+                400, f"messages: {str(error)[:MOST_SAID]}", param="messages", code="invalid_value"
+            ) from error
+
+    async def _responses(self, session: Session, raw: bytes) -> Response:
+        body = parsed(ResponsesBody, raw)
+        body.check()
+        messages = [*session.messages_of(body.previous_response_id), *new_messages(body)]
+        response = response_of(body, whole_body(*await self._chatted(session, as_chat(body, messages))))
+        session.keep_response(response["id"], [*messages, *answer_of(response)])
+        if not body.stream:
+            return JSONResponse(response)
+        return event_stream([*events_of(response)])
+
+    async def _completions(self, session: Session, raw: bytes) -> Response:
+        body = parse(CompletionBody, raw)
+        self._check_model(body.model)
+        given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        texts = [text for text in given if isinstance(text, str)]
+        if len(texts) == 1 and not body.echo and (prompt := session.prompt_of_text(texts[0])) is not None:
+            body = body.model_copy(update={"prompt": prompt})
+        asked = await self._model.completion(body)
+        return self._response(asked, await session.ask(asked, texts=texts))
+
+    async def _generate(self, session: Session, raw: bytes) -> Response:
+        asked_for = parsed(GenerateBody, raw)
+        try:
+            body = asked_for.completion()
+        except ValidationError as error:
+            raise invalid(error) from error
+        self._check_model(body.model)
+        asked = await self._model.completion(body)
+        form = asked.form
+        asked = replace(asked, form=GenerateFormat(form.model, form.names, form.likeliest, form.token_ids))
+        return JSONResponse(whole_body(asked, await session.ask(asked)))
+
+    def _response(self, asked: ParsedRequest, parts: dict[int, Part]) -> Response:
+        if not asked.body.stream:
+            return JSONResponse(whole_body(asked, parts))
+        return event_stream([*whole_events(asked, parts, self._chat.tokenizer)])
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["model"])
+        return JSONResponse(self._card())
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None:
+            self._model.check_model(model)
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": MODEL, "object": "model", "created": self._created, "owned_by": "mrl"}
+
+
+def parsed(kind: type[AnyModel], raw: bytes) -> AnyModel:
+    """Parse a body that ignores unknown fields. Raises ApiError."""
+    try:
+        return kind.model_validate(from_json(raw, allow_inf_nan=False))
+    except ValidationError as error:
+        raise invalid(error) from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+
+
+def event_stream(events: Sequence[bytes]) -> EventStream:
+    """Return a stream of events that are all known."""
+
+    async def following() -> Any:
+        for event in events[1:]:
+            yield event
+
+    return EventStream(events[0], following(), STALL_S)
