@@ -99,7 +99,7 @@ def checked_environment(environment: EnvironmentConfig, option: str) -> Environm
     """
     try:
         environment_arguments(environment)
-        values = with_absolute_paths(environment.model_dump(), type(environment), lambda key: Path.cwd())
+        values = with_absolute_paths(environment.model_dump(), type(environment), lambda key, path: Path.cwd())
         return type(environment).model_validate(values)
     except NoPath as error:
         raise BadInput(f"--env-args {error}".replace("args.", "", 1)) from error

@@ -35,7 +35,7 @@ class RecipeFile:
     """Name in messages: the path as given, or `demo.yaml` for a shipped recipe."""
     text: str
     folder: Path | None
-    """Directory where relative paths of the file begin; None: the current one, as for shipped recipes."""
+    """Directory where relative paths of the file begin; None: a shipped recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,16 @@ class Written:
         """Whether an override gives a key, or a section that holds it."""
         return self._override(key) is not None
 
-    def folder(self, key: KeyPath) -> Path:
-        """Directory where the relative path of a key begins."""
+    def folder(self, key: KeyPath, path: str) -> Path:
+        """Directory where the relative path of a key begins. Shipped recipes name files that come with them, and files
+        of the user's in the current directory."""
         if self._override(key):
             return Path.cwd()
         place = self._place(key)
-        return (place[0] if place else self.files[0]).folder or Path.cwd()
+        folder = (place[0] if place else self.files[0]).folder
+        if folder is None:
+            return SHIPPED if _seen((SHIPPED / path).is_file) else Path.cwd()
+        return folder
 
     def overridden(self, overrides: Sequence[Override]) -> Written:
         """Lay overrides over the files; later ones win. Raises BadInput for a missing item of a list."""

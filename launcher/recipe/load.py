@@ -75,8 +75,8 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     locate = written.locate
     values, listed_in = _with_environments_of_file(written)
 
-    def folder_of(key: KeyPath) -> Path:
-        return listed_in if listed_in is not None and key[0] == "environments" else written.folder(key)
+    def folder_of(key: KeyPath, path: str) -> Path:
+        return listed_in if listed_in is not None and key[0] == "environments" else written.folder(key, path)
 
     filled: dict[str, str] = {}
     if "model" in values:  # the weights decide the shape, so they are looked for first
@@ -207,7 +207,7 @@ def _with_environments_of_file(written: Written) -> tuple[dict[str, Any], Path |
         return written.values, None
     key = ("environments",)
     try:
-        path = (written.folder(key) / Path(given).expanduser()).absolute()
+        path = (written.folder(key, given) / Path(given).expanduser()).absolute()
         listed = read(read_text(path)).value
     except (YamlProblems, BadInput, RuntimeError) as error:  # RuntimeError: ~nobody
         said = error.problems[0] if isinstance(error, BadInput) else f"{given}: {error}"
@@ -216,7 +216,7 @@ def _with_environments_of_file(written: Written) -> tuple[dict[str, Any], Path |
 
 
 def _with_absolute_paths(
-    values: Any, section: type[Section], folder_of: Callable[[KeyPath], Path], locate: Locate, prefix: KeyPath = ()
+    values: Any, section: type[Section], folder_of: Callable[[KeyPath, str], Path], locate: Locate, prefix: KeyPath = ()
 ) -> Any:
     """`with_absolute_paths` with the place of a value that cannot be a path. Raises BadInput."""
     try:

@@ -58,18 +58,18 @@ def named_paths(config: RunConfig) -> list[NamedPath]:
 
 
 def with_absolute_paths(
-    values: T, section: type[BaseModel], folder_of: Callable[[KeyPath], Path], prefix: KeyPath = ()
+    values: T, section: type[BaseModel], folder_of: Callable[[KeyPath, str], Path], prefix: KeyPath = ()
 ) -> T:
     """Make every path in the values of a section absolute; other values stay as they are.
 
     Args:
-        folder_of: directory where the relative path of a key begins.
+        folder_of: directory where the relative path of a key begins, from the key and its value.
         prefix: key of the section in the recipe.
 
     Raises:
         NoPath: a value cannot be a path.
     """
-    return _changed(values, section, prefix, lambda named: _absolute(named, folder_of(named.key)))
+    return _changed(values, section, prefix, lambda named: _absolute(named, folder_of(named.key, named.value)))
 
 
 def _absolute(named: NamedPath, folder: Path) -> str:
