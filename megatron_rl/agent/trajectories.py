@@ -23,6 +23,9 @@ class Problem:
     golden: Mapping[str, Any]
     environment: str = ""
     """Id of the problem's environment; empty if there is only one environment."""
+    is_prompt: bool = True
+    """Whether the model sees `prompt`. Otherwise a program writes the prompts, and `prompt` names the problem in logs
+    and records."""
 
 
 @dataclass(frozen=True, slots=True)

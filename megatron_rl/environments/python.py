@@ -14,7 +14,6 @@ The file is trusted code, and runs inside the rank like any environment.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.util
 import inspect
@@ -32,6 +31,7 @@ from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.agent.scoring import Reward
 from megatron_rl.agent.text_rows import value_at
+from megatron_rl.environments.python_file import defined_names
 from megatron_rl.errors import task_location
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
@@ -139,25 +139,7 @@ def _conversation(tokenizer: Tokenizer, messages: Sequence[Any], prompt_config: 
 
 def _check(file: Path) -> None:
     """Raises ValueError."""
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except OSError as error:
-        raise ValueError(f"{file}: {(error.strerror or str(error)).lower()}") from error
-    except (SyntaxError, ValueError) as error:
-        line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(f"{file}{line}: not valid Python: {getattr(error, 'msg', error)}") from error
-    bound = {
-        name
-        for node in tree.body
-        for name in (
-            [node.name]
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-            else [alias.asname or alias.name for alias in node.names]
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            else [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
-        )
-    }
-    if FUNCTION not in bound and "*" not in bound:
+    if not {FUNCTION, "*"} & defined_names(file):
         raise ValueError(f"{file}: defines no function {FUNCTION}: def {FUNCTION}(response, **columns) -> float")
 
 

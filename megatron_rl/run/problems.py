@@ -87,6 +87,9 @@ def without_long_prompts(whole: TrainingSet, longest: int, encode: Callable[[str
 
 
 def _surely_fits(problem: Problem, longest: int) -> bool:
+    """Whether the prompt need not be tokenised: it is short, or written by a program later."""
+    if not problem.is_prompt:
+        return True
     text = problem.prompt
     size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
     return size + SPARE <= longest

@@ -10,7 +10,7 @@ from launcher.errors import BadInput
 from launcher.job.evaluation_request import origin_of, requested
 from launcher.recipe.load import dump_resolved, load_recipe
 from launcher.recipe.paths import named_paths
-from launcher.recipe.shipped import shipped_recipes
+from launcher.recipe.shipped import SHIPPED, shipped_recipes
 from megatron_rl.contract.paths import RunDir
 
 RECIPE = """\
@@ -124,12 +124,15 @@ def test_an_evaluation_from_anywhere_uses_the_files_of_the_run(folder, monkeypat
     assert evaluation.environment.args["evaluate"]["near"]["path"] == f"{folder}/elsewhere/train.jsonl"
 
 
-def test_paths_of_a_shipped_recipe_begin_at_the_current_directory(folder):
+def test_a_shipped_recipe_names_files_that_come_with_it_and_files_in_the_current_directory(folder):
     found = {
-        name: one.path
+        name: {one.path for one in named_paths(load_recipe(name).config) if one.path is not None}
         for name in shipped_recipes()
-        for one in named_paths(load_recipe(name).config)
-        if one.path is not None
     }
     checkpoint = "runs/smollm2-135m-chain-sum/checkpoints/step-000060"
-    assert found == {"smollm2-135m-chain-sum-hard": folder / "elsewhere" / checkpoint}
+    program = {SHIPPED / "programs" / name for name in ("stock.py", "stock.jsonl", "stock-examples.jsonl")}
+    assert {name: paths for name, paths in found.items() if paths} == {
+        "demo-program": program,
+        "smollm2-135m-chain-sum-hard": {folder / "elsewhere" / checkpoint},
+    }
+    assert all(path.is_file() for path in program)

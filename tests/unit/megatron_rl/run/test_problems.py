@@ -74,6 +74,11 @@ def test_the_number_of_tokenised_prompts_is_limited(monkeypatch: pytest.MonkeyPa
     assert len(without_long_prompts(training_set(*["a b c d"] * 5), 3, words).problems) == 3
 
 
+def test_a_problem_whose_prompts_a_program_writes_is_not_tokenised() -> None:
+    whole = TrainingSet("", 1.0, [Problem("a name of many words, none of which the model sees", {}, is_prompt=False)])
+    assert without_long_prompts(whole, 1, lambda text: pytest.fail("tokenised")) is whole
+
+
 class Environment:
     def __init__(self, *sets: TrainingSet) -> None:
         self._sets = sets

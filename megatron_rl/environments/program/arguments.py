@@ -1,0 +1,133 @@
+"""Arguments of the environment `program`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from megatron_rl.agent.datasets import DataSet, Source
+from megatron_rl.endpoint.config import EndpointConfig
+from megatron_rl.environments.python_file import defined_names
+from megatron_rl.model.config import is_hub_name
+from megatron_rl.recipe.section import HubPath, NonNegativeInt, PathMark, PositiveFloat
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+
+
+class Rows(Source):
+    """Rows of a data set; a program gets whole rows. FILE alone is short for {path: FILE}."""
+
+    structured: ClassVar[bool] = True
+
+    question: str = "prompt"
+    """Column that names a problem in logs and records. Rows with the same text there count once."""
+
+
+class Examples(DataSet):
+    """Prompts of the model with right answers. FILE alone is short for {path: FILE}."""
+
+    question: str = "prompt"
+    """Column of the prompt, exactly as the program sends it."""
+
+
+def _as_rows(given: str | Rows) -> Rows:
+    return Rows(path=given) if isinstance(given, str) else given
+
+
+def _as_examples(given: str | Examples | None) -> Examples | None:
+    return Examples(path=given) if isinstance(given, str) else given
+
+
+RowsOrPath = Annotated[HubPath | Rows, AfterValidator(_as_rows)]
+ExamplesOrPath = Annotated[HubPath | Examples, AfterValidator(_as_examples)]
+OwnFile = Annotated[str, PathMark(read=False)]  # a run has its own copy and does not need the file
+
+
+class ProgramConfig(EndpointConfig):
+    """Arguments of the environment `program`."""
+
+    command: list[str] = []
+    """Words of the command of one rollout, which no shell reads. The first is a program in PATH, an absolute path, or
+    ./NAME for one of `code`; {python} is the interpreter of the ranks."""
+    function: str | None = None
+    """module:name of a coroutine, instead of a command. The module is one of `code` or an installed one."""
+    code: list[OwnFile] = []
+    """Files of the program, relative to the recipe. A run keeps copies of them; each rollout finds them, executable, in
+    its working directory."""
+    variables: dict[str, str | None] = {}
+    """Environment variables of the program, besides PATH, HOME and a few like them. null: the value in the run's own
+    environment, for a secret that does not belong into a recipe."""
+    problems: RowsOrPath
+    """Rows to train on."""
+    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], RowsOrPath] = {}
+    """Evaluation sets by name. Their problems are excluded from the training set."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of the distinct problems that form the evaluation set held_out and are never trained on."""
+    split_seed: NonNegativeInt = 0
+    """Seed that selects the held-out problems."""
+    demonstrations: ExamplesOrPath | None = None
+    """Prompts and right answers, which teach the format to a tiny model (`model.init: supervised`)."""
+    timeout_s: PositiveFloat = 900.0
+    """Longest time of one rollout in seconds, waits for the model included. The program is then ended and the rollout
+    lost. Keep it below job.silence_limit_s. environment.rollout_limit_s, if set, bounds it as well."""
+
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, function: str | None) -> str | None:
+        if function is not None and not _FUNCTION.fullmatch(function):
+            raise ValueError(f"{function!r} is not of the form module:name, such as agent:rollout for code: [agent.py]")
+        return function
+
+    @field_validator("variables")
+    @classmethod
+    def _have_names(cls, variables: dict[str, str | None]) -> dict[str, str | None]:
+        for name in variables:
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"{name!r} is not the name of an environment variable")
+            if name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"):
+                raise ValueError(f"{name} is set for each rollout: it names the policy that is trained")
+        return variables
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ProgramConfig:
+        if bool(self.command) == (self.function is not None):
+            raise ValueError("give either command (a list of words) or function (module:name)")
+        names = [Path(file).name for file in self.code]
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"code: two files are named {twice[0]}: a working directory can hold one")
+        first = self.command[0] if self.command else ""
+        own = first.removeprefix("./")
+        if "/" in first and not first.startswith("/") and not (first.startswith("./") and own in names):
+            raise ValueError(
+                f"command: {first} is not in the working directory: give an absolute path, or put the file into code "
+                f"and write ./{Path(first).name}"
+            )
+        return self
+
+    def datasets(self) -> list[str]:
+        sets = [self.problems, *self.evaluate.values(), *([self.demonstrations] if self.demonstrations else [])]
+        return sorted({data.path for data in sets if isinstance(data, Source) and is_hub_name(data.path)})
+
+    def extras(self) -> list[str]:
+        return ["math", *(["program"] if self.function else [])]
+
+    def files(self) -> list[str]:
+        return self.code
+
+    def check_files(self) -> None:
+        """Raise ValueError if a file cannot be read, is not valid Python, or lacks the function. Runs none of them."""
+        module, _, function = (self.function or "").partition(":")
+        for file in (Path(each).expanduser() for each in self.code):
+            if file.suffix == ".py":
+                names = defined_names(file)
+                if file.stem == module and not {function, "*"} & names:
+                    raise ValueError(
+                        f"{file}: defines no {function}: async def {function}(client, problem) -> float | dict"
+                    )
+            elif not file.is_file():
+                raise ValueError(f"{file}: no such file")

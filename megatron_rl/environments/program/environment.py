@@ -1,0 +1,189 @@
+"""A program that was written for OpenAI's API, trained as it is.
+
+    environment:
+      name: program
+      args:
+        command: ["{python}", agent.py]       # or function: agent:rollout
+        code: [agent.py, tools.py]
+        problems: questions.jsonl
+
+A command gets a problem, a row of the data set, as one JSON line on its standard input, and finds OPENAI_BASE_URL,
+OPENAI_API_KEY and OPENAI_MODEL in its environment; the last line that it prints is the reward (reward_line.py). A
+function is a coroutine, `async def rollout(client, problem) -> float | dict`, whose client is an openai.AsyncOpenAI.
+
+Each run of the program is one rollout, in a process and a working directory of its own (nursery.py, supervisor.py). It
+runs with the rights of the user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.datasets import Question, distinct, normalised, read_questions
+from megatron_rl.agent.hf_dataset import HELD_OUT, split
+from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
+from megatron_rl.environments.program.arguments import Examples, ProgramConfig, Rows, RowsOrPath
+from megatron_rl.environments.program.reward_line import NoReward, reward_in, reward_of
+from megatron_rl.environments.program.wire import Ended, Job, Program
+from megatron_rl.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # slow imports; the launcher imports this module to check a recipe
+    from megatron_rl.endpoint.session import Session
+    from megatron_rl.environments.program.runner import ProgramRunner
+
+PYTHON = "{python}"
+INHERITED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
+    *("PYTHONPATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+)
+"""Environment variables that a program inherits. None of them is secret."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+DRAIN_S = 5.0
+"""Seconds to wait before a rollout whose program was ended by a SIGTERM counts as lost. All processes of a preempted
+job may receive one: then the drain cancels the rollout meanwhile, and it is begun again."""
+SAMPLES = Path(__file__).parent / "samples"
+
+_ERROR = re.compile(r"[A-Za-z_][\w.]{0,80}(?=: )")
+"""Name of an error, or of a command that failed, at the beginning of a line: `KeyError: 'x'`, `curl: (7) Failed`."""
+
+
+class ProgramEnvironment(EndpointAgent, Demonstrator):
+    """Any program that speaks OpenAI's API, started once per rollout: a command in any language, or a coroutine.
+
+    Its reward is the last line that it prints, or what the coroutine returns.
+    """
+
+    Config = ProgramConfig
+    config: ProgramConfig
+
+    def __init__(self, config: ProgramConfig, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for a command that does not exist, and for data that is missing or empty."""
+        super().__init__(config, tokenizer)
+        self._variables = _environment(config)
+        self._program = Program(_command(config, self._variables) or None, config.function, config.code)
+        self._runner: ProgramRunner | None = None
+        evaluated = {name: _questions(rows) for name, rows in config.evaluate.items()}
+        kept_apart = {normalised(question.text) for questions in evaluated.values() for question in questions}
+        trained = [one for one in _questions(config.problems) if normalised(one.text) not in kept_apart]
+        trained, held_out = split(trained, config.held_out, config.split_seed)
+        if not trained:
+            raise ValueError("environment.args.problems: no problem is left to train on")
+        self._trained = _problems(trained)
+        self._evaluated = {name: _problems(questions) for name, questions in evaluated.items()}
+        if held_out:
+            self._evaluated[HELD_OUT] = _problems(held_out)
+
+    @classmethod
+    def sample_arguments(cls) -> Mapping[str, Any]:
+        """Return a program that asks once, and three problems."""
+        return {
+            "command": [PYTHON, "sums.py"],
+            "code": [str(SAMPLES / "sums.py")],
+            "problems": str(SAMPLES / "sums.jsonl"),
+        }
+
+    def training_problems(self) -> Sequence[Problem]:
+        return self._trained
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        return self._evaluated
+
+    def demonstrations(self) -> Sequence[tuple[str, str]]:
+        examples = self.config.demonstrations
+        if examples is None:
+            return []
+        assert isinstance(examples, Examples)  # the validator replaces a path
+        return [(each.text, each.answer) for each in read_questions(examples)]
+
+    async def run(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
+        if self._runner is None:
+            from megatron_rl.environments.program.runner import ProgramRunner
+
+            self._runner = ProgramRunner(self._program, self._variables)
+        job = Job(
+            json.dumps(problem.golden, default=str),
+            {
+                "OPENAI_BASE_URL": session.base_url,
+                "OPENAI_API_KEY": session.api_key,
+                "OPENAI_MODEL": session.model,
+            },
+            self.config.timeout_s,
+        )
+        ended = await self._runner.run(job)
+        if ended.code == -signal.SIGTERM and not ended.over_limit:
+            import asyncio  # slow import; the launcher imports this module to check a recipe
+
+            await asyncio.sleep(DRAIN_S)
+        if reason := why_lost(ended, self.config.timeout_s):
+            raise RolloutLost(reason, ended.output)
+        try:
+            reward = reward_in(ended.ending) if self._program.command else reward_of(ended.returned)
+        except NoReward as error:
+            raise RolloutLost(f"program: {error}", ended.output) from error
+        return RunResult(reward, ended.output)
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.close()
+        await super().close()
+
+
+def why_lost(ended: Ended, timeout_s: float) -> str:
+    """Return the reason why a run of the program has no reward; empty if it may have one.
+
+    The reason is the same for all runs with the same fault: the output of the program has the details.
+    """
+    if ended.unstarted:
+        return f"program: it could not be started: {ended.unstarted}"
+    if ended.over_limit:
+        return f"program: not done within {timeout_s:g} s (environment.args.timeout_s)"
+    if ended.raised:
+        return f"program: {ended.raised}"
+    if ended.code:
+        how = signal.Signals(-ended.code).name if ended.code < 0 else f"exit code {ended.code}"
+        last = next((line for line in reversed(ended.output.splitlines()) if line.strip()), "")
+        error = _ERROR.match(last)
+        return f"program: {how}" + (f": {error[0]}" if error else "")
+    return ""
+
+
+def _command(config: ProgramConfig, variables: Mapping[str, str]) -> list[str]:
+    """Return the words of the command. Raises ValueError if this machine does not have the program."""
+    words = [sys.executable if word == PYTHON else word for word in config.command]
+    if words and not words[0].startswith("./") and shutil.which(words[0], path=variables.get("PATH")) is None:
+        where = "is not an executable file" if "/" in words[0] else "is not in PATH"
+        raise ValueError(f"environment.args.command: {words[0]} {where} on this machine")
+    return words
+
+
+def _environment(config: ProgramConfig) -> dict[str, str]:
+    """Return the environment of the program. Raises ValueError if the run's own lacks a variable."""
+    found = {name: os.environ[name] for name in INHERITED if name in os.environ} | ONE_THREAD
+    for name, value in config.variables.items():
+        if value is None and name not in os.environ:
+            raise ValueError(f"environment.args.variables: {name} is not set in the environment of the run")
+        found[name] = os.environ[name] if value is None else value
+    return found
+
+
+def _questions(rows: RowsOrPath) -> list[Question]:
+    assert isinstance(rows, Rows)  # the validator replaces a path
+    questions = distinct(read_questions(rows))
+    if not questions:
+        raise ValueError(f"data set {rows.path}, split {rows.split}: no row has a problem ({rows.question})")
+    return questions
+
+
+def _problems(questions: Sequence[Question]) -> list[Problem]:
+    return [Problem(question.text, question.row, is_prompt=False) for question in questions]

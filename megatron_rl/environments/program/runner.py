@@ -1,0 +1,135 @@
+"""The rank's side of its programs: a nursery that is started when it is needed, and again when it has died."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+
+from megatron_rl.contract.children import module_command
+from megatron_rl.endpoint.agent import RolloutLost
+from megatron_rl.environments.program.wire import MESSAGE_BYTES, READY, Ended, Job, Program
+from megatron_rl.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+NURSERY = "megatron_rl.environments.program.nursery"
+START_S = 300.0
+"""Seconds that a nursery has to import the user's module, perhaps from a slow shared file system."""
+HAND_OVER_S = 10.0
+"""Seconds that a nursery, which only forks, has to take a job."""
+LEAVE_S = 15.0
+"""Seconds that a nursery has to end all programs."""
+
+
+class ProgramRunner:
+    """Runs a program as often as it is asked to, from one asyncio loop."""
+
+    def __init__(self, program: Program, variables: Mapping[str, str]) -> None:
+        """variables: the whole environment of the program, except what a job adds."""
+        self._program, self._variables = program, variables
+        self._nursery: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._starting = asyncio.Lock()
+
+    async def run(self, job: Job) -> Ended:
+        """Run the program and return its end. Cancellation ends the program.
+
+        Raises:
+            RolloutLost: a process that supervises the program was killed.
+            ConfigurationError: the program can never run.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                await self._hand_over(theirs)
+            except OSError as error:
+                ours.close()
+                raise RolloutLost(f"program: the process that starts programs does not answer: {error}") from error
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            writer.write(json.dumps(job).encode() + b"\n")
+            reported = await reader.read()
+        except OSError:
+            reported = b""  # the same as an end without a report
+        finally:
+            writer.transport.abort()
+        if not reported:
+            raise RolloutLost("program: the process that supervises the program was killed")
+        return Ended(*json.loads(reported))
+
+    async def close(self) -> None:
+        """End all programs and the nursery."""
+        nursery, self._nursery = self._nursery, None
+        if self._control is not None:
+            self._control.close()
+        if nursery is not None:
+            await asyncio.to_thread(_ended, nursery)
+
+    async def _hand_over(self, connection: socket.socket) -> None:
+        """Give the nursery the end of a connection for one job. Raises OSError if it cannot take it."""
+        async with self._starting:
+            if self._nursery is None or self._nursery.poll() is not None:
+                await self._start()
+            assert self._control is not None  # it was started
+            socket.send_fds(self._control, [b"1"], [connection.fileno()])
+
+    async def _start(self) -> None:
+        """Start a nursery. Raises ConfigurationError if the program can never run."""
+        if self._nursery is not None:
+            logger.warning("the process that starts programs has ended (%s); it is started again", _how(self._nursery))
+        if self._control is not None:
+            self._control.close()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            nursery = subprocess.Popen(
+                [*module_command(NURSERY), str(os.getpid()), str(theirs.fileno())],
+                env=dict(self._variables),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in a terminal is meant for the run
+            )
+        try:
+            why_not = await self._prepared(self._control)
+        except BaseException:  # such as the cancellation by a drain
+            nursery.kill()
+            nursery.wait()
+            raise
+        if why_not is not None:
+            nursery.kill()
+            nursery.wait()
+            raise ConfigurationError(why_not or f"the process of the program has ended: {_how(nursery)}")
+        self._nursery = nursery
+
+    async def _prepared(self, control: socket.socket) -> str | None:
+        """Wait until a new nursery is ready and return None, or return why it cannot be; empty if it has ended."""
+        control.setblocking(False)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(START_S):
+                await loop.sock_sendall(control, json.dumps(self._program).encode())
+                answer = await loop.sock_recv(control, MESSAGE_BYTES)
+        except TimeoutError:
+            return f"environment.args.function: it is not imported after {START_S:g} s"
+        except OSError:
+            return ""
+        control.settimeout(HAND_OVER_S)
+        return None if answer == READY else answer.decode()
+
+
+def _how(nursery: subprocess.Popen[bytes]) -> str:
+    code = nursery.returncode
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _ended(nursery: subprocess.Popen[bytes]) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        nursery.wait(LEAVE_S)
+        return
+    nursery.kill()
+    nursery.wait()

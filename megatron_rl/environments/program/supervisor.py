@@ -1,0 +1,178 @@
+"""Supervision of one run of a program, in a process of its own.
+
+It starts the program in a new session and a working directory of its own, reads its output, and ends it when it exceeds
+its limit or when the connection to the rank closes. All processes that the program leaves behind become children of the
+supervisor, which ends them before it reports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.contract.children import adopt_orphans
+from megatron_rl.environments.program.launch import be_program
+from megatron_rl.environments.program.prepared import Prepared
+from megatron_rl.environments.program.wire import ENDING_BYTES, OUTPUT_CHARACTERS, Ended, Job
+
+END_S = 5.0
+"""Seconds that the kernel has to end killed processes; one that hangs in a file system may need longer."""
+CHUNK = 2**16
+
+
+class Tail:
+    """The last bytes of a stream."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._held, self._parts = size, 0, deque[bytes]()
+
+    def add(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._held += len(part)
+        while self._held - len(self._parts[0]) >= self._size:
+            self._held -= len(self._parts.popleft())
+
+    def text(self) -> str:
+        return b"".join(self._parts)[-self._size :].decode(errors="replace")
+
+
+class Run:
+    """One run of the program, from its start to its end."""
+
+    def __init__(self, job: Job, program: Prepared, private: Sequence[int]) -> None:
+        """Start the program.
+
+        private: open files that it must not inherit.
+        """
+        self.code: int | None = None
+        """Exit code, once the program has ended."""
+        self._folder = tempfile.mkdtemp(dir=program.folder)
+        for name, content in program.files.items():
+            file = Path(self._folder, name)
+            file.write_bytes(content)
+            file.chmod(0o700)
+        self._ending, self._output, self._report = Tail(ENDING_BYTES), Tail(4 * OUTPUT_CHARACTERS), Tail(ENDING_BYTES)
+        output, errors, report = os.pipe(), os.pipe(), os.pipe()
+        supervisor = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            for file_number in (*private, output[0], errors[0], report[0]):
+                os.close(file_number)
+            be_program(job, program, Path(self._folder), supervisor, (output[1], errors[1]), report[1])
+        for readable, writable in (output, errors, report):
+            os.close(writable)
+            os.set_blocking(readable, False)
+        self.pipes: dict[int, tuple[Tail, ...]] = {
+            output[0]: (self._ending, self._output),
+            errors[0]: (self._output,),
+            report[0]: (self._report,),
+        }
+        """Pipes that are still open, with what is kept of each."""
+
+    def read(self, pipe: int) -> bool:
+        """Read a part of what a pipe holds; return whether it may hold more. A pipe that has ended is closed."""
+        try:
+            part = os.read(pipe, CHUNK)
+        except BlockingIOError:
+            return False
+        for tail in self.pipes[pipe] if part else ():
+            tail.add(part)
+        if not part:
+            os.close(pipe)
+            del self.pipes[pipe]
+        return bool(part)
+
+    def reap(self) -> None:
+        """Collect ended children, the program among them."""
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                if pid == self.pid:
+                    self.code = os.waitstatus_to_exitcode(status)
+
+    def ask_to_end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGTERM)
+
+    def end_all(self) -> None:
+        """Kill the program and all that it has started, and delete its working directory."""
+        deadline = time.monotonic() + END_S
+        while not _childless() and time.monotonic() < deadline:
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.001)
+            self.reap()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def ended(self, over_limit: bool) -> Ended:
+        """Return the report, with the rest of the output."""
+        for pipe in list(self.pipes):
+            while self.read(pipe):
+                pass
+        code = -signal.SIGKILL if self.code is None else self.code
+        output = self._output.text()[-OUTPUT_CHARACTERS:]
+        return Ended(code, over_limit, self._ending.text(), output, **json.loads(self._report.text() or "{}"))
+
+
+def supervise(connection: socket.socket, program: Prepared) -> None:
+    """Receive a job, run the program, and report its end."""
+    adopt_orphans()
+    with connection.makefile("rb") as arriving:
+        job = Job(*json.loads(arriving.readline()))
+    wakes, woken = os.pipe()  # written to when a child ends
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    deadline = time.monotonic() + job.limit_s
+    run = Run(job, program, private=(connection.fileno(), wakes, woken))
+    over_limit = abandoned = stopping = False
+    try:
+        with selectors.DefaultSelector() as waiting:
+            for file in (connection.fileno(), wakes, *run.pipes):
+                waiting.register(file, selectors.EVENT_READ)
+            while run.code is None:
+                for key, _ in waiting.select(max(0.0, deadline - time.monotonic())):
+                    if key.fd == wakes:
+                        os.read(wakes, CHUNK)
+                        run.reap()
+                    elif key.fd == connection.fileno():
+                        abandoned = True
+                        waiting.unregister(connection.fileno())
+                    else:
+                        run.read(key.fd)
+                        if key.fd not in run.pipes:
+                            waiting.unregister(key.fd)
+                late = time.monotonic() >= deadline
+                if stopping and late:
+                    break
+                if not stopping and (late or abandoned):
+                    stopping, over_limit, deadline = True, late, time.monotonic() + job.grace_s
+                    run.ask_to_end()
+    finally:
+        run.end_all()
+    if not abandoned:
+        with suppress(OSError):
+            connection.sendall(json.dumps(run.ended(over_limit)).encode())
+
+
+def _childless() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False

@@ -1,0 +1,60 @@
+"""Messages between a rank and the processes that run its programs: JSON objects over Unix sockets.
+
+NamedTuples of the standard library, because the processes are forked by the hundred and start quickly.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+OUTPUT_CHARACTERS = 4000
+"""Characters that are kept of a program's output, from its end."""
+ENDING_BYTES = 2**15
+"""Bytes that are kept of its standard output, from its end; the reward is in their last line."""
+MESSAGE_BYTES = 2**16
+"""Largest message on the control socket of a nursery."""
+READY = b"ready"
+"""Message of a nursery that has prepared the program; any other message says why it cannot."""
+
+
+class Program(NamedTuple):
+    """The program of an environment: the first message to its nursery."""
+
+    command: list[str] | None
+    """Words of a command; None: a function."""
+    function: str | None
+    """module:name of a coroutine."""
+    files: list[str]
+    """Files that are copied into every working directory under their own names."""
+
+
+class Job(NamedTuple):
+    """One run of the program."""
+
+    problem: str
+    """One JSON object on one line."""
+    variables: dict[str, str]
+    """Environment variables that this run adds, such as the key of its session."""
+    limit_s: float
+    """Seconds until it is asked to end."""
+    grace_s: float = 5.0
+    """Seconds from there until it is killed."""
+
+
+class Ended(NamedTuple):
+    """End of one run."""
+
+    code: int
+    """Exit code, negative for a signal."""
+    over_limit: bool = False
+    """Whether it was ended because it exceeded `Job.limit_s`."""
+    ending: str = ""
+    """End of its standard output."""
+    output: str = ""
+    """End of its standard output and error output, as they arrived."""
+    returned: Any = None
+    """Result of a function, as JSON has it."""
+    raised: str = ""
+    """Kind of the error of a function, with its place; empty if it returned."""
+    unstarted: str = ""
+    """Reason why the program could not be started; empty if it was."""

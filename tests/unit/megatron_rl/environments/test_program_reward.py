@@ -1,0 +1,72 @@
+"""Reward of a program: the last line that it prints, or what its function returns."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.environments.program.environment import why_lost
+from megatron_rl.environments.program.reward_line import NoReward, reward_in, reward_of
+from megatron_rl.environments.program.wire import Ended
+
+
+@pytest.mark.parametrize(
+    ("output", "reward"),
+    [
+        ("1.0", 1.0),
+        ("the model says 3\n-2\n\n  \n", -2.0),
+        ('{"reward": 0.5}', {"reward": 0.5}),
+        ('log\n{"reward": 1, "turns": 3, "solved": true, "note": "fine"}\n', {"reward": 1, "turns": 3, "solved": 1}),
+        ("0.1\n0.2", 0.2),
+        ('{"reward": 1}\n{"reward": 1.0}', {"reward": 1.0}),
+    ],
+)
+def test_the_last_line_is_the_reward_and_its_further_numbers_are_metrics(output: str, reward: object) -> None:
+    assert reward_in(output) == reward
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("", "it printed nothing"),
+        ("\n \n", "it printed nothing"),
+        ("1.0\ndone", "its last line must be"),
+        ("reward: 1.0", "its last line must be"),
+        ("1.0 0.5", "its last line must be"),
+        ('{"reward": 1}{"reward": 0}', "its last line must be"),
+        ('{"reward": 1}\n{"reward": 0}', "its last two lines report different ones"),
+        ('{"score": 1}', "its last line must be"),
+        ('{"reward": "1"}', "its last line must be"),
+        ('{"reward": null}', "its last line must be"),
+        ("[1.0]", "its last line must be"),
+        ("NaN", "must be a number of magnitude"),
+        ('{"reward": Infinity}', "must be a number of magnitude"),
+        ('{"reward": 1, "tokens per s": 2}', "letters, digits"),
+        ("1" * 400, "too large"),
+        ("[" * 100_000, "its last line must be"),
+    ],
+)
+def test_any_other_ending_is_no_reward_and_says_why(output: str, reason: str) -> None:
+    with pytest.raises(NoReward, match="reward") as raised:
+        reward_in(output)
+    assert reason in str(raised.value)
+    assert len(str(raised.value)) < 250
+
+
+def test_a_function_returns_a_number_or_a_mapping_with_a_reward() -> None:
+    assert reward_of(1) == 1.0
+    assert reward_of({"reward": 0.5, "calls": 2}) == {"reward": 0.5, "calls": 2.0}
+    for value in (None, "1.0", [1.0], {}, {"score": 1.0}, float("nan")):
+        with pytest.raises(NoReward, match="no reward"):
+            reward_of(value)
+
+
+def test_a_lost_run_says_how_its_program_ended() -> None:
+    assert why_lost(Ended(0, ending="1.0"), 5) == ""
+    assert why_lost(Ended(1, output="Traceback ...\nKeyError: 'x'\n\n"), 5) == "program: exit code 1: KeyError"
+    assert why_lost(Ended(-11), 5) == "program: SIGSEGV"
+    assert why_lost(Ended(-15, over_limit=True), 5) == "program: not done within 5 s (environment.args.timeout_s)"
+    assert why_lost(Ended(1, unstarted="agent: no such file"), 5) == (
+        "program: it could not be started: agent: no such file"
+    )
+    assert why_lost(Ended(1, raised="ValueError (agent.py:3)"), 5) == "program: ValueError (agent.py:3)"
+    assert why_lost(Ended(1, output="x" * 1000), 5) == "program: exit code 1"
