@@ -14,12 +14,12 @@ from types import FrameType
 from typing import Any
 
 from launcher.errors import BadInput, Failed
-from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, HASH_SEED, PARENT_VARIABLE
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.shapes import from_json
 from megatron_rl.evaluate.config import Evaluation
+from megatron_rl.standalone.config import Trial
 
 
 class Child:
@@ -106,13 +106,13 @@ class Child:
         return Failed(f"{self._module} ended with exit code {code}{': ' if last else ''}{last}")
 
 
-def tried(environment: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
-    """Try the first problems of an environment. Yields the results of `megatron_rl.agent.trial.try_environment`.
+def tried(trial: Trial) -> Iterator[dict[str, Any]]:
+    """Try the first problems of an environment. Yields the results of `megatron_rl.standalone.trial.tried`.
 
-    Raises BadInput where the environment cannot be built, Failed where the process fails.
+    Raises BadInput where the environment cannot be built or the model not opened, Failed where the process fails.
     """
-    with Child("megatron_rl.agent.trial") as child:
-        child.send(json.dumps({"environment": environment.model_dump(), "problems": problems}))
+    with Child("megatron_rl.standalone.trial") as child:
+        child.send(trial.model_dump_json())
         child.end_input()
         yield from child.said()
         code = child.wait()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from launcher.cli.completion import complete_run
+from launcher.cli.environment_package import KINDS, Kind, next_command, write_start
+from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
+from launcher.runs.policy import prepare_policy
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import describe_environments, with_samples
+from megatron_rl.standalone.config import Trial
 
 
 @click.group(
@@ -41,7 +47,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
         click.echo(f"{one.name:<{width}}  {one.description}  ({one.source.partition(' (')[0]})")
 
 
-@command.command("try", short_help="Show problems of an environment with the rewards of a right and a wrong answer.")
+@command.command("try", short_help="Try the first problems of an environment, with or without a model.")
 @click.argument("name")
 @click.option("-n", "problems", type=click.IntRange(min=1), default=3, show_default=True, help="Number of problems.")
 @click.option(
@@ -51,59 +57,119 @@ def command(ctx: click.Context, as_json: bool) -> None:
     help="Argument of the environment, as for mrl evaluate. Repeatable.",
 )
 @click.option(
+    "--answer",
+    "answers",
+    multiple=True,
+    metavar="TEXT",
+    help="Scripted answer to a program's call, instead of a model's. Repeatable: the calls of a rollout get them in "
+    "their order, and the last one repeats.",
+)
+@click.option(
+    "--model",
+    shell_complete=complete_run,
+    metavar="PATH",
+    help="Let this model answer: a run, a checkpoint, Hugging Face weights, their name in the hub's cache, or "
+    "package:NAME.",
+)
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), help="Default of these two: the run's values, else 1, 512."
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the run or the weights.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you.")
+@click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="Print one JSON object: {environment, problems: [{prompt, gold_reward, wrong_reward}]}.",
+    help="Print one JSON object: {environment, problems: [{prompt, gold_reward, wrong_reward}]}, or for conversations "
+    "{environment, problems: [{prompt, failures, reward, components, finish_reason, output, sequences}]}.",
 )
-def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool) -> None:
-    """Show the first problems of the environment NAME, with the rewards of a right answer and of a wrong one.
+def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Try the first problems of the environment NAME.
 
-    Needs no model, no GPU and no internet: shipped data sets are replaced by a few made-up rows in the same format.
-    Answers are scored as in a run. A right answer that cannot be scored, or whose reward is not higher than that of a
-    wrong one, is reported, and the exit code is 1.
+    Without --model it needs no GPU and no internet: shipped data sets are replaced by a few made-up rows in the same
+    format. An environment of answers shows the rewards of a right answer and of a wrong one, which are scored as in a
+    run. A right answer that cannot be scored, or whose reward is not higher than that of a wrong one, is reported, and
+    the exit code is 1.
+
+    An environment of programs (program, verifiers/ENV) runs each problem once, with scripted answers, and shows the
+    conversation as the model sees it: all tokens, which of them would be trained, the reward, and what the program
+    printed. With --model, every environment does so with that model's answers. If a rollout is lost, its reason is
+    shown, and the exit code is 1.
     """
     from launcher.backends.child import tried  # not needed to list environments
+    from launcher.cli.show.conversation import conversation_lines
     from launcher.job.evaluation_request import checked_environment, parse_args
 
     try:
         asked = checked_environment(with_samples(EnvironmentConfig(name=name, args=parse_args(env_args))), name)
     except ValueError as error:
         raise BadInput(f"{name}: {error}") from error
+    model = options["model"]
+    if model is not None:
+        refuse_unready(device=options["device"], policy=model)
+        model = prepare_policy(model, options["trust"])
+        if options["answers"]:
+            raise BadInput("--answer and --model exclude each other: answers come from a script or from a model")
+    sampling = {key: options[key] for key in ("temperature", "max_new_tokens") if options[key] is not None}
+    trial = Trial(
+        environment=asked,
+        problems=problems,
+        answers=options["answers"],
+        model=model,
+        dtype=options["dtype"],
+        device=options["device"],
+        sampling=sampling,
+    )
     found: list[dict[str, Any]] = []
-    for one in tried(asked, problems):
+    for one in tried(trial):
         found.append(one)
         if not as_json:
-            click.echo(_shown(one))
+            conversed = "gold_reward" not in one
+            click.echo("\n".join(conversation_lines(one, boundaries=model is not None)) if conversed else _shown(one))
     if as_json:
         click.echo(json.dumps({"environment": name, "problems": found}, indent=2))
-    unknown = [one for one in found if "no_gold" in one]
-    lost = [one for one in found if one["gold_reward"] is None and one not in unknown]
-    dull = [
-        one for one in found if one["gold_reward"] is not None and one["gold_reward"] <= (one["wrong_reward"] or 0.0)
-    ]
-    for count, fault in (
-        (len(unknown), "no right answer is known, so none was scored"),
-        (len(lost), "scoring the right answer failed"),
-        (len(dull), "the reward of the right answer is not higher than that of a wrong one"),
-    ):
-        if count:
-            click.echo(f"{count} of {len(found)} problems: {fault}", err=True)
-    if lost or dull:
+    faults = [*_faults(found)]
+    for fault, count, _ in faults:
+        click.echo(f"{count} of {len(found)} problems: {fault}", err=True)
+    if any(fails for _, _, fails in faults):
         raise SystemExit(1)
 
 
-@command.command("new", short_help="Write a package with a new environment.")
-@click.argument("name")
-@click.option("--into", type=click.Path(path_type=Path), help="Directory to create. Default: NAME.")
-def new(name: str, into: Path | None) -> None:
-    """Write a Python package with a new environment NAME: a class, its entry point and a test."""
-    from launcher.cli.environment_package import write_package
+def _faults(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, bool]]:
+    """Yield each fault that some of the problems have, their number, and whether the environment is unusable so."""
+    answered = [one for one in found if "gold_reward" in one]
+    unknown = [one for one in answered if "no_gold" in one]
+    scored = [one for one in answered if one["gold_reward"] is not None]
+    counts = {
+        ("no right answer is known, so none was scored", False): len(unknown),
+        ("scoring the right answer failed", True): len(answered) - len(scored) - len(unknown),
+        ("the reward of the right answer is not higher than that of a wrong one", True): sum(
+            one["gold_reward"] <= (one["wrong_reward"] or 0.0) for one in scored
+        ),
+        ("the rollout is lost", True): sum("reward" not in one for one in found) - len(answered),
+    }
+    yield from ((fault, count, fails) for (fault, fails), count in counts.items() if count)
 
+
+@command.command("new", short_help="Write the start of a new environment.")
+@click.argument("name")
+@click.option(
+    "--kind",
+    type=click.Choice(KINDS),
+    default="class",
+    show_default=True,
+    help="class: a package with a class of mrl, its entry point and a test. program: an agent that speaks OpenAI's "
+    "API, with problems and a recipe. verifiers: a package with a task set of verifiers.",
+)
+@click.option("--into", type=click.Path(path_type=Path), help="Directory to create. Default: NAME.")
+def new(name: str, kind: Kind, into: Path | None) -> None:
+    """Write the start of a new environment NAME, which works as it is, and show the command that tries it."""
     folder = into or Path(name)
-    for file in write_package(name, folder):
+    for file in write_start(name, kind, folder):
         click.echo(file)
-    click.echo(f"next: pip install -e {folder} && mrl environments try {name}")
+    click.echo(f"next: {next_command(name, kind, folder)}")
 
 
 def _shown(one: dict[str, Any]) -> str:

@@ -117,6 +117,9 @@ class EvaluationAgent(ABC):
     compares_answers: bool = False
     """Whether `final_answer` can match equivalent answers to a problem, as majority votes need."""
 
+    several_turns: bool = False
+    """Whether a rollout may be longer than a problem's prompt and one answer."""
+
     def final_answer(self, response: str) -> str | None:
         """Return the final answer of a response, the same text for equivalent answers; None if the response has no
         answer."""

@@ -22,6 +22,8 @@ class MultiTurnAgent(RewardOnlyAgent):
     scored as it is. Only the tokens that the model sampled are trained on.
     """
 
+    several_turns = True
+
     max_turns: int = 8
     """Largest number of turns of the model."""
 

@@ -1,36 +1,25 @@
-"""Test of an environment without a model: its first problems, and the rewards of a right and of a wrong answer.
-
-    python -m megatron_rl.agent.trial < TRIAL.json
-
-For `mrl environments try`. Writes a JSON object per problem to stdout, and errors to stderr in one line.
-"""
+"""Trial of an environment without a model: the rewards of a right and of a wrong answer to its first problems."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import build_environment, with_samples
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
-from megatron_rl.rank.world import die_with_parent
-from megatron_rl.recipe.extras import install_command
 
 
 class CodePoints:
     """Tokenizer that encodes any text without files: a token is a code point."""
 
-    vocab_size, eos_id, end_ids, chat_template = 0x110001, 0x110000, frozenset({0x110000}), None
+    vocab_size, eos_id, end_ids = 0x110001, 0x110000, frozenset({0x110000})
+    chat_template: str | None = None
     renderer = "auto"
 
     def encode(self, text: str) -> list[int]:
@@ -55,47 +44,29 @@ class CodePoints:
 
     def conversation(
         self, messages: Any, tools: Any = None, variables: Any = None, *, add_generation_prompt: bool = True
-    ) -> None:
+    ) -> str | None:
         return None
 
     def mark(self, value: Any) -> Any:
         return value
 
 
-def main() -> int:
-    die_with_parent()
-    logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stderr)
-    request = json.loads(sys.stdin.read())
-    output, sys.stdout = sys.stdout, sys.stderr  # keep an environment's own prints out of the output
-    try:
-        for found in try_environment(EnvironmentConfig(**request["environment"]), request["problems"]):
-            output.write(json.dumps(found) + "\n")
-            output.flush()
-    except ValueError as error:
-        sys.stderr.write(" ".join(str(error).split()) + "\n")
-        return EXIT_USAGE
-    except ImportError as error:
-        brought = f"; `{install_command('train')}` installs what the environments of mrl import"
-        sys.stderr.write(f"environment {request['environment']['name']}: {error}{brought}\n")
-        return EXIT_USAGE
-    return EXIT_FINISHED
-
-
-def try_environment(config: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
-    """Yield `prompt`, `gold_reward` and `wrong_reward` of the first problems, preferably of training problems. The
-    reward of a lost answer is None, and `failures` has the reason; `no_gold` says why no right answer is known.
-
-    config: its arguments override the environment's sample arguments.
-
-    Raises ValueError if the environment cannot be built or has no problems.
-    """
-    environment = build_environment(with_samples(config), CodePoints())
+def first_problems(environment: Environment, config: EnvironmentConfig, count: int) -> list[Problem]:
+    """Return the first problems, preferably training problems. Raises ValueError if there are none."""
     sets = [environment.training_problems(), *environment.evaluation_problems().values()]
-    chosen = [*islice(next(filter(None, sets), []), problems)]
+    chosen = [*islice(next(filter(None, sets), []), count)]
     if not chosen:
         raise ValueError(f"environment {config.name!r} has no problems")
+    return chosen
+
+
+def try_answers(
+    environment: Environment, config: EnvironmentConfig, problems: Iterable[Problem]
+) -> Iterator[dict[str, Any]]:
+    """Yield `prompt`, `gold_reward` and `wrong_reward` of each problem. The reward of a lost answer is None, and
+    `failures` has the reason; `no_gold` says why no right answer is known."""
     with asyncio.Runner() as runner:
-        for problem in chosen:
+        for problem in problems:
             found: dict[str, Any] = {"prompt": problem.prompt, "gold_reward": None}
             failures: list[str] = []
             try:
@@ -124,7 +95,3 @@ async def _reward(
     )
     group = await environment.group_rollout(request)
     return (group.trajectories[0].reward if group.trajectories else None), [*group.failures]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -78,6 +78,8 @@ class _Ask:
 class EndpointAgent(Environment):
     """An environment of problems and a `run`, which lets a program work on one problem."""
 
+    several_turns = True
+
     def __init__(self, config: EndpointConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError if the chat template refuses the variables of the recipe."""
         from megatron_rl.chat.chat import Chat

@@ -15,12 +15,14 @@ import signal
 import sys
 from collections.abc import Coroutine
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
 from megatron_rl.contract.shapes import to_json
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.vllm.process import VllmGone
+
+T = TypeVar("T")
 
 
 def main(world: str | None = None) -> int:
@@ -61,7 +63,6 @@ def _refusals() -> tuple[type[Exception], ...]:
 def _evaluate(text: str, world: str | None) -> None:
     """Import late: imports take seconds, and signal handlers must be set before."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-    from megatron_rl.agent.api import EvaluationResponse
     from megatron_rl.evaluate.blocks import AnsweringEngine, Progress
     from megatron_rl.evaluate.config import Evaluation
     from megatron_rl.evaluate.evaluator import evaluate
@@ -73,9 +74,7 @@ def _evaluate(text: str, world: str | None) -> None:
 
     with asyncio.Runner() as loop:
 
-        def run(
-            work: Coroutine[Any, Any, list[EvaluationResponse]], engine: AnsweringEngine
-        ) -> list[EvaluationResponse] | None:
+        def run(work: Coroutine[Any, Any, T], engine: AnsweringEngine) -> T | None:
             return loop.run(work)
 
         evaluation = Evaluation.model_validate_json(text)

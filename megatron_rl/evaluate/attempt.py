@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-from megatron_rl.agent.api import EvaluationResponse
 from megatron_rl.config import read_config
 from megatron_rl.contract.attempt_records import Outcome
 from megatron_rl.contract.codes import DRAINED, FINISHED
@@ -25,6 +24,8 @@ from megatron_rl.rank.rendezvous import meet
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.rank.world import World
+
+T = TypeVar("T")
 
 
 def run_evaluation(
@@ -61,9 +62,7 @@ def run_evaluation(
 
     with asyncio.Runner() as loop:
 
-        def run(
-            work: Coroutine[Any, Any, list[EvaluationResponse]], engine: AnsweringEngine
-        ) -> list[EvaluationResponse] | None:
+        def run(work: Coroutine[Any, Any, T], engine: AnsweringEngine) -> T | None:
             return loop.run(safe_points.run_until_asked(work, sign_of_life=lambda: engine.busy_s))
 
         done = evaluate(evaluation, run, report, evaluation_world, activity.waits, conclude)

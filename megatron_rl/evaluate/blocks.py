@@ -47,8 +47,11 @@ class AnsweringEngine(InferenceInterface, Protocol):
         ...
 
 
-RunBlock = Callable[[Coroutine[Any, Any, list[EvaluationResponse]], AnsweringEngine], list[EvaluationResponse] | None]
-"""Runs a block to its end; returns None if the process was asked to leave."""
+class RunBlock(Protocol):
+    """Runs work of the environment, such as a block, in the event loop of the evaluation."""
+
+    def __call__(self, work: Coroutine[Any, Any, T], engine: AnsweringEngine) -> T | None:
+        """Return the result; None if the process was asked to leave."""
 
 
 @dataclass(frozen=True, slots=True)

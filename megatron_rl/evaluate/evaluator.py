@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from megatron_rl.agent.api import Environment
 from megatron_rl.agent.registry import build_environment
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.evaluation_records import EvaluationResult
@@ -18,7 +19,7 @@ from megatron_rl.evaluate.result import result
 from megatron_rl.evaluate.settings import default_out, settings_of
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.rank.standalone_world import StandaloneWorld
-from megatron_rl.standalone.policy import ROWS, open_policy
+from megatron_rl.standalone.policy import MOST_POSITIONS, ROWS, open_policy
 from megatron_rl.standalone.source import Source, find_source
 
 
@@ -56,10 +57,16 @@ def evaluate(
     inference = source.recipe.inference if source.recipe else InferenceConfig(max_batch=ROWS)
     # Answers of a block must not depend on what earlier blocks have left in the cache.
     inference = inference.model_copy(update={"share_prefixes": False})
-    longest, rows = _longest(sets, source, evaluation.sampling), inference.max_batch
+    longest, rows = _longest(sets, source, evaluation.sampling, environment), inference.max_batch
 
     def answered(opened: Opened) -> tuple[EvaluationResult, Path] | None:
-        runner = BlockRunner(evaluation, environment, opened, sets, rows, run, report, waits)
+        try:
+            return answered_by(BlockRunner(evaluation, environment, opened, sets, rows, run, report, waits))
+        finally:
+            run(environment.close(), opened.engine)
+
+    def answered_by(runner: BlockRunner) -> tuple[EvaluationResult, Path] | None:
+        opened = runner.opened
         if world.rank:
             runner.run_share()
             runner.leave()
@@ -122,9 +129,12 @@ def choose_sets(
     return chosen
 
 
-def _longest(sets: Mapping[str, Sequence[Problem]], source: Source, sampling: Sampling) -> int:
+def _longest(
+    sets: Mapping[str, Sequence[Problem]], source: Source, sampling: Sampling, environment: Environment
+) -> int:
     """Return the tokens that the cache needs: the longest prompt and answer, at most the model's positions. A prompt
-    that leaves no room for an answer fails, and is counted as a failure."""
+    that leaves no room for an answer fails, and is counted as a failure. Rollouts of several turns get at least the
+    run's sequence length, or without a run up to MOST_POSITIONS."""
     positions = source.model.max_position_embeddings
     if sampling.max_new_tokens >= positions:
         raise ConfigurationError(
@@ -132,4 +142,7 @@ def _longest(sets: Mapping[str, Sequence[Problem]], source: Source, sampling: Sa
             "room for a prompt"
         )
     prompts = (source.tokenizer.encode(problem.prompt) for problems in sets.values() for problem in problems)
-    return min(positions, max(map(len, prompts)) + sampling.max_new_tokens)
+    needed = max(map(len, prompts)) + sampling.max_new_tokens
+    if any(environment.agent_of(problem).several_turns for problems in sets.values() for problem in problems):
+        needed = max(needed, source.recipe.sequence_length if source.recipe else MOST_POSITIONS)
+    return min(positions, needed)

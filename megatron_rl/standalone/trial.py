@@ -1,0 +1,181 @@
+"""Trial of an environment on its first problems, for `mrl environments try`:
+
+    python -m megatron_rl.standalone.trial < TRIAL.json
+
+Without a model, an environment that asks it directly is tried with a right and a wrong answer (agent/trial.py), and one
+that asks the policy endpoint with scripted answers. With a model, every environment is. Writes a JSON object per
+problem to stdout, and errors to stderr in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from megatron_rl.agent.api import Environment, GroupRolloutRequest
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.registry import build_environment, with_samples
+from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
+from megatron_rl.agent.trial import CodePoints, first_problems, try_answers
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.endpoint.agent import EndpointAgent
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.inference.api import InferenceInterface
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.rank.world import die_with_parent
+from megatron_rl.recipe.extras import install_command
+from megatron_rl.standalone.config import Trial
+from megatron_rl.standalone.plain_chat import PlainChat
+
+MAX_NEW_TOKENS = 512
+"""Most tokens of an answer, if neither a run nor the user sets a limit."""
+
+
+def main() -> int:
+    die_with_parent()
+    logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stderr)
+    trial = Trial.model_validate_json(sys.stdin.read())
+    output, sys.stdout = sys.stdout, sys.stderr  # keep an environment's own prints out of the output
+    try:
+        for found in tried(trial):
+            output.write(json.dumps(found) + "\n")
+            output.flush()
+    except _refusals() as error:
+        sys.stderr.write(" ".join(str(error).split()) + "\n")
+        return EXIT_USAGE
+    except ImportError as error:
+        brought = f"; `{install_command('train')}` installs what the environments of mrl import"
+        sys.stderr.write(f"environment {trial.environment.name}: {error}{brought}\n")
+        return EXIT_USAGE
+    return EXIT_FINISHED
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    if "torch" not in sys.modules:
+        return ValueError, ConfigurationError
+    from megatron_rl.checkpoint.publish import CheckpointError
+
+    return ValueError, ConfigurationError, CheckpointError
+
+
+def tried(trial: Trial) -> Iterator[dict[str, Any]]:
+    """Yield what `mrl environments try` reports of each problem: see `try_answers` and `conversation`.
+
+    Raises ValueError if the environment cannot be built or has no problems, ConfigurationError if it or the model
+    cannot be used here.
+    """
+    config = with_samples(trial.environment)
+    if trial.model is None:
+        environment = build_environment(config, CodePoints())
+        if not isinstance(environment, EndpointAgent):
+            yield from try_answers(environment, config, first_problems(environment, config, trial.problems))
+            return
+    with _model(trial) as model, asyncio.Runner() as runner:
+        environment = build_environment(config, model.tokenizer)
+        try:
+            for number, problem in enumerate(first_problems(environment, config, trial.problems)):
+                request = GroupRolloutRequest(
+                    ordinal=number,
+                    problem=problem,
+                    group_size=1,
+                    sampling=model.sampling,
+                    key=stable_key("try", number),
+                    inference=model.answering(environment, problem),
+                    limits=RolloutLimits.of(config),
+                )
+                yield runner.run(conversation(environment, request, model.tokenizer))
+        finally:
+            runner.run(environment.close())
+
+
+async def conversation(environment: Environment, request: GroupRolloutRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return one rollout as JSON: its `prompt`, `failures`, and, unless it was lost, `reward`, `components`, `output`
+    and `sequences`, each a list of spans of tokens."""
+    group = await environment.group_rollout(request)
+    shown = [_shown(trajectory, tokenizer) for trajectory in group.trajectories]
+    return {"prompt": request.problem.prompt, "failures": [*group.failures], **(shown[0] if shown else {})}
+
+
+def _shown(trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "reward": trajectory.reward,
+        "components": dict(trajectory.components),
+        "finish_reason": trajectory.finish_reason,
+        "output": trajectory.output,
+        "sequences": [[*_spans(sequence, tokenizer)] for sequence in trajectory.sequences],
+    }
+
+
+def _spans(sequence: Branch, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Yield the spans of a sequence. Their kind is `given` for tokens that the model did not sample here, `trained`, or
+    `untrained` for sampled tokens without loss."""
+    sampled = {place for turn in sequence.turns for place in turn}
+
+    def kind(place: int) -> str:
+        return "trained" if sequence.loss_mask[place] else "untrained" if place in sampled else "given"
+
+    for name, places in groupby(range(len(sequence.tokens)), kind):
+        tokens = [sequence.tokens[place] for place in places]
+        yield {"kind": name, "tokens": tokens, "texts": [*map(tokenizer.show, tokens)]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Source of answers."""
+
+    tokenizer: Tokenizer
+    sampling: Sampling
+    answering: Callable[[Environment, Problem], InferenceInterface]
+    """Engine that answers one rollout on a problem."""
+
+
+@contextmanager
+def _model(trial: Trial) -> Iterator[_Model]:
+    """Open the model, or the script in its place."""
+    if trial.model is None:
+        tokenizer = PlainChat()
+        longest = max(map(len, trial.answers), default=MAX_NEW_TOKENS)
+        sampling = Sampling.model_validate({"max_new_tokens": longest + 1, **trial.sampling})
+
+        def scripted(environment: Environment, problem: Problem) -> InferenceInterface:
+            return ScriptedInference(tokenizer, _in_turn(trial.answers or [_answer(environment, problem)]))
+
+        yield _Model(tokenizer, sampling, scripted)
+        return
+    # Imported here because it takes seconds.
+    import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+    from megatron_rl.standalone.policy import open_policy
+    from megatron_rl.standalone.source import find_source
+
+    with open_policy(find_source(trial.model, trial.dtype), device=trial.device) as opened:
+        recipe = opened.source.recipe
+        usual = recipe.sampling.model_dump() if recipe else {"max_new_tokens": MAX_NEW_TOKENS}
+        sampling = Sampling.model_validate({**usual, **trial.sampling})
+        yield _Model(opened.tokenizer, sampling, lambda environment, problem: opened.engine)
+
+
+def _in_turn(answers: Sequence[str]) -> Callable[[str, int], str]:
+    """Return a script of the answers in their order, the last of which repeats."""
+    left = [*answers]
+    return lambda prompt, sample: left.pop(0) if len(left) > 1 else left[0]
+
+
+def _answer(environment: Environment, problem: Problem) -> str:
+    try:
+        return environment.gold_response(problem)
+    except NotImplementedError:
+        return environment.wrong_response(problem)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
