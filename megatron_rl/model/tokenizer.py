@@ -173,6 +173,8 @@ class HuggingFaceTokenizer:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
         self._tokenizer = tokenizer
         self.renderer = renderer
+        self.folder: str = tokenizer.name_or_path
+        """Folder that the tokenizer was loaded from."""
         self.vocab_size = len(tokenizer)
         self.eos_id: int = tokenizer.eos_token_id
         self.end_ids = frozenset({self.eos_id, *end_ids})

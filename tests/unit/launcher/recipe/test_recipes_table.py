@@ -21,7 +21,12 @@ from megatron_rl.agent.registry import environment_class, required_datasets
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import RopeScaling
 
-SMOLLM2 = ["smollm2-135m-chain-sum", "smollm2-135m-chain-sum-hard", "smollm2-135m-chain-sum-vllm"]
+SMOLLM2 = [
+    "smollm2-135m-chain-sum",
+    "smollm2-135m-chain-sum-hard",
+    "smollm2-135m-chain-sum-vllm",
+    "smollm2-135m-verifiers",
+]
 HEADLINE = ["qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned"]
 
 # name: TP, PP, nodes, eps low, eps high, group, prompts, global batch, micro batch, sequence, lr, weight decay
