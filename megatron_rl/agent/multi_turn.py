@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from inspect import isawaitable
 from typing import Any
@@ -12,14 +13,33 @@ from megatron_rl.agent.keys import turn_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits, as_task_error, await_score, score_answer
 from megatron_rl.agent.trajectories import Conversation, Problem, Trajectory
+from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.config import ChatConfig
+from megatron_rl.chat.messages import Message, ToolCall
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
+from megatron_rl.model.tokenizer import Tokenizer
+
+Reply = str | Sequence[Message] | None
+"""Messages to the model, which its chat template renders; or a text that is appended as it is, for a model without one;
+or None if the conversation is over."""
 
 
-class MultiTurnAgent(RewardOnlyAgent):
-    """An environment of problems, a `get_observation` and a `get_trajectory_reward`.
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One response of the model."""
 
-    A conversation ends when the observation is None, after `max_turns`, or when another turn does not fit; it is then
-    scored as it is. Only the tokens that the model sampled are trained on.
+    text: str
+    """Text of the response without special tokens."""
+    calls: Sequence[ToolCall] | None = None
+    """Tool calls in it; None if no tools are offered."""
+
+
+class ConversationAgent(RewardOnlyAgent):
+    """An environment that replies to the model.
+
+    A conversation ends when there is no reply, after `max_turns`, or when another turn does not fit; it is then scored
+    as it is. It is one sequence of tokens: what the model sampled stays as it is, earlier reasoning too, and only its
+    own tokens are trained on.
     """
 
     several_turns = True
@@ -27,15 +47,20 @@ class MultiTurnAgent(RewardOnlyAgent):
     max_turns: int = 8
     """Largest number of turns of the model."""
 
-    @abstractmethod
-    def get_observation(
-        self, responses: Sequence[str], golden: Mapping[str, Any]
-    ) -> str | Awaitable[str | None] | None:
-        """Return the text between the model's last response and its next one, including the chat template's markup (see
-        `agent.prompts.next_turn`); None if the conversation is over.
+    def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
+        """Raises ValueError if the recipe names a renderer that does not fit the tokenizer."""
+        super().__init__(config, tokenizer)
+        self.chat = Chat.of(tokenizer, config.chat_template if isinstance(config, ChatConfig) else None)
+        self.chat.check(continues=True)
 
-        responses: the model's responses so far, without special tokens. An exception loses this conversation only.
-        """
+    @property
+    def offers(self) -> Sequence[Mapping[str, Any]]:
+        """Tools offered to the model, as in OpenAI's API."""
+        return ()
+
+    @abstractmethod
+    def reply(self, turns: Sequence[Turn], golden: Mapping[str, Any]) -> Reply | Awaitable[Reply]:
+        """Return the reply to the model's turns so far. An exception loses this conversation only."""
 
     @abstractmethod
     def get_trajectory_reward(
@@ -49,9 +74,9 @@ class MultiTurnAgent(RewardOnlyAgent):
     ) -> float | Awaitable[float]:
         return self.get_trajectory_reward([response], golden, finish_reason)
 
-    def tool_calls(self, responses: Sequence[str]) -> int | None:
-        """Return the number of tool calls in these responses; None if no tools are offered."""
-        return None
+    def turn(self, prompt: list[int], answer: list[int]) -> Turn:
+        """Return the model's turn whose tokens are `answer`."""
+        return Turn(self.tokenizer.decode(answer))
 
     def _waits(self) -> bool:
         return True
@@ -67,31 +92,59 @@ class MultiTurnAgent(RewardOnlyAgent):
     ) -> Trajectory | str:
         """Continue the conversation to its end; return it with its score, or the reason why it is lost."""
         conversation = Conversation(request.prompt_tokens)
-        responses: list[str] = []
+        turns: list[Turn] = []
         while True:
+            prompt = list(conversation.tokens)
             conversation.add_turn(completion)
-            responses.append(self.tokenizer.decode(completion.tokens))
-            if completion.finish_reason == "length" or len(responses) == self.max_turns:
+            turns.append(self.turn(prompt, completion.tokens))
+            if completion.finish_reason == "length" or len(turns) == self.max_turns:
                 break
             try:
-                observation = self.get_observation(responses, problem.golden)
-                if isawaitable(observation):
-                    observation = await await_score(limits.timeout_s, observation, limits)
-                if observation is None:
+                reply = self.reply(turns, problem.golden)
+                if isawaitable(reply):
+                    reply = await await_score(limits.timeout_s, reply, limits)
+                if reply is None:
                     break
-                conversation.add_observation(self.tokenizer.encode(observation))
+                conversation.add_observation(self._tokens_of(reply, prompt, completion.tokens))
             except BaseException as error:  # noqa: BLE001 - a task's own code may raise anything; it ends no run
-                return self._reason("get_observation", as_task_error(error), problem, responses[-1])
-            key = turn_key(request.key, sample, len(responses))
+                return self._reason("get_observation", as_task_error(error), problem, turns[-1].text)
+            key = turn_key(request.key, sample, len(turns))
             next_request = GenerationRequest(list(conversation.tokens), 1, request.sampling, key, request.ordinal)
             try:
                 [completion] = await inference.generate(next_request)
             except PromptTooLong:
                 completion = conversation.cut_off()
                 break
+        responses = [turn.text for turn in turns]
         score = partial(self.get_trajectory_reward, responses, problem.golden, completion.finish_reason)
         found = await score_answer(score, limits)
         if isinstance(found, Exception):
             return self._reason("get_trajectory_reward", found, problem, responses[-1])
-        calls = self.tool_calls(responses)
-        return conversation.scored("\n".join(responses), found.reward, calls, found.components)
+        calls = [len(turn.calls) for turn in turns if turn.calls is not None]
+        return conversation.scored("\n".join(responses), found.reward, sum(calls) if calls else None, found.components)
+
+    def _tokens_of(self, reply: str | Sequence[Message], prompt: list[int], answer: list[int]) -> list[int]:
+        """Return the tokens between a response and the next one. Raises ValueError."""
+        if isinstance(reply, str):
+            return self.tokenizer.encode(reply)
+        extended = self.chat.extend(prompt, answer, reply, self.offers, keep_reasoning=True)
+        if extended is None:
+            why = self.chat.why_not or "the chat template does not append these messages"
+            raise ValueError(f"the conversation cannot go on token for token: {why}")
+        return extended[len(prompt) + len(answer) :]
+
+
+class MultiTurnAgent(ConversationAgent):
+    """An environment of problems, a `get_observation` and a `get_trajectory_reward`."""
+
+    @abstractmethod
+    def get_observation(self, responses: Sequence[str], golden: Mapping[str, Any]) -> Reply | Awaitable[Reply]:
+        """Return the reply to the model's last response, as messages such as `[{"role": "user", "content":
+        "higher"}]`; or, for a model without a chat template, the text between that response and the next one; or None
+        if the conversation is over.
+
+        responses: the model's responses so far, without special tokens. An exception loses this conversation only.
+        """
+
+    def reply(self, turns: Sequence[Turn], golden: Mapping[str, Any]) -> Reply | Awaitable[Reply]:
+        return self.get_observation([turn.text for turn in turns], golden)

@@ -8,11 +8,12 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.config import ChatConfig
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.recipe.section import Section
 
 
-class PromptConfig(Section):
+class PromptConfig(ChatConfig):
     """Prompt format of an environment's questions."""
 
     chat: Literal["always", "auto", "never"] = "auto"
@@ -25,6 +26,8 @@ class PromptConfig(Section):
     def _is_a_chat(self) -> PromptConfig:
         if self.system is not None and self.chat == "never":
             raise ValueError("system: there is no system message with chat: never; put it into the prompt")
+        if self.chat_template and self.chat == "never":
+            raise ValueError("chat_template: with chat: never the chat template is not used")
         return self
 
 
@@ -45,40 +48,24 @@ def render_prompt(tokenizer: Tokenizer, message: str, config: PromptConfig) -> s
 
     Raises ValueError if a chat template is required but missing, or if it does not support the system message.
     """
-    if _in_chat(tokenizer, config):
+    if in_chat(tokenizer, config):
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
-        prompt = tokenizer.conversation([*system, {"role": "user", "content": message}])
-        assert prompt is not None  # there is a template
-        return prompt
-    needs = "chat: always" if config.chat == "always" else "system" if config.system is not None else None
-    if needs:
+        return Chat.of(tokenizer, config.chat_template).text([*system, {"role": "user", "content": message}])
+    given = {"chat: always": config.chat == "always", "system": config.system, "chat_template": config.chat_template}
+    if needs := next((name for name, value in given.items() if value), None):
         raise ValueError(f"environment.args.{needs}, but the tokenizer has no chat template")
     return tokenizer.as_prompt(message)
 
 
 def prompt_format(tokenizer: Tokenizer, config: PromptConfig) -> str:
     """Describe what `render_prompt` puts around a message, for an evaluation's record; "" if nothing."""
-    if not _in_chat(tokenizer, config):
+    if not in_chat(tokenizer, config):
         return ""
-    return "chat template" if config.system is None else f"chat template, system message {config.system!r}"
+    variables = [f"{name} {value!r}" for name, value in sorted(config.chat_template.items())]
+    system = [] if config.system is None else [f"system message {config.system!r}"]
+    return ", ".join(["chat template", *variables, *system])
 
 
-def _in_chat(tokenizer: Tokenizer, config: PromptConfig) -> bool:
+def in_chat(tokenizer: Tokenizer, config: PromptConfig) -> bool:
+    """Whether questions are messages in the tokenizer's chat template."""
     return config.chat != "never" and tokenizer.chat_template is not None
-
-
-def next_turn(tokenizer: Tokenizer, *messages: str, role: str = "user") -> str:
-    """Return the text between one response of the model, its end token included, and its next one: `messages` of
-    another role in the chat template's markup, or on lines of their own if there is no template.
-
-    Raises ValueError if the template rejects the role.
-    """
-    response = "\N{OBJECT REPLACEMENT CHARACTER}"
-    before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": response}]
-    whole = tokenizer.conversation([*before, *({"role": role, "content": message} for message in messages)])
-    if whole is None:
-        return "".join(f"\n{message}\n" for message in messages)
-    rest = whole.partition(response)[2]
-    return next(
-        (rest.removeprefix(end) for end in map(tokenizer.show, tokenizer.end_ids) if rest.startswith(end)), rest
-    )

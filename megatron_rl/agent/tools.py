@@ -1,6 +1,6 @@
 """Tools: functions that an agent offers to the model and calls on its request.
 
-Models whose chat template supports tools call them in their own format (agent/tool_calls.py). A model without a
+Models whose chat template supports tools call them in their own format (the room chat reads it). A model without a
 template writes an expression between [ and ], and continues after the result: sampling.stop must contain "]". A failed
 call then ends the conversation.
 """
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any
 
-from megatron_rl.agent.multi_turn import MultiTurnAgent
-from megatron_rl.agent.prompts import next_turn
-from megatron_rl.agent.tool_calls import THOUGHT, THOUGHT_END, AfterThought, Call, reader_for
-from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.agent.multi_turn import ConversationAgent, Reply, Turn
+from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.messages import ToolCall
 
 BEGIN, END = "[", "]"
 LONGEST_RESULT = 2000
@@ -48,17 +47,27 @@ class Tool:
         }
 
 
-class ToolAgent(MultiTurnAgent):
+class ToolAgent(ConversationAgent):
     """An environment of problems, tools and a `get_trajectory_reward`.
 
-    A conversation ends with a response without calls. Text that cannot be parsed as a call is not a call; a call of an
-    unknown tool, or with wrong arguments, is answered with an error message.
+    A conversation ends with a response without calls. Text that cannot be parsed as a call is not a call, nor is a call
+    within reasoning; a call of an unknown tool, or with wrong arguments, is answered with an error message.
     """
 
     tools: Sequence[Tool]
 
-    async def get_observation(self, responses: Sequence[str], golden: Mapping[str, Any]) -> str | None:
-        calls = calls_in(responses[-1], self.tokenizer, self.tools)
+    @property
+    def offers(self) -> Sequence[Mapping[str, Any]]:
+        return [tool.offer for tool in self.tools]
+
+    def turn(self, prompt: list[int], answer: list[int]) -> Turn:
+        text = self.tokenizer.decode(answer)
+        if self.chat.has_template:
+            return Turn(text, self.chat.parse(answer, prompt, self.offers).tool_calls)
+        return Turn(text, self._bracketed(text))
+
+    async def reply(self, turns: Sequence[Turn], golden: Mapping[str, Any]) -> Reply:
+        calls = turns[-1].calls
         if not calls:
             return None
         results = []
@@ -66,15 +75,25 @@ class ToolAgent(MultiTurnAgent):
             try:
                 results.append(await self._result(call))
             except ToolError as error:
-                if self.tokenizer.chat_template is None:
+                if not self.chat.has_template:
                     return None  # such a model's alphabet may lack the letters of a message
                 results.append(f"error: {error}")
-        return render_results(self.tokenizer, results)
+        if not self.chat.has_template:
+            return "".join(results)
+        return [
+            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
+            for call, result in zip(calls, results, strict=True)
+        ]
 
-    def tool_calls(self, responses: Sequence[str]) -> int:
-        return sum(len(calls_in(response, self.tokenizer, self.tools)) for response in responses)
+    def _bracketed(self, text: str) -> list[ToolCall]:
+        """Return the call at the end of a response without a chat template."""
+        begin = text.rfind(BEGIN)
+        if begin < 0 or not text.endswith(END):
+            return []
+        tool = self.tools[0]
+        return [ToolCall(tool.name, json.dumps({next(iter(tool.parameters)): text[begin + 1 : -1]}))]
 
-    async def _result(self, call: Call) -> str:
+    async def _result(self, call: ToolCall) -> str:
         """Call the tool. Raises ToolError."""
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
         if tool is None:
@@ -86,37 +105,16 @@ class ToolAgent(MultiTurnAgent):
         return (await result if isawaitable(result) else result)[:LONGEST_RESULT]
 
 
-def render_tool_prompt(tokenizer: Tokenizer, message: str, tools: Sequence[Tool]) -> str:
+def render_tool_prompt(chat: Chat, message: str, tools: Sequence[Tool]) -> str:
     """Return the prompt that requests an answer to `message` and offers the tools.
 
-    Raises ValueError if the chat template does not support tools, or if its call format is unknown.
+    Raises ValueError if the chat template does not support tools, or if its calls cannot be read.
     """
-    if tokenizer.chat_template is None:
+    if not chat.has_template:
         return message
-    if reader_for(tokenizer.chat_template) is None:
-        raise ValueError("the tokenizer's chat template does not support tools in a known format (Hermes or Llama 3)")
-    prompt = tokenizer.conversation([{"role": "user", "content": message}], [tool.offer for tool in tools])
-    assert prompt is not None  # there is a template
-    return prompt
-
-
-def calls_in(response: str, tokenizer: Tokenizer, tools: Sequence[Tool]) -> list[Call]:
-    """Return the calls of a response in order."""
-    if tokenizer.chat_template is None:
-        begin = response.rfind(BEGIN)
-        if begin < 0 or not response.endswith(END):
-            return []
-        tool = tools[0]
-        return [Call(tool.name, json.dumps({next(iter(tool.parameters)): response[begin + 1 : -1]}))]
-    reader = reader_for(tokenizer.chat_template)
-    assert reader is not None  # render_tool_prompt has checked it
-    # If the prompt opens the thought, the response contains only its end.
-    found = AfterThought(reader, thinks=THOUGHT_END in response and THOUGHT not in response)
-    return found.push(response)[1] + found.finish()[1]
-
-
-def render_results(tokenizer: Tokenizer, results: Sequence[str]) -> str:
-    """Return the text between a response with calls and the next response."""
-    if tokenizer.chat_template is None:
-        return "".join(results)
-    return next_turn(tokenizer, *results, role="tool")
+    if not chat.has_tools:
+        raise ValueError(
+            "the tokenizer's chat template offers no tools, or writes calls in a format that cannot be read; "
+            "tokenizer.renderer can name a renderer that fits the model"
+        )
+    return chat.text([{"role": "user", "content": message}], [tool.offer for tool in tools])

@@ -12,8 +12,10 @@ what the template writes behind them is encoded. The library `renderers` does th
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.chat.messages import ParsedAnswer, for_template
@@ -24,26 +26,46 @@ if TYPE_CHECKING:  # imports of the library take time, which conversations of on
     from megatron_rl.chat.formats import Format
     from megatron_rl.chat.stream import AnswerStream
 
+logger = logging.getLogger(__name__)
+
+VARIANTS = 32
+"""Sets of template variables that are kept ready."""
+
 
 class Chat:
     """One tokenizer with its template variables."""
 
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
-        """Use `of`, which checks the variables."""
         self.tokenizer = tokenizer
         self._variables = dict(variables)
+        self._variant = lru_cache(maxsize=VARIANTS)(self._with_variables)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> Chat:
-        """Return the conversations of a tokenizer. Raises ValueError for a name that is no template variable."""
-        chat = cls(tokenizer, variables or {})
-        if chat._variables:
-            chat.text([{"role": "user", "content": "-"}])
-        return chat
+        """Return the conversations of a tokenizer."""
+        return cls(tokenizer, variables or {})
+
+    def check(self, *, continues: bool = False) -> Chat:
+        """Choose the renderer now, which takes a while, instead of when it is needed first, and return the chat.
+
+        continues: whether conversations go on behind answers; then warn if the template would change earlier turns.
+
+        Raises ValueError if the recipe names a renderer that does not fit the tokenizer.
+        """
+        if self.has_template and self._format.why_not and continues:
+            logger.warning(
+                "conversations cannot be continued token for token as the model knows them: %s; tokenizer.renderer can "
+                "name a renderer that fits the model",
+                self._format.why_not,
+            )
+        return self
 
     def with_variables(self, variables: Mapping[str, Any]) -> Chat:
-        """Return the same with further template variables. Raises ValueError as `of` does."""
-        return Chat.of(self.tokenizer, {**self._variables, **variables}) if variables else self
+        """Return the same with further template variables. The last ones that were asked for are kept ready."""
+        return self._variant(json.dumps(variables, sort_keys=True)) if variables else self
+
+    def _with_variables(self, text: str) -> Chat:
+        return Chat.of(self.tokenizer, {**self._variables, **json.loads(text)})
 
     @property
     def has_template(self) -> bool:
@@ -108,7 +130,8 @@ class Chat:
         template would change what stands before, for example drop earlier reasoning at a new question.
 
         messages: the new ones. A tool's result needs the `name` of its tool where the template writes it.
-        keep_reasoning: whether earlier reasoning stays in any case, so that a conversation is one sequence.
+        keep_reasoning: whether earlier turns and their reasoning stay in any case, so that a conversation is one
+            sequence.
 
         Raises ValueError if the template refuses the messages.
         """

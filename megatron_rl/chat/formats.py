@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from renderers import ParsedResponse, Renderer
@@ -11,6 +12,7 @@ from megatron_rl.chat.messages import Message
 from megatron_rl.model.tokenizer import PROMPT_MARK, Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
+LETTERS = "xaeXA01="
 THINK, THINK_END = "<think>", "</think>"
 
 
@@ -78,6 +80,18 @@ def token_named(tokenizer: Tokenizer, name: str) -> int | None:
     except ValueError:
         return None
     return ids[0] if len(ids) == 1 and tokenizer.show(ids[0]) == name else None
+
+
+@lru_cache(maxsize=8)
+def letter_of(tokenizer: Tokenizer) -> str:
+    """Return a letter that the tokenizer has; "" if it has none of some common ones."""
+    for letter in LETTERS:
+        try:
+            if tokenizer.decode(tokenizer.encode(letter)) == letter:
+                return letter
+        except ValueError:
+            continue
+    return ""
 
 
 def is_markup(tokenizer: Tokenizer, token: int) -> bool:

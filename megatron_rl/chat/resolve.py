@@ -33,15 +33,15 @@ def format_of(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> Format:
         )
     name = _identified(tokenizer) if asked == "auto" else asked
     if name == "template":
-        return _template(tokenizer, variables)
+        return TemplateFormat(tokenizer, variables)
     if found := _library(tokenizer, name, variables):
         return found
     if asked == "auto":
-        logger.warning(
+        logger.info(
             "with chat_template %s the renderer %s writes other prompts than the chat template, which is used instead",
             dict(variables), name,
         )  # fmt: skip
-        return _template(tokenizer, variables)
+        return TemplateFormat(tokenizer, variables)
     form = LibraryFormat(tokenizer, name, variables)
     logger.warning(
         "tokenizer.renderer %s writes other tokens than the chat template in %s", name,
@@ -94,17 +94,6 @@ def _with_calls(form: LibraryFormat, tokenizer: Tokenizer) -> LibraryFormat:
     ends = [n for n, token in enumerate(called[same:]) if token in form.stop_ids]
     markup = call_markup(tokenizer, form.renderer, called[same:][: ends[0] if ends else None], [TOOL])
     form.calls = markup[0] if markup else None
-    return form
-
-
-def _template(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> TemplateFormat:
-    form = TemplateFormat(tokenizer, variables)
-    if form.why_not:
-        logger.warning(
-            "conversations cannot be continued token for token: %s. Each turn is encoded again; tokenizer.renderer can "
-            "name a renderer that fits the model",
-            form.why_not,
-        )
     return form
 
 

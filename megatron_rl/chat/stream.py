@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.chat.answers import call_of, divided, first_is_text, parsed, read_answer, spelled_out, without_end
-from megatron_rl.chat.formats import THINK, THINK_END, Format, Tools, is_markup
+from megatron_rl.chat.formats import THINK, THINK_END, Format, Tools, is_markup, letter_of
 from megatron_rl.chat.messages import ParsedAnswer, ToolCall
 from megatron_rl.inference.text import IncrementalDecoder, overlap
 from megatron_rl.model.tokenizer import Tokenizer
 
-LETTER = "x"
 MOST_READINGS = 64
 """Tags of an answer at which it is read; from then on it must have grown by a quarter, so that the cost stays linear in
 its length."""
@@ -69,6 +68,7 @@ class AnswerStream:
     def __init__(self, form: Format | None, tokenizer: Tokenizer, prompt: list[int], tools: Tools) -> None:
         """form: None without a chat template: all text is content."""
         self._form, self._tokenizer, self._prompt, self._tools = form, tokenizer, prompt, tools
+        self._letter = letter_of(tokenizer)
         self._tokens: list[int] = []
         self._read: list[int] = []  # the same, with the markup of calls that are only text spelled out
         self._reasoning, self._content = _Part(), _Part()
@@ -150,11 +150,15 @@ class AnswerStream:
         self._decoder = IncrementalDecoder(self._tokenizer.decode, after=self._read)
         self._loose = ""
         self._readings += 1
-        if self._broken or (self._readings > MOST_READINGS and len(self._read) < 1.25 * self._read_at):
+        if (
+            self._broken
+            or not self._letter
+            or (self._readings > MOST_READINGS and len(self._read) < 1.25 * self._read_at)
+        ):
             self._part = None
             return
         self._read_at = len(self._read)
-        letter = self._tokenizer.encode(LETTER)
+        letter = self._tokenizer.encode(self._letter)
         given = self._prompt, self._tools
         found = parsed(self._form, self._tokenizer, self._read + letter, *given)
         while first_is_text(self._form, self._tokenizer, self._read + letter, *given, found):
@@ -169,9 +173,9 @@ class AnswerStream:
         self._broken = len(calls) < len(closed)
         goes_on = (
             self._content
-            if found.content.endswith(LETTER)
+            if found.content.endswith(self._letter)
             else self._reasoning
-            if (found.reasoning_content or "").endswith(LETTER)
+            if (found.reasoning_content or "").endswith(self._letter)
             else None
         )
         whole = self._without_letter(found.content, found.reasoning_content, calls)
@@ -187,9 +191,9 @@ class AnswerStream:
     def _without_letter(self, content: str, reasoning: str | None, calls: list[ToolCall]) -> ParsedAnswer:
         assert self._form is not None
         found = divided(self._form, content, reasoning, calls)
-        if found.content.endswith(LETTER):
-            return replace(found, content=found.content.removesuffix(LETTER))
-        return replace(found, reasoning_content=(found.reasoning_content or "").removesuffix(LETTER))
+        if found.content.endswith(self._letter):
+            return replace(found, content=found.content.removesuffix(self._letter))
+        return replace(found, reasoning_content=(found.reasoning_content or "").removesuffix(self._letter))
 
     def _give(self, piece: AnswerPiece, part: _Part, text: str) -> None:
         if part is self._reasoning:

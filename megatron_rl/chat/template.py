@@ -106,7 +106,8 @@ class TemplateFormat:
                 tail = self._text([USER, plain, *more]).partition(PLACEHOLDER)[2]
             except ValueError:
                 continue  # the template refuses such a conversation, such as one with a system message
-            begun = prompt.rstrip().removesuffix(THINK) if thought else prompt
+            opens = prompt.rstrip().endswith(THINK)  # a thought, which earlier turns may lack
+            begun = prompt.rstrip().removesuffix(THINK) if opens else prompt
             tail_free.append(whole.startswith(begun) and whole.endswith(thought + PLACEHOLDER + tail))
         return bool(tail_free) and all(tail_free)
 

@@ -14,6 +14,8 @@ from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.tools import BEGIN, END, Tool, ToolAgent, ToolError, render_tool_prompt
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.config import ChatConfig
 from megatron_rl.environments.expression import BadExpression, evaluate
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.environments.reasoning_gym import last_number
@@ -25,7 +27,7 @@ NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 ASKED = "What is {expression}? Call the calculator if you need it, and reply with the number only."
 
 
-class CalculatorConfig(DrawnProblemsConfig):
+class CalculatorConfig(ChatConfig, DrawnProblemsConfig):
     """Arguments of the environment `calculator`."""
 
     min_terms: PositiveInt = 2
@@ -104,13 +106,14 @@ class Calculator(DrawnProblems, ToolAgent, Demonstrator):
 
 
 def _problems(config: CalculatorConfig, tokenizer: Tokenizer) -> Iterator[Problem]:
+    chat = Chat.of(tokenizer, config.chat_template)
     for number in range(config.draws):
         draw = random.Random(stable_key("calculator", config.seed, number))
         expression = str(draw.randrange(10**config.digits))
         for _ in range(draw.randint(config.min_terms, config.max_terms) - 1):
             expression += draw.choice(config.operations) + str(draw.randrange(10**config.digits))
-        if tokenizer.chat_template is None:
+        if not chat.has_template:
             prompt = f"{expression}="
         else:
-            prompt = render_tool_prompt(tokenizer, ASKED.format(expression=expression), (CALCULATOR,))
+            prompt = render_tool_prompt(chat, ASKED.format(expression=expression), (CALCULATOR,))
         yield Problem(prompt, {"expression": expression, "answer": calculate(expression)})

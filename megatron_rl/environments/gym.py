@@ -19,8 +19,8 @@ from pydantic import field_validator
 
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.multi_turn import MultiTurnAgent
-from megatron_rl.agent.prompts import PromptConfig, next_turn, prompt_format, render_prompt
+from megatron_rl.agent.multi_turn import MultiTurnAgent, Reply
+from megatron_rl.agent.prompts import PromptConfig, in_chat, prompt_format, render_prompt
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
@@ -111,17 +111,21 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
         for problem in self.training_problems():
             draw, conversation = random.Random(stable_key("gym", problem.golden["seed"])), problem.prompt
             responses: list[str] = []
-            observation: str | None = ""
-            while observation is not None and len(responses) < self.max_turns:
+            over = False
+            while not over and len(responses) < self.max_turns:
                 responses.append(draw.choice([*self._words]))
                 pairs.append((conversation, responses[-1]))
-                observation = self.get_observation(responses, problem.golden)
-                conversation += f"{responses[-1]}{observation}"
+                played = self._play(problem.golden["seed"], responses)
+                conversation, over = f"{conversation}{responses[-1]}{_line(played.observation)}", played.over
         return pairs
 
-    def get_observation(self, responses: Sequence[str], golden: Mapping[str, Any]) -> str | None:
+    def get_observation(self, responses: Sequence[str], golden: Mapping[str, Any]) -> Reply:
         played = self._play(golden["seed"], responses)
-        return None if played.over else next_turn(self.tokenizer, played.observation)
+        if played.over:
+            return None
+        if in_chat(self.tokenizer, self.config):
+            return [{"role": "user", "content": played.observation}]
+        return _line(played.observation)
 
     def get_trajectory_reward(
         self, responses: Sequence[str], golden: Mapping[str, Any], finish_reason: FinishReason
@@ -148,6 +152,11 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
             observation, reward, ended, cut_off, _ = episode.step(self._meant[(found[-1].lastindex or 0) - 1])
             total, over = total + float(reward), ended or cut_off
         return EpisodeState(_text(episode, observation), total, over)
+
+
+def _line(observation: str) -> str:
+    """Return an observation between two responses of a model without a chat template."""
+    return f"\n{observation}\n"
 
 
 def _named(word: str) -> str:

@@ -28,9 +28,10 @@ from pydantic import AfterValidator, Field
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.datasets import Question, Source
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
-from megatron_rl.agent.prompts import PromptConfig, render_prompt
+from megatron_rl.agent.prompts import PromptConfig, in_chat, render_prompt
 from megatron_rl.agent.scoring import Reward
 from megatron_rl.agent.text_rows import value_at
+from megatron_rl.chat.chat import Chat
 from megatron_rl.environments.python_file import defined_names
 from megatron_rl.errors import task_location
 from megatron_rl.inference.api import FinishReason
@@ -131,10 +132,11 @@ def _conversation(tokenizer: Tokenizer, messages: Sequence[Any], prompt_config: 
         raise ValueError("environment.args: a prompt that is a list must contain chat messages with role and content")
     if prompt_config.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": prompt_config.system}, *messages]
-    prompt = tokenizer.conversation(messages) if prompt_config.chat != "never" else None
-    if prompt is None and prompt_config.chat == "always":
+    if in_chat(tokenizer, prompt_config):
+        return Chat.of(tokenizer, prompt_config.chat_template).text(messages)
+    if prompt_config.chat == "always":
         raise ValueError("environment.args.chat: always, but the tokenizer has no chat template")
-    return "\n\n".join(str(one["content"]) for one in messages) if prompt is None else prompt
+    return "\n\n".join(str(one["content"]) for one in messages)
 
 
 def _check(file: Path) -> None:

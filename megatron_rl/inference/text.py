@@ -103,6 +103,35 @@ class StopStrings:
         return found[1] if found else None
 
 
+class StopFilter:
+    """Ends a text that comes in pieces at the first stop string. Text that may be the start of one is held back."""
+
+    def __init__(self, stop: Sequence[str] = (), *, keep_stop: bool = False) -> None:
+        """keep_stop: whether the text includes the stop string that ended it."""
+        self._stop, self._keep_stop = stop, keep_stop
+        self._held = ""  # may be the start of a stop string
+        self.stopped: str | None = None
+        """The stop string that was found; later pieces add no text."""
+
+    def push(self, new: str) -> str:
+        """Add a piece, and return the text that is now certain."""
+        if self.stopped is not None:
+            return ""
+        text = self._held + new
+        if found := first_complete(text, self._stop):
+            start, self.stopped = found
+            self._held = ""
+            return text[: start + len(self.stopped)] if self._keep_stop else text[:start]
+        held = max((overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        """Return the rest of the text, when no more pieces come."""
+        held, self._held = self._held, ""
+        return held
+
+
 class TextStream:
     """Turns a growing list of tokens into text, piece by piece. The joined pieces are the sample's text, by default
     without the stop string that ended it.
@@ -118,33 +147,22 @@ class TextStream:
         after: tokens before the sample; without them some tokenizers drop the space before its first word.
         """
         self._decoder = IncrementalDecoder(decode, after)
-        self._stop, self._keep_stop = stop, keep_stop
-        self._held = ""  # may be the start of a stop string
-        self.stopped: str | None = None
+        self._filter = StopFilter(stop, keep_stop=keep_stop)
+
+    @property
+    def stopped(self) -> str | None:
         """The stop string that was found; later tokens add no text."""
+        return self._filter.stopped
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens of the sample, and return the text that is now certain."""
-        return "" if self.stopped is not None else self._release(self._decoder.push(tokens))
+        return "" if self.stopped is not None else self._filter.push(self._decoder.push(tokens))
 
     def finish(self) -> str:
         """Return the rest of the text, when the sample has ended."""
         if self.stopped is not None:
             return ""
-        text = self._release(self._decoder.finish())
-        held, self._held = self._held, ""
-        return text + held
-
-    def _release(self, new: str) -> str:
-        """Return the held and new text, except an end that may be the start of a stop string."""
-        text = self._held + new
-        if found := first_complete(text, self._stop):
-            start, self.stopped = found
-            self._held = ""
-            return text[: start + len(self.stopped)] if self._keep_stop else text[:start]
-        held = max((overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        return self._filter.push(self._decoder.finish()) + self._filter.finish()
 
 
 def overlap(text: str, marker: str) -> int:

@@ -146,6 +146,8 @@ class ChatBody(GenerationBody):
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     """false: only the first call of an answer is returned."""
+    include_reasoning: bool = True
+    """Whether the answer includes its reasoning, as `reasoning_content`."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None

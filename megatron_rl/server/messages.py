@@ -73,15 +73,6 @@ class Message(Body):
     refusal: str | None = None
     thinking_blocks: Any = None
 
-    @property
-    def thought(self) -> str | None:
-        return self.reasoning if self.reasoning_content is None else self.reasoning_content
-
-    @property
-    def text(self) -> str:
-        parts = self.content or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
-
 
 class Function(Body):
     name: Annotated[str, Field(min_length=1, max_length=64)]

@@ -58,7 +58,7 @@ REFUSED = {
     "guided_grammar": Refused((), f"is not supported here: {_FORCED}"),
     "guided_json": Refused((), f"is not supported here: {_FORCED}"),
     "guided_regex": Refused((), f"is not supported here: {_FORCED}"),
-    "include_reasoning": Refused((True,), "other than true is not supported here: reasoning is part of the text"),
+    "include_reasoning": Refused((True,), "is for /v1/chat/completions; leave it out"),
     "kv_transfer_params": Refused(({},)),
     "length_penalty": Refused((1,), "is for beam search, which is not supported here; leave it out"),
     "logprob_token_ids": Refused(([],), "is not supported here; ask for the likeliest tokens"),

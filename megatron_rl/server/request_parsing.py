@@ -6,12 +6,9 @@ import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
-from pydantic_core import from_json
-
-from megatron_rl.agent.tool_calls import AfterThought, CallReader, opens_thought, reader_for
+from megatron_rl.chat.chat import Chat
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.bodies import (
@@ -23,7 +20,7 @@ from megatron_rl.server.bodies import (
     TokenizeBody,
 )
 from megatron_rl.server.errors import ApiError, context_exceeded
-from megatron_rl.server.messages import Message, Tool
+from megatron_rl.server.messages import Message
 from megatron_rl.server.response_bodies import ChatFormat, CompletionFormat, Format, Prompt, Reading
 from megatron_rl.server.token_names import TokenNames
 
@@ -33,8 +30,6 @@ LONG_TEXT = 20_000
 """Characters from which on text is encoded in another thread, so that other requests need not wait."""
 MOST_SAID = 500
 """Characters of an error about a text, since it may quote the text."""
-THOUGHT_TOKENS = 8
-"""Number of last prompt tokens in which to look for the tag that opens a thought."""
 _KEYS = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -55,8 +50,12 @@ class ServedModel:
     """The model as clients see it. It detects every fault of a request before the engine is asked."""
 
     def __init__(self, name: str, tokenizer: Tokenizer, max_length: int) -> None:
-        """max_length: tokens of a prompt and its answer together."""
+        """max_length: tokens of a prompt and its answer together.
+
+        Raises ValueError if the recipe names a renderer that does not fit the tokenizer.
+        """
         self.name, self.tokenizer, self.max_length = name, tokenizer, max_length
+        self._chat = Chat.of(tokenizer).check()
         self._names = {as_ids: TokenNames(tokenizer, as_ids=as_ids) for as_ids in (False, True)}
 
     def check_model(self, model: str) -> None:
@@ -77,53 +76,37 @@ class ServedModel:
 
     async def chat(self, body: ChatBody) -> ParsedRequest:
         """Parse a request of /v1/chat/completions. Raises ApiError."""
-        tools = body.tools if body.tool_choice != "none" else []
-        reader = self._reader() if tools else None
-        if body.prompt_token_ids:
-            prompt, param = body.prompt_token_ids, "prompt_token_ids"
-        else:
-            text = self.chat_text(body.messages, tools, body.variables)
-            prompt, param = await self._encode(text, "messages", begins=body.add_special_tokens), "messages"
-        reading = replace(_reading(body), parallel_calls=body.parallel_tool_calls)
-        if reader is not None:
-            end = self.tokenizer.decode(prompt[-THOUGHT_TOKENS:], special=True)
-            reading = replace(reading, caller=partial(AfterThought, reader, thinks=opens_thought(end)))
-        return self._asked(body, [Prompt(prompt)], self._form(ChatFormat, body), reading, None, param)
-
-    def _form(self, kind: type[Format], body: GenerationBody) -> Format:
-        names = self._names[body.return_tokens_as_token_ids]
-        return kind(self.name, names, body.likeliest, body.return_token_ids, body.prompt_logprobs)
-
-    def _reader(self) -> type[CallReader]:
-        reader = reader_for(self.tokenizer.chat_template or "")
-        if reader is None:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tool_choice != "none" else []
+        chat = await self._chat_of(body.variables)
+        if tools and not chat.has_tools:
             raise ApiError(
                 400,
                 "tools: the chat template of this model has no tools, or writes calls in an unknown format",
                 param="tools",
                 code="unsupported_parameter",
             )
-        return reader
+        if body.prompt_token_ids:
+            prompt, param = body.prompt_token_ids, "prompt_token_ids"
+        else:
+            text = chat_text(chat, body.messages, tools)
+            prompt, param = await self._encode(text, "messages", begins=body.add_special_tokens), "messages"
+        undivided = not body.skip_special_tokens and not tools  # the names of control tokens are asked for
+        reading = replace(
+            _reading(body),
+            chat=None if undivided else chat,
+            tools=tools,
+            parallel_calls=body.parallel_tool_calls,
+            reasoning=body.include_reasoning,
+        )
+        return self._asked(body, [Prompt(prompt)], self._form(ChatFormat, body), reading, None, param)
 
-    def chat_text(self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]) -> str:
-        """Render a conversation by the model's chat template. Raises ApiError."""
-        try:
-            text = self.tokenizer.conversation(
-                [_for_template(message) for message in messages],
-                [tool.model_dump(exclude_none=True) for tool in tools] or None,
-                variables,
-            )
-        except ValueError as error:
-            param = "chat_template_kwargs" if "is no variable" in str(error) else "messages"
-            raise ApiError(400, f"{param}: {str(error)[:MOST_SAID]}", param=param, code="invalid_value") from error
-        if text is None:
-            raise ApiError(
-                400,
-                "messages: this model has no chat template; use /v1/completions, or give prompt_token_ids",
-                param="messages",
-                code="no_chat_template",
-            )
-        return text
+    async def _chat_of(self, variables: Mapping[str, Any]) -> Chat:
+        """Return the chat with these template variables. Checking new ones takes a while, so a thread does it."""
+        return await asyncio.to_thread(self._chat.with_variables(variables).check) if variables else self._chat
+
+    def _form(self, kind: type[Format], body: GenerationBody) -> Format:
+        names = self._names[body.return_tokens_as_token_ids]
+        return kind(self.name, names, body.likeliest, body.return_token_ids, body.prompt_logprobs)
 
     async def _prompts(self, body: CompletionBody) -> list[Prompt]:
         prompt = body.prompt
@@ -208,7 +191,8 @@ class ServedModel:
         begins = body.add_special_tokens
         if body.prompt is not None:
             return await self._encode(body.prompt, "prompt", begins=begins is not False)
-        text = self.chat_text(body.messages, body.tools, body.chat_template_kwargs)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        text = chat_text(self._chat.with_variables(body.chat_template_kwargs), body.messages, tools)
         return await self._encode(text, "messages", begins=begins is True)
 
     def token_strings(self, tokens: Sequence[int]) -> list[str]:
@@ -221,40 +205,22 @@ class ServedModel:
         return self.tokenizer.decode(body.tokens)
 
 
-def _for_template(message: Message) -> dict[str, Any]:
-    """Convert a message for chat templates: text as one string, arguments of calls as objects."""
-    found: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.text,
-    }
-    for name, value in (
-        ("name", message.name),
-        ("tool_call_id", message.tool_call_id),
-        ("reasoning_content", message.thought),
-    ):
-        if value is not None:
-            found[name] = value
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return found
+def chat_text(chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    """Render a conversation by the model's chat template. Raises ApiError."""
+    if not chat.has_template:
+        raise ApiError(
+            400,
+            "messages: this model has no chat template; use /v1/completions, or give prompt_token_ids",
+            param="messages",
+            code="no_chat_template",
+        )
+    try:
+        return chat.text([message.model_dump(exclude_none=True) for message in messages], tools)
+    except ValueError as error:
+        param = "chat_template_kwargs" if "is no variable" in str(error) else "messages"
+        raise ApiError(400, f"{param}: {str(error)[:MOST_SAID]}", param=param, code="invalid_value") from error
 
 
 def _reading(body: GenerationBody) -> Reading:
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     return Reading(stop, body.include_stop_str_in_output, not body.skip_special_tokens)
-
-
-def _arguments(given: str | dict[str, Any]) -> Any:
-    if isinstance(given, dict) or not given.strip():
-        return given or {}
-    try:
-        return from_json(given)
-    except ValueError as error:
-        raise ApiError(400, f"tool_calls: arguments are not JSON: {error}", param="messages") from error

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from megatron_rl.agent.tool_calls import Call, CallReader, PlainText
+from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.messages import ToolCall
 from megatron_rl.inference.api import Delta, PromptScores, TopLogprobs
-from megatron_rl.inference.text import TextStream
+from megatron_rl.inference.text import StopFilter, TextStream
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.token_names import TextOffsets, TokenNames
+
+if TYPE_CHECKING:
+    from megatron_rl.chat.stream import AnswerStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the tokens of a sample become text and tool calls."""
+    """How the tokens of a sample become text, reasoning and tool calls."""
 
     stop: Sequence[str] = ()
     keep_stop: bool = False
@@ -39,9 +43,14 @@ class Reading:
     """Whether the text continues that of the prompt, instead of starting a text of its own."""
     drops_answer: bool = False
     """Whether the request asks only about the prompt."""
-    caller: Callable[[], CallReader] = PlainText
+    chat: Chat | None = None
+    """The chat that divides the answer; None if all of it is text."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the model may call."""
     parallel_calls: bool = True
     """Whether an answer may have several tool calls; if not, only the first is returned."""
+    reasoning: bool = True
+    """Whether reasoning is returned."""
 
 
 @dataclass(slots=True)
@@ -49,7 +58,8 @@ class Part:
     """New output of one sample since its previous part: the content of a chunk, or all of it."""
 
     content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -65,6 +75,7 @@ class Part:
     def add(self, other: Part) -> None:
         """Append the part that follows."""
         self.content += other.content
+        self.reasoning += other.reasoning
         self.calls += other.calls
         self.tokens += other.tokens
         self.logprobs += other.logprobs
@@ -72,6 +83,34 @@ class Part:
         self.top_logprobs += other.top_logprobs
         self.offsets += other.offsets
         self.finish_reason = other.finish_reason
+
+
+class Divider:
+    """Divides the tokens of one answer in a chat, up to the stop string that ended it."""
+
+    def __init__(self, chat: Chat, reading: Reading, prompt: list[int]) -> None:
+        self._chat, self._tools, self._prompt = chat, reading.tools, prompt
+        self._reasoning = StopFilter(reading.stop, keep_stop=reading.keep_stop)
+        self._content = StopFilter(reading.stop, keep_stop=reading.keep_stop)
+        self._stream: AnswerStream | None = None
+
+    def push(self, tokens: list[int], *, ends: bool) -> tuple[str, str, list[ToolCall]]:
+        """Return the reasoning, the content and the calls that these tokens make certain. ends: they are the last."""
+        if ends and self._stream is None:  # an answer that is not streamed
+            whole = self._chat.parse(tokens, self._prompt, self._tools)
+            reasoning, content, calls = whole.reasoning_content or "", whole.content, [*whole.tool_calls]
+        else:
+            if self._stream is None:
+                self._stream = self._chat.stream(self._prompt, self._tools)
+            piece = self._stream.push(tokens)
+            reasoning, content, calls = piece.reasoning, piece.content, piece.calls
+            if ends:
+                rest = self._stream.finish()
+                reasoning, content, calls = reasoning + rest.reasoning, content + rest.content, calls + rest.calls
+        reasoning, content = self._reasoning.push(reasoning), self._content.push(content)
+        if ends:
+            reasoning, content = reasoning + self._reasoning.finish(), content + self._content.finish()
+        return reasoning, content, calls
 
 
 class Sample:
@@ -84,7 +123,7 @@ class Sample:
         self._offsets = TextOffsets(tokenizer, special=reading.special)
         self._prompt_offsets = self._offsets.prompt(prompt.tokens, prompt.text) if prompt.text else []
         self._reading = reading
-        self._reader = reading.caller()
+        self._divider = Divider(reading.chat, reading, prompt.tokens) if reading.chat else None
         self._called = False
         self.tokens = 0
         self.calls = 0
@@ -96,11 +135,11 @@ class Sample:
         if self._reading.drops_answer:
             reason = "length" if delta.finish_reason else None
             return Part(finish_reason=reason, prompt=delta.prompt, prompt_offsets=prompt_offsets)
-        content, calls = self._reader.push(self._text.push(delta.tokens))
-        if delta.finish_reason is not None:
-            more, last = self._reader.push(self._text.finish())
-            rest, very_last = self._reader.finish()
-            content, calls = content + more + rest, [*calls, *last, *very_last]
+        ends = delta.finish_reason is not None
+        if self._divider is not None:
+            reasoning, content, calls = self._divider.push(delta.tokens, ends=ends)
+        else:
+            reasoning, content, calls = "", self._text.push(delta.tokens) + (self._text.finish() if ends else ""), []
         if not self._reading.parallel_calls:
             calls = [] if self._called else calls[:1]
         self.tokens += len(delta.tokens)
@@ -108,7 +147,8 @@ class Sample:
         reason = "tool_calls" if self._called and delta.finish_reason == "stop" else delta.finish_reason
         return Part(
             content,
-            list(calls),
+            reasoning if self._reading.reasoning else "",
+            calls,
             list(delta.tokens),
             list(delta.logprobs),
             list(delta.versions),
@@ -234,8 +274,10 @@ class ChatFormat(Format):
 
     def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": part.content, "refusal": None}
+        if part.reasoning:
+            message["reasoning_content"] = part.reasoning
         if part.calls:
-            message |= {"content": part.content or None, "tool_calls": [_call(call) for call in part.calls]}
+            message |= {"content": part.content or None, "tool_calls": [call.message for call in part.calls]}
         return {
             "index": index,
             "message": message,
@@ -251,8 +293,10 @@ class ChatFormat(Format):
         delta: dict[str, Any] = {} if prompt is None else {"role": "assistant"}
         if part.content or prompt is not None:
             delta["content"] = part.content
+        if part.reasoning:
+            delta["reasoning_content"] = part.reasoning
         if part.calls:
-            delta["tool_calls"] = [{"index": n, **_call(call)} for n, call in enumerate(part.calls, sample.calls)]
+            delta["tool_calls"] = [{"index": n, **call.message} for n, call in enumerate(part.calls, sample.calls)]
         return {
             "index": index,
             "delta": delta,
@@ -284,7 +328,3 @@ def event(content: dict[str, Any] | str) -> bytes:
     """Encode a server-sent event."""
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n".encode()
-
-
-def _call(call: Call) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

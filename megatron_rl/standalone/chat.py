@@ -99,13 +99,15 @@ async def _answer(
     place: seed, and number of the answer.
     """
     from megatron_rl.agent.keys import stable_key
+    from megatron_rl.chat.chat import Chat
     from megatron_rl.inference.api import GenerationRequest
     from megatron_rl.inference.text import TextStream
 
     tokenizer, engine = opened.tokenizer, opened.engine
     try:
-        text = tokenizer.conversation(list(messages))
-        tokens = tokenizer.encode(tokenizer.as_prompt(messages[-1]["content"]) if text is None else text)
+        chat = Chat.of(tokenizer)
+        plain = tokenizer.as_prompt(messages[-1]["content"])
+        tokens = chat.prompt(messages) if chat.has_template else tokenizer.encode(plain)
         room = engine.max_length - len(tokens)
         if room < 1:
             raise ValueError(

@@ -30,7 +30,8 @@ TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\nCall: <tool_call>...</tool_call>\n{% endif %}"
     "{% for message in messages %}{% if message.role not in ['system', 'user', 'assistant', 'tool'] %}"
     "{{ raise_exception('no such role') }}{% endif %}[{{ message.role }}]{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}{{ call.function.name }}:{{ call.function.arguments.x }}{% endfor %}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}"
     "{% endfor %}[assistant]"
 )
 
@@ -42,6 +43,7 @@ def byte_backend() -> Backend:
     backend = Backend(models.BPE(vocabulary | {"ab": 256, "Ġa": 257, "Ã©": 258}, [("a", "b"), ("Ġ", "a"), ("Ã", "©")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
     return backend
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from launcher.recipe.load import load_recipe
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
+from megatron_rl.chat.chat import Chat
 from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.config import RunConfig
 from megatron_rl.environments.reasoning_gym import ReasoningGymEnvironment
@@ -80,6 +81,16 @@ def test_the_prompt_is_the_models_chat_template(prompts: list[str], tokenizer: T
     assert tokenizer.decode([tokenizer.eos_id]) == ""
     assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_id]
     assert len(tokenizer.encode("12")) == 2, "each digit is a token"
+
+
+def test_a_conversation_is_continued_as_the_template_writes_it(tokenizer: Tokenizer) -> None:
+    chat = Chat.of(tokenizer)
+    asked = {"role": "user", "content": "1+1?"}
+    more = {"role": "user", "content": "And <|im_end|> 2+2?"}
+    assert (chat.renderer, chat.why_not) == ("template", None)
+    answer = [*tokenizer.encode("Two."), tokenizer.eos_id]
+    whole = chat.prompt([asked, {"role": "assistant", "content": "Two."}, more])
+    assert chat.extend(chat.prompt([asked]), answer, [more]) == whole
 
 
 def test_logits_are_those_of_transformers(ours: Policy, theirs: Any, prompts: list[str], tokenizer: Tokenizer) -> None:

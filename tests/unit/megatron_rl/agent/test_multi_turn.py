@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from chat_templates import CHATML, tokenizer_of
 from words import Words
 
 from megatron_rl.agent.api import GroupRolloutRequest
-from megatron_rl.agent.multi_turn import MultiTurnAgent
-from megatron_rl.agent.prompts import next_turn
+from megatron_rl.agent.multi_turn import MultiTurnAgent, Reply
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.api import FinishReason
@@ -125,15 +125,30 @@ def test_conversation_over_its_limit_restarts_alone_from_its_first_turn() -> Non
     assert len(engine.requests) == 2, "the first turn is had once"
 
 
-class Chat(Words):
-    def conversation(
-        self, messages: Sequence[Mapping[str, str]], tools: Any = None, variables: Any = None
-    ) -> str | None:
-        return "".join(f"<{each['role']}>{each['content']}{END}\n" for each in messages) + "<assistant>"
-
-    def show(self, token: int) -> str:
-        return END
+class Asking(Guess):
+    def get_observation(self, responses: Sequence[str], golden: Mapping[str, Any]) -> Reply:  # type: ignore[override]
+        return [{"role": "user", "content": "higher<|im_end|>"}] if len(responses) == 1 else None
 
 
-def test_next_turn_uses_the_chat_template() -> None:
-    assert next_turn(Chat(), "12", role="tool") == f"\n<tool>12{END}\n<assistant>"
+def test_a_reply_in_messages_continues_the_tokens_of_the_conversation() -> None:
+    tokenizer = tokenizer_of(CHATML)
+    agent = Asking(Section(), tokenizer)
+    engine = ScriptedInference(tokenizer, lambda prompt, sample: "5" if "higher" in prompt else "<think>2</think>")
+    request = GroupRolloutRequest(
+        7, Problem("?", {"number": 5}), 1, Sampling(max_new_tokens=8), 3, engine, RolloutLimits(30.0)
+    )
+    [one] = asyncio.run(agent.group_rollout(request)).trajectories
+    first, second = one.turns
+    between = tokenizer.decode(one.tokens[first.stop : second.start], special=True)
+    assert between == "\n<|im_start|>user\nhigher<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    assert one.tokens[first.stop : second.start].count(tokenizer.eos_id) == 1, "text of the environment stays text"
+    assert (one.text, one.reward, one.tool_calls) == ("<think>2</think>\n5", 0.5, None)
+
+
+def test_a_reply_that_the_template_refuses_loses_one_conversation() -> None:
+    refuses = CHATML.replace("<|im_start|>{{", "{{ raise_exception('no') if message.content != '?' }}{{")
+    agent = Asking(Section(), tokenizer_of(refuses))
+    engine = ScriptedInference(agent.tokenizer, ["2"])
+    request = GroupRolloutRequest(7, Problem("?", {}), 1, Sampling(max_new_tokens=8), 3, engine, RolloutLimits(30.0))
+    group = asyncio.run(agent.group_rollout(request))
+    assert not group.trajectories and "the model's chat template refuses them: no" in next(iter(group.failures))

@@ -14,6 +14,7 @@ from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.tools import render_tool_prompt
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
+from megatron_rl.chat.chat import Chat
 from megatron_rl.environments.calculator import CALCULATOR, Calculator, CalculatorConfig
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
@@ -21,7 +22,9 @@ from megatron_rl.model.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% if tools %}[tools]{{ tools[0].function.name }} <tool_call>...</tool_call>" + END + "{% endif %}"
-    "{% for message in messages %}[{{ message.role }}]{{ message.content }}" + END + "\n{% endfor %}[assistant]"
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
+    "{% endfor %}" + END + "\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
@@ -134,5 +137,6 @@ def test_failed_call_without_chat_template_ends_the_conversation() -> None:
 
 
 def test_template_with_unknown_call_format_is_rejected() -> None:
-    with pytest.raises(ValueError, match="does not support tools in a known format"):
-        render_tool_prompt(byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"), "?", [CALCULATOR])
+    plain = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ValueError, match="offers no tools, or writes calls in a format that cannot be read"):
+        render_tool_prompt(Chat.of(plain), "?", [CALCULATOR])

@@ -97,7 +97,7 @@ def test_error_of_the_function_loses_the_answer_and_names_the_line(
 
 def test_prompt_may_be_a_conversation_and_have_a_system_message(tmp_path: Path) -> None:
     class Chat(Words):
-        def conversation(self, messages: Any, tools: Any = None) -> str | None:
+        def conversation(self, messages: Any, tools: Any = None, variables: Any = None) -> str | None:
             return "".join(f"<{one['role']}>{one['content']}" for one in messages)
 
     said = [

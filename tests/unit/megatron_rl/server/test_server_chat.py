@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from server_helpers import EOS, SayingEngine, ask, byte_tokenizer, chat, encode, events, logprob
+from server_helpers import EOS, TEMPLATE, SayingEngine, ask, byte_tokenizer, chat, encode, events, logprob
 
 ROUTE = "/v1/chat/completions"
 USER = {"role": "user", "content": "1+1"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALLS = 'Well. <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+
+
+def called(name: str, **arguments: int) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def prompt_of(engine: SayingEngine) -> str:
@@ -29,7 +34,7 @@ def test_prompt_is_what_the_template_makes_of_the_messages() -> None:
         },
         {"role": "tool", "tool_call_id": "c", "content": "2"},
     )  # fmt: skip
-    assert prompt_of(engine) == "[system]Be brief.[user]1+1[assistant]add:4[tool]2[assistant]"
+    assert prompt_of(engine) == f"[system]Be brief.[user]1+1[assistant]{called('add', x=4)}[tool]2[assistant]"
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": "2", "refusal": None}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
@@ -81,7 +86,7 @@ def test_streamed_answer_has_its_role_content_and_calls() -> None:
     chunks = events(SayingEngine(CALLS + CALLS), ROUTE, {"messages": [USER], "tools": TOOLS})
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0]["role"] == "assistant" and not any("role" in delta for delta in deltas[1:])
-    assert "".join(delta.get("content", "") for delta in deltas) == "Well.Well."
+    assert "".join(delta.get("content", "") for delta in deltas) == "Well."
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "add"), (1, "add")]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
@@ -107,7 +112,9 @@ def test_fields_of_other_servers_in_a_conversation_are_accepted() -> None:
         tools=[{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}, **cached}],
         tool_choice="none", top_k=-1, skip_special_tokens=True, ignore_eos=False, response_format={"type": "text"},
     )  # fmt: skip
-    assert prompt_of(engine) == "[system]Add.[assistant]add:4now:now:[tool]2[assistant]"
+    assert prompt_of(engine) == (
+        f"[system]Add.[assistant]{called('add', x=4)}{called('now')}{called('now')}[tool]2[assistant]"
+    )
 
 
 def test_tools_reach_the_template_without_fields_that_have_no_effect() -> None:
@@ -159,32 +166,49 @@ CALL = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
 
 
 @pytest.mark.parametrize(
-    ("said", "content", "calls"),
+    ("said", "reasoning", "content", "calls"),
     [
-        (f"<think>Call {CALL}?</think>\nNo.", f"<think>Call {CALL}?</think>\nNo.", 0),
-        (f"\n<think>{CALL}</think>{CALL}", f"\n<think>{CALL}</think>", 1),
-        (f"<think>{CALL} and so on", f"<think>{CALL} and so on", 0),
-        (f"{CALL}<think>", "<think>", 1),
-        ("<thi", "<thi", 0),
+        (f"<think>Call {CALL}?</think>\nNo.", f"Call {CALL}?", "No.", 0),
+        (f"\n<think>{CALL}</think>{CALL}", CALL, "", 1),
+        (f"<think>{CALL} and so on", f"{CALL} and so on", "", 0),
+        (f"a{CALL}<think>", "", "a", 1),
+        ("<thi", "", "<thi", 0),
     ],
     ids=str,
 )
-def test_call_within_a_thought_is_ignored(said: str, content: str, calls: int) -> None:
-    """Checked in whole answers, and in streams whose pieces are single characters."""
+def test_reasoning_is_apart_and_a_call_within_it_is_none(said: str, reasoning: str, content: str, calls: int) -> None:
+    """Checked in whole answers, and in streams of single tokens."""
     (choice,) = chat(SayingEngine(said), USER, tools=TOOLS)["choices"]
-    assert (choice["message"]["content"] or "") == content
-    assert len(choice["message"].get("tool_calls", [])) == calls
+    message = choice["message"]
+    assert (message.get("reasoning_content", ""), message["content"] or "") == (reasoning, content)
+    assert len(message.get("tool_calls", [])) == calls
     chunks = events(SayingEngine(said), ROUTE, {"messages": [USER], "tools": TOOLS})
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert "".join(delta.get("content", "") for delta in deltas) == (choice["message"]["content"] or "")
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == reasoning
+    assert "".join(delta.get("content", "") for delta in deltas) == content
     assert len([call for delta in deltas for call in delta.get("tool_calls", [])]) == calls
 
 
+def test_a_client_may_leave_out_reasoning_or_ask_for_the_undivided_text() -> None:
+    said = "<think>Hm.</think>Two."
+    message = chat(SayingEngine(said), USER, include_reasoning=False)["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Two.", "refusal": None}
+    message = chat(SayingEngine(said), USER, skip_special_tokens=False)["choices"][0]["message"]
+    assert message["content"] == f"{said}<end>" and "reasoning_content" not in message
+
+
+def test_stop_strings_end_reasoning_and_content() -> None:
+    message = chat(SayingEngine("<think>Hm. Ha.</think>Two."), USER, stop=["Ha"])["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm. ", "")
+    message = chat(SayingEngine("<think>Hm.</think>Two."), USER, stop=["wo"])["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "T")
+
+
 def test_thought_opened_by_the_prompt_has_no_calls() -> None:
-    thinks = byte_tokenizer("{% if tools %}<tool_call>{% endif %}{{ messages[0].content }}<think>\n")
+    thinks = byte_tokenizer(TEMPLATE + "<think>\n")
     said = f"Call {CALL}?</think>{CALL}"
     (choice,) = chat(SayingEngine(said), USER, tools=TOOLS, options={"tokenizer": thinks})["choices"]
-    assert choice["message"]["content"] == f"Call {CALL}?</think>"
+    assert choice["message"]["reasoning_content"] == f"Call {CALL}?"
     assert len(choice["message"]["tool_calls"]) == 1
 
 

@@ -236,10 +236,16 @@ def test_only_one_of_many_mistakes_is_reported() -> None:
 
 
 def test_too_many_prompts_are_not_encoded() -> None:
-    tokenizer = copy(byte_tokenizer())
-    tokenizer.encode = None  # type: ignore[method-assign,assignment]
-    error = refused(COMPLETIONS, {"prompt": ["x"] * 100_000}, tokenizer=tokenizer)
+    tokenizer, encoded = copy(byte_tokenizer()), list[str]()
+
+    def encode(text: str) -> list[int]:
+        encoded.append(text)
+        return byte_tokenizer().encode(text)
+
+    tokenizer.encode = encode  # type: ignore[method-assign,assignment]
+    error = refused(COMPLETIONS, {"prompt": ["xyz"] * 100_000}, tokenizer=tokenizer)
     assert error["param"] == "n" and "100000 prompts" in error["message"]
+    assert "xyz" not in encoded
 
 
 def test_error_about_a_text_does_not_repeat_all_of_it() -> None:
