@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,12 +19,16 @@ from megatron_rl.rank.addresses import own_address
 from megatron_rl.server.connections import HttpServer
 from megatron_rl.server.serving import BACKLOG, allow_connections
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_S = 600
 """Seconds that a connection may be open without a request. The loop may stand still for as long as a training step; a
 shorter limit would then close connections that a program is about to use."""
 CUT_S = 2
 """Seconds that responses have to end after the endpoint was closed."""
+CLOSE_S = 10.0
+"""Longest wait for the end of the server, in seconds."""
 
 
 class PolicyEndpoint:
@@ -43,6 +48,8 @@ class PolicyEndpoint:
     @classmethod
     async def open(cls, chat: Chat, config: EndpointConfig) -> PolicyEndpoint:
         """Listen, and serve in the running loop. Raises ConfigurationError if the job has no interface."""
+        if chat.has_template and chat.why_not is not None:
+            logger.warning("each call of a chat begins a sequence of its own: %s", chat.why_not)
         allow_connections()
         host = LOOPBACK if config.listen == "loopback" else own_address()
         return cls(chat, config, socket.create_server((host, 0), backlog=BACKLOG))
@@ -69,7 +76,8 @@ class PolicyEndpoint:
         for session in self._door.sessions:
             session.end()
         self._server.should_exit = True
-        await asyncio.wait([self._serving])
+        await asyncio.wait([self._serving], timeout=CLOSE_S)
+        self._serving.cancel()
 
     async def _serve(self, listener: socket.socket) -> None:
         with listener:

@@ -231,7 +231,7 @@ class HuggingFaceTokenizer:
             return None
         render = self._tokenizer.apply_chat_template
         # The parameters of `render` are no variables: chat_template, for one, is a program.
-        if taken := sorted(signature(render).parameters.keys() & (variables or {}).keys()):
+        if variables and (taken := sorted(signature(render).parameters.keys() & variables.keys())):
             raise ValueError(f"{taken[0]} is no variable of a chat template")
         given = [self.mark(each) for each in (messages, tools, dict(variables or {}))]
         try:
