@@ -75,7 +75,8 @@ def uses_the_tool(prompt: str, sample: int) -> str:
     [
         {"command": ["{python}", "tool_loop.py"], "code": [str(EXAMPLES / "tool_loop.py")]},
         pytest.param(
-            {"function": "agents_sdk:rollout", "code": [str(EXAMPLES / "agents_sdk.py")]}, marks=needs("agents")
+            {"function": "agents_sdk:rollout", "code": [str(EXAMPLES / "agents_sdk.py")]},
+            marks=[needs("agents"), pytest.mark.slow],
         ),
     ],
     ids=["openai client", "openai agents sdk"],

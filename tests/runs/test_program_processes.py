@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -270,6 +271,17 @@ def test_a_function_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert whole.raised == "TypeError"
     assert "ValueError: a result of 100,0" in long.output
     assert [each.returned for each in shares] == [1, 1]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Check that each test leaves no working directory."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield
+    assert not [*folder.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from contextlib import suppress
@@ -31,18 +30,15 @@ from megatron_rl.environments.program.wire import MESSAGE_BYTES, READY, Program
 
 LOOK_S = 1.0
 """Seconds between looks for supervisors that have ended."""
-FOLDER = "mrl-programs-"
-"""Beginning of the name of the folder that holds all working directories."""
 
 
 def main() -> None:
-    parent, number = map(int, sys.argv[1:])
+    parent, number, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     for each in OUTSIDE_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     death_with_parent(parent)()  # the user's module may hang while it is imported
     adopt_orphans()
     control = socket.socket(fileno=number)
-    folder = tempfile.mkdtemp(prefix=FOLDER)
     try:
         try:
             program = prepare(Program(*json.loads(control.recv(MESSAGE_BYTES))), folder)
@@ -53,7 +49,7 @@ def main() -> None:
         control.send(READY)
         _serve(control, program)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # the rank may be dead
 
 
 def _serve(control: socket.socket, program: Prepared) -> None:

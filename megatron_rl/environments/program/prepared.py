@@ -43,7 +43,7 @@ def prepare(program: Program, folder: str) -> Prepared:
     if program.function is None:
         return Prepared(program.command, None, files, folder)
     code = Path(folder, "code")
-    code.mkdir()
+    code.mkdir(exist_ok=True)  # an earlier nursery was killed
     for name, content in files.items():
         (code / name).write_bytes(content)
     sys.dont_write_bytecode = True

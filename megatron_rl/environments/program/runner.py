@@ -6,8 +6,10 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -18,6 +20,8 @@ from megatron_rl.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
+FOLDER = "mrl-programs-"
+"""Beginning of the name of the folder that holds all working directories."""
 NURSERY = "megatron_rl.environments.program.nursery"
 START_S = 300.0
 """Seconds that a nursery has to import the user's module, perhaps from a slow shared file system."""
@@ -35,6 +39,7 @@ class ProgramRunner:
         self._program, self._variables = program, variables
         self._nursery: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._folder: str | None = None
         self._starting = asyncio.Lock()
 
     async def run(self, job: Job) -> Ended:
@@ -70,6 +75,7 @@ class ProgramRunner:
             self._control.close()
         if nursery is not None:
             await asyncio.to_thread(_ended, nursery)
+        self._remove_folder()
 
     async def _hand_over(self, connection: socket.socket) -> None:
         """Give the nursery the end of a connection for one job. Raises OSError if it cannot take it."""
@@ -85,10 +91,11 @@ class ProgramRunner:
             logger.warning("the process that starts programs has ended (%s); it is started again", _how(self._nursery))
         if self._control is not None:
             self._control.close()
+        self._folder = self._folder or tempfile.mkdtemp(prefix=FOLDER)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             nursery = subprocess.Popen(
-                [*module_command(NURSERY), str(os.getpid()), str(theirs.fileno())],
+                [*module_command(NURSERY), str(os.getpid()), str(theirs.fileno()), self._folder],
                 env=dict(self._variables),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -96,15 +103,21 @@ class ProgramRunner:
             )
         try:
             why_not = await self._prepared(self._control)
+            if why_not is not None:
+                await asyncio.to_thread(_ended, nursery)
+                raise ConfigurationError(why_not or f"the process of the program has ended: {_how(nursery)}")
         except BaseException:  # such as the cancellation by a drain
             nursery.kill()
             nursery.wait()
+            self._remove_folder()
             raise
-        if why_not is not None:
-            nursery.kill()
-            nursery.wait()
-            raise ConfigurationError(why_not or f"the process of the program has ended: {_how(nursery)}")
         self._nursery = nursery
+
+    def _remove_folder(self) -> None:
+        """Delete the working directories of runs whose supervisors were killed; the others are gone."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
 
     async def _prepared(self, control: socket.socket) -> str | None:
         """Wait until a new nursery is ready and return None, or return why it cannot be; empty if it has ended."""
