@@ -3,11 +3,8 @@ every prompt once."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +12,12 @@ from commands import Command, run
 from exactly_once import fates
 from json_files import read_json_lines
 from loop_helpers import reproducible
+from processes import LIMIT_S, environment, hit, processes, wait_for, wait_for_step
 
 from megatron_rl.contract.paths import RunDir
 
 STEPS = 80
 BLOWS = 6
-LIMIT_S = 300.0
 RECIPE = ("demo", "--cluster", "local", "job.gpus_per_node=1", f"training.steps={STEPS}", "save.every=20")
 COLOCATED = (*RECIPE, "job.nodes=1")
 REPLICA = "megatron_rl.replica_main"
@@ -32,37 +29,6 @@ WEAPONS = (
     ("launcher.host.supervise", signal.SIGTERM),
 )
 PARTITIONED = (*RECIPE, "job.nodes=3", "placement.mode=partitioned", "placement.inference.nodes=2")
-
-
-def processes(root: Path, module: str) -> list[int]:
-    """Processes of a run."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has ended in the meantime
-        if {module.encode(), str(root).encode()} <= set(words):
-            found.append(int(folder.name))
-    return sorted(found)
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not what():
-        assert time.monotonic() < deadline, "the wait was too long"
-        time.sleep(0.05)
-
-
-def wait_for_step(run: RunDir, step: int, command: Command) -> None:
-    """Sleep, or return when the command has ended."""
-    wait_for(lambda: command.poll() is not None or len(read_json_lines(run.metrics)) >= step)
-
-
-def hit(run: RunDir, module: str, signum: int, chance: random.Random) -> None:
-    """Return a random process of this kind, if there is one."""
-    if there := processes(run.root, module):
-        os.kill(chance.choice(there), signum)
 
 
 def survives(command: Command, run: RunDir, blows: list[tuple[str, int]], chance: random.Random) -> None:
@@ -95,10 +61,6 @@ def harmed_run(tmp_path: Path, seed: int, *overrides: str) -> RunDir:
     found = fates(harmed)
     assert sorted(found) == list(range(len(found)))
     return harmed
-
-
-def environment(tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "MRL_CACHE": str(tmp_path / "cache")}
 
 
 @pytest.mark.slow

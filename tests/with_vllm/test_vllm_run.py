@@ -21,7 +21,7 @@ from megatron_rl.contract.paths import RunDir
 
 PROMPTS = 8
 SAMPLES = 8
-LIMIT_S = START_S
+LIMIT_S = 2 * START_S  # a start, and the run after it
 
 
 def recipe(replicas: int, steps: int, max_lag: int) -> tuple[str, ...]:
