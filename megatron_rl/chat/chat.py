@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.chat.messages import ParsedAnswer, for_template
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.extras import install_command
 
@@ -50,13 +51,17 @@ class Chat:
 
         continues: whether conversations go on behind answers; then warn if the template would change earlier turns.
 
-        Raises ValueError if the recipe names a renderer that does not fit the tokenizer.
+        Raises ConfigurationError if the recipe names a renderer that does not fit the tokenizer.
         """
-        if self.has_template and self._format.why_not and continues:
+        try:
+            why_not = self._format.why_not if self.has_template else None
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        if why_not and continues:
             logger.warning(
                 "conversations cannot be continued token for token as the model knows them: %s; tokenizer.renderer can "
                 "name a renderer that fits the model",
-                self._format.why_not,
+                why_not,
             )
         return self
 

@@ -59,7 +59,6 @@ class RunResult:
 class _Opened:
     """Endpoint and places of the rollouts in one event loop."""
 
-    loop: asyncio.AbstractEventLoop
     endpoint: PolicyEndpoint
     room: asyncio.Semaphore
     """Places for rollouts."""
@@ -87,7 +86,7 @@ class EndpointAgent(Environment):
         self.config: Any = config
         self.tokenizer = tokenizer
         self.chat = Chat.of(tokenizer, config.chat_template)
-        self._in_use: _Opened | None = None
+        self._opening: asyncio.Task[_Opened] | None = None
         self._traces: dict[str, str] = {}
 
     @abstractmethod
@@ -122,9 +121,9 @@ class EndpointAgent(Environment):
     async def close(self) -> None:
         import asyncio
 
-        opened, self._in_use = self._in_use, None
-        if opened is not None and opened.loop is asyncio.get_running_loop():
-            await opened.endpoint.close()
+        opening, self._opening = self._opening, None
+        if opening is not None and opening.get_loop() is asyncio.get_running_loop():
+            await (await opening).endpoint.close()
 
     async def _rollouts(
         self, problem: Problem, keys: Sequence[int], ask: _Ask
@@ -176,13 +175,17 @@ class EndpointAgent(Environment):
         """Return the endpoint, which serves in the running loop."""
         import asyncio
 
+        if self._opening is None or self._opening.get_loop() is not asyncio.get_running_loop():
+            self._opening = asyncio.ensure_future(self._open())
+        return await asyncio.shield(self._opening)  # others wait for it as well
+
+    async def _open(self) -> _Opened:
+        import asyncio
+
         from megatron_rl.endpoint.endpoint import PolicyEndpoint
 
-        loop = asyncio.get_running_loop()
-        if self._in_use is None or self._in_use.loop is not loop:
-            endpoint = await PolicyEndpoint.open(self.chat, self.config)
-            self._in_use = _Opened(loop, endpoint, asyncio.Semaphore(self.config.concurrency))
-        return self._in_use
+        endpoint = await PolicyEndpoint.open(self.chat, self.config)
+        return _Opened(endpoint, asyncio.Semaphore(self.config.concurrency))
 
     def _reason(self, limit: str | None, error: Exception, problem: Problem) -> str:
         """Return the reason for the record. The first error of each kind is logged."""

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from megatron_rl.chat.chat import Chat
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.door import Door
 from megatron_rl.endpoint.routes import Routes
-from megatron_rl.endpoint.session import Chats, Session
+from megatron_rl.endpoint.session import Session
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.addresses import own_address
 from megatron_rl.server.connections import HttpServer
 from megatron_rl.server.serving import BACKLOG, allow_connections
-
-logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_S = 600
@@ -36,7 +34,7 @@ class PolicyEndpoint:
 
     def __init__(self, chat: Chat, config: EndpointConfig, listener: socket.socket) -> None:
         """listener: bound to its address, and listening."""
-        self._chats, self._config = Chats(chat), config
+        self._chat, self._config = chat, config
         host, port = listener.getsockname()
         self._address = f"http://{host}:{port}"
         self._door = Door(Routes(chat, config).application())
@@ -47,9 +45,11 @@ class PolicyEndpoint:
 
     @classmethod
     async def open(cls, chat: Chat, config: EndpointConfig) -> PolicyEndpoint:
-        """Listen, and serve in the running loop. Raises ConfigurationError if the job has no interface."""
-        if chat.has_template and chat.why_not is not None:
-            logger.warning("each call of a chat begins a sequence of its own: %s", chat.why_not)
+        """Listen, and serve in the running loop.
+
+        Raises ConfigurationError if the job has no interface, or the recipe names a renderer that does not fit.
+        """
+        await asyncio.to_thread(partial(chat.check, continues=True))
         allow_connections()
         host = LOOPBACK if config.listen == "loopback" else own_address()
         return cls(chat, config, socket.create_server((host, 0), backlog=BACKLOG))
@@ -64,7 +64,7 @@ class PolicyEndpoint:
         """
         if self._serving.done():
             raise RuntimeError("the policy endpoint has stopped") from self._serving.exception()
-        session = Session(self._chats, self._config, self._address, inference, sampling, key, ordinal)
+        session = Session(self._chat, self._config, self._address, inference, sampling, key, ordinal)
         self._door.admit(session)
         try:
             yield session

@@ -43,7 +43,7 @@ class Routes:
 
     def __init__(self, chat: Chat, config: EndpointConfig) -> None:
         self._chat, self._config = chat, config
-        self._model = ServedModel(MODEL, chat.tokenizer, UNLIMITED)
+        self._model = ServedModel(MODEL, chat, UNLIMITED)
         self._created = int(time.time())
 
     def application(self) -> Starlette:

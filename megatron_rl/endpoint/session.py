@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -34,22 +32,7 @@ MODEL = "policy"
 UNLIMITED = 2**31
 """Tokens, where only the engine's own limit counts."""
 
-VARIANTS = 32
-"""Sets of template variables that are kept ready, at most."""
-
 T = TypeVar("T")
-
-
-class Chats:
-    """The chat of an endpoint, also with the template variables of requests. Checking new ones takes a while."""
-
-    def __init__(self, chat: Chat) -> None:
-        self.own = chat
-        self._variant = lru_cache(maxsize=VARIANTS)(lambda text: chat.with_variables(json.loads(text)))
-
-    def with_variables(self, variables: Mapping[str, Any]) -> Chat:
-        """Return the chat with these variables. Raises ValueError."""
-        return self._variant(json.dumps(variables, sort_keys=True)) if variables else self.own
 
 
 class Session:
@@ -59,7 +42,7 @@ class Session:
 
     def __init__(
         self,
-        chats: Chats,
+        chat: Chat,
         config: EndpointConfig,
         address: str,
         inference: InferenceInterface,
@@ -82,7 +65,7 @@ class Session:
         """Error of the engine, which is not the program's."""
         self.stopped = asyncio.Event()
         """Set with `failure` or `broken`: the rollout need not go on."""
-        self._chats, self._tokenizer = chats, chats.own.tokenizer
+        self._chat, self._tokenizer = chat, chat.tokenizer
         self._config, self._inference, self._sampling = config, inference, sampling
         self._key, self._ordinal = key, ordinal
         self._branches = Branches()
@@ -102,7 +85,7 @@ class Session:
     def prompt_of(self, conversation: Conversation) -> tuple[list[int], Conversation]:
         """Return the prompt of a conversation, and the conversation as it is known. A conversation that continues a
         known one continues its tokens. Raises ValueError for messages that the chat template refuses."""
-        tools, chat = conversation.tools, self._chats.with_variables(conversation.variables)
+        tools, chat = conversation.tools, self._chat.with_variables(conversation.variables)
         known, turn = max(
             ((known, turn) for known, turn in self._conversations if conversation.continues(known)),
             key=lambda each: (len(each[0]), not each[1].children),

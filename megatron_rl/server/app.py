@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from megatron_rl.chat.chat import Chat
 from megatron_rl.model.hf_config import UnusableWeights
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, UpdateBody, parse
@@ -65,7 +66,7 @@ class Application:
         self.thread = EngineThread(engine, failed)
         self.metrics = ServerMetrics(lambda: self.thread.load)
         self._limits = limits
-        self._model = ServedModel(model, tokenizer, max_length)
+        self._model = ServedModel(model, Chat.of(tokenizer).check(), max_length)
         self._service = GenerationService(self.thread, tokenizer, self.metrics, limits.max_waiting)
         self._weights = weights
         self._created = int(time.time())

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from megatron_rl.chat.chat import Chat
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.bodies import (
     MOST_CHOICES,
     ChatBody,
@@ -49,14 +48,11 @@ class ParsedRequest:
 class ServedModel:
     """The model as clients see it. It detects every fault of a request before the engine is asked."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer, max_length: int) -> None:
-        """max_length: tokens of a prompt and its answer together.
-
-        Raises ValueError if the recipe names a renderer that does not fit the tokenizer.
-        """
-        self.name, self.tokenizer, self.max_length = name, tokenizer, max_length
-        self._chat = Chat.of(tokenizer).check()
-        self._names = {as_ids: TokenNames(tokenizer, as_ids=as_ids) for as_ids in (False, True)}
+    def __init__(self, name: str, chat: Chat, max_length: int) -> None:
+        """max_length: tokens of a prompt and its answer together."""
+        self.name, self.tokenizer, self.max_length = name, chat.tokenizer, max_length
+        self._chat = chat
+        self._names = {as_ids: TokenNames(self.tokenizer, as_ids=as_ids) for as_ids in (False, True)}
 
     def check_model(self, model: str) -> None:
         """Raise ApiError unless this is the served model."""
