@@ -53,6 +53,7 @@ def test_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Path)
     assert (code, out) == (2, "") and "'riddles' is already registered" in said
 
 
+@pytest.mark.slow
 def test_new_program_can_be_tried_and_submitted(tmp_path: Path) -> None:
     """The program uses OpenAI's client, and the recipe a model that comes as a package."""
     pytest.importorskip("openai")
@@ -63,7 +64,7 @@ def test_new_program_can_be_tried_and_submitted(tmp_path: Path) -> None:
     words = [*mrl, *shlex.split(command)[1:], "-n", "2"]
     code, out, said = run(words, tmp_path / "sums")
     assert (code, said) == (0, "")
-    wrong, right = "assistant: 7<end>", "user: This is wrong. Reply with the number only.<end>"
+    wrong, right = "trained    7<end>", "user: This is wrong. Reply with the number only.<end>"
     assert wrong in out and right in out
     assert "sequence" not in out, "a second question continues the conversation"
     assert "  reward 0.5, attempts 2\n" in out and "  reward 0, attempts 2\n" in out
