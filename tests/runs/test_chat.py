@@ -51,6 +51,7 @@ def test_every_line_of_a_pipe_is_answered_and_continues_the_conversation(publish
     assert (chat.returncode, *rest) == (EXIT_FINISHED, "", "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(published: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:

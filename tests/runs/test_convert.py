@@ -47,6 +47,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_weights_converted_to_a_checkpoint_and_back_are_unchanged(tmp_path: Path, published: Path) -> None:
     code, out, err = convert("hf-to-megatron", published, tmp_path / "m", "--tp", "2")
     assert (code, err) == (0, "") and out.startswith(f"{tmp_path / 'm'}: ")

@@ -142,6 +142,7 @@ def test_interrupted_evaluation_resumes_with_the_same_result(
     assert found(out) == undisturbed
 
 
+@pytest.mark.slow
 def test_replicas_share_the_problems_with_the_same_result(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def exports(run: RunDir) -> list[str]:
     return sorted(path.name for path in run.exports.iterdir())
 
 
+@pytest.mark.slow
 def test_run_starts_from_published_weights_and_exports_its_own(tmp_path: Path, published: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -295,6 +295,7 @@ def test_several_ranks_answer_like_one_and_end_when_one_is_lost(
     assert not Path(f"/proc/{server}").exists()
 
 
+@pytest.mark.slow
 def test_incomplete_weights_are_one_error(published: tuple[Path, Any], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

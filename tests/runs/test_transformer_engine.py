@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 HELPERS = str(Path(__file__).parents[1] / "helpers")
 
 INSTALLED = "import te_stand_in; te_stand_in.install()\n"
@@ -150,6 +152,7 @@ def run(program: str) -> tuple[Any, str]:
     return json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.slow
 def test_modules_and_checkpoint_are_the_same_with_and_without_transformer_engine() -> None:
     without, missing = run(UNUSED)
     beside, said = run(INSTALLED + UNUSED)

@@ -107,6 +107,7 @@ def lives(process: psutil.Process) -> bool:
 # One W&B run per run
 
 
+@pytest.mark.slow
 def test_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server: Server, tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine", tags="[long, cold]")
     first = record_of(run, 1)

@@ -37,6 +37,7 @@ def ends_in_order(login: Login, run: Run) -> None:
     assert not login.lab.run("squeue", "--noheader", "--steps", "--jobs", run.job).strip()
 
 
+@pytest.mark.slow
 def test_hanging_replica_is_ended_by_slurm_and_restarted(login: Login) -> None:
     login.confine(1, 3)
     run = submit(login, "job.silence_limit_s=10")
