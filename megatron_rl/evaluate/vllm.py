@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
-
-import httpx
 
 from megatron_rl.checkpoint.hf.export import SHARD_BYTES
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
@@ -20,20 +17,16 @@ from megatron_rl.checkpoint.publish import read_manifest
 from megatron_rl.evaluate.blocks import Opened
 from megatron_rl.evaluate.config import EvaluateConfig
 from megatron_rl.inference.api import Completion, GenerationRequest, Unsupported
-from megatron_rl.inference.config import InferenceConfig, VllmConfig, ends_of
+from megatron_rl.inference.config import InferenceConfig, ends_of
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 from megatron_rl.standalone.source import Source
 from megatron_rl.vllm.answers import Answer, Answers, shared_streams
-from megatron_rl.vllm.client import MODEL_NAME, VllmClient
-from megatron_rl.vllm.command import BYTES, DTYPES, Served, as_option, given_options, vllm_environment
+from megatron_rl.vllm.client import VllmClient
+from megatron_rl.vllm.command import Served, Sizes, serve_command, vllm_environment
+from megatron_rl.vllm.plugin import write_version
+from megatron_rl.vllm.private_folder import private_folder
 from megatron_rl.vllm.process import VllmGone, VllmProcess
-
-START_LIMIT_S = 1800.0
-"""Seconds that vLLM has to start."""
-CPU_PAGE_TOKENS = 128
-"""Tokens of a page of vLLM's cache on CPUs."""
-POLL_S = 0.5
-"""Seconds between two checks whether vLLM has started."""
+from megatron_rl.vllm.start import started, version_in
 
 
 @contextmanager
@@ -45,24 +38,36 @@ def open_vllm(source: Source, asked: EvaluateConfig, max_length: int, rows: int)
         rows: answers decoded at once.
 
     Raises:
+        ConfigurationError: the Python has no vLLM that was tried, or there is no folder for vLLM's sockets.
         VllmGone: vLLM did not start.
         CheckpointError: the checkpoint is damaged.
     """
-    with tempfile.TemporaryDirectory(prefix="mrl-vllm-") as temporary:  # for this user alone
-        folder = Path(temporary)
-        weights, digest = _published(source, folder)
-        served = Served(weights, folder / "socket", folder / "plugins")
-        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # of another Python
-        environment = vllm_environment(environ, served, cpu=asked.device == "cpu")
-        with (folder / "log").open("w", encoding="utf-8") as log:
-            process = VllmProcess(_command(source, asked, served, max_length, rows), environment, log)
-            try:
-                version = _started(process, served.socket)
-                engine = VllmEngine(VllmClient(served.socket), process, source, rows)
-                engine.policy_version = WeightsFolder(weights).policy_version
-                yield Opened(engine, source, digest, f"vllm {version}")
-            finally:
-                process.end()
+    assert asked.vllm_python is not None, "the launcher fills it in"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # of another Python
+    version = version_in(asked.vllm_python, environ)
+    with private_folder() as folder, private_folder(for_sockets=False) as exported:
+        weights, digest = _published(source, exported)
+        served = Served(weights, folder)
+        write_version(served.plugins, version)
+        sizes = Sizes(
+            model=source.model,
+            cpu=asked.device == "cpu",
+            tp=asked.tp,
+            longest=max_length,
+            rows=rows,
+            prefill_tokens=InferenceConfig().prefill_tokens,
+        )
+        of_run = source.recipe.inference.vllm if source.recipe else None
+        command = serve_command(asked.vllm_python, served, sizes, of_run, {}, asked.seed)
+        environment = vllm_environment(environ, served, cpu=sizes.cpu)
+        with (
+            (folder / "log").open("w", encoding="utf-8") as log,
+            started(command, environment, served.socket, log) as process,
+        ):
+            assert process is not None, "nothing stops the wait"
+            engine = VllmEngine(VllmClient(served.socket), process, source, rows)
+            engine.policy_version = WeightsFolder(weights).policy_version
+            yield Opened(engine, source, digest, f"vllm {version}")
 
 
 def _published(source: Source, folder: Path) -> tuple[Path, str]:
@@ -73,54 +78,6 @@ def _published(source: Source, folder: Path) -> tuple[Path, str]:
     with connected(StandaloneWorld.single()) as (platform, _):
         to_hugging_face(source.folder, folder / "weights", platform, shard_bytes=SHARD_BYTES)
     return folder / "weights", read_manifest(source.folder).digest
-
-
-def _command(source: Source, asked: EvaluateConfig, served: Served, max_length: int, rows: int) -> list[str]:
-    """The command of `vllm serve`. What the evaluation decides comes last, so it wins."""
-    model = source.model
-    of_run = source.recipe.inference.vllm if source.recipe else None
-    options = given_options(of_run or VllmConfig())
-    options |= {
-        "model": str(served.model),
-        "served-model-name": MODEL_NAME,
-        "uds": str(served.socket),
-        "enable-scale-out": True,
-        "disable-uvicorn-access-log": True,
-        "skip-tokenizer-init": True,
-        "dtype": DTYPES[model.dtype],
-        "max-model-len": str(max_length),
-        "max-num-seqs": str(rows),
-        "max-num-batched-tokens": str(max(InferenceConfig().prefill_tokens, max_length)),
-        "tensor-parallel-size": str(asked.tp),
-        "generation-config": "vllm",
-        "seed": str(asked.seed),
-    }
-    if asked.device == "cpu":
-        pages = rows * -(-max_length // CPU_PAGE_TOKENS)
-        values = 2 * model.num_layers * max(1, model.num_query_groups // asked.tp) * model.head_size
-        options |= {
-            "enforce-eager": True,
-            "kv-cache-memory-bytes": str(pages * CPU_PAGE_TOKENS * values * BYTES[model.dtype]),
-        }
-    assert asked.vllm_python is not None, "the launcher fills it in"
-    # The same as `vllm serve`, which asks for a distribution that a build for CPUs does not have.
-    command = [asked.vllm_python, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    return command + [as_option(name, value) for name, value in options.items()]
-
-
-def _started(process: VllmProcess, socket: Path) -> str:
-    """Wait until vLLM answers, and return its version. Raises VllmGone if it ends, or takes too long."""
-    give_up = time.monotonic() + START_LIMIT_S
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://vllm") as client:
-        while time.monotonic() < give_up:
-            process.check()
-            try:
-                if client.get("/health").is_success:
-                    return str(client.get("/version").json()["version"])
-            except httpx.HTTPError:
-                pass  # not yet
-            time.sleep(POLL_S)
-    raise VllmGone(f"vLLM did not answer within {START_LIMIT_S:.0f} s")
 
 
 class VllmEngine:

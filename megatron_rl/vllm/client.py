@@ -19,7 +19,7 @@ MODEL_NAME = "policy"
 FIRST = -1
 """Priority of a request that precedes the others, whose priority is 0."""
 CONNECT_S = 10.0
-"""Seconds to connect to the socket."""
+"""Seconds to connect to the socket, and for an answer that needs no computation."""
 CONTROL_S = 300.0
 """Seconds that a change of weights may take."""
 LOWEST_LOGPROB = -9999.0
@@ -60,7 +60,6 @@ class VllmClient:
         self._client = httpx.AsyncClient(
             base_url="http://vllm",
             transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None)),
-            timeout=httpx.Timeout(CONTROL_S, connect=CONNECT_S, pool=None),
             trust_env=False,
         )
 
@@ -73,6 +72,16 @@ class VllmClient:
             return (await self._client.get("/health", timeout=CONNECT_S)).is_success
         except httpx.HTTPError:
             return False
+
+    async def reach_workers(self) -> None:
+        """Return once all processes that compute have reacted, which they do between two steps of the model, and which
+        `/health` does not ask. Raises VllmGone if that takes longer than CONNECT_S."""
+        try:
+            await self._post("/collective_rpc", {"method": "check_health"}, limit_s=CONNECT_S)
+        except VllmClosed:
+            raise
+        except (VllmGone, VllmRefused) as error:
+            raise VllmGone(f"vLLM has nothing to do, and its workers do not react: {error}") from error
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int], samples: int = 1, known: int = 0
@@ -150,10 +159,15 @@ class VllmClient:
         return self._client.stream("POST", path, json=content, timeout=httpx.Timeout(None, connect=CONNECT_S))
 
     async def _post(
-        self, path: str, content: dict[str, Any] | None = None, params: dict[str, str] | None = None
+        self,
+        path: str,
+        content: dict[str, Any] | None = None,
+        params: dict[str, str] | None = None,
+        limit_s: float = CONTROL_S,
     ) -> dict[str, Any]:
+        limit = httpx.Timeout(limit_s, connect=CONNECT_S, pool=None)
         try:
-            response = await self._client.post(path, json=content, params=params)
+            response = await self._client.post(path, json=content, params=params, timeout=limit)
         except httpx.HTTPError as error:
             raise _gone(path, error) from error
         if not response.is_success:

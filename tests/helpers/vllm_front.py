@@ -101,6 +101,11 @@ class Front:
         (found,) = [process for process in self.children() if process.ppid() == self.process.pid]
         return found
 
+    def folder(self) -> Path:
+        """Folder with the socket of vLLM."""
+        (option,) = [word for word in self.server().cmdline() if word.startswith("--uds=")]
+        return Path(option.partition("=")[2]).parent
+
     def computing(self) -> list[psutil.Process]:
         """Processes of vLLM that compute: the engine's core and its workers."""
         return [each for each in self.children() if each.is_running() and each not in (self.process, self.server())]

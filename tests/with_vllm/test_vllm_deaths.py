@@ -24,6 +24,8 @@ from megatron_rl.inference.config import Sampling
 LONG = 1500
 """Tokens of an answer that takes seconds."""
 HANG_S = 10.0
+IDLE_S = 60
+"""Seconds after which a vLLM that has nothing to do and does not react is gone."""
 STOPPED_S = 3.0
 """Seconds in which a transfer to stopped processes begins."""
 
@@ -39,7 +41,7 @@ class Seen(NamedTuple):
 
 def answer_over_deaths(_rank: int, _world: int, run: RunDir, published: Path) -> Seen:
     """Ask for a long answer. Stop and resume the engine in the middle of it, kill the front, and kill the engine of the
-    next start in a transfer."""
+    next start in a transfer. Stop the engine of the last start while it has nothing to do."""
     trainer = Trainer(run, Layout())
     trainer.load(published)
     whole = trainer.whole(published)
@@ -57,12 +59,13 @@ def answer_over_deaths(_rank: int, _world: int, run: RunDir, published: Path) ->
             until(lambda: hangs.poll(time.time()) is not None, "the host notices a stopped engine")
             for process in first.computing():
                 process.resume()
-            children = first.children()
+            children, left = first.children(), first.folder()
             first.process.kill()
             kept = tokens_of(trainer)
             until(lambda: not any(map(is_there, children)), "all processes of vLLM end with the front")
         with Front(run, start=1) as second:
             second.wait_until_it_answers()
+            assert not left.exists(), "the next start removes the folder of a front that was killed"
             for process in second.computing():
                 process.suspend()
             published_again = threads.submit(trainer.publish, 1, probe)
@@ -81,6 +84,12 @@ def answer_over_deaths(_rank: int, _world: int, run: RunDir, published: Path) ->
             children = third.children()
             os.killpg(third.process.pid, signal.SIGKILL)  # as the launcher ends a replica
             until(lambda: not any(map(is_there, children)), "stopped processes of vLLM end with the front")
+        with Front(run, start=3) as fourth:
+            fourth.wait_until_it_answers()
+            for process in fourth.computing():
+                process.suspend()
+            fourth.process.wait(START_S)
+            assert "its workers do not react" in fourth.error(), fourth.text()
     trainer.close()
     trained = answer_logprobs(whole, PROMPT, found.tokens).tolist()
     return Seen(found.tokens, found.logprobs, trained, kept)
@@ -97,7 +106,7 @@ def tokens_of(trainer: Trainer) -> list[int]:
 def test_answer_continues_on_the_next_start_after_deaths_in_generation_and_in_a_transfer(tmp_path: Path) -> None:
     published = tmp_path / "published"
     publish(published, SERVED["Qwen2"] | {"max_position_embeddings": 2048})
-    run = prepare_run(tmp_path / "run", published, training={"sequence_length": 2048})
+    run = prepare_run(tmp_path / "run", published, training={"sequence_length": 2048}, job={"silence_limit_s": IDLE_S})
     seen = Ranks(tmp_path, 1, answer_over_deaths, run, published).results(3 * START_S)[0]
     assert len(seen.kept) > 50
     assert seen.tokens[: len(seen.kept)] == seen.kept

@@ -45,18 +45,18 @@ def run(published: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.fixture(scope="module")
-def front(run: RunDir) -> Iterator[Front]:
-    with Front(run) as front:
-        yield front.wait_until_it_answers()
-
-
-def socket_of(front: Front) -> Path:
-    (option,) = [word for word in front.server().cmdline() if word.startswith("--uds=")]
-    return Path(option.partition("=")[2])
+def front(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """A front whose TMPDIR is too long for sockets."""
+    temporary = tmp_path_factory.mktemp("temporary") / ("long" * 20)
+    temporary.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        with Front(run) as front:
+            yield front.wait_until_it_answers()
 
 
 def test_socket_of_vllm_is_in_a_folder_of_this_user_alone(front: Front) -> None:
-    folder = socket_of(front).parent.stat()
+    folder = front.folder().stat()
     assert stat.S_IMODE(folder.st_mode) == 0o700
     assert folder.st_uid == front.process.uids().real
 
@@ -75,7 +75,9 @@ def test_every_route_of_the_front_refuses_other_keys(front: Front) -> None:
     address = front.address
     assert address is not None
     base = f"http://{address.host}:{address.port}"
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket_of(front))), base_url="http://vllm") as inside:
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(front.folder() / "socket")), base_url="http://vllm"
+    ) as inside:
         described = inside.get("/openapi.json").json()["paths"]
     routes = {(path, method.upper()) for path, methods in described.items() for method in methods}
     assert len(routes) > 30
@@ -120,8 +122,17 @@ def test_sampled_tokens_follow_the_softmax_whatever_the_model_recommends(
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
-def test_wrong_option_is_reported_with_the_words_of_vllm(published: Path, tmp_path: Path) -> None:
-    sections: dict[str, dict[str, Any]] = {"inference": {"vllm": {"args": {"none-such": 3}}}}
-    with Front(prepare_run(tmp_path / "run", published, **sections)) as front:
+@pytest.mark.parametrize(
+    ("inference", "said"),
+    [
+        ({"vllm": {"args": {"none-such": 3}}}, r"unrecognized arguments: --none-such=3"),
+        ({"cache_tokens": 10**12}, r"is less than requested memory for kv \(\d+"),
+    ],
+    ids=["an option that vLLM does not know", "more memory than there is"],
+)
+def test_a_start_that_fails_is_reported_with_the_words_of_vllm(
+    inference: dict[str, Any], said: str, published: Path, tmp_path: Path
+) -> None:
+    with Front(prepare_run(tmp_path / "run", published, inference=inference)) as front:
         assert front.process.wait(START_S) not in (0, 75), front.text()
-        assert re.search(r"unrecognized arguments: --none-such=3", front.error()), front.text()
+        assert re.search(said, front.error()), front.text()

@@ -10,9 +10,18 @@ from core_helpers import tiny_run
 
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.vllm_options import owned
-from megatron_rl.vllm.command import Served, cache_bytes, seed_of, vllm_command, vllm_environment
+from megatron_rl.vllm.command import (
+    Served,
+    Sizes,
+    replica_command,
+    seed_of,
+    serve_command,
+    sizes_of,
+    vllm_environment,
+)
+from megatron_rl.vllm.config import VllmConfig
 
-SERVED = Served(Path("/t/model"), Path("/t/socket"), Path("/t/plugins"))
+SERVED = Served(Path("/t/model"), Path("/t"))
 PARTITIONED = {
     "job": {"nodes": 2, "gpus_per_node": 1, "device": "cpu", "threads_per_rank": 1},
     "placement": {"mode": "partitioned", "inference": {"nodes": 1}},
@@ -26,7 +35,10 @@ def run(inference: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
 
 
 def options(config: RunConfig) -> dict[str, str]:
-    command = vllm_command(config, SERVED, "python", 7)
+    return options_in(replica_command(config, SERVED, "python", 7))
+
+
+def options_in(command: list[str]) -> dict[str, str]:
     assert command[:6] == ["python", "-P", "-m", "vllm.entrypoints.cli.main", "serve", "/t/model"]
     return dict(option.removeprefix("--").partition("=")[::2] for option in command[6:])
 
@@ -60,6 +72,15 @@ def test_log_probs_are_those_after_the_temperature(temperature: float, mode: str
     assert options(run(sampling={"max_new_tokens": 3, "temperature": temperature}))["logprobs-mode"] == mode
 
 
+def test_an_evaluation_starts_vllm_on_published_weights_with_the_options_of_its_run() -> None:
+    sizes = Sizes(tiny_run().model, cpu=True, tp=1, longest=48, rows=4, prefill_tokens=16)
+    given = VllmConfig(args={"async-scheduling": False, "seed-of-nothing": 3})
+    found = options_in(serve_command("python", SERVED, sizes, given, {}, 7))
+    assert not found.keys() & {"load-format", "weight-transfer-config"}
+    assert found.items() >= {"no-async-scheduling": "", "seed-of-nothing": "3", "max-num-batched-tokens": "48"}.items()
+    assert found["kv-cache-memory-bytes"] == str(sizes.cache_bytes)
+
+
 def test_no_two_starts_of_replicas_share_a_seed() -> None:
     config = run()
     seeds = {seed_of(config, attempt, replica, start) for attempt in (1, 2) for replica in (0, 1) for start in (0, 1)}
@@ -69,7 +90,7 @@ def test_no_two_starts_of_replicas_share_a_seed() -> None:
 
 def test_the_cache_on_a_cpu_holds_max_batch_sequences_of_full_length() -> None:
     config = run({"max_batch": 4, "page_tokens": 16})  # 4 x 48 tokens, 2 layers, 2 heads of 32 floats, keys and values
-    assert cache_bytes(config) == 4 * 48 * 2 * 2 * 2 * 32 * 4
+    assert sizes_of(config).cache_bytes == 4 * 48 * 2 * 2 * 2 * 32 * 4
 
 
 def test_the_world_of_the_front_is_hidden_from_vllm() -> None:

