@@ -25,6 +25,8 @@ KEPT_LINES = 400
 """Lines of output that are kept to find the reason of an end."""
 END_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
+EXIT_S = 0.5
+"""Seconds between the moment when the sockets of a killed process close and its end."""
 READ_S = 2.0
 """Seconds to read the rest of the output of a process that has ended."""
 
@@ -85,10 +87,20 @@ class VllmProcess:
             return
         self._reader.join(READ_S)
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        raise VllmGone(self.with_reason(f"vLLM has ended ({how})"))
+        raise VllmGone(self._with_reason(f"vLLM has ended ({how})"))
 
-    def with_reason(self, message: str) -> str:
-        """The message, with the error that vLLM's output reports, if any."""
+    def explained(self, message: str) -> str:
+        """The message of a failed call, or how vLLM has ended, which says more; with the error that its output reports,
+        if any."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_S)
+        try:
+            self.check()
+        except VllmGone as ended:
+            return str(ended)
+        return self._with_reason(message)
+
+    def _with_reason(self, message: str) -> str:
         why = reason_in(list(self._lines))
         return message if why is None or why in message else f"{message}: {why}"
 
