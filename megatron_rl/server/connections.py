@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,9 @@ class BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
+        # asyncio does so only for sockets whose protocol is named, which those of a given listener are not. A body that
+        # follows its head would then wait 40 ms for the client's delayed acknowledgement.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._update_timer()
 
     def data_received(self, data: bytes) -> None:

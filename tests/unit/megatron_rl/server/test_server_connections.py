@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import httpx
 import uvicorn
 from server_helpers import TOKEN, SayingEngine, running
+from starlette.responses import PlainTextResponse
 from uvicorn.server import ServerState
 
-from megatron_rl.server.connections import BoundedConnection
+from megatron_rl.server.connections import BoundedConnection, HttpServer, guarded
 
 TOKEN_HEADER = {"Authorization": f"Bearer {TOKEN}"}
 HEAD = f"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
@@ -74,3 +76,23 @@ def test_slow_answers_keep_their_connection() -> None:
             assert (await client.get(f"{address}/health")).is_success
 
     asyncio.run(asyncio.wait_for(ask(), 60))
+
+
+def test_bodies_do_not_wait_for_the_acknowledgement_of_their_heads() -> None:
+    """Otherwise sockets that come from a given listener delay small segments."""
+
+    async def connected() -> int:
+        server = HttpServer(guarded(PlainTextResponse("ok"), []), lifespan="off")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            while not (connections := server.server_state.connections):
+                await asyncio.sleep(0.01)
+            (connection,) = connections
+            delays = connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+            server.should_exit = True
+            await serving
+        return int(delays)
+
+    assert asyncio.run(connected()) != 0
