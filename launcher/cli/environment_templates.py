@@ -173,7 +173,7 @@ __all__ = ["${cls}Taskset"]
 
 
 class ${cls}Data(vf.TaskData):
-    """What a task knows besides its prompt."""
+    """Data of a task besides its prompt."""
 
     answer: str
 

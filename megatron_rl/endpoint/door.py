@@ -16,7 +16,7 @@ BODY_BYTES = 10_000_000
 DISCARDED_BYTES = 10 * BODY_BYTES
 """Most bytes of a refused body that are read, so that its program learns why."""
 REMEMBERED = 10_000
-"""Ended sessions that are kept in mind: their later requests are answered by the reason."""
+"""Most ended sessions that are remembered, whose later requests are answered by the reason."""
 PREFIX = "/sessions/"
 
 

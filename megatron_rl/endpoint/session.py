@@ -230,7 +230,7 @@ class Session:
             raise error_for_client(error) from error
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_value") from error
-        except Exception as error:
+        except Exception as error:  # of any kind: the engine, not the program, has failed, which ends the run
             self.broken = error
             self.stopped.set()
             raise ApiError(500, "the engine of the run has failed", code="engine_failed") from error

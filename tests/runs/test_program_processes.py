@@ -307,3 +307,17 @@ def test_a_function_that_can_never_run_ends_the_run_with_its_reason(
     (tmp_path / "agent.py").write_text(source)
     with pytest.raises(ConfigurationError, match=message):
         run(Program(None, function, [str(tmp_path / "agent.py")]))
+
+
+def test_a_working_directory_that_cannot_be_made_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+
+    async def without_its_parent(runner: ProgramRunner) -> Ended:
+        assert (await runner.run(job())).code == 0
+        (folder,) = (tmp_path / "scratch").iterdir()
+        folder.rmdir()
+        return await runner.run(job())
+
+    ended = with_runner(python(tmp_path, "print(1)"), without_its_parent)
+    assert ended.code == 1 and "No such file or directory" in ended.unstarted

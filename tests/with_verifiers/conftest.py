@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from optional import mark_real
 
 PYTHON_VARIABLE = "MRL_VERIFIERS_PYTHON"
 HERE = Path(__file__).parent
@@ -14,12 +15,7 @@ EXAMPLES = HERE.parents[1] / "examples" / "verifiers"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = pytest.mark.skip(reason=f"{PYTHON_VARIABLE} names no Python with verifiers: `make test-verifiers`")
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.verifiers)
-            if not os.environ.get(PYTHON_VARIABLE):
-                item.add_marker(missing)
+    mark_real(items, HERE, "verifiers", PYTHON_VARIABLE)
 
 
 @pytest.fixture

@@ -59,10 +59,14 @@ class Run:
         self.code: int | None = None
         """Exit code, once the program has ended."""
         self._folder = tempfile.mkdtemp(dir=program.folder)
-        for name, content in program.files.items():
-            file = Path(self._folder, name)
-            file.write_bytes(content)
-            file.chmod(0o700)
+        try:
+            for name, content in program.files.items():
+                file = Path(self._folder, name)
+                file.write_bytes(content)
+                file.chmod(0o700)
+        except OSError:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         self._ending, self._output, self._report = Tail(ENDING_BYTES), Tail(4 * OUTPUT_CHARACTERS), Tail(ENDING_BYTES)
         output, errors, report = os.pipe(), os.pipe(), os.pipe()
         supervisor = os.getpid()
@@ -139,7 +143,12 @@ def supervise(connection: socket.socket, program: Prepared) -> None:
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     deadline = time.monotonic() + job.limit_s
-    run = Run(job, program, private=(connection.fileno(), wakes, woken))
+    try:
+        run = Run(job, program, private=(connection.fileno(), wakes, woken))
+    except OSError as error:  # such as a full disk
+        ended = Ended(1, unstarted=f"{error.filename or program.folder}: {error.strerror or error}")
+        connection.sendall(json.dumps(ended).encode())
+        return
     over_limit = abandoned = stopping = False
     try:
         with selectors.DefaultSelector() as waiting:

@@ -28,7 +28,7 @@ START_S = 600.0
 CANCEL_S = 60.0
 """Seconds in which a worker must give up a rollout that is cancelled. One that does not is stuck, and is ended."""
 CLOSED_S = 1.0
-"""Seconds until a worker that has closed its output, so that nobody can hear it, is killed."""
+"""Seconds until a worker that has closed its output, and so cannot answer any more, is killed."""
 WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -210,7 +210,7 @@ def _greeting(line: bytes, python: str) -> dict[str, Any]:
     lowest, below = VERSIONS
     install = f"{python} -m pip install 'verifiers>={lowest},<{below}'"
     if not line.strip():
-        raise WorkerGone(f"{python} has ended without a word instead of loading verifiers: see the log")
+        raise WorkerGone(f"{python} has ended without an answer instead of loading verifiers: see the log")
     greeting: dict[str, Any] = json.loads(line)
     found = greeting["version"]
     if found is None:
