@@ -111,7 +111,7 @@ def test_a_python_without_verifiers_is_an_error_that_says_what_to_install():
         ({"version": "0.3.9"}, "has verifiers 0.3.9; tried are 0.4 to below 0.5"),
         ({"version": "0.5.0rc1"}, "has verifiers 0.5.0rc1; tried are 0.4 to below 0.5"),
         ({"error": "ValueError: taskset 'gsm9k' not found"}, "cannot load the environment: .*'gsm9k' not found"),
-        (None, "has ended without a word"),
+        (None, "has ended without an answer"),
     ],
 )
 def test_a_worker_that_cannot_load_the_environment_says_why(tmp_path, greeting, message):
