@@ -75,6 +75,7 @@ class MrlWeightTransferEngine(WeightTransferEngine[Step, Update]):
         if not update_info.load:
             share.wait(update_info.version)
             return
+        self._forget_packed_experts()
         initialize_layerwise_reload(self.model)
         self.model.load_weights(share.tensors(self.device))
 
@@ -90,6 +91,15 @@ class MrlWeightTransferEngine(WeightTransferEngine[Step, Update]):
         if self._share is None:
             raise RuntimeError("this worker was asked for weights before an epoch")
         return self._share
+
+    def _forget_packed_experts(self) -> None:
+        """Have the layers of experts treat the next weights like the first ones. A CPU build packs experts for its
+        kernel, and vLLM does so only while a layer has no kernel, so later weights would be read in the wrong order."""
+        if self.device.type == "cpu":
+            for module in self.model.modules():
+                method = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None
 
     def _renew_tied_head(self) -> None:
         """Have the output layer process its weights again if it shares those of the embedding. A CPU build packs them
