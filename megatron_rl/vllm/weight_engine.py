@@ -98,7 +98,7 @@ class MrlWeightTransferEngine(WeightTransferEngine[Step, Update]):
         if self.device.type == "cpu":
             for module in self.model.modules():
                 method = getattr(module, "quant_method", None)
-                if getattr(method, "moe_kernel", None) is not None:
+                if method is not None and hasattr(method, "moe_kernel"):
                     method.moe_kernel = None
 
     def _renew_tied_head(self) -> None:

@@ -199,7 +199,7 @@ async def conversations(options: argparse.Namespace, client: Client, folder: Pat
             return RunResult(1.0)
 
     weights = folder / "tiny"
-    publish(weights, PUBLISHED["Qwen2"])
+    publish(weights, PUBLISHED["Qwen2"] | {"max_position_embeddings": 256})
     with open_policy(find_source(str(weights)), threads=1) as opened:
         engine = Unlimited(opened.engine)
         sampling = Sampling(max_new_tokens=TOKENS, min_new_tokens=TOKENS)
