@@ -26,6 +26,7 @@ from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import check_files, environment_arguments, environment_class, with_kept_files
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.recipe.section import Section
 
@@ -233,10 +234,16 @@ def _check_environments(config: RunConfig, locate: Locate) -> None:
     for place, one in places or [(("environment",), config.task)]:
         of = f" (environment {one.name!r})" if places else ""
         try:
-            environment_arguments(one)
+            arguments = environment_arguments(one)
+            if isinstance(arguments, EndpointConfig) and arguments.timeout_s >= config.job.silence_limit_s:
+                key = (*place, "args", "timeout_s")
+                problems.append(
+                    f"{locate(key)[0]}: {'.'.join(key)} {arguments.timeout_s:g}{of} must be below job.silence_limit_s "
+                    f"{config.job.silence_limit_s}: a program that works that long without a call looks like a hang"
+                )
         except ValidationError as error:
-            arguments = environment_class(one.name).Config
-            found = validation_problems(error, arguments, locate, prefix=(*place, "args"))
+            keys = environment_class(one.name).Config
+            found = validation_problems(error, keys, locate, prefix=(*place, "args"))
             problems += [f"{problem}{of}" for problem in found]
         except ValueError as error:
             problems.append(f"{locate((*place, 'name'))[0]}: {'.'.join((*place, 'name'))}: {error}")

@@ -149,6 +149,8 @@ class EndpointAgent(Environment):
                 return _scored(session, await self._unless_stopped(problem, session, ask.limits))
             except BaseException as error:  # noqa: BLE001 - a task's own code may raise anything; it ends no run
                 failure = as_task_error(error)
+            if isinstance(failure, RolloutLost):
+                failure = RolloutLost(_without_key(failure.reason, session), _without_key(failure.output, session))
             if session.broken is not None:
                 raise session.broken
             if isinstance(failure, ConfigurationError):
@@ -209,9 +211,15 @@ def _scored(session: Session, result: RunResult) -> Trajectory:
     """Return the trajectory of a rollout that has ended. Raises RolloutLost."""
     try:
         score = Score.of(result.score)
-        return session.trajectory(score.reward, score.components, result.output[-OUTPUT_LIMIT:])
+        output = _without_key(result.output, session)[-OUTPUT_LIMIT:]
+        return session.trajectory(score.reward, score.components, output)
     except (TypeError, ValueError) as error:
         raise RolloutLost(f"rollout: {error}", result.output) from error
+
+
+def _without_key(text: str, session: Session) -> str:
+    """Return what a program printed without the key of its rollout."""
+    return text.replace(session.api_key, "KEY")
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
+from pydantic import field_validator
+
 from megatron_rl.chat.config import ChatConfig
-from megatron_rl.recipe.section import PositiveInt
+from megatron_rl.recipe.section import PositiveFloat, PositiveInt
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
 class EndpointConfig(ChatConfig):
@@ -29,3 +34,18 @@ class EndpointConfig(ChatConfig):
     only what it adds counts. Default: no limit."""
     concurrency: PositiveInt = 256
     """Rollouts at a time, for each driver; further ones wait."""
+    timeout_s: PositiveFloat = 900.0
+    """Longest time of one rollout in seconds, waits for the model included. Its program is then ended and the rollout
+    lost. It must be below job.silence_limit_s, because a program that works for long without a call looks like a hang.
+    environment.rollout_limit_s, if set, bounds it as well."""
+    variables: dict[str, str | None] = {}
+    """Environment variables of the programs, besides PATH, HOME and a few like them. null: the value in the run's own
+    environment, for a secret that does not belong into a recipe."""
+
+    @field_validator("variables")
+    @classmethod
+    def _have_names(cls, variables: dict[str, str | None]) -> dict[str, str | None]:
+        for name in variables:
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"{name!r} is not the name of an environment variable")
+        return variables

@@ -11,16 +11,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TextIO
-from uuid import uuid4
 
-import psutil
-
-from megatron_rl.contract.children import adopt_orphans, death_with_parent
+from megatron_rl.contract.children import death_with_parent
+from megatron_rl.rank.marked_processes import MarkedProcesses
 
 PREFIX = "vllm | "
 """Before each line of vLLM's output in the log."""
-MARK = "MRL_VLLM_PROCESS"
-"""Variable that marks the processes of one vLLM, also those whose parent has ended."""
 KEPT_LINES = 400
 """Lines of output that are kept to find the reason of an end."""
 END_S = 10.0
@@ -61,14 +57,13 @@ class VllmProcess:
 
         Raises VllmGone if it cannot be started.
         """
-        adopt_orphans()
-        self._mark = uuid4().hex
+        self._all = MarkedProcesses()
         self._log = log
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         try:
             self._process = subprocess.Popen(
                 command,
-                env={**environment, MARK: self._mark},
+                env={**environment, **self._all.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -109,10 +104,7 @@ class VllmProcess:
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-        for process in psutil.Process().children(recursive=True):  # also workers that outlive it
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark:
-                    process.kill()
+        self._all.kill()  # also workers that outlive it
         self._process.wait()
         self._reader.join(READ_S)
 

@@ -13,10 +13,9 @@ from megatron_rl.agent.datasets import DataSet, Source
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.environments.python_file import defined_names
 from megatron_rl.model.config import is_hub_name
-from megatron_rl.recipe.section import HubPath, NonNegativeInt, PathMark, PositiveFloat
+from megatron_rl.recipe.section import HubPath, NonNegativeInt, PathMark
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
 class Rows(Source):
@@ -59,9 +58,6 @@ class ProgramConfig(EndpointConfig):
     code: list[OwnFile] = []
     """Files of the program, relative to the recipe. A run keeps copies of them; each rollout finds them, executable, in
     its working directory."""
-    variables: dict[str, str | None] = {}
-    """Environment variables of the program, besides PATH, HOME and a few like them. null: the value in the run's own
-    environment, for a secret that does not belong into a recipe."""
     problems: RowsOrPath
     """Rows to train on."""
     evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], RowsOrPath] = {}
@@ -72,9 +68,6 @@ class ProgramConfig(EndpointConfig):
     """Seed that selects the held-out problems."""
     demonstrations: ExamplesOrPath | None = None
     """Prompts and right answers, which teach the format to a tiny model (`model.init: supervised`)."""
-    timeout_s: PositiveFloat = 900.0
-    """Longest time of one rollout in seconds, waits for the model included. The program is then ended and the rollout
-    lost. Keep it below job.silence_limit_s. environment.rollout_limit_s, if set, bounds it as well."""
 
     @field_validator("function")
     @classmethod
@@ -85,10 +78,8 @@ class ProgramConfig(EndpointConfig):
 
     @field_validator("variables")
     @classmethod
-    def _have_names(cls, variables: dict[str, str | None]) -> dict[str, str | None]:
+    def _name_no_policy(cls, variables: dict[str, str | None]) -> dict[str, str | None]:
         for name in variables:
-            if not _VARIABLE.fullmatch(name):
-                raise ValueError(f"{name!r} is not the name of an environment variable")
             if name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"):
                 raise ValueError(f"{name} is set for each rollout: it names the policy that is trained")
         return variables

@@ -18,7 +18,6 @@ runs with the rights of the user.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -33,6 +32,7 @@ from megatron_rl.agent.hf_dataset import HELD_OUT, split
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
+from megatron_rl.endpoint.program_environment import program_environment
 from megatron_rl.environments.program.arguments import Examples, ProgramConfig, Rows, RowsOrPath
 from megatron_rl.environments.program.reward_line import NoReward, reward_in, reward_of
 from megatron_rl.environments.program.wire import Ended, Job, Program
@@ -43,12 +43,6 @@ if TYPE_CHECKING:  # slow imports; the launcher imports this module to check a r
     from megatron_rl.environments.program.runner import ProgramRunner
 
 PYTHON = "{python}"
-INHERITED = (
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
-    *("PYTHONPATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
-)
-"""Environment variables that a program inherits. None of them is secret."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 DRAIN_S = 5.0
 """Seconds to wait before a rollout whose program was ended by a SIGTERM counts as lost. All processes of a preempted
 job may receive one: then the drain cancels the rollout meanwhile, and it is begun again."""
@@ -70,7 +64,7 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
     def __init__(self, config: ProgramConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError for a command that does not exist, and for data that is missing or empty."""
         super().__init__(config, tokenizer)
-        self._variables = _environment(config)
+        self._variables = program_environment(config.variables)
         self._program = Program(_command(config, self._variables) or None, config.function, config.code)
         self._runner: ProgramRunner | None = None
         evaluated = {name: _questions(rows) for name, rows in config.evaluate.items()}
@@ -165,16 +159,6 @@ def _command(config: ProgramConfig, variables: Mapping[str, str]) -> list[str]:
         where = "is not an executable file" if "/" in words[0] else "is not in PATH"
         raise ValueError(f"environment.args.command: {words[0]} {where} on this machine")
     return words
-
-
-def _environment(config: ProgramConfig) -> dict[str, str]:
-    """Return the environment of the program. Raises ValueError if the run's own lacks a variable."""
-    found = {name: os.environ[name] for name in INHERITED if name in os.environ} | ONE_THREAD
-    for name, value in config.variables.items():
-        if value is None and name not in os.environ:
-            raise ValueError(f"environment.args.variables: {name} is not set in the environment of the run")
-        found[name] = os.environ[name] if value is None else value
-    return found
 
 
 def _questions(rows: RowsOrPath) -> list[Question]:

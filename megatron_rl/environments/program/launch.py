@@ -13,7 +13,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_rl.contract.children import death_with_parent
+from megatron_rl.contract.children import death_with_parent, yield_memory
 from megatron_rl.environments.program.prepared import Prepared, Rollout, client, place
 from megatron_rl.environments.program.wire import ENDING_BYTES, Job
 
@@ -31,6 +31,7 @@ def be_program(
     code = 1
     try:
         death_with_parent(supervisor)()
+        yield_memory()  # not the rank, which loses far more
         _enter(job, folder, output)
         if program.command is not None:
             _execute(program.command, report)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
+from megatron_rl.endpoint.program_environment import program_environment
 from megatron_rl.endpoint.session import Session
 from megatron_rl.environments.vf.config import VerifiersConfig, merged
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -39,6 +40,7 @@ class VerifiersEnvironment(EndpointAgent):
             raise ValueError("environment verifiers: its agents chat, and the tokenizer has no chat template")
         from megatron_rl.environments.vf.process import Worker, list_tasks  # the launcher does not have psutil
 
+        variables = program_environment(config.variables)
         bound = None if config.tasks is None else config.tasks + config.held_out
         environments = {TRAINED: {"id": config.id, "env": config.env, "tasks": bound}}
         for name, changes in config.evaluate.items():
@@ -48,7 +50,7 @@ class VerifiersEnvironment(EndpointAgent):
                 Problem(prompt, {"environment": name, "task": number}, is_prompt=False)
                 for number, prompt in enumerate(prompts)
             ]
-            for name, prompts in list_tasks(config.python, environments).items()
+            for name, prompts in list_tasks(config.python, environments, variables).items()
         }
         trained = problems.pop(TRAINED)
         first_held_out = len(trained) - config.held_out
@@ -62,7 +64,7 @@ class VerifiersEnvironment(EndpointAgent):
         if held_out:
             self._evaluated[HELD_OUT] = held_out
         self._folder = tokenizer.folder if isinstance(tokenizer, HuggingFaceTokenizer) else None
-        self._worker = Worker(config.python, environments)
+        self._worker = Worker(config.python, environments, variables)
 
     def training_problems(self) -> Sequence[Problem]:
         return self._trained
@@ -71,22 +73,28 @@ class VerifiersEnvironment(EndpointAgent):
         return self._evaluated
 
     async def run(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
+        import asyncio  # slow import; the launcher imports this module to check a recipe
+
         from megatron_rl.environments.vf.process import WorkerGone
 
         renderer = None if self.chat.renderer in ("", "template") else self.chat.renderer
         try:
-            outcome = await self._worker.run(
-                {
-                    **problem.golden,
-                    # The same for all rollouts, whose keys differ: verifiers keeps what it has asked an address.
-                    "base_url": session.base_url.replace(f"/sessions/{session.api_key}", ""),
-                    "api_key": session.api_key,
-                    "model": session.model,
-                    "renderer": renderer,
-                    "tokenizer": self._folder,
-                    "chat_template": self.config.chat_template,
-                }
-            )
+            async with asyncio.timeout(self.config.timeout_s):
+                outcome = await self._worker.run(
+                    {
+                        **problem.golden,
+                        # The same for all rollouts, whose keys differ: verifiers keeps what it has asked an address.
+                        "base_url": session.base_url.replace(f"/sessions/{session.api_key}", ""),
+                        "api_key": session.api_key,
+                        "model": session.model,
+                        "renderer": renderer,
+                        "tokenizer": self._folder,
+                        "chat_template": self.config.chat_template,
+                    }
+                )
+        except TimeoutError:
+            limit = f"{self.config.timeout_s:g} s (environment.args.timeout_s)"
+            raise RolloutLost(f"verifiers: not done within {limit}") from None
         except WorkerGone as error:
             raise RolloutLost(str(error)) from error
         if "lost" in outcome:

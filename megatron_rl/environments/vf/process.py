@@ -8,21 +8,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-import psutil
-
-from megatron_rl.contract.children import adopt_orphans, death_with_parent
+from megatron_rl.contract.children import death_with_parent, yield_memory
 from megatron_rl.environments.vf.config import VERSIONS
 from megatron_rl.environments.vf.worker import END_S, LONGEST_LINE
+from megatron_rl.rank.marked_processes import MarkedProcesses
 
-MARK = "MRL_VERIFIERS_WORKER"
-"""Variable that marks the processes of one worker, such as servers of tools, also those whose parent has ended."""
 START_S = 600.0
 """Seconds to load the environment and its tasks, which may come from the hub or a slow file system."""
 CANCEL_S = 60.0
@@ -36,10 +32,14 @@ class WorkerGone(Exception):
     """The worker cannot be started, or has ended; the message says why."""
 
 
-def list_tasks(python: str | None, environments: Mapping[str, Any]) -> dict[str, list[str]]:
+def list_tasks(
+    python: str | None, environments: Mapping[str, Any], variables: Mapping[str, str]
+) -> dict[str, list[str]]:
     """Return the prompts of the tasks of each environment, from a worker that ends then.
 
-    environments: what `worker.Loaded` needs, by name.
+    Args:
+        environments: what `worker.Loaded` needs, by name.
+        variables: all environment variables of the worker.
 
     Raises ValueError if the environments cannot be loaded.
     """
@@ -50,7 +50,7 @@ def list_tasks(python: str | None, environments: Mapping[str, Any]) -> dict[str,
             command,
             input=request.encode(),
             stdout=subprocess.PIPE,
-            env=_environment(uuid4().hex),
+            env=dict(variables),
             timeout=START_S,
             preexec_fn=death_with_parent(os.getpid()),
             check=False,
@@ -69,9 +69,12 @@ def list_tasks(python: str | None, environments: Mapping[str, Any]) -> dict[str,
 class Worker:
     """A worker that is started when it is first asked, and again after its death. For one event loop."""
 
-    def __init__(self, python: str | None, environments: Mapping[str, Any]) -> None:
-        """environments: what `worker.Loaded` needs, by name."""
-        self._python, self._environments = python, environments
+    def __init__(self, python: str | None, environments: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+        """
+        environments: what `worker.Loaded` needs, by name.
+        variables: all environment variables of the worker.
+        """
+        self._python, self._environments, self._variables = python, environments, variables
         self._starting = asyncio.Lock()
         self._process: _Process | None = None
 
@@ -83,7 +86,7 @@ class Worker:
         async with self._starting:
             if self._process is None or self._process.ended:
                 await self.close()
-                self._process = await _Process.start(self._python, self._environments)
+                self._process = await _Process.start(self._python, self._environments, self._variables)
             process = self._process
         return await process.run(request)
 
@@ -96,8 +99,8 @@ class Worker:
 class _Process:
     """One start of a worker."""
 
-    def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
-        self._process, self._mark = process, mark
+    def __init__(self, process: asyncio.subprocess.Process, all_of_it: MarkedProcesses) -> None:
+        self._process, self._all = process, all_of_it
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._cancelled: set[int] = set()
@@ -105,23 +108,22 @@ class _Process:
         self.ended = False
 
     @classmethod
-    async def start(cls, python: str | None, environments: Mapping[str, Any]) -> _Process:
+    async def start(cls, python: str | None, environments: Mapping[str, Any], variables: Mapping[str, str]) -> _Process:
         """Raises WorkerGone."""
-        adopt_orphans()
-        mark = uuid4().hex
+        started = MarkedProcesses()
         command = _command(python)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=_environment(mark),
-                preexec_fn=death_with_parent(os.getpid(), signal.SIGTERM),  # SIGTERM: it ends its own children then
+                env={**variables, **started.environment},
+                preexec_fn=_begin(death_with_parent(os.getpid(), signal.SIGTERM)),  # it ends its own children then
                 limit=LONGEST_LINE,
             )
         except OSError as error:
             raise WorkerGone(f"{command[0]} cannot be started: {error}") from error
-        one = cls(process, mark)
+        one = cls(process, started)
         one._write({"environments": environments, "prompts": False})
         assert process.stdout is not None
         try:
@@ -157,10 +159,7 @@ class _Process:
         await self._exit_code(END_S + 1.0)
         if self._reading is not None:
             await self._reading
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark:
-                    process.kill()
+        self._all.kill()  # such as servers of tools
 
     async def _exit_code(self, patience_s: float) -> int:
         """Return how the process ended. It is killed if it has not ended within `patience_s` seconds."""
@@ -201,8 +200,12 @@ def _command(python: str | None) -> list[str]:
     return [python or sys.executable, "-P", str(WORKER)]
 
 
-def _environment(mark: str) -> dict[str, str]:
-    return {**os.environ, MARK: mark}
+def _begin(ask_for_death: Callable[[], None]) -> Callable[[], None]:
+    def begin() -> None:
+        ask_for_death()
+        yield_memory()
+
+    return begin
 
 
 def _greeting(line: bytes, python: str) -> dict[str, Any]:

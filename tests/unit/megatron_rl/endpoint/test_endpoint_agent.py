@@ -100,6 +100,29 @@ def test_same_group_again_draws_the_same_random_numbers() -> None:
     assert keys(1) == keys(1) != keys(2)
 
 
+def test_key_of_a_rollout_is_in_no_output_that_is_kept() -> None:
+    keys: list[str] = []
+
+    async def program(problem: Problem, session: Session, client: httpx.AsyncClient) -> RunResult:
+        await ask(client)
+        keys.append(session.api_key)
+        output = f"asking {session.base_url} with {session.api_key}"
+        if len(keys) == 2:
+            raise RolloutLost("it broke", output)
+        return RunResult(1.0, output)
+
+    async def rollout() -> tuple[TrajectoryGroup, Mapping[str, str]]:
+        agent = Programs(program, concurrency=1)
+        try:
+            return await agent.group_rollout(request(size=2)), agent.tracebacks()
+        finally:
+            await agent.close()
+
+    found, traces = asyncio.run(rollout())
+    for output, key in zip([found.trajectories[0].output, traces["it broke"]], keys, strict=True):
+        assert "with KEY" in output and key not in output
+
+
 def test_numbers_beside_the_reward_are_components_and_the_end_of_the_output_is_kept() -> None:
     async def program(problem: Problem, session: Session, client: httpx.AsyncClient) -> RunResult:
         await ask(client)

@@ -41,6 +41,7 @@ def environment(**arguments: Any) -> ProgramEnvironment:
         ("{problems: p.jsonl, command: [x], code: [a/x.py, b/x.py]}", "two files are named x.py"),
         ("{problems: p.jsonl, command: [x], variables: {A=B: c}}", "'A=B' is not the name of an environment variable"),
         ("{problems: p.jsonl, command: [x], variables: {OPENAI_API_KEY: c}}", "it names the policy that is trained"),
+        ("{problems: p.jsonl, command: [x], timeout_s: 1e6}", "args.timeout_s 1e.06 must be below job.silence_limit_s"),
         ("{problems: p.jsonl, command: [x], code: [missing.sh]}", "missing.sh: no such file"),
         ("{problems: p.jsonl, command: [x], code: [broken.py]}", "broken.py:1: not valid Python"),
         ("{problems: p.jsonl, function: 'agent:rollout', code: [agent.py]}", "agent.py: defines no rollout"),

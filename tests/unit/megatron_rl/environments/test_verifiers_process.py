@@ -19,6 +19,7 @@ from megatron_rl.agent.registry import environment_arguments
 from megatron_rl.environments.vf import process
 from megatron_rl.environments.vf.config import VerifiersConfig, merged
 from megatron_rl.environments.vf.process import Worker, WorkerGone, list_tasks
+from megatron_rl.rank.marked_processes import VARIABLE
 
 SCRIPT = f"""#!{sys.executable}
 import json, os, subprocess, sys, threading, time
@@ -97,12 +98,12 @@ def test_an_evaluation_set_changes_only_what_it_names():
 
 
 def test_tasks_are_listed_by_a_process_that_ends(tmp_path):
-    assert list_tasks(script(tmp_path), {}) == {"train": ["one", "two"]}
+    assert list_tasks(script(tmp_path), {}, {}) == {"train": ["one", "two"]}
 
 
 def test_a_python_without_verifiers_is_an_error_that_says_what_to_install():
     with pytest.raises(ValueError, match=r"has no verifiers: .* -m pip install 'verifiers>=0.4,<0.5'"):
-        list_tasks(None, {})
+        list_tasks(None, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -116,17 +117,30 @@ def test_a_python_without_verifiers_is_an_error_that_says_what_to_install():
 )
 def test_a_worker_that_cannot_load_the_environment_says_why(tmp_path, greeting, message):
     with pytest.raises(ValueError, match=message):
-        list_tasks(script(tmp_path, greeting), {})
+        list_tasks(script(tmp_path, greeting), {}, {})
 
 
 def test_a_python_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"environment\.args\.python: .*/nowhere cannot be started"):
-        list_tasks(str(tmp_path / "nowhere"), {})
+        list_tasks(str(tmp_path / "nowhere"), {}, {})
+
+
+def test_a_worker_has_only_the_variables_that_it_is_given_and_ends_first_when_memory_runs_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+
+    async def test() -> None:
+        worker = Worker(script(tmp_path), {}, {"PATH": "/usr/bin:/bin"})
+        pid = await asked(worker, "pid")
+        assert {*psutil.Process(pid).environ()} - {"LC_CTYPE"} == {"PATH", VARIABLE}
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
+        await worker.close()
+
+    run(test())
 
 
 def test_the_death_of_a_worker_loses_its_rollouts_and_no_others(tmp_path):
     async def test() -> None:
-        worker = Worker(script(tmp_path), {})
+        worker = Worker(script(tmp_path), {}, {})
         first = await asked(worker, "pid")
         with pytest.raises(WorkerGone, match=r"the process of verifiers ended \(exit code 7\)"):
             await worker.run({"task": "die"})
@@ -140,7 +154,7 @@ def test_the_death_of_a_worker_loses_its_rollouts_and_no_others(tmp_path):
 
 def test_all_processes_of_a_worker_end_with_it(tmp_path):
     async def test() -> None:
-        worker = Worker(script(tmp_path), {})
+        worker = Worker(script(tmp_path), {}, {})
         child = await asked(worker, "child")
         with pytest.raises(WorkerGone):
             await worker.run({"task": "die"})
@@ -153,7 +167,7 @@ def test_all_processes_of_a_worker_end_with_it(tmp_path):
 
 def test_a_cancelled_rollout_is_cancelled_in_the_worker(tmp_path):
     async def test() -> None:
-        worker = Worker(script(tmp_path), {})
+        worker = Worker(script(tmp_path), {}, {})
         await asked(worker, "pid")  # number 0
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(worker.run({"task": "wait"}), 0.05)
@@ -167,7 +181,7 @@ def test_a_worker_that_does_not_give_up_a_cancelled_rollout_is_ended(tmp_path, m
     monkeypatch.setattr(process, "CANCEL_S", 0.1)
 
     async def test() -> None:
-        worker = Worker(script(tmp_path), {})
+        worker = Worker(script(tmp_path), {}, {})
         stuck = await asked(worker, "pid")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(worker.run({"task": "stick"}), 0.05)
