@@ -54,6 +54,7 @@ class RemoteAgent(Environment, Demonstrator):
     prompts but not the right answers."""
 
     Config = RemoteConfig
+    several_turns = True  # the protocol does not say, and a cache that is too small would fail rollouts
 
     def __init__(self, config: RemoteConfig, tokenizer: Tokenizer) -> None:
         """Raises ConfigurationError if no agent is served at the URL, or if the token cannot be read."""
