@@ -114,6 +114,10 @@ class RunConfig(Section):
             return "model.dtype is fp32, which Transformer Engine multiplies as TF32"
         if self.model.num_experts is not None:
             return "model.num_experts is set, and experts use megatron-core's own layers"
+        if self.model.lora is not None:
+            return (
+                "model.lora is set, and adapters need the output of each norm, which Transformer Engine's linears hide"
+            )
         return None
 
     @property
@@ -133,6 +137,7 @@ class RunConfig(Section):
         if self.environment is not None and self.environments is not None:
             raise ValueError("environments and environment are both given: set one of them to null")
         self._transformer_engine_fits()
+        self._adapters_have_a_base()
         if against := against_engine(self):
             raise ValueError(against)
         if self.asynchronous.max_lag > 0 and self.resume.partial == "regenerate":
@@ -187,10 +192,30 @@ class RunConfig(Section):
             return
         if training.transformer_impl == "local":
             against = "training.transformer_impl is local, and FP8 needs Transformer Engine"
+        elif self.model.lora is not None:
+            against = (
+                "model.lora is set, and FP8 needs Transformer Engine, whose linears have no adapters: set fp8 to none"
+            )
         elif training.recompute == "full":
             against = "training.recompute is full, which would recompute layers in another precision"
         if against:
             raise ValueError(f"training.fp8 is {training.fp8}, but {against}")
+
+    def _adapters_have_a_base(self) -> None:
+        """Raise ValueError if adapters would belong to weights that no later start or export of the run can read."""
+        init = self.model.init
+        if self.model.lora is None or init in ("huggingface", "checkpoint"):
+            return
+        if self.job.device == "cuda" and init == "supervised":
+            raise ValueError(
+                "model.lora with model.init supervised needs job.device cpu: each start teaches the base again, and a "
+                "GPU may round it differently. Start from model.init=checkpoint or huggingface"
+            )
+        if self.save.export_hf_every > 0:
+            raise ValueError(
+                f"save.export_hf_every merges the adapters of model.lora with their base, and with model.init {init} "
+                "no file has the base: set it to 0, or start from model.init=checkpoint or huggingface"
+            )
 
 
 def read_config(run_dir: RunDir) -> RunConfig:

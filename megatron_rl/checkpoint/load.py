@@ -15,10 +15,12 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.publish import CheckpointError, Damaged, Manifest, find_corruption, read_manifest
-from megatron_rl.checkpoint.saving_ranks import LoadOnce
+from megatron_rl.checkpoint.saving_ranks import LoadOnce, sharded_weights
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, MetricsLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
+from megatron_rl.model.policy import Policy
+from megatron_rl.model.trainable import load_part
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +167,19 @@ def read(
     except (CheckpointingException, KeyError) as error:
         raise CheckpointError(f"{checkpoint.folder} does not fit this model: {error}") from error
     return state, checkpoint.manifest.meta
+
+
+def read_weights(
+    policy: Policy,
+    checkpoint: VerifiedCheckpoint,
+    part: Callable[[dict[str, Any]], dict[str, Any]],
+    data: dist.ProcessGroup,
+    expert_data: dist.ProcessGroup,
+) -> None:
+    """Load a part of a policy's weights, chosen from its sharded state, from a checkpoint. Collective over all ranks.
+    Other arguments and errors as in `read`."""
+    weights = sharded_weights(policy, data, expert_data, part)
+    load_part(policy, read(checkpoint, {"model": weights}, data, expert_data)[0]["model"])
 
 
 def _defect_found_twice(check: Callable[[], str | None]) -> str | None:

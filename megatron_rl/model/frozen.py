@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad, rms_norm
 
 from megatron_rl.model.layers import Norm, Rotation
+from megatron_rl.model.lora import effective_weight
 from megatron_rl.platform import frozen_linear
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout
@@ -75,18 +76,18 @@ class FrozenPolicy:
 
     def _layer(self, layer: TransformerLayer) -> FrozenLayer:
         attention, mlp = layer.self_attention, layer.mlp
-        heads = _with_norm(layer.input_layernorm, self._sorted(attention.linear_qkv.weight))
+        heads = _with_norm(layer.input_layernorm, self._sorted(effective_weight(attention.linear_qkv)))
         bias = attention.linear_qkv.bias
-        gate, value = _with_norm(layer.pre_mlp_layernorm, mlp.linear_fc1.weight).chunk(2)
+        gate, value = _with_norm(layer.pre_mlp_layernorm, effective_weight(mlp.linear_fc1)).chunk(2)
         norms = attention.q_layernorm, attention.k_layernorm
         return FrozenLayer(
             layer.layer_number,
             freeze(heads, None if bias is None else self._sorted(bias)),
             norms if isinstance(norms[0], Norm) else None,
-            freeze(attention.linear_proj.weight),
+            freeze(effective_weight(attention.linear_proj)),
             freeze(gate),
             freeze(value),
-            freeze(mlp.linear_fc2.weight),
+            freeze(effective_weight(mlp.linear_fc2)),
         )
 
     def _sorted(self, heads: Tensor) -> Tensor:

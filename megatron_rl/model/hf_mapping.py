@@ -59,7 +59,7 @@ class Piece:
 
 def weights(model: ModelConfig) -> dict[str, Weight]:
     """Return all weights by megatron-core's names, with layers and experts numbered over the whole model."""
-    hidden, heads, groups, head = model.hidden_size, model.num_attention_heads, model.num_query_groups, model.head_size
+    hidden = model.hidden_size
     assert model.vocab_size is not None  # always in config.json
     table = (model.vocab_size, hidden)
     tied = model.tied_embeddings
@@ -70,28 +70,35 @@ def weights(model: ModelConfig) -> dict[str, Weight]:
         OUTPUT: Weight((Source(HF_EMBEDDING if tied else HF_OUTPUT, table),), split=0, padded=True),
     }
     for number in range(model.num_layers):
-        ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
-        attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
-        sizes = {"q": heads * head, "k": groups * head, "v": groups * head}
-        for kind, width in [("weight", (hidden,)), *([("bias", ())] if model.qkv_bias else [])]:
-            qkv = tuple(Source(f"{their_attention}.{x}_proj.{kind}", (rows, *width)) for x, rows in sizes.items())
-            found[f"{attention}.linear_qkv.{kind}"] = Weight(qkv, split=0, blocks=groups)
-        for x in ("q", "k") if model.qk_norm else ():
-            norm = Source(f"{their_attention}.{x}_norm.weight", (head,))
-            found[f"{attention}.{x}_layernorm.weight"] = Weight((norm,))
-        out = Source(f"{their_attention}.o_proj.weight", (hidden, heads * head))
-        found[f"{attention}.linear_proj.weight"] = Weight((out,), split=1)
-        for norm_name, their_norm in _NORMS.items():
-            found[f"{ours}.{norm_name}.weight"] = Weight((Source(f"{theirs}.{their_norm}.weight", (hidden,)),))
-        if model.num_experts is None:
-            found |= _feed_forward(f"{ours}.mlp", f"{theirs}.mlp", hidden, model.ffn_hidden_size)
-            continue
-        router = Source(f"{theirs}.mlp.gate.weight", (model.num_experts, hidden))
-        found[f"{ours}.mlp.router.weight"] = Weight((router,))
-        assert model.expert_ffn_hidden_size is not None  # ModelConfig._experts_fit
-        for expert in range(model.num_experts):
-            our_expert, their_expert = f"{ours}.mlp.experts.local_experts.{expert}", f"{theirs}.mlp.experts.{expert}"
-            found |= _feed_forward(our_expert, their_expert, hidden, model.expert_ffn_hidden_size)
+        found |= layer_weights(model, number)
+    return found
+
+
+def layer_weights(model: ModelConfig, number: int) -> dict[str, Weight]:
+    """Return the weights of a layer by megatron-core's names, with experts numbered over the whole model."""
+    hidden, heads, groups, head = model.hidden_size, model.num_attention_heads, model.num_query_groups, model.head_size
+    found: dict[str, Weight] = {}
+    ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
+    attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
+    sizes = {"q": heads * head, "k": groups * head, "v": groups * head}
+    for kind, width in [("weight", (hidden,)), *([("bias", ())] if model.qkv_bias else [])]:
+        qkv = tuple(Source(f"{their_attention}.{x}_proj.{kind}", (rows, *width)) for x, rows in sizes.items())
+        found[f"{attention}.linear_qkv.{kind}"] = Weight(qkv, split=0, blocks=groups)
+    for x in ("q", "k") if model.qk_norm else ():
+        norm = Source(f"{their_attention}.{x}_norm.weight", (head,))
+        found[f"{attention}.{x}_layernorm.weight"] = Weight((norm,))
+    out = Source(f"{their_attention}.o_proj.weight", (hidden, heads * head))
+    found[f"{attention}.linear_proj.weight"] = Weight((out,), split=1)
+    for norm_name, their_norm in _NORMS.items():
+        found[f"{ours}.{norm_name}.weight"] = Weight((Source(f"{theirs}.{their_norm}.weight", (hidden,)),))
+    if model.num_experts is None:
+        return found | _feed_forward(f"{ours}.mlp", f"{theirs}.mlp", hidden, model.ffn_hidden_size)
+    router = Source(f"{theirs}.mlp.gate.weight", (model.num_experts, hidden))
+    found[f"{ours}.mlp.router.weight"] = Weight((router,))
+    assert model.expert_ffn_hidden_size is not None  # ModelConfig._experts_fit
+    for expert in range(model.num_experts):
+        our_expert, their_expert = f"{ours}.mlp.experts.local_experts.{expert}", f"{theirs}.mlp.experts.{expert}"
+        found |= _feed_forward(our_expert, their_expert, hidden, model.expert_ffn_hidden_size)
     return found
 
 

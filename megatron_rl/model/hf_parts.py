@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import Piece, Weight, pieces, weights
+from megatron_rl.model.lora import Adapter
+from megatron_rl.model.lora_mapping import adapters, is_adapter
 from megatron_rl.model.policy import Policy
 
 
@@ -27,23 +29,42 @@ class Held:
     """Ranks that together have the weight."""
     copies: dist.ProcessGroup
     """Ranks with the same part."""
+    linear: Adapter | None = None
+    """Linear with an adapter whose weight it is."""
 
-    def pieces(self) -> Iterator[Piece]:
-        """Locate Hugging Face's tensors in this rank's part. Pieces may be empty if it is all padding."""
-        return pieces(self.weight, self.tensor, self.ranks.rank(), self.ranks.size())
+    def pieces(self, tensor: Tensor | None = None) -> Iterator[Piece]:
+        """Locate Hugging Face's tensors in this rank's part, or in a tensor that replaces it. Pieces may be empty if it
+        is all padding."""
+        return pieces(self.weight, self.tensor if tensor is None else tensor, self.ranks.rank(), self.ranks.size())
+
+    def effective(self) -> Tensor:
+        """This rank's part of the weight that the model multiplies by: with the adapter, if it has one."""
+        return self.tensor if self.linear is None else self.linear.merged().detach()
 
 
 def held_weights(policy: Policy, model: ModelConfig) -> list[Held]:
-    """Return all weights of this rank's part of a policy, in the order that its tensor-parallel ranks share."""
+    """Return all weights of this rank's part of a policy except adapters, in the order that its tensor-parallel ranks
+    share."""
     whole = model if model.vocab_size is not None else model.model_copy(update={"vocab_size": policy.vocabulary})
-    found, groups, names = weights(whole), policy.pg_collection, _GlobalNames(policy)
-    held = []
+    return [*_held(policy, weights(whole), of_adapters=False)]
+
+
+def held_adapters(policy: Policy, model: ModelConfig) -> list[Held]:
+    """Return the matrices of all adapters of this rank's part of a policy, as `held_weights` returns its weights."""
+    return [*_held(policy, adapters(model), of_adapters=True)]
+
+
+def _held(policy: Policy, known: Mapping[str, Weight], *, of_adapters: bool) -> Iterator[Held]:
+    groups, names = policy.pg_collection, _GlobalNames(policy)
     for name, parameter in policy.named_parameters():
+        if is_adapter(name) != of_adapters:
+            continue
         expert = ".experts." in name
         ranks, copies = (groups.expt_tp, groups.expt_dp) if expert else (groups.tp, groups.dp_cp)
+        linear = policy.get_submodule(name.rpartition(".")[0])
+        adapted = linear if isinstance(linear, Adapter) and name.endswith(".weight") else None
         global_name = names.of(name)
-        held.append(Held(global_name, found[global_name], parameter.detach(), ranks, copies))
-    return held
+        yield Held(global_name, known[global_name], parameter.detach(), ranks, copies, adapted)
 
 
 class _GlobalNames:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -22,12 +23,15 @@ from torch.nn.functional import pad, silu
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.model.config import Recompute
-from megatron_rl.platform.api import Platform
+from megatron_rl.model.lora import Adapters
+from megatron_rl.platform.api import Linears, Platform
 from megatron_rl.platform.attention import Layout
 from megatron_rl.platform.megatron_patches import patch_router
 
 
-def packed_block_spec(config: TransformerConfig, recompute: Recompute, platform: Platform, stage: int) -> Any:
+def packed_block_spec(
+    config: TransformerConfig, recompute: Recompute, platform: Platform, stage: int, adapters: Adapters | None
+) -> Any:
     """Specification of a pipeline stage's layers and of the norm after the last one, for GPTModel."""
     if config.num_moe_experts is not None:
         patch_router()
@@ -35,25 +39,21 @@ def packed_block_spec(config: TransformerConfig, recompute: Recompute, platform:
         num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
     )
     spec.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
-    attention, mlp = spec.submodules.self_attention, spec.submodules.mlp
+    attention = spec.submodules.self_attention
     attention.module = PackedAttention
     attention.submodules.core_attention = NoCoreAttention
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     if config.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
-    if linears := platform.linears(config):
-        attention.submodules.linear_qkv, attention.submodules.linear_proj = linears.column, linears.row
-        if linears.norm:
-            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = linears.norm
-        of_mlp = _submodules(mlp)
-        if config.num_moe_experts is not None:
-            of_mlp = _submodules(of_mlp.experts)
-        of_mlp.linear_fc1, of_mlp.linear_fc2 = linears.column, linears.row
+    linears = platform.linears(config)
+    if linears and linears.norm:
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = linears.norm
+    _set_linears(spec, linears, adapters)
     layers = get_num_layers_to_build(config, pp_rank=stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
 
 
-def plain_block_spec(config: TransformerConfig) -> Any:
+def plain_block_spec(config: TransformerConfig, adapters: Adapters | None) -> Any:
     """Specification of the same modules and weights in megatron-core's own layers, for its dynamic engine."""
     spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     attention = spec.submodules.self_attention.submodules
@@ -61,7 +61,25 @@ def plain_block_spec(config: TransformerConfig) -> Any:
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
+    _set_linears(spec, None, adapters)
     return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=Norm)
+
+
+def _set_linears(spec: Any, linears: Linears | None, adapters: Adapters | None) -> None:
+    """Set the classes of a layer's linears, unless they are megatron-core's own without adapters."""
+    if linears is None and adapters is None:
+        return
+    linears = linears or Linears(ColumnParallelLinear, RowParallelLinear)
+    attention, mlp, feed_forward = spec.submodules.self_attention.submodules, _submodules(spec.submodules.mlp), "mlp"
+    if getattr(mlp, "experts", None) is not None:
+        mlp, feed_forward = _submodules(mlp.experts), "mlp.experts"
+    for part, name, linear, kind in (
+        (attention, "self_attention", "linear_qkv", linears.column),
+        (attention, "self_attention", "linear_proj", linears.row),
+        (mlp, feed_forward, "linear_fc1", linears.column),
+        (mlp, feed_forward, "linear_fc2", linears.row),
+    ):
+        setattr(part, linear, adapters.adapted(f"{name}.{linear}", kind) if adapters else kind)
 
 
 def _submodules(part: Any) -> Any:

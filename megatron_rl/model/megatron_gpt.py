@@ -22,7 +22,7 @@ def megatron_gpt(policy: Policy, model: ModelConfig) -> GPTModel:
     with torch.device("meta"):
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=plain_block_spec(config),
+            transformer_layer_spec=plain_block_spec(config, policy.adapters),
             vocab_size=policy.vocab_size,
             max_sequence_length=policy.max_sequence_length,
             parallel_output=True,

@@ -15,6 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_rl.model.lora_mapping import is_adapter
+
 
 def groups_of_one() -> ProcessGroupCollection:
     """Return groups for a model that is whole on this rank. Collective over all ranks."""
@@ -47,11 +49,13 @@ def send_no_tokens(mlp: MoELayer, groups: ProcessGroupCollection) -> None:
 @torch.no_grad()
 def copy_part(whole: Any, part: Any) -> None:
     """Copy weights of a whole model into a rank's part of it: its tensor-parallel rows or columns, layers and experts.
-    whole, part: megatron-core models of the same shape."""
+    whole, part: megatron-core models of the same shape. Adapters of `part` stay as they are: `whole` has none."""
     boxes: dict[str, list[ShardedTensor]] = defaultdict(list)
     for box in _boxes(whole):
         boxes[box.key].append(box)
     for box in _boxes(part):
+        if is_adapter(box.key):
+            continue
         box.data.copy_(next(found for source in boxes[box.key] if (found := _within(source, box)) is not None))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig, Recompute, RopeScaling
 from megatron_rl.model.frozen import FrozenPolicy, freezes
 from megatron_rl.model.layers import Rotation, packed_block_spec
+from megatron_rl.model.lora import Adapters
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
@@ -53,6 +55,9 @@ class Policy(GPTModel):
     positions from 0 along the sequence dimension, which packed tokens do not.
     """
 
+    adapters: Adapters | None
+    """Adapters of `model.lora`; None if all weights are trained."""
+
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
         """Return logits of the packed tokens in `select` (all if None), for a policy without a pipeline.
 
@@ -71,6 +76,11 @@ class Policy(GPTModel):
             return None
         rotations = self._cosines, self._sines
         return FrozenPolicy(self, self.output().weight[: self._tokens], rotations)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Leave adapters out of all products within a `with` block: the policy is then its base, the initial one. No-op
+        for a policy without adapters."""
+        return self.adapters.off() if self.adapters else nullcontext()
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, layout: Layout, received: Tensor | None = None, multiple: int = 1
@@ -273,10 +283,11 @@ def build_policy(
         raise ConfigurationError("sequence_parallel splits activations between tensor-parallel ranks, but tp is 1")
     config = transformer_config(model, platform, groups, sequence_parallel=sequence_parallel)
     config.perform_initialization = initialize
+    adapters = Adapters.of(model)
     make = partial(
         Policy,
         config=config,
-        transformer_layer_spec=packed_block_spec(config, recompute, platform, groups.pp.rank()),
+        transformer_layer_spec=packed_block_spec(config, recompute, platform, groups.pp.rank(), adapters),
         vocab_size=model.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_position_embeddings,
         pre_process=groups.pp.rank() == 0,
@@ -290,5 +301,6 @@ def build_policy(
     policy = platform.build(make, DTYPES[model.dtype])
     if model.rope_scaling is not None:  # megatron-core supports only a factor
         policy.rotary_pos_emb.inv_freq = stretched(policy.rotary_pos_emb.inv_freq, model.rope_scaling)
+    policy.adapters = adapters
     policy.prepare(vocab_size, platform)
     return policy

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.agent.api import Environment
+from megatron_rl.checkpoint.adapters import check_adapters, check_whole, weights_checksum
 from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.hf.origin import contradictions
-from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, verify
+from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, read_weights, verify
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.saving_ranks import sharded_weights
 from megatron_rl.config import RunConfig
@@ -24,6 +25,7 @@ from megatron_rl.model.hub import local_folder
 from megatron_rl.model.parallel import copy_part, groups_of_one
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.model.trainable import Trainable, fill_adapters, load_part
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
@@ -36,26 +38,29 @@ class Models:
     """Policy, optimizer and reference of a run. A checkpoint holds the tensors of the first two."""
 
     policy: Policy
+    trainable: Trainable
     optimizer: PolicyOptimizer
     reference: Policy | None
-    """Initial weights, for the KL penalty."""
+    """Initial policy, for the KL penalty: a copy, or `policy` if it still contains the initial weights."""
     platform: Platform
     groups: Groups
 
     def sharded_state(self) -> dict[str, Any]:
-        """Weights, optimizer and random numbers in megatron-core's sharded form."""
-        model = sharded_weights(self.policy, self.groups.data_context, self.groups.expert_data)
+        """Trained weights, optimizer and random numbers in megatron-core's sharded form."""
+        model = sharded_weights(self.policy, self.groups.data_context, self.groups.expert_data, self.trainable.trained)
         rng = ShardedObject("rng", self.platform.rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
         return {"model": model, "optimizer": self.optimizer.sharded_state(model), "rng": rng}
 
     def restore(self, checkpoint: VerifiedCheckpoint) -> None:
-        """Load a checkpoint of this run, written by any number of ranks. Collective."""
+        """Load a checkpoint of this run, written by any number of ranks. Collective. Raises ConfigurationError if its
+        adapters are not those of the recipe."""
+        check_adapters(checkpoint.folder, checkpoint.manifest.meta, self.trainable.lora)
         wanted = self.sharded_state()
         if checkpoint.manifest.world_size != dist.get_world_size():
             # The random states belong to other ranks. Sampling does not use them: see inference/sampling.
             del wanted["rng"]
         state, _ = read(checkpoint, wanted, self.groups.data_context, self.groups.expert_data)
-        self.policy.load_state_dict(state["model"])
+        load_part(self.policy, state["model"])
         self.optimizer.load_state(state["optimizer"])
         if "rng" in state:
             self.platform.set_rng_state(state["rng"])
@@ -74,22 +79,26 @@ def build_models(
     """Build the models before the first step, and return them with the digest of their initial weights, if read.
     Collective.
 
-    resumes: whether they are about to be restored. Then only the KL penalty needs the initial weights; without one, the
-        run no longer depends on their source.
+    resumes: whether they are about to be restored. Then only the KL penalty and adapters need the initial weights;
+        without them, the run no longer depends on their source.
     """
     platform.seed(initial_seed(config.model))
     policy = build_part(config, tokenizer, platform, config.training.recompute)
-    penalised = config.grpo.kl_beta > 0
+    trainable, penalised = Trainable.of(config.model), config.grpo.kl_beta > 0
     digest = None
-    if not resumes or penalised:
+    if not resumes or penalised or not trainable.everything:
         digest = load_initial_weights(policy, config, environment, tokenizer, platform, groups, safe_points)
+    fill_adapters(policy, config.model, config.training.seed)
     safe_points.agree()
     share_weights(policy, groups)  # before the reference and the optimizer copy them
-    reference = frozen_copy(policy, config, tokenizer, platform) if penalised else None
+    reference = None
+    if penalised:
+        reference = frozen_copy(policy, config, tokenizer, platform) if trainable.everything else policy
+    trainable.mark(policy)
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates, config.offload)
     torch.manual_seed(config.training.seed)
-    return Models(policy, optimizer, reference, platform, groups), digest
+    return Models(policy, trainable, optimizer, reference, platform, groups), digest
 
 
 def load_initial_weights(
@@ -102,7 +111,8 @@ def load_initial_weights(
     safe_points: SafePoints,
 ) -> str | None:
     """Replace the random weights by the initial weights of training. Return the digest of the checkpoint or files that
-    they come from; None for random weights or those trained from them by supervised learning.
+    they come from; None for random weights or those trained from them by supervised learning, unless adapters belong to
+    them: then a checksum of them.
 
     Random weights and supervised ones are made as on a single rank, all of them on each rank, so that a run starts with
     the same weights in every layout.
@@ -118,26 +128,26 @@ def load_initial_weights(
         return load_pretrained(policy, model, folder)
     if model.init in ("from-scratch", "supervised"):
         whole = policy
-        if groups.in_step:
+        if groups.in_step or policy.adapters:
             platform.seed(initial_seed(model))
-            whole = build_policy(model, tokenizer.vocab_size, platform, groups=groups_of_one())
+            base = model.model_copy(update={"lora": None})
+            whole = build_policy(base, tokenizer.vocab_size, platform, groups=groups_of_one())
         if model.init == "supervised":
             safe_points.activity.enter("teaching the base model", 0)
             supervised.teach(whole, config, environment, tokenizer, safe_points, writer=dist.get_rank() == 0)
         if whole is not policy:
             copy_part(whole, policy)
-    if model.init != "checkpoint":
-        return None
+        return weights_checksum(policy, model, groups.control) if model.lora else None
     assert model.checkpoint is not None  # checked by the configuration
     if wrong := contradictions(model, Path(model.checkpoint)):
         raise ConfigurationError(f"model.checkpoint: {'; '.join(wrong)}")
     try:
         checkpoint = verify(Path(model.checkpoint), groups.control)
-        weights = sharded_weights(policy, groups.data_context, groups.expert_data)
-        state, _ = read(checkpoint, {"model": weights}, groups.data_context, groups.expert_data)
+        check_whole(checkpoint.folder, checkpoint.manifest.meta)
+        initial = Trainable.of(model).initial
+        read_weights(policy, checkpoint, initial, groups.data_context, groups.expert_data)
     except CheckpointError as error:
         raise ConfigurationError(f"model.checkpoint: {error}") from error
-    policy.load_state_dict(state["model"])
     return checkpoint.manifest.digest
 
 

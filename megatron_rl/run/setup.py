@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.registry import build_environment, with_kept_files
+from megatron_rl.checkpoint.adapters import adapter_record
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig
@@ -55,7 +56,10 @@ class Counters:
     policy_version: int = 0
     nonfinite_in_a_row: int = 0
     initial_weights: str | None = None
-    """Digest of the checkpoint (`model.checkpoint`) or files (`model.huggingface`) that the run started from."""
+    """Digest of the checkpoint (`model.checkpoint`) or files (`model.huggingface`) that the run started from, or for
+    adapters a checksum of other initial weights."""
+    adapters: Mapping[str, Any] | None = None
+    """`checkpoint.adapters.AdapterRecord`; None if the checkpoint holds all weights."""
     problems: Mapping[str, ProblemDigest] = field(default_factory=dict)
     """Digests of the training problems, by environment; empty in old checkpoints, which do not record them."""
 
@@ -125,6 +129,7 @@ class Run:
                 policy_version=self.trainer.policy_version,
                 nonfinite_in_a_row=self.trainer.nonfinite_in_a_row,
                 initial_weights=self.initial_weights,
+                adapters=adapter_record(self.config.model),
                 problems=self.problems,
             )
         )
@@ -254,7 +259,8 @@ def restore(
 
     initial_weights: digest of the present `model.checkpoint` or `model.huggingface`, if read.
 
-    Raises ConfigurationError if the run started from other weights: the KL penalty would pull to the wrong ones.
+    Raises ConfigurationError if the run started from other weights: the KL penalty would pull to the wrong ones, and
+    adapters would be added to them.
     """
     safe_points.activity.enter("loading the checkpoint", 0)
     with safe_points.timeline.phase("load"):
@@ -263,9 +269,10 @@ def restore(
         return Counters(initial_weights=initial_weights)
     counters = Counters.of(checkpoint.manifest.meta)
     if initial_weights is not None and initial_weights != counters.initial_weights:
+        base = f"the adapters (model.lora) belong to {counters.adapters['base']}" if counters.adapters else None
         raise ConfigurationError(
-            "model.checkpoint (or huggingface) has changed since this run started, and the KL penalty (grpo.kl_beta) "
-            "needs the original weights: restore them, or start another run"
+            "model.checkpoint (or huggingface) has changed since this run started, and "
+            f"{base or 'the KL penalty (grpo.kl_beta) needs the original weights'}: restore it, or start another run"
         )
     logger.info("resuming after step %d", counters.step)
     return counters

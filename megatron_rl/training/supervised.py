@@ -125,7 +125,7 @@ def cache_path(config: RunConfig, examples: Sequence[Example]) -> Path:
     """Cache file of the weights taught by these examples under this configuration. MRL_CACHE (CACHE_VARIABLE) moves the
     cache."""
     depends_on = {
-        "model": config.model.model_dump(exclude={"checkpoint", "init", "init_seed"}),
+        "model": config.model.model_dump(exclude={"checkpoint", "init", "init_seed", "lora"}),
         "tokenizer": config.tokenizer.model_dump(),
         "environment": config.task.model_dump(),
         "examples": hashlib.sha256(repr([*examples]).encode()).hexdigest(),  # the environment's code may have changed

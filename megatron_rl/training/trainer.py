@@ -66,6 +66,8 @@ class Trainer:
         policy_version: int = 0,
         nonfinite_in_a_row: int = 0,
     ) -> None:
+        """reference: initial policy for the KL penalty, if there is one. It may be `policy`, which without its adapters
+        is the initial one."""
         self.policy = policy
         self.optimizer = optimizer
         self.reference = reference
@@ -116,7 +118,10 @@ class Trainer:
             of_answers = None
             if before is not None and grpo.importance is not None and grpo.importance.mode == "sequence":
                 of_answers = answer_log_ratios(before - batch.inference_logprobs, batch.trajectory_lengths)
-            reference = self.score(self.reference, batch, first_pass) if self.reference is not None else None
+            reference = None
+            if self.reference is not None:
+                with self.reference.without_adapters():
+                    reference = self.score(self.reference, batch, first_pass)
             self.platform.synchronize()
 
         losses: list[LossStats] = []

@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from checkpoint_helpers import Ranks
 from core_helpers import batch_of, quiet_safe_points, random_groups, tiny_model, tiny_run
-from layout_helpers import Layout, boxes, sharpen, whole
+from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, whole
 from torch import Tensor
 
 from megatron_rl.agent.registry import build_environment
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE
 from megatron_rl.metrics.stats import Tally
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.lora_mapping import is_adapter
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.platform.select import select
 from megatron_rl.rank.groups import Groups
@@ -47,7 +49,15 @@ DENSE = tiny_model(qk_norm=True)
 # One of two parts of its vocabulary is all padding.
 UNTIED = tiny_model(num_layers=4, tied_embeddings=False, vocab_multiple=32)
 EXPERTS = tiny_model(tied_embeddings=False, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24)
-MODELS = {"dense": DENSE, "untied": UNTIED, "experts": EXPERTS, "bf16": DENSE.model_copy(update={"dtype": "bf16"})}
+LORA = {"rank": 4, "targets": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+MODELS = {
+    "dense": DENSE,
+    "untied": UNTIED,
+    "experts": EXPERTS,
+    "bf16": DENSE.model_copy(update={"dtype": "bf16"}),
+    "adapters": tiny_model(qk_norm=True, lora=LORA),
+    "expert adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": LORA}),
+}
 
 LAYOUTS = {
     "DP2": ("dense", Layout(dp=2)),
@@ -64,8 +74,18 @@ LAYOUTS = {
     "CP2 TP2 SP": ("dense", Layout(cp=2, tp=2, sequence_parallel=True)),
     "CP2 PP2 untied": ("untied", Layout(cp=2, pp=2)),
     "EP2 TP2": ("experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "TP2 adapters": ("adapters", Layout(tp=2)),
+    "TP2 SP adapters": ("adapters", Layout(tp=2, sequence_parallel=True)),
+    "TP4 adapters": ("adapters", Layout(tp=4)),  # more ranks than key/value heads
+    "PP2 DP2 adapters": ("adapters", Layout(pp=2, dp=2)),
+    "CP2 adapters": ("adapters", Layout(cp=2)),
+    "EP2 adapters": ("expert adapters", Layout(ep=2, dp=2)),
+    "EP2 TP2 adapters": ("expert adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
-QUICK = {"DP2", "TP2 bf16", "TP2 SP", "PP2", "CP2", "EP2 CP2", "TP2 PP2 untied", "EP2 TP2"}
+QUICK = {
+    *("DP2", "TP2 bf16", "TP2 SP", "PP2", "CP2", "EP2 CP2", "TP2 PP2 untied", "EP2 TP2"),
+    *("TP2 adapters", "TP2 SP adapters", "TP4 adapters", "PP2 DP2 adapters", "EP2 TP2 adapters"),
+}
 """Each way to split a model, and combinations of two; `make test-slow` runs the others."""
 
 
@@ -102,10 +122,10 @@ def seen(layout: Layout, model: str, groups: Groups) -> Seen:
     rollouts = share_of(config, groups, seed=0)
     logprobs = scored(trainer, rollouts)
     gradient(trainer, rollouts)
-    gradients = boxes(policy, lambda weight: weight.main_grad)
+    gradients = boxes(policy, gradient_of)
     with torch.no_grad():
         for weight in policy.parameters():
-            weight -= (0.1 * weight.main_grad).to(weight.dtype)
+            weight -= (0.1 * gradient_of(weight)).to(weight.dtype)
     after_sgd = boxes(policy, lambda weight: weight)
 
     trainer, _ = build(config, groups)
@@ -126,6 +146,11 @@ def seen(layout: Layout, model: str, groups: Groups) -> Seen:
     )
 
 
+def gradient_of(weight: Tensor) -> Tensor:
+    """Gradient of a weight; zeros if it is not trained."""
+    return weight.main_grad if weight.requires_grad else torch.zeros_like(weight)
+
+
 def build(config: RunConfig, groups: Groups) -> tuple[Trainer, Any]:
     """Build a trainer of the recipe's model. Returns it with the initial weights of a run."""
     platform, safe_points = select(config.job), quiet_safe_points()
@@ -134,6 +159,9 @@ def build(config: RunConfig, groups: Groups) -> tuple[Trainer, Any]:
     models, _ = build_models(config, environment, tokenizer, platform, groups, safe_points, resumes=False)
     initial = boxes(models.policy, lambda weight: weight)
     sharpen(models.policy)
+    for shard in shards_of(models.policy):
+        if is_adapter(shard.key):
+            shard.data.detach().copy_(of_whole_model(shard, version=1))
     models.optimizer.megatron.reload_model_params()
     return Trainer(models.policy, models.optimizer, models.reference, config, platform, groups, safe_points), initial
 

@@ -1,0 +1,70 @@
+"""Pure: the adapters of each linear of megatron-core, and PEFT's tensors in them.
+
+megatron-core fuses the query, key and value projections into one linear, and gate and up projections into another, but
+each of these modules has an adapter of its own, as PEFT has it, so that a recipe trains the same set of functions with
+either, and may name any of them as a target:
+
+    lora_A [targeted modules * rank, inputs]    A of each targeted module, one after another
+    lora_B [outputs, rank]                      B of all modules, in the order of the rows of the linear's weight; the
+                                                rows of modules that are no targets stay 0
+
+So B is split between tensor-parallel ranks as the weight is, and A only if the weight is split along its inputs.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.model.config import LoraConfig, ModelConfig
+from megatron_rl.model.hf_mapping import Source, Weight, layer_weights
+
+LORA_A, LORA_B = "lora_A", "lora_B"
+"""Names of both matrices, in megatron-core's linears and in PEFT's modules."""
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of megatron-core, or a tensor of its sharded state, is part of an adapter. Adam's state contains
+    the name of its weight."""
+    return name.endswith((f".{LORA_A}", f".{LORA_B}"))
+
+
+def adapters(model: ModelConfig) -> dict[str, Weight]:
+    """Return all adapters by megatron-core's names, with layers and experts numbered over the whole model. Their
+    sources are named as the modules of transformers: `model.layers.0.self_attn.q_proj.lora_A.weight`."""
+    return {
+        name: weight for number in range(model.num_layers) for name, weight in layer_adapters(model, number).items()
+    }
+
+
+def layer_adapters(model: ModelConfig, number: int) -> dict[str, Weight]:
+    """Return the adapters of a layer; none if the model has none."""
+    found: dict[str, Weight] = {}
+    for name, weight in layer_weights(model, number).items() if model.lora else ():
+        linear, _, kind = name.rpartition(".")
+        if model.lora and kind == "weight" and (pair := _pair(weight, model.lora)):
+            found[f"{linear}.{LORA_A}"], found[f"{linear}.{LORA_B}"] = pair
+    return found
+
+
+def _pair(weight: Weight, lora: LoraConfig) -> tuple[Weight, Weight] | None:
+    """A and B of a linear; None if it contains no target."""
+    modules = [source.name.removesuffix(".weight") for source in weight.sources]
+    targeted = [module for module in modules if is_target(module, lora)]
+    if not targeted:
+        return None
+    inputs = weight.sources[0].shape[-1]
+    a = tuple(Source(f"{module}.{LORA_A}.weight", (lora.rank, inputs)) for module in targeted)
+    b = tuple(
+        Source(f"{module}.{LORA_B}.weight", (source.shape[0], lora.rank))
+        for module, source in zip(modules, weight.sources, strict=True)
+    )
+    by_inputs = weight.split == 1
+    return Weight(a, split=1 if by_inputs else None), Weight(b, None if by_inputs else weight.split, weight.blocks)
+
+
+def is_target(module: str, lora: LoraConfig) -> bool:
+    """Whether a module of transformers, such as model.layers.0.self_attn.q_proj, has an adapter."""
+    return module.rpartition(".")[2] in lora.targets
+
+
+def module_of(source: str) -> str:
+    """Module of a tensor: model.layers.0.self_attn.q_proj.lora_A.weight -> model.layers.0.self_attn.q_proj."""
+    return source.removesuffix(".weight").removesuffix(f".{LORA_A}").removesuffix(f".{LORA_B}")

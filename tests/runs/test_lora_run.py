@@ -1,0 +1,63 @@
+"""A run that trains adapters: its record after an interruption, the size of its checkpoints, and other bases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_helpers import Attempt, lines_of, loop_recipe, prepare, reproducible
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_rl.checkpoint.publish import read_manifest
+from megatron_rl.contract.paths import RunDir
+
+STEPS = 6
+
+
+def recipe(**sections: dict[str, Any]) -> dict[str, Any]:
+    found = loop_recipe(
+        training={"steps": STEPS}, evaluation={"every": 3}, save={"every": 2}, optimizer={"learning_rate": 1e-2}
+    )
+    found["model"]["lora"] = {"rank": 4, "alpha": 8.0}
+    return {
+        name: fields | sections.get(name, {}) if isinstance(fields, dict) else fields for name, fields in found.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
+    run_dir = prepare(tmp_path_factory.mktemp("runs") / "undisturbed", recipe())
+    attempt = Attempt(run_dir, cache)
+    assert attempt.exit_codes() == [0, 0], attempt.logs()
+    return run_dir
+
+
+def test_a_killed_run_has_the_record_of_an_undisturbed_one(undisturbed: RunDir, tmp_path: Path, cache: Path) -> None:
+    """Covers the KL penalty, whose reference is the base of the same policy."""
+    killed = prepare(tmp_path / "killed", recipe())
+    first = Attempt(killed, cache)
+    first.wait_for_step(3)
+    first.kill()
+    again = Attempt(killed, cache)
+    assert again.exit_codes() == [0, 0], again.logs()
+    assert reproducible(killed) == reproducible(undisturbed)
+    kls = [line["kl"] for line in lines_of(killed.metrics)]
+    assert kls[0] < 0.01 < kls[-1]  # the policy starts as its base, and leaves it
+
+
+def test_a_checkpoint_holds_adapters_and_their_base(undisturbed: RunDir) -> None:
+    folder = undisturbed.checkpoint(STEPS)
+    names = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = [name for name in names if not name.startswith("rng")]
+    assert tensors
+    assert [name for name in tensors if not name.endswith((".lora_A", ".lora_B"))] == []
+    meta = read_manifest(folder).meta
+    assert meta["adapters"]["rank"] == 4
+    assert meta["adapters"]["base"] == "init supervised"
+    assert meta["initial_weights"].startswith("sum-")

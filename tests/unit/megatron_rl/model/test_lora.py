@@ -1,0 +1,179 @@
+"""Adapters compute what `transformers` and PEFT compute, and nothing else is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import VOCAB, full_forward, tiny_model, tiny_policy, tiny_run
+from lora_witness import MergedWitness, adapters_of
+from pydantic import ValidationError
+from test_model import EXPERTS, LLAMA, QWEN3
+
+from megatron_rl.checkpoint.adapters import check_adapters, check_whole, weights_checksum
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.config import LoraConfig, ModelConfig
+from megatron_rl.model.trainable import Trainable, fill_adapters
+from megatron_rl.platform.attention import whole_sequences
+
+SENTENCE = [3, 10, 4, 12, 7, 13, 0, 14, 1]
+LORA = {"rank": 4, "alpha": 6.0}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "all linears": {"lora": LORA},
+    "one module of a fused linear": {"lora": LORA | {"targets": ["v_proj", "up_proj"]}, "tied_embeddings": False},
+    "two modules of a fused linear": {"lora": LORA | {"targets": ["q_proj", "v_proj"]}},
+    "rank-stabilised": {"lora": LORA | {"rs": True}, **LLAMA},
+    "no grouping": {"lora": LORA, "num_query_groups": 4},
+    "Qwen3": {"lora": LORA, **QWEN3},
+    "experts": {"lora": LORA, **EXPERTS},
+    "one module of every expert": {"lora": LORA | {"targets": ["gate_proj", "o_proj"]}, **EXPERTS},
+}
+
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+@every_shape
+def test_logits_and_gradients_are_those_of_merged_weights(platform: Any, groups: Any, shape: dict[str, Any]) -> None:
+    """The witness is the model of transformers in float64, with autograd through W + scale B A."""
+    model = tiny_model(**shape)
+    policy = tiny_policy(platform, model, scale=0.2)
+    Trainable.of(model).mark(policy)
+    twin = MergedWitness(policy, model)
+    expected = twin.logits(SENTENCE)[:, :VOCAB]
+    layout = policy.layout(whole_sequences([len(SENTENCE)]))
+    logits = policy(torch.tensor(SENTENCE), torch.arange(len(SENTENCE)), layout)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
+    with policy.without_adapters():
+        assert (full_forward(policy, SENTENCE) - logits).abs().max() > 0.1  # the adapters matter
+
+    spread = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    (logits * spread).sum().backward()
+    (expected * spread.double()).sum().backward()
+    assert [name for name, weight in policy.named_parameters() if weight.grad is not None and "lora" not in name] == []
+    gradients = {name: each.double() for name, each in adapters_of(policy, model, gradients=True).items()}
+    torch.testing.assert_close(gradients, twin.gradients(), rtol=1e-3, atol=1e-3)
+
+
+@every_shape
+def test_the_frozen_copy_for_generation_has_merged_weights(platform: Any, groups: Any, shape: dict[str, Any]) -> None:
+    policy = tiny_policy(platform, tiny_model(**shape), scale=0.2)
+    if (frozen := policy.frozen()) is None:
+        assert "num_experts" in shape
+        return
+    tokens, layout = torch.tensor(SENTENCE), policy.layout(whole_sequences([len(SENTENCE)]))
+    with torch.inference_mode():
+        logits = frozen.logits(tokens, torch.arange(len(SENTENCE)), layout)
+    torch.testing.assert_close(logits, full_forward(policy, SENTENCE), rtol=1e-4, atol=1e-4)
+
+
+def test_training_starts_from_the_base_and_from_pefts_matrices(platform: Any, groups: Any) -> None:
+    model = tiny_model(lora=LORA)
+    policy = tiny_policy(platform, model)
+    fill_adapters(policy, model, seed=3)
+    logits = full_forward(policy, SENTENCE)
+    with policy.without_adapters():
+        torch.testing.assert_close(full_forward(policy, SENTENCE), logits, rtol=0, atol=0)
+    found = adapters_of(policy, model)
+    assert len(found) == 2 * 2 * 7
+    for name, matrix in found.items():
+        if "lora_B" in name:
+            assert not matrix.any()
+        else:
+            bound = matrix.shape[1] ** -0.5
+            assert 0.9 * bound < matrix.abs().max() <= bound
+    first, second = (found[f"model.layers.0.self_attn.{x}_proj.lora_A.weight"] for x in "qk")
+    assert not torch.equal(first, second)
+    fill_adapters(policy, model, seed=4)
+    assert not torch.equal(first, adapters_of(policy, model)["model.layers.0.self_attn.q_proj.lora_A.weight"])
+
+
+def test_only_adapters_are_trained() -> None:
+    trainable = Trainable.of(tiny_model(lora=LORA))
+    assert trainable.includes("decoder.layers.0.self_attention.linear_qkv.lora_A")
+    assert not trainable.includes("decoder.layers.0.self_attention.linear_qkv.weight")
+    assert Trainable.of(tiny_model()).includes("decoder.layers.0.self_attention.linear_qkv.weight")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"targets": ["q_proj", "qkv"]}, "no linear is called 'qkv'; there are q_proj, k_proj, v_proj, o_proj"),
+        ({"targets": []}, "name each linear once, and at least one"),
+        ({"targets": ["q_proj", "q_proj"]}, "name each linear once"),
+        ({"rank": 0}, "greater than 0"),
+        ({"dropout": 1.0}, "less than 1"),
+    ],
+)
+def test_a_wrong_key_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        LoraConfig(**(LORA | fields))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"training": {"fp8": "hybrid"}}, "training.fp8 is hybrid, but model.lora is set"),
+        ({"training": {"transformer_impl": "transformer_engine"}}, "but model.lora is set, and adapters need"),
+        ({"model": {"init": "supervised"}}, "model.lora with model.init supervised needs job.device cpu"),
+        ({"save": {"every": 1, "export_hf_every": 1}}, "save.export_hf_every merges the adapters of model.lora"),
+    ],
+)
+def test_a_recipe_that_contradicts_adapters_is_refused(sections: dict[str, Any], message: str) -> None:
+    model = tiny_model(dtype="bf16", lora=LORA).model_dump() | sections.pop("model", {})
+    with pytest.raises(ValidationError, match=message):
+        tiny_run(job={"device": "cuda"}, model=model, **sections)
+
+
+RECORD = {"rank": 4, "alpha": 6.0, "targets": ["q_proj"], "rs": False, "base": "Qwen/Qwen2.5-32B"}
+
+
+@pytest.mark.parametrize(
+    ("meta", "lora", "message"),
+    [
+        ({}, {}, "model.lora is set, and /run/step-000040 has no adapters"),
+        (
+            {"adapters": RECORD},
+            None,
+            "model.lora is not set, and /run/step-000040 holds only adapters of Qwen/Qwen2.5-32B",
+        ),
+        ({"adapters": RECORD}, {"rank": 8}, "model.lora.rank is 8, and the adapters in /run/step-000040 have 4"),
+        ({"adapters": RECORD}, {"targets": ["k_proj"]}, r"model.lora.targets is \['k_proj'\], and the adapters in"),
+        ({"adapters": RECORD}, {"rs": True}, "model.lora.rs is True, and the adapters in /run/step-000040 have False"),
+    ],
+)
+def test_a_checkpoint_with_other_adapters_is_refused(meta: Any, lora: dict[str, Any] | None, message: str) -> None:
+    config = None if lora is None else LoraConfig(**(LORA | {"targets": ["q_proj"]} | lora))
+    with pytest.raises(ConfigurationError, match=message):
+        check_adapters(Path("/run/step-000040"), meta, config)
+
+
+def test_a_checkpoint_with_the_same_adapters_is_accepted() -> None:
+    config = LoraConfig(**(LORA | {"targets": ["q_proj"], "dropout": 0.1}))
+    check_adapters(Path("/run"), {"adapters": RECORD}, config)
+    check_adapters(Path("/run"), {"adapters": None}, None)
+
+
+def test_adapters_alone_are_no_initial_weights() -> None:
+    with pytest.raises(ConfigurationError, match=r"holds only adapters of Qwen/Qwen2.5-32B"):
+        check_whole(Path("/run"), {"adapters": RECORD})
+    check_whole(Path("/run"), {})
+
+
+def test_the_checksum_of_a_base_ignores_adapters_and_finds_one_changed_weight(platform: Any, groups: Any) -> None:
+    model = tiny_model(lora=LORA)
+    policy = tiny_policy(platform, model)
+    before = weights_checksum(policy, model, groups.control)
+    fill_adapters(policy, model, seed=1)
+    assert weights_checksum(policy, model, groups.control) == before
+    with torch.no_grad():
+        policy.decoder.layers[1].mlp.linear_fc2.weight[3, 4] += 1e-3
+    assert weights_checksum(policy, model, groups.control) != before
+
+
+def test_scales() -> None:
+    assert LoraConfig(rank=16, alpha=32.0).scale == 2
+    assert LoraConfig(rank=16, alpha=32.0, rs=True).scale == 8
+    assert ModelConfig.model_fields["lora"].default is None
