@@ -88,6 +88,12 @@ class RunConfig(Section):
         members = [one.model_dump() for one in self.environments or ()]
         return EnvironmentConfig(name=MULTI_TASK, args={"environments": members})
 
+    def environment_of(self, id: str) -> EnvironmentConfig:
+        """Return the keys of the environment with this id, which is empty where there is only one."""
+        if self.environment is not None:
+            return self.environment
+        return next(one for one in self.environments or () if one.id == id)
+
     @property
     def environment_ids(self) -> list[str]:
         """Ids of the environments to train on, where there are several."""
@@ -159,6 +165,13 @@ class RunConfig(Section):
                 f"grpo.prompts_per_step {self.grpo.prompts_per_step} is smaller than the {self.data_parallel_size} "
                 "data-parallel replicas (job.nodes * job.gpus_per_node / (tp * pp * cp)): each needs a prompt"
             )
+        if self.grpo.baseline == "per_reward":
+            for one in [self.environment] if self.environment else self.environments or ():
+                if one.reward_weights is None and getattr(one, "trained_on", True):
+                    raise ValueError(
+                        f"grpo.baseline per_reward needs reward_weights of environment {one.name!r}: the components of "
+                        "its reward, each with a weight"
+                    )
         if self.sequence_length > self.model.max_position_embeddings:
             raise ValueError(
                 f"training.sequence_length {self.sequence_length} exceeds "

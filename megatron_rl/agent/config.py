@@ -21,6 +21,13 @@ class EnvironmentConfig(Section):
     """Registered name; `mrl environments` lists them."""
     args: dict[str, Any] = {}
     """Arguments of the environment, checked by its own Config class."""
+    reward_weights: dict[str, float] | None = None
+    """Weights of the components of the reward, by name, where the environment returns several: the reward that is
+    trained on is their weighted sum. Components without a weight are only recorded, and an answer without one of those
+    named is lost and counted. Default: the reward as the environment returns it."""
+    accuracy: str | None = None
+    """Component of the reward that says how right an answer is, from 0 to 1, for grpo.dynamic_sampling,
+    grpo.length_penalty and curriculum. Default: the reward as the environment returns it."""
     reward_timeout_s: PositiveFloat = 600.0
     """Longest wait for the reward of one answer, in seconds. An answer whose scoring takes longer is lost, and the run
     continues. Keep it below job.silence_limit_s."""
@@ -31,6 +38,19 @@ class EnvironmentConfig(Section):
     """Longest time for a whole answer, in seconds: all turns, tools and the reward, including waits for room in the
     engine and for training in between. An answer that takes longer is cancelled and started again, up to reward_retries
     times, and then lost. Default: no limit."""
+
+    @model_validator(mode="after")
+    def _check_components(self) -> EnvironmentConfig:
+        if self.reward_weights is not None and not any(self.reward_weights.values()):
+            raise ValueError("reward_weights gives no component a weight: name at least one, or leave the key out")
+        if "reward" in {*(self.reward_weights or {}), self.accuracy}:
+            raise ValueError("`reward` is the whole reward, not a component: name a component, or leave the key out")
+        return self
+
+    @property
+    def components_read(self) -> set[str]:
+        """Components that every answer must have."""
+        return {*(self.reward_weights or {}), *filter(None, [self.accuracy])}
 
 
 class WeightedEnvironment(EnvironmentConfig):

@@ -1,95 +1,147 @@
-"""Advantages: the reward of each answer relative to the other answers to its prompt, or to all answers of the batch."""
+"""Advantages: the reward of each answer relative to those of other answers. `estimators.py` chooses among them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import NamedTuple
-
+import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.signal import SIGNAL_SPREAD, has_signal
+from megatron_rl.algorithms.answers import ScoredAnswers
+from megatron_rl.algorithms.config import AdvantageStd
+from megatron_rl.algorithms.signal import has_signal
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation by which advantages are divided."""
 
 
-class RewardMoments(NamedTuple):
-    """Moments and extremes of the rewards of some answers, for a baseline."""
+def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, std: AdvantageStd) -> Tensor:
+    """Return the advantage of each answer within its group.
 
-    answers: float = 0.0
-    total: float = 0.0
-    squares: float = 0.0
-    """Sum of squares."""
-    lowest: float = math.inf
-    highest: float = -math.inf
-
-    @classmethod
-    def of(cls, rewards: Tensor) -> RewardMoments:
-        if not len(rewards):
-            return cls()
-        exact = rewards.detach().double()
-        moments = (exact.sum(), exact.square().sum(), exact.min(), exact.max())
-        return cls(float(len(rewards)), *(float(each) for each in moments))
-
-    @classmethod
-    def joined(cls, parts: Iterable[RewardMoments]) -> RewardMoments:
-        answers, total, squares, lowest, highest = zip(*parts, strict=True)
-        return cls(math.fsum(answers), math.fsum(total), math.fsum(squares), min(lowest), max(highest))
-
-    @property
-    def differ(self) -> bool:
-        return self.highest - self.lowest > SIGNAL_SPREAD * max(abs(self.highest), abs(self.lowest))
-
-
-def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_by_std: bool) -> Tensor:
-    """Return the advantage of each answer within its group, in fp32.
-
-    (reward - mean) / (1e-4 + population std) of GRPO (arXiv 2402.03300), or reward - mean of Dr. GRPO (arXiv
+    (reward - mean) / (1e-4 + std) of GRPO (arXiv 2402.03300), or with `std: none` reward - mean of Dr. GRPO (arXiv
     2503.20783). In a group without signal (see `has_signal`), such as a single answer, it is exactly 0.
 
     Args:
-        rewards: [trajectories], any floating type.
-        group: [trajectories] int64, the group of each trajectory in 0..num_groups-1; groups may differ in size.
-        divide_by_std: False is Dr. GRPO.
+        rewards: [answers], any floating type.
+        group: [answers] int64, the group of each answer in 0..num_groups-1; groups may differ in size.
+        std: divisor: of the group as the population, as a sample (n - 1), or none.
 
     Returns:
-        [trajectories] fp32, without gradient.
+        [answers] fp32, without gradient.
 
     Raises:
         RuntimeError: a group index is not below `num_groups`.
     """
     deviation = _deviation(rewards, group, num_groups) * has_signal(rewards, group, num_groups)[group]
-    if not divide_by_std:
+    if std == "none":
         return deviation
-    std = _mean(deviation.square(), group, num_groups).sqrt()
-    return deviation / (STD_EPSILON + std)[group]
+    return deviation / (STD_EPSILON + _group_std(deviation, group, num_groups, std))[group]
 
 
-def batch_advantages(rewards: Tensor, batch: RewardMoments, *, divide_by_std: bool) -> Tensor:
-    """Return the advantage of each answer within the whole batch (REINFORCE++, arXiv 2501.03262 eq. 5), in fp32.
+def leave_one_out_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, std: AdvantageStd) -> Tensor:
+    """Return the reward of each answer less the mean reward of the *other* answers to its prompt (RLOO, arXiv
+    2402.14740; Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE).
 
-    (reward - mean) / (1e-4 + population std), or reward - mean; 0 if all rewards of the batch are equal.
+    This is n / (n - 1) times the advantage of `group_advantages` with `std: none`. As the baseline of an answer does
+    not depend on the answer, the gradient is unbiased. A divisor is, as there, that of the whole group.
 
-    Args:
-        rewards: [trajectories], any floating type.
-        batch: moments of all answers of the batch, including these.
+    Args: as for `group_advantages`.
 
     Returns:
-        [trajectories] fp32, without gradient.
+        [answers] fp32, without gradient; 0 for a single answer and in groups without signal.
     """
-    rewards = rewards.detach().double()
-    if not batch.differ:
-        return rewards.float() * 0.0
-    mean = batch.total / batch.answers
-    deviation = rewards - mean
-    if divide_by_std:
-        deviation /= STD_EPSILON + math.sqrt(max(0.0, batch.squares / batch.answers - mean**2))
-    return deviation.float()
+    counts = _counts(rewards, group, num_groups)
+    factor = counts / (counts - 1).clamp(min=1)
+    return group_advantages(rewards, group, num_groups, std=std) * factor[group]
+
+
+def maxrl_advantages(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Return (reward - mean) / mean within the group (MaxRL, arXiv 2602.02710).
+
+    With rewards of 0 and 1 and n answers, the expected gradient is that of the sum over k = 1..n-1 of pass@k / k, which
+    approaches the log-likelihood of a right answer as the group grows. A group without right answers has advantages of
+    0.
+
+    Args: as for `group_advantages`; no reward is negative.
+
+    Returns:
+        [answers] fp32, without gradient.
+
+    Raises:
+        ValueError: a reward is negative, so that the mean is not a pass rate.
+    """
+    if len(rewards) and float(rewards.min()) < 0:
+        raise ValueError(
+            f"grpo.baseline maxrl divides by the mean reward of a group, and a reward is {float(rewards.min()):g}: "
+            "rewards must be 0 or more, best 0 and 1"
+        )
+    deviation = group_advantages(rewards, group, num_groups, std="none")
+    means = _mean(rewards.detach().float(), group, num_groups)
+    # A group with signal has a positive mean. In the others the deviation is 0.
+    return deviation / torch.where(means > 0, means, 1.0)[group]
+
+
+def batch_advantages(rewards: Tensor, units: Tensor, *, std: AdvantageStd) -> Tensor:
+    """Return the advantage of each answer within the whole batch (REINFORCE++, arXiv 2501.03262, equation 5).
+
+    (reward - mean) / (1e-4 + std), or reward - mean, with the mean and std of all units; 0 if all rewards are equal up
+    to rounding (see `has_signal`).
+
+    Args:
+        rewards: [answers], any floating type: all answers of the batch.
+        units: [answers] int64, how often each answer counts: 1, or its number of tokens.
+
+    Returns:
+        [answers] fp32, without gradient.
+    """
+    rewards = rewards.detach()
+    whole = torch.zeros_like(units)
+    if not len(rewards) or not has_signal(rewards, whole, 1).item():
+        return torch.zeros_like(rewards, dtype=torch.float32)
+    deviation = rewards.double() - _weighted_mean(rewards, units)
+    return (deviation / (1.0 if std == "none" else STD_EPSILON + _weighted_std(rewards, units, std))).float()
+
+
+def over_batch_std(advantages: Tensor, rewards: Tensor, units: Tensor, *, std: AdvantageStd) -> Tensor:
+    """Return the advantages divided by 1e-4 + the standard deviation of the rewards of the whole batch (Lite PPO, arXiv
+    2508.08221): within a group the advantages keep their proportions, and groups of little spread weigh little.
+
+    Args: as for `batch_advantages`; advantages: [answers].
+
+    Returns:
+        [answers] fp32
+    """
+    return (advantages.double() / (STD_EPSILON + _weighted_std(rewards, units, std))).float()
+
+
+def per_reward_advantages(answers: ScoredAnswers, units: Tensor, *, std: AdvantageStd) -> Tensor:
+    """Return the weighted sum of the advantages by each component of the reward, normalised over the batch (GDPO,
+    arXiv 2601.05242).
+
+        A = whiten(sum over k of weight_k A_k)    A_k: `group_advantages` of component k
+
+    Sums of components first, as `group` does, merge combinations of equal sum: with two components of 0 and 1, (1, 0)
+    and (0, 1) would earn the same. The mean over answers is 0 already and only subtracted over tokens.
+
+    Args:
+        answers: of the whole step, with `component_weights`.
+        units: [answers] int64, as for `batch_advantages`.
+        std: population or sample, for both normalisations.
+
+    Returns:
+        [answers] fp32, without gradient; exactly 0 in groups without signal if units are answers.
+    """
+    total = torch.zeros_like(answers.rewards)
+    for name, weights in answers.component_weights.items():
+        values = torch.where(weights != 0, answers.components[name].nan_to_num(), 0.0)
+        total += weights * group_advantages(values, answers.group, answers.num_groups, std=std)
+    if not bool(total.any()):
+        return total
+    by_answer = bool((units == 1).all())
+    centred = total.double() if by_answer else total.double() - _weighted_mean(total, units)
+    return (centred / (STD_EPSILON + _weighted_std(total, units, std))).float()
 
 
 def _deviation(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Return each reward minus its group's mean, [trajectories] fp32."""
+    """Return each reward minus its group's mean, [answers] fp32."""
     rewards = rewards.detach().float()
     lowest = rewards.new_zeros(num_groups).scatter_reduce(0, group, rewards, "amin", include_self=False)
     # Relative to the lowest reward: n equal rewards need not sum to exactly n times one of them, but n zeros sum to 0.
@@ -97,8 +149,33 @@ def _deviation(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
     return above_lowest - _mean(above_lowest, group, num_groups)[group]
 
 
+def _group_std(deviation: Tensor, group: Tensor, num_groups: int, std: AdvantageStd) -> Tensor:
+    """Return the standard deviation of each group, [groups], from deviations from the mean."""
+    variance = _mean(deviation.square(), group, num_groups)
+    if std == "sample":
+        counts = _counts(deviation, group, num_groups)
+        variance = variance * (counts / (counts - 1).clamp(min=1))
+    return variance.sqrt()
+
+
+def _counts(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Return the number of answers in each group, [groups] fp32."""
+    ones = torch.ones(len(values), dtype=torch.float32, device=values.device)
+    return ones.new_zeros(num_groups).index_add(0, group, ones)
+
+
 def _mean(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
     """Return the mean of each group's values, [groups]; 0 for an empty group."""
-    zeros = values.new_zeros(num_groups)
-    counts = zeros.index_add(0, group, values.new_ones(()).expand_as(values))
-    return zeros.index_add(0, group, values) / counts.clamp(min=1)
+    sums = values.new_zeros(num_groups).index_add(0, group, values)
+    return sums / _counts(values, group, num_groups).clamp(min=1)
+
+
+def _weighted_mean(values: Tensor, units: Tensor) -> Tensor:
+    """Return the mean over all units, a scalar in fp64."""
+    return (values.double() * units).sum() / units.sum().clamp(min=1)
+
+
+def _weighted_std(values: Tensor, units: Tensor, std: AdvantageStd) -> Tensor:
+    """Return the standard deviation over all units, a scalar in fp64."""
+    squares = ((values.double() - _weighted_mean(values, units)).square() * units).sum()
+    return (squares / (units.sum() - int(std == "sample")).clamp(min=1)).sqrt()

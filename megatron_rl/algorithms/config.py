@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.recipe.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -14,7 +14,9 @@ LossReduction = Literal["token", "sequence"]
 
 BranchWeighting = Literal["mean", "sum"]
 
-Baseline = Literal["group", "batch"]
+Baseline = Literal["group", "leave_one_out", "batch", "maxrl", "pass_at_k", "per_reward"]
+
+AdvantageStd = Literal["population", "sample", "none"]
 
 
 class OverlongConfig(Section):
@@ -36,15 +38,32 @@ class OverlongConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Replace groups whose rewards are all equal, before any overlong penalty, by further prompts (DAPO). The number of
-    prompts drawn at once is estimated from the recent share of groups with signal. Surplus groups are carried into the
-    next step."""
+    """Replace groups whose answers are all equally right by further prompts (DAPO). How right an answer is says
+    environment.accuracy, never a penalty on its length. The number of prompts drawn at once is estimated from the
+    recent share of usable groups. Surplus groups are carried into the next step."""
 
     enabled: bool = False
     """Turn dynamic sampling on."""
+    min_accuracy: float | None = None
+    """Also replace groups whose mean accuracy is lower; default: no such limit."""
+    max_accuracy: float | None = None
+    """Also replace groups whose mean accuracy is higher; default: no such limit. Example: 0.2 and 0.8 keep the
+    problems that are neither hard nor easy."""
     max_rounds: PositiveInt = 8
     """Limit of the prompts drawn for a step: max_rounds * prompts_per_step. After that the step trains on what it has,
     groups without signal included."""
+
+    @model_validator(mode="after")
+    def _limits_are_used(self) -> DynamicSamplingConfig:
+        low, high = self.min_accuracy, self.max_accuracy
+        name = "min_accuracy" if low is not None else "max_accuracy" if high is not None else None
+        if name and not self.enabled:
+            raise ValueError(f"{name} is set, and enabled is false: set enabled to true, or leave {name} out")
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"min_accuracy {low:g} is above max_accuracy {high:g}, so that no group would be kept: swap them"
+            )
+        return self
 
 
 class ImportanceConfig(Section):
@@ -67,6 +86,14 @@ class ImportanceConfig(Section):
         return self
 
 
+_OWN_DIVISOR: dict[str, tuple[tuple[AdvantageStd, ...], str]] = {
+    "maxrl": (("none",), "divides by the mean of the group"),
+    "pass_at_k": (("population", "none"), "divides by the deviation of all sets of answers, which is no sample"),
+    "per_reward": (("population", "sample"), "normalises each component"),
+}
+"""Baseline -> values of advantage_std that it allows, and why."""
+
+
 class GrpoConfig(Section):
     """Group Relative Policy Optimization and its variants."""
 
@@ -84,12 +111,31 @@ class GrpoConfig(Section):
     eps_high: NonNegativeFloat = 0.2
     """Upper clip range; larger than eps_low is DAPO's clip-higher."""
     baseline: Baseline = "group"
-    """Rewards that the reward of an answer is compared with. group: those of the other answers to its prompt. batch:
-    those of all answers of the step (REINFORCE++, arXiv 2501.03262). With batch, a prompt without any right answer
-    still teaches: its answers become less likely. Every answer then goes through the model, which takes longer."""
-    advantage_std: bool = True
-    """Divide advantages by the standard deviation of the rewards of the baseline; false with `baseline: group` is Dr.
-    GRPO (arXiv 2503.20783)."""
+    """Rewards that the reward of an answer is compared with (docs/losses.md has the formulas). group: the mean of all
+    answers to its prompt. leave_one_out: the mean of the other answers to its prompt (RLOO, arXiv 2402.14740). batch:
+    the mean of all answers of the step (REINFORCE++, arXiv 2501.03262); a prompt without any right answer still
+    teaches: its answers become less likely, and every answer goes through the model, which takes longer. maxrl: the
+    group's mean, by which the difference is also divided (arXiv 2602.02710): hard prompts weigh more. pass_at_k: a
+    prompt earns the best reward of pass_k of its answers (arXiv 2508.10751, 2505.15201). per_reward: each component
+    that environment.reward_weights names is compared and normalised alone, then they are added (GDPO, arXiv
+    2601.05242)."""
+    pass_k: PositiveInt | None = None
+    """Answers that a prompt is given, for `baseline: pass_at_k`; from 2 to group_size."""
+    advantage_std: AdvantageStd = "population"
+    """Standard deviation by which advantages are divided, plus 1e-4. population: the root of the mean square deviation
+    of n rewards. sample: with n - 1 instead of n, as TRL, verl, NeMo-RL and SkyRL divide: for 16 answers advantages are
+    3.2% smaller, for 4 they are 13% smaller. none: not divided; with `baseline: group` and the reduction of Dr. GRPO
+    that is Dr. GRPO (arXiv 2503.20783)."""
+    advantage_std_of: Literal["baseline", "batch", "advantages"] = "baseline"
+    """Values whose standard deviation divides. baseline: the rewards that baseline is taken from. batch: the rewards of
+    all answers of the step (Lite PPO, arXiv 2508.08221). advantages: the advantages of all answers of the step, whose
+    mean is subtracted first (REINFORCE++-baseline with `baseline: group`)."""
+    batch_over: Literal["answers", "tokens"] = "answers"
+    """Count of an answer in means and deviations over the step. answers: once (TRL, OpenRLHF). tokens: once for each of
+    its trained tokens, so long answers count more (verl, NeMo-RL, SkyRL)."""
+    length_penalty: NonNegativeFloat = 0.0
+    """Weight of a reward for short answers, relative to the other answers to the prompt: up to +1/2 for a right answer,
+    down to -1/2 for any (Kimi k1.5, arXiv 2501.12599). Answers with an accuracy of 1 or more are right."""
     reduction: LossReduction = "token"
     """token: mean over all answer tokens of the global batch (DAPO). sequence: mean over answers of their token means
     (GRPO)."""
@@ -117,6 +163,49 @@ class GrpoConfig(Section):
         if rollouts % self.samples_per_update:
             raise ValueError(
                 f"prompts_per_step * group_size = {rollouts} is not divisible by global_batch {self.global_batch}"
+            )
+        return self
+
+    @field_validator("advantage_std", mode="before")
+    @classmethod
+    def _std_is_named(cls, value: object) -> object:
+        if isinstance(value, bool):
+            was = "population" if value else "none"
+            raise ValueError(f"it is population, sample or none; {str(value).lower()} of earlier recipes is {was}")
+        return value
+
+    @model_validator(mode="after")
+    def _advantages_fit(self) -> GrpoConfig:
+        if self.baseline == "pass_at_k":
+            if self.pass_k is None or not 2 <= self.pass_k <= self.group_size:
+                raise ValueError(
+                    f"baseline pass_at_k needs pass_k from 2 to group_size {self.group_size}; it is {self.pass_k}"
+                )
+        elif self.pass_k is not None:
+            raise ValueError(f"pass_k is set, and baseline {self.baseline} does not read it: leave it out")
+        if self.baseline in _OWN_DIVISOR:
+            allowed, why = _OWN_DIVISOR[self.baseline]
+            if self.advantage_std not in allowed:
+                raise ValueError(
+                    f"baseline {self.baseline} {why}, and advantage_std is {self.advantage_std}: set it to "
+                    f"{' or '.join(allowed)}"
+                )
+        if self.baseline in ("maxrl", "per_reward"):
+            key = "length_penalty" if self.length_penalty else "overlong.mode penalty"
+            if self.length_penalty or self.overlong.mode == "penalty":
+                raise ValueError(f"baseline {self.baseline} reads rewards that {key} would spoil: leave {key} out")
+        if self.baseline in ("batch", "per_reward") and self.advantage_std_of != "baseline":
+            raise ValueError(
+                f"baseline {self.baseline} normalises over the step already, and advantage_std_of is "
+                f"{self.advantage_std_of}: leave it out"
+            )
+        if self.advantage_std == "none" and self.advantage_std_of != "baseline":
+            raise ValueError(f"advantage_std_of is {self.advantage_std_of}, and advantage_std is none: nothing divides")
+        over_batch = self.baseline in ("batch", "per_reward") or self.advantage_std_of != "baseline"
+        if self.batch_over == "tokens" and not over_batch:
+            raise ValueError(
+                f"batch_over is tokens, and nothing is taken over the step with baseline {self.baseline} and "
+                "advantage_std_of baseline: leave batch_over out"
             )
         return self
 

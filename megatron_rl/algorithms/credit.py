@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.algorithms.advantages import RewardMoments, batch_advantages, group_advantages
+from megatron_rl.algorithms.answers import scored_answers
+from megatron_rl.algorithms.estimators import estimate
 from megatron_rl.algorithms.loss import has_gradient
 from megatron_rl.algorithms.overlong import trained_mask
-from megatron_rl.algorithms.signal import group_rewards, has_signal
+from megatron_rl.algorithms.signal import has_signal
 from megatron_rl.config import RunConfig
 
 
@@ -34,24 +35,21 @@ class Credit:
     """[trajectories] whether it goes through the model: see `loss.has_gradient`."""
 
 
-def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, batch: RewardMoments | None = None) -> Credit:
-    """Return the credit of groups. With `grpo.baseline: group` it does not depend on other groups.
+def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, known: Tensor | None = None) -> Credit:
+    """Return the credit of groups.
 
-    batch: moments of the whole batch, for its baseline; None: these groups are the batch.
+    known: [trajectories] their advantages, if those depend on other groups of the step (`estimators.reads_batch`); None
+        computes them from these groups.
     """
-    rewards = group_rewards(groups, config.sampling.max_new_tokens, config.grpo.overlong)
+    answers = scored_answers(groups, config)
     cut = [each.finish_reason == "length" for group in groups for each in group.trajectories]
-    divide = config.grpo.advantage_std
-    if config.grpo.baseline == "batch":
-        advantages = batch_advantages(rewards.shaped, batch or RewardMoments.of(rewards.shaped), divide_by_std=divide)
-    else:
-        advantages = group_advantages(rewards.shaped, rewards.group, len(groups), divide_by_std=divide)
+    advantages = estimate(answers, config.grpo) if known is None else known
     carries_loss = trained_mask(torch.tensor(cut, dtype=torch.bool), config.grpo.overlong)
     return Credit(
-        group=rewards.group,
-        rewards=rewards.scored,
+        group=answers.group,
+        rewards=answers.scored,
         advantages=advantages,
-        signal=has_signal(rewards.shaped, rewards.group, len(groups)),
+        signal=has_signal(answers.rewards, answers.group, len(groups)),
         carries_loss=carries_loss,
         has_gradient=has_gradient(advantages, carries_loss, config.grpo).tolist(),
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
-from megatron_rl.algorithms.advantages import RewardMoments
 from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn
 
 
@@ -28,8 +29,8 @@ class RolloutBatch:
     """Answers that this driver lost, by reason, in all groups that the batch settles."""
     rounds: int = 1
     drawn: Drawn = NOTHING_DRAWN
-    rewards: RewardMoments | None = None
-    """Moments of the rewards of the whole batch, if the baseline is computed from them."""
+    advantages: Tensor | None = None
+    """[trajectories] advantages of the groups, if they depend on the whole batch; None if each group has its own."""
 
     @property
     def components(self) -> Mapping[str, tuple[float, int]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
@@ -20,8 +20,7 @@ import torch
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.algorithms.advantages import RewardMoments
-from megatron_rl.algorithms.signal import group_rewards
+from megatron_rl.algorithms.estimators import reads_batch
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.learning import NO_SIGNAL
 from megatron_rl.inference.api import ResumableInference
@@ -33,6 +32,7 @@ from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.exchange import exchange
 from megatron_rl.rollout.in_flight import InFlightGroups
+from megatron_rl.rollout.step_advantages import of_positions, step_advantages
 from megatron_rl.rollout.stream import Mixture, shares
 from megatron_rl.rollout.window import NOTHING_DRAWN, Choice, Drawn, State, begun_below, choose, to_draw
 
@@ -116,8 +116,10 @@ class RolloutDriver:
         self._safe_points.timeline.move("generate", "reward", self._idle_s)
         self._idle_s = 0.0
         with self._safe_points.phase("wait"):
-            rewards = self._moments(groups.values()) if self._config.grpo.baseline == "batch" else None
-            trained = exchange(groups, self._config, self._groups, self.stream.problem, self._gather, rewards)
+            of_step = None
+            if reads_batch(self._config.grpo):
+                of_step = step_advantages(groups, self._config, self._gather)
+            trained = exchange(groups, self._config, self._groups, self.stream.problem, self._gather, of_step)
         failures: Counter[str] = Counter()
         for group in (*groups.values(), *passed_over):  # lost answers may be the reason that a group has no signal
             failures.update(group.failures)
@@ -131,7 +133,7 @@ class RolloutDriver:
             failures=failures,
             rounds=rounds,
             drawn=self._drawn,
-            rewards=rewards,
+            advantages=of_positions(of_step, trained),
         )
 
     def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
@@ -253,12 +255,6 @@ class RolloutDriver:
         dropped = [each for each in own if not (each in trained and each in groups)]
         reasons = {each: DROP_REASONS[self._states[each - ordinals.start]] for each in dropped}
         return by_position, [groups[each] for each in dropped if each in groups], reasons
-
-    def _moments(self, groups: Collection[TrajectoryGroup]) -> RewardMoments:
-        """Return the moments of the rewards of all drivers' groups. Collective."""
-        rewards = group_rewards([*groups], self._config.sampling.max_new_tokens, self._config.grpo.overlong)
-        own = torch.tensor(RewardMoments.of(rewards.shaped), dtype=torch.float64)
-        return RewardMoments.joined(RewardMoments(*part.tolist()) for part in self._gather(own))
 
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """[ranks] the tensor of each rank. Collective. Not a safe point, because the batch is already settled."""

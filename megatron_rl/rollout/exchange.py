@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.algorithms.advantages import RewardMoments
 from megatron_rl.algorithms.balance import balance
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import Packing
@@ -29,13 +28,11 @@ from megatron_rl.config import RunConfig
 from megatron_rl.model.flops import training_flops
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.encoding import decode_group, encode_group, joined, parted
+from megatron_rl.rollout.step_advantages import Gather, of_positions
 
 NEGLIGIBLE_FLOPS = 2e9
 """Floating-point operations that the slowest replica must save before any group moves. They are 30 ms of a CPU core,
 where messages take one or two; on a GPU they are negligible, as are steps that short."""
-
-Gather = Callable[[Tensor], list[Tensor]]
-"""A tensor of this rank -> [ranks] the tensor of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ def exchange(
     groups: Groups,
     problem: Callable[[int], Problem],
     gather: Gather,
-    batch: RewardMoments | None = None,
+    advantages: Mapping[int, Tensor] | None = None,
 ) -> dict[int, TrajectoryGroup]:
     """Return the groups that this rank's training replica trains on, by position, ascending. Collective over all ranks.
 
@@ -67,14 +64,14 @@ def exchange(
         finished: groups of this rank's driver, by position in the global batch; empty on a rank that does not drive.
         problem: returns the problem of an ordinal.
         gather: gathers a tensor over all ranks.
-        batch: moments of the batch's rewards, as for `assign_credit`.
+        advantages: those of all groups of the step, by position, if they depend on one another.
     """
     costs = [0.0] * len(finished)
     if (replicas := groups.data.size()) > 1:
         # The slowest replica may have only groups of one rank. Balanced, it would keep its share of them and lose
         # (replicas - 1) / replicas, so below this sum no move saves NEGLIGIBLE_FLOPS.
         negligible = NEGLIGIBLE_FLOPS * replicas / (replicas - 1)
-        costs = group_costs([*finished.values()], config, batch, negligible=negligible)
+        costs = group_costs([*finished.values()], config, of_positions(advantages, finished), negligible=negligible)
     offers, replica_of = _offers(finished, costs, gather, config.grpo.prompts_per_step, groups.data.rank())
     members = [[rank for rank, its in enumerate(replica_of) if its == number] for number in range(1 + max(replica_of))]
     homes = [replica_of[offer.driver] for offer in offers]
@@ -90,7 +87,7 @@ def exchange(
 def group_costs(
     groups: Sequence[TrajectoryGroup],
     config: RunConfig,
-    batch: RewardMoments | None = None,
+    known: Tensor | None = None,
     *,
     negligible: float = 0.0,
 ) -> list[float]:
@@ -99,11 +96,13 @@ def group_costs(
 
     If the sum is at most `negligible`, return upper bounds instead, which cost less to compute. The output layer counts
     only if the recipe says how many rows it has.
+
+    known: as for `assign_credit`.
     """
     at_most = [_sharing_prompts_only(group, config) for group in groups]
     if sum(at_most) <= negligible:
         return at_most
-    has_gradient = iter(assign_credit(groups, config, batch).has_gradient)
+    has_gradient = iter(assign_credit(groups, config, known).has_gradient)
     costs = []
     for group in groups:
         run = [sequence for each in compress(group.trajectories, has_gradient) for sequence in each.sequences]

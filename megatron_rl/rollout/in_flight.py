@@ -11,7 +11,7 @@ from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.algorithms.signal import group_rewards, has_signal
+from megatron_rl.algorithms.filtering import usable, with_components
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong, ResumableInference
 from megatron_rl.rollout.bank.bank import Bank
@@ -73,6 +73,8 @@ class InFlightGroups:
         except PromptTooLong as error:
             logger.warning("prompt %d is dropped: %s", ordinal, error)
             return None
+        read = self._config.environment_of(group.problem.environment).components_read
+        group = with_components(group, read)
         self._recording.add(group)
         return group
 
@@ -98,16 +100,9 @@ class InFlightGroups:
         return self._states[ordinal]
 
     def _finished_state(self, group: TrajectoryGroup | None) -> State:
-        """Judge signal by the rewards as scored, as DAPO filters by accuracy. With a penalty on long answers, a group
-        whose answers are all wrong would have a signal that teaches nothing but length."""
-        grpo = self._config.grpo
         if group is None:
             return State.UNUSABLE
-        if grpo.dynamic_sampling.enabled:
-            rewards = group_rewards([group], self._config.sampling.max_new_tokens, grpo.overlong)
-            if not has_signal(rewards.scored, rewards.group, 1).item():
-                return State.NO_SIGNAL
-        return State.USABLE
+        return State.USABLE if usable(group, self._config) else State.NO_SIGNAL
 
     def begun(self, ordinals: range) -> list[int]:
         """Return the ordinals among these that this driver has begun and not settled."""

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
-from megatron_rl.algorithms.advantages import RewardMoments
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
@@ -70,14 +69,14 @@ def training_batch(
     config: RunConfig,
     policy_version: int,
     device: torch.device,
-    rewards: RewardMoments | None = None,
+    advantages: Tensor | None = None,
 ) -> TrainingBatch:
     """Compute advantages and trained tokens of these groups.
 
-    policy_version: of the weights to train. rewards: see `assign_credit`.
+    policy_version: of the weights to train. advantages: `known` of `assign_credit`.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    credit = assign_credit(groups, config, rewards)
+    credit = assign_credit(groups, config, advantages)
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     of = torch.tensor([i for i, trajectory in enumerate(trajectories) for _ in trajectory.sequences], dtype=torch.long)
     lengths = torch.tensor([s.loss_mask.count(True) for s in sequences], dtype=torch.long)

@@ -92,7 +92,7 @@ class Trainer:
         """
         grpo = self.config.grpo
         batch = training_batch(
-            rollouts.groups, self.config, self.policy_version, self.platform.device, rollouts.rewards
+            rollouts.groups, self.config, self.policy_version, self.platform.device, rollouts.advantages
         )
         chosen = self._chosen(batch, rollouts.positions, step)
         parts = [update_part(batch, each, self.config, self.platform) for each in chosen]

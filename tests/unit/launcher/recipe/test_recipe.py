@@ -138,10 +138,8 @@ def test_an_unknown_override_is_refused():
 
 
 def test_override_values_are_yaml_and_later_ones_win():
-    config = load_recipe(
-        "demo", ["optimizer.learning_rate=3e-4", "grpo.advantage_std=false", "training.steps=5"]
-    ).config
-    assert (config.optimizer.learning_rate, config.grpo.advantage_std, config.training.steps) == (3e-4, False, 5)
+    config = load_recipe("demo", ["optimizer.learning_rate=3e-4", "grpo.advantage_std=none", "training.steps=5"]).config
+    assert (config.optimizer.learning_rate, config.grpo.advantage_std, config.training.steps) == (3e-4, "none", 5)
     assert load_recipe("demo", ["training.steps=5", "training.steps=6"]).config.training.steps == 6
 
 

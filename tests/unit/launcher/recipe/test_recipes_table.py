@@ -148,7 +148,7 @@ def test_the_headline_recipe_is_the_one_of_the_claim(name: str) -> None:
     config = recipe(name)
     grpo, training, layout = config.grpo, config.training, config.placement.training
     assert (grpo.iterations, grpo.kl_beta, grpo.entropy_coefficient, grpo.updates_per_pass) == (1, 0.0, 0.0, 1)
-    assert (grpo.reduction, grpo.advantage_std) == ("token", True)
+    assert (grpo.reduction, grpo.advantage_std) == ("token", "population")
     assert (training.recompute, layout.sequence_parallel) == ("selective", True)
     assert (config.optimizer.distributed, config.optimizer.grad_reduce_in_fp32) == (True, True)
     assert 48828125 - 1024 < training.steps * 1024 <= 48828125

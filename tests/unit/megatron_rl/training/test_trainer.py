@@ -37,7 +37,7 @@ GROUPS = random_groups(4, 4)
 OPTIONS = {
     "token mean": {},
     "sequence mean": {"reduction": "sequence"},
-    "no division by std": {"advantage_std": False},
+    "no division by std": {"advantage_std": "none"},
     "cut answers masked": {"overlong": {"mode": "mask"}},
     "overlong penalty": {"overlong": {"mode": "penalty", "buffer": 4, "penalty": 0.5}},
     "importance weights": {"importance": {"cap": 1.5}},
@@ -102,7 +102,9 @@ def naive_loss(
             )
         mean = sum(rewards) / len(rewards)
         std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
-        advantages += [(reward - mean) / (std + 1e-4 if grpo.advantage_std else 1) for reward in rewards]
+        advantages += [
+            (reward - mean) / (std + 1e-4 if grpo.advantage_std == "population" else 1) for reward in rewards
+        ]
     if grpo.overlong.mode == "mask":
         mask = mask * torch.tensor([[float(each.finish_reason == "stop")] for each in trajectories])[owner]
 

@@ -1,0 +1,100 @@
+"""Scored answers: the table that advantages are computed from, one row an answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
+from megatron_rl.algorithms.length_reward import length_rewards
+from megatron_rl.algorithms.overlong import shaped_rewards
+from megatron_rl.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredAnswers:
+    """Answers of whole groups, group after group, on the CPU. Lost answers have no row."""
+
+    group: Tensor
+    """[answers] int64, index of each answer's group."""
+    num_groups: int
+    """Number of groups, those without answers included."""
+    scored: Tensor
+    """[answers] fp32, reward as the environment gave it."""
+    rewards: Tensor
+    """[answers] fp32, reward after `environment.reward_weights`, `grpo.overlong` and `grpo.length_penalty`; advantages
+    are computed from it."""
+    accuracy: Tensor
+    """[answers] fp32, the component `environment.accuracy`, or else the reward as scored."""
+    tokens: Tensor
+    """[answers] int64, tokens in the loss masks of all sequences of the answer."""
+    components: Mapping[str, Tensor]
+    """Name -> [answers] fp32, components of the rewards as scored; NaN where the answer has none of that name."""
+    component_weights: Mapping[str, Tensor]
+    """Name -> [answers] fp32, `environment.reward_weights` of the answer's environment; 0 where it does not name the
+    component."""
+
+
+def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> ScoredAnswers:
+    """Return the table of these groups' answers."""
+    owners = [(number, group) for number, group in enumerate(groups) for _ in group.trajectories]
+    index = torch.tensor([number for number, _ in owners], dtype=torch.long)
+    answers = [trajectory for group in groups for trajectory in group.trajectories]
+    environments = [config.environment_of(group.problem.environment) for _, group in owners]
+    weights = [environment.reward_weights or {} for environment in environments]
+    scored = _fp32([answer.reward for answer in answers])
+    accuracy = _fp32([accuracy_of(answer, its.accuracy) for answer, its in zip(answers, environments, strict=True)])
+    rewards = scored
+    if any(weights):
+        rewards = _fp32([weighted_reward(answer, its) for answer, its in zip(answers, weights, strict=True)])
+    if config.grpo.length_penalty:
+        lengths = torch.tensor([answer.answer_length for answer in answers], dtype=torch.long)
+        rewards = rewards + config.grpo.length_penalty * length_rewards(lengths, accuracy >= 1, index, len(groups))
+    if config.grpo.overlong.mode == "penalty":
+        last = [max(len(sequence.turns[-1]) for sequence in answer.sequences) for answer in answers]
+        rewards = shaped_rewards(
+            rewards,
+            torch.tensor(last, dtype=torch.long),
+            max_new_tokens=config.sampling.max_new_tokens,
+            overlong=config.grpo.overlong,
+        )
+    return ScoredAnswers(
+        group=index,
+        num_groups=len(groups),
+        scored=scored,
+        rewards=rewards,
+        accuracy=accuracy,
+        tokens=torch.tensor([_trained_tokens(answer) for answer in answers], dtype=torch.long),
+        components={
+            name: _fp32([answer.components.get(name, math.nan) for answer in answers])
+            for name in sorted({name for answer in answers for name in answer.components})
+        },
+        component_weights={
+            name: _fp32([its.get(name, 0.0) for its in weights])
+            for name in sorted({name for its in weights for name in its})
+        },
+    )
+
+
+def accuracy_of(answer: Trajectory, component: str | None) -> float:
+    """Return how right an answer is, by the environment's `accuracy` key."""
+    return answer.reward if component is None else answer.components[component]
+
+
+def weighted_reward(answer: Trajectory, weights: Mapping[str, float]) -> float:
+    """Return the sum of the components times their weights; without weights the reward as scored."""
+    if not weights:
+        return answer.reward
+    return math.fsum(weight * answer.components[name] for name, weight in weights.items())
+
+
+def _trained_tokens(answer: Trajectory) -> int:
+    return sum(sequence.loss_mask.count(True) for sequence in answer.sequences)
+
+
+def _fp32(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)

@@ -1,0 +1,147 @@
+"""Advantages that depend on all answers of a step, whose groups different drivers have rolled out.
+
+    every driver -> every rank    table of its answers: a few numbers each, see `ScoredAnswers`
+    every rank                    joins them in the order of the groups, and estimates all advantages
+
+So the result depends on the step alone, not on how many drivers share it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.algorithms.answers import ScoredAnswers, scored_answers
+from megatron_rl.algorithms.config import GrpoConfig
+from megatron_rl.algorithms.estimators import estimate
+from megatron_rl.config import RunConfig
+
+Gather = Callable[[Tensor], list[Tensor]]
+"""A tensor of this rank -> [ranks] the tensor of each rank, all of one shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Answers of some groups of a step."""
+
+    positions: list[int]
+    """[groups] position of each group in the global batch."""
+    answers: ScoredAnswers
+
+    def encoded(self) -> bytes:
+        answers = self.answers
+        return json.dumps(
+            {
+                "positions": self.positions,
+                "group": answers.group.tolist(),
+                "scored": answers.scored.tolist(),
+                "rewards": answers.rewards.tolist(),
+                "accuracy": answers.accuracy.tolist(),
+                "tokens": answers.tokens.tolist(),
+                "components": {name: values.tolist() for name, values in answers.components.items()},
+                "component_weights": {name: values.tolist() for name, values in answers.component_weights.items()},
+            }
+        ).encode()
+
+    @classmethod
+    def decoded(cls, message: bytes) -> Table:
+        content = json.loads(message)
+        return cls(
+            content["positions"],
+            ScoredAnswers(
+                group=torch.tensor(content["group"], dtype=torch.long),
+                num_groups=len(content["positions"]),
+                scored=_fp32(content["scored"]),
+                rewards=_fp32(content["rewards"]),
+                accuracy=_fp32(content["accuracy"]),
+                tokens=torch.tensor(content["tokens"], dtype=torch.long),
+                components={name: _fp32(values) for name, values in content["components"].items()},
+                component_weights={name: _fp32(values) for name, values in content["component_weights"].items()},
+            ),
+        )
+
+
+def _fp32(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def step_advantages(finished: Mapping[int, TrajectoryGroup], config: RunConfig, gather: Gather) -> dict[int, Tensor]:
+    """Return the advantages of all groups of the step, by position: [trajectories of the group] fp32. Collective.
+
+    finished: groups of this rank's driver, by position in the global batch; empty on a rank that does not drive.
+    """
+    own = Table([*finished], scored_answers([*finished.values()], config))
+    parts = [Table.decoded(message) for message in gathered_bytes(own.encoded(), gather)]
+    return of_tables(parts, config.grpo)
+
+
+def of_tables(parts: Sequence[Table], config: GrpoConfig) -> dict[int, Tensor]:
+    """Return the advantages of all groups, by position."""
+    positions = [position for part in parts for position in part.positions]
+    order = sorted(range(len(positions)), key=positions.__getitem__)
+    whole = in_order(joined_answers([part.answers for part in parts]), order)
+    advantages = estimate(whole, config)
+    sizes = torch.bincount(whole.group, minlength=len(positions)).tolist()
+    return dict(zip((positions[number] for number in order), advantages.split(sizes), strict=True))
+
+
+def joined_answers(parts: Sequence[ScoredAnswers]) -> ScoredAnswers:
+    """Return one table of several; a component that some of them lack is NaN there, and its weight 0."""
+    firsts = [0]
+    for part in parts:
+        firsts.append(firsts[-1] + part.num_groups)
+
+    def named(of: Callable[[ScoredAnswers], Mapping[str, Tensor]], absent: float) -> dict[str, Tensor]:
+        names = sorted({name for part in parts for name in of(part)})
+        return {
+            name: torch.cat([of(part).get(name, torch.full_like(part.rewards, absent)) for part in parts])
+            for name in names
+        }
+
+    return ScoredAnswers(
+        group=torch.cat([part.group + first for part, first in zip(parts, firsts, strict=False)]),
+        num_groups=firsts[-1],
+        scored=torch.cat([part.scored for part in parts]),
+        rewards=torch.cat([part.rewards for part in parts]),
+        accuracy=torch.cat([part.accuracy for part in parts]),
+        tokens=torch.cat([part.tokens for part in parts]),
+        components=named(lambda part: part.components, math.nan),
+        component_weights=named(lambda part: part.component_weights, 0.0),
+    )
+
+
+def in_order(answers: ScoredAnswers, order: Sequence[int]) -> ScoredAnswers:
+    """Return the table with its groups in another order. order: [groups] present index of each group."""
+    place = torch.empty(answers.num_groups, dtype=torch.long)
+    place[torch.tensor(order, dtype=torch.long)] = torch.arange(answers.num_groups)
+    group = place[answers.group]
+    rows = group.argsort(stable=True)
+    return ScoredAnswers(
+        group=group[rows],
+        num_groups=answers.num_groups,
+        scored=answers.scored[rows],
+        rewards=answers.rewards[rows],
+        accuracy=answers.accuracy[rows],
+        tokens=answers.tokens[rows],
+        components={name: values[rows] for name, values in answers.components.items()},
+        component_weights={name: values[rows] for name, values in answers.component_weights.items()},
+    )
+
+
+def gathered_bytes(own: bytes, gather: Gather) -> list[bytes]:
+    """[ranks] the bytes of each rank, of any length. Collective."""
+    sizes = [int(size) for size in gather(torch.tensor([len(own)]))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    return [each[:size].numpy().tobytes() for each, size in zip(gather(padded), sizes, strict=True)]
+
+
+def of_positions(advantages: Mapping[int, Tensor] | None, positions: Iterable[int]) -> Tensor | None:
+    """Return the advantages of some groups, [trajectories]; None if there are none."""
+    return None if advantages is None else torch.cat([torch.zeros(0), *(advantages[each] for each in positions)])
