@@ -7,7 +7,8 @@ The launcher validates recipes with these classes before anything starts, and th
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -25,6 +26,7 @@ from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.rank.config import HarvestConfig, JobConfig, Offload, PlacementConfig, data_parallel_size
 from megatron_rl.recipe.section import FilePath, PathMark, Section
 from megatron_rl.rollout.config import AsyncConfig, EvaluationConfig, ResumeConfig
+from megatron_rl.supervised.config import DataConfig
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
 
 NAME_WORDS = "letters, digits, dots, dashes and underscores, the first a letter or digit"
@@ -63,8 +65,10 @@ class RunConfig(Section):
     code: CodeConfig = CodeConfig()
     model: ModelConfig
     tokenizer: TokenizerConfig
+    data: DataConfig | None = None
+    """Data set to train on, with `training.objective: supervised`."""
     environment: EnvironmentConfig | None = None
-    """Environment to train on."""
+    """Environment to train on; with `training.objective: supervised` the one to evaluate on, if any."""
     environments: Environments | None = None
     """Several environments with weights, instead of `environment`: a list, or the path of a YAML file with one."""
     sampling: Sampling
@@ -81,8 +85,18 @@ class RunConfig(Section):
     """Written by `mrl evaluate --cluster`: the job evaluates and trains nothing."""
 
     @property
+    def supervised(self) -> bool:
+        """Whether the run trains on rows of data instead of sampled answers."""
+        return self.training.objective == "supervised"
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run samples answers, to train or to evaluate on: it has an environment."""
+        return self.environment is not None or self.environments is not None
+
+    @property
     def task(self) -> EnvironmentConfig:
-        """The environment, or several combined into one."""
+        """The environment, or several combined into one. Only if the run `generates`."""
         if self.environment is not None:
             return self.environment
         members = [one.model_dump() for one in self.environments or ()]
@@ -97,7 +111,26 @@ class RunConfig(Section):
     @property
     def environment_ids(self) -> list[str]:
         """Ids of the environments to train on, where there are several."""
-        return [one.id for one in self.environments or () if one.trained_on]
+        return [] if self.supervised else [one.id for one in self.environments or () if one.trained_on]
+
+    @property
+    def rows(self) -> DataConfig:
+        """Data of supervised training; by default the worked examples of the environment."""
+        return self.data or DataConfig()
+
+    @property
+    def groups_per_step(self) -> int:
+        """Prompts of a step, each with its answers, or rows of data."""
+        return self.rows.examples_per_step if self.supervised else self.grpo.prompts_per_step
+
+    @property
+    def loss_temperature(self) -> float:
+        """Temperature of the distributions whose log-probs the loss reads."""
+        return 1.0 if self.supervised else self.sampling.temperature
+
+    def answers_of_replica(self, replicas: int) -> int:
+        """Largest number of answers, or rows, that one data-parallel replica has in an optimizer update."""
+        return -(-self.groups_per_step // replicas) if self.supervised else self.grpo.answers_of_replica(replicas)
 
     @property
     def sequence_length(self) -> int:
@@ -136,14 +169,31 @@ class RunConfig(Section):
         """Tokens per page of the engine's cache."""
         return self.inference.page_tokens or PAGE_TOKENS[self.job.device]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_answers(cls, values: Any) -> Any:
+        """Fill in what a supervised recipe does not need: `sampling` without an environment, and `grpo`, which is null
+        where it removes the section of a recipe that is extended."""
+        training = values.get("training") if isinstance(values, Mapping) else None
+        if not isinstance(training, Mapping) or training.get("objective") != "supervised":
+            return values
+        changed = dict(values)
+        if changed.get("grpo", {}) is None:
+            del changed["grpo"]
+        if not any(changed.get(key) for key in ("environment", "environments")):
+            changed.setdefault("sampling", {"max_new_tokens": 1})
+        return changed
+
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
-        if self.environment is None and self.environments is None:
+        if not self.generates and not self.supervised:
             raise ValueError("environment is missing: give one, or a list of several under environments")
         if self.environment is not None and self.environments is not None:
             raise ValueError("environments and environment are both given: set one of them to null")
         self._transformer_engine_fits()
         self._adapters_have_a_base()
+        if reason := next(self._against_objective(), None):
+            raise ValueError(reason)
         if against := against_engine(self):
             raise ValueError(against)
         if self.asynchronous.max_lag > 0 and self.resume.partial == "regenerate":
@@ -160,10 +210,11 @@ class RunConfig(Section):
                 f"job.nodes {self.job.nodes} is a range, and placement.mode partitioned needs one number: each node "
                 "has a fixed role"
             )
-        if self.grpo.prompts_per_step < self.data_parallel_size:
+        if self.groups_per_step < self.data_parallel_size:
+            key, unit = ("data.examples_per_step", "row") if self.supervised else ("grpo.prompts_per_step", "prompt")
             raise ValueError(
-                f"grpo.prompts_per_step {self.grpo.prompts_per_step} is smaller than the {self.data_parallel_size} "
-                "data-parallel replicas (job.nodes * job.gpus_per_node / (tp * pp * cp)): each needs a prompt"
+                f"{key} {self.groups_per_step} is smaller than the {self.data_parallel_size} "
+                f"data-parallel replicas (job.nodes * job.gpus_per_node / (tp * pp * cp)): each needs a {unit}"
             )
         if self.grpo.baseline == "per_reward":
             for one in [self.environment] if self.environment else self.environments or ():
@@ -196,6 +247,42 @@ class RunConfig(Section):
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens}: even an empty answer would be penalised"
             )
         return self
+
+    def _against_objective(self) -> Iterator[str]:
+        """Yield the reason for each key that contradicts `training.objective`."""
+        if not self.supervised:
+            if self.data is not None:
+                yield (
+                    "data is given, and training.objective is grpo, which trains on sampled answers: set "
+                    "training.objective to supervised, or leave data out"
+                )
+            return
+        if self.rows.path is None and not self.generates:
+            yield (
+                "data.path is missing: training.objective supervised needs a data set, or an environment whose worked "
+                "examples it trains on"
+            )
+        default = GrpoConfig()
+        if changed := [name for name in GrpoConfig.model_fields if getattr(self.grpo, name) != getattr(default, name)]:
+            yield (
+                f"grpo.{changed[0]} is set, and training.objective supervised samples no answers: leave out the "
+                "section, or set grpo to null if an extended recipe has it; data.examples_per_step sizes a batch"
+            )
+        if self.placement.mode == "partitioned":
+            yield (
+                "placement.mode is partitioned, and training.objective supervised needs no replicas: set colocated; "
+                "all ranks train, and evaluations are answered in between"
+            )
+        if self.inference.engine not in ("native", "megatron"):
+            yield (
+                f"inference.engine is {self.inference.engine}, which training.objective supervised does not use: leave "
+                "it out; the training ranks answer evaluations"
+            )
+        if self.asynchronous.max_lag > 0:
+            yield (
+                f"async.max_lag is {self.asynchronous.max_lag}, and training.objective supervised generates nothing "
+                "ahead of training: leave it out"
+            )
 
     def _transformer_engine_fits(self) -> None:
         training, against = self.training, self.without_transformer_engine

@@ -1,4 +1,5 @@
-"""The training loop: each step generates and scores, trains, refits and records; some steps also evaluate and save.
+"""The training loop: each step generates and scores, or reads rows of data, trains, refits and records; some steps also
+evaluate and save.
 
 Every rank runs it, and all ranks enter the same phases in the same order. Between phases are safe points, where the
 ranks agree whether to leave. Any phase may raise `LeaveAgreed`, which leaves the run as it was after the last step.
@@ -32,10 +33,10 @@ def train(run: Run) -> str:
             "the checkpoint is of step %d and training.steps is %d: nothing is left to train", run.step, last
         )
         return FINISHED
-    schedule = SaveSchedule(run.checkpointer, run.step, last)
+    schedule, every = SaveSchedule(run.checkpointer, run.step, last), run.config.evaluation.every
     with gc_between_steps() as collect_garbage, suppress(LeaveAgreed):
         while True:
-            if run.evaluated < run.step and evaluation_due(run.step, run.config.evaluation.every, last):
+            if run.evaluated < run.step and run.environment and evaluation_due(run.step, every, last):
                 evaluate(run)
             if run.saved < run.step and schedule.due(run.step):
                 save(run)
@@ -69,13 +70,14 @@ def train_step(run: Run) -> None:
         dropped=batch.dropped,
         failures=batch.failures,
         components=batch.components,
-        tracebacks=run.environment.tracebacks(),
+        tracebacks=run.environment.tracebacks() if run.environment else {},
         refit_bytes=run.refit.moved_bytes,
         left_out=run.left_out,
         ahead=run.config.asynchronous.max_lag > 0,
+        rows=sum(digest.problems for digest in run.problems.values()) if run.config.supervised else None,
     )
     metrics, line = step_lines(report, run.safe_points.timeline, run.groups.control)
-    run.writer.step(step, metrics | save_metrics(run) | run.generation.metrics())
+    run.writer.step(step, metrics | save_metrics(run) | (run.generation.metrics() if run.generation else {}))
     run.writer.timeline(line)
     run.writer.rollouts(step, batch)
 

@@ -114,7 +114,10 @@ def command(
 
     run = None if measured is None else find(measured)
     assumed = None
-    if asked.config.inference.server is None:
+    if asked.config.supervised:
+        if simulate or run is not None:
+            raise BadInput("training.objective is supervised: only runs that generate are simulated")
+    elif asked.config.inference.server is None:
         assumed = assume(asked.config, profile, card, answer_tokens, run)
     elif simulate:
         raise BadInput("inference.engine is server: the speed of the server is unknown; use --simulate with native")

@@ -73,7 +73,9 @@ def collect_local(recipe: Recipe | None) -> LocalFacts:
 
 def extras_of(config: RunConfig) -> list[str]:
     """Extras of mrl that a run needs."""
-    found = [OF_RANKS, *required_extras(config.task)]
+    found = [OF_RANKS, *(required_extras(config.task) if config.generates else [])]
+    if config.data and config.data.path:
+        found.append("math")
     if config.tokenizer.type == "huggingface" or config.model.init == "huggingface":
         found.append("huggingface")
     if config.logging.wandb is not None:

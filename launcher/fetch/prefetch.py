@@ -31,7 +31,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CachedRepository
-from megatron_rl.model.config import exported_folder, is_prefetched, package_of
+from megatron_rl.model.config import exported_folder, is_hub_name, is_prefetched, package_of
 
 Kind = Literal["image", "model", "tokenizer", "dataset"]
 
@@ -99,7 +99,9 @@ def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
     path = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
     if path and is_prefetched(path) and path != model:
         found.append(Need("tokenizer", path))
-    return [*found, *(Need("dataset", name) for name in required_datasets(config.task))]
+    sets = [config.data.path] if config.data and config.data.path and is_hub_name(config.data.path) else []
+    sets += required_datasets(config.task) if config.generates else []
+    return [*found, *(Need("dataset", name) for name in sets)]
 
 
 def absent(config: RunConfig, profile: Profile) -> list[Need]:

@@ -255,7 +255,7 @@ def keep_files(run: RunDir, recipe: Recipe, renew: bool) -> list[Change]:
     record = if_readable(found)
     before = {one.path: one for one in record.files} if record else {}
     kept, changed = [], []
-    for number, path in enumerate(used_files(recipe.config.task), 1):
+    for number, path in enumerate(used_files(recipe.config.task) if recipe.config.generates else [], 1):
         if path in before and not (renew and Path(path).exists()):
             kept.append(before[path])
             continue

@@ -87,7 +87,7 @@ def _installed(config: RunConfig, include: list[Path]) -> list[Path]:
     """Installed packages, and the metadata that holds their entry points."""
     packages = {name: _package(name) for name in OURS}
     metadata = [metadata_of(installed(OUR_DISTRIBUTION))]
-    for entry in entry_points_of(config.task):
+    for entry in entry_points_of(config.task) if config.generates else []:
         top = entry.module.partition(".")[0]
         metadata.append(metadata_of(entry.dist))
         package = _package(top)

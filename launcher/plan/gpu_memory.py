@@ -161,7 +161,7 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
         "train": [train],
         "update": [(gradients, adam, *widened)],
     }
-    if not sizes.partitioned and capabilities_of(config.inference.engine).colocated:
+    if config.generates and not sizes.partitioned and capabilities_of(config.inference.engine).colocated:
         built += [(*models, *stays, engine) for engine in memory_terms.start(config, sizes, held)]
         models += memory_terms.engine_weights(config, sizes, vocab, held)
         phases["generate"] = [(cache, *graphs, memory_terms.prefill(config, sizes))]

@@ -95,7 +95,7 @@ def layer_backward(config: RunConfig, sizes: Sizes, tied_rows: int) -> Term:
 def _tokens(config: RunConfig, sizes: Sizes) -> int:
     """Tokens of the largest micro-batch on one rank. A sequence longer than a micro-batch gets one of its own."""
     longest = config.sequence_length
-    most = min(sizes.cp * config.training.tokens_per_microbatch, config.grpo.answers_of_replica(sizes.dp) * longest)
+    most = min(sizes.cp * config.training.tokens_per_microbatch, config.answers_of_replica(sizes.dp) * longest)
     return -(-max(most, longest) // sizes.cp)
 
 

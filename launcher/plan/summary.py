@@ -61,19 +61,19 @@ def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
 def batch(config: RunConfig, plan: Plan) -> Batch:
     grpo, training = config.grpo, config.training
     length, replicas = config.sequence_length, plan.sizes.dp
-    answers_of_replica = config.grpo.answers_of_replica(replicas)
+    prompts, answers = config.groups_per_step, 1 if config.supervised else grpo.group_size
     tokens = plan.sizes.cp * training.tokens_per_microbatch  # of the cp ranks that share a micro-batch
     return Batch(
-        prompts=grpo.prompts_per_step,
-        group_size=grpo.group_size,
-        answers=grpo.prompts_per_step * grpo.group_size,
-        prompts_per_replica=_share(grpo.prompts_per_step, replicas),
-        prompts_per_engine=_share(grpo.prompts_per_step, plan.sizes.replicas),
+        prompts=prompts,
+        group_size=answers,
+        answers=prompts * answers,
+        prompts_per_replica=_share(prompts, replicas),
+        prompts_per_engine=_share(prompts, plan.sizes.replicas),
         updates=grpo.updates_per_pass * grpo.iterations,
-        answers_per_update=grpo.samples_per_update,
+        answers_per_update=prompts if config.supervised else grpo.samples_per_update,
         sequence_length=length,
         tokens_per_microbatch=tokens,
-        microbatches=-(-answers_of_replica // max(1, tokens // length)),
+        microbatches=-(-config.answers_of_replica(replicas) // max(1, tokens // length)),
     )
 
 

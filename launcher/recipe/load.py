@@ -99,7 +99,8 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     config = RunConfig.model_validate(absolute)
     try:
         # resolved.yaml of a run lies beside the run's copies of these files
-        check_files(with_kept_files(config.task, RunDir(Path(asked).parent)))
+        if config.generates:
+            check_files(with_kept_files(config.task, RunDir(Path(asked).parent)))
     except ValueError as error:
         raise BadInput(f"{locate(('environment', 'args', 'file'))[0]}: {error}") from error
     return Recipe(asked, config, written, filled, more)
@@ -231,8 +232,10 @@ def _check_environments(config: RunConfig, locate: Locate) -> None:
     places: list[tuple[KeyPath, EnvironmentConfig]]
     places = [(("environments", str(number)), one) for number, one in enumerate(config.environments or ())]
     problems = []
-    for place, one in places or [(("environment",), config.task)]:
-        of = f" (environment {one.name!r})" if places else ""
+    if config.environment is not None:
+        places = [(("environment",), config.environment)]
+    for place, one in places:
+        of = f" (environment {one.name!r})" if config.environments else ""
         try:
             arguments = environment_arguments(one)
             if isinstance(arguments, EndpointConfig) and arguments.timeout_s >= config.job.silence_limit_s:

@@ -106,6 +106,16 @@ def read_questions(source: Source) -> Iterator[Question]:
         )
 
 
+def read_rows(source: Source) -> Iterator[Mapping[str, Any]]:
+    """Yield all rows with all columns, in the order of the data set. Raises ValueError if the data is missing."""
+    with _opened(source) as found:
+        yield from _rows(found)
+
+
+def _rows(found: Found) -> Iterator[Mapping[str, Any]]:
+    return (row for file in found for _, row in text_rows(file)) if isinstance(found, list) else iter(found)
+
+
 def _answered(source: DataSet, found: Found) -> Iterator[Question | None]:
     """Yield the question and answer of each row; None if it lacks one of them."""
     for text, solution in _of_text(source, found) if isinstance(found, list) else _of_arrow(source, found):
@@ -116,11 +126,10 @@ def _answered(source: DataSet, found: Found) -> Iterator[Question | None]:
 def _whole(source: Source, found: Found) -> Iterator[Question | None]:
     """Yield the question of each row, with all columns; None if it lacks the question."""
     path = source.question.split(".")
-    rows = (row for file in found for _, row in text_rows(file)) if isinstance(found, list) else found
-    for row in rows:
+    for row in _rows(found):
         text = as_text(value_at(row, path))
         if not text:
-            _check_column(path[0], row)
+            check_column(path[0], row)
         yield Question(text, "", row, source) if text else None
 
 
@@ -189,7 +198,7 @@ def _of_text(source: DataSet, files: Sequence[str]) -> Iterator[tuple[str | None
     if not columns:
         raise ValueError("it has no rows")
     for name, *_ in paths:
-        _check_column(name, columns)
+        check_column(name, columns)
 
 
 def _of_arrow(source: DataSet, found: Dataset | IterableDataset) -> Iterator[tuple[str | None, str | None]]:
@@ -198,7 +207,8 @@ def _of_arrow(source: DataSet, found: Dataset | IterableDataset) -> Iterator[tup
         yield from zip(*(_values(batch, path, source) for path in paths), strict=True)
 
 
-def _check_column(name: str, columns: Collection[str]) -> None:
+def check_column(name: str, columns: Collection[str]) -> None:
+    """Raise ValueError if there is no column of this name."""
     if name not in columns:
         raise ValueError(f"there is no column {name!r}, only {', '.join(columns)}")
 
@@ -273,7 +283,7 @@ def _values(batch: Any, path: str, source: DataSet) -> list[str | None]:
     from pyarrow import compute, types
 
     name, *inner = path.split(".")
-    _check_column(name, batch.column_names)
+    check_column(name, batch.column_names)
     column = batch[name]
     for part in inner:
         if part.isdecimal():  # list_element fails if any list is too short; a slice of fixed size is padded with nulls

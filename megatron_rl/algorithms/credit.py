@@ -41,6 +41,8 @@ def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, known: T
     known: [trajectories] their advantages, if those depend on other groups of the step (`estimators.reads_batch`); None
         computes them from these groups.
     """
+    if config.supervised:
+        return _all_alike(groups)
     answers = scored_answers(groups, config)
     cut = [each.finish_reason == "length" for group in groups for each in group.trajectories]
     advantages = estimate(answers, config.grpo) if known is None else known
@@ -52,4 +54,18 @@ def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, known: T
         signal=has_signal(answers.rewards, answers.group, len(groups)),
         carries_loss=carries_loss,
         has_gradient=has_gradient(advantages, carries_loss, config.grpo).tolist(),
+    )
+
+
+def _all_alike(groups: Sequence[TrajectoryGroup]) -> Credit:
+    """Return the credit of rows of data, whose tokens are all learned alike."""
+    index = [number for number, group in enumerate(groups) for _ in group.trajectories]
+    ones = torch.ones(len(index))
+    return Credit(
+        group=torch.tensor(index, dtype=torch.long),
+        rewards=torch.zeros(len(index)),
+        advantages=ones,
+        signal=torch.ones(len(groups), dtype=torch.bool),
+        carries_loss=ones,
+        has_gradient=[True] * len(index),
     )

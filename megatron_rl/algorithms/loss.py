@@ -122,7 +122,7 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         token_loss = token_loss + config.entropy_coefficient * logprobs.exp() * logprobs
 
     loss = (token_loss * weights).sum()
-    return loss, _statistics(loss.detach(), per_token)
+    return loss, loss_statistics(loss.detach(), per_token)
 
 
 def _finite(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
@@ -133,7 +133,7 @@ def _finite(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
     return finite
 
 
-def _statistics(loss: Tensor, per_token: dict[str, Tensor]) -> LossStats:
+def loss_statistics(loss: Tensor, per_token: dict[str, Tensor]) -> LossStats:
     """Return statistics of values that are 0 for untrained tokens, with one reduction for all of them."""
     values = torch.stack([value.to(torch.float32) for value in per_token.values()])
     sums = dict(zip(per_token, values.sum(dim=1).unbind(), strict=True))

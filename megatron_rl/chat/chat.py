@@ -24,7 +24,7 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.extras import install_command
 
 if TYPE_CHECKING:  # imports of the library take time, which conversations of one turn do not need
-    from megatron_rl.chat.formats import Format
+    from megatron_rl.chat.formats import Example, Format
     from megatron_rl.chat.stream import AnswerStream
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,16 @@ class Chat:
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens of the prompt for the next answer. Raises ValueError as `text` does."""
         return self.tokenizer.encode(self.text(messages, tools))
+
+    def example(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Example:
+        """Return a whole conversation as tokens, with a mask of those that the model would sample: the assistant's
+        messages, each with its end.
+
+        Raises ValueError if the model has no chat template, or if the template refuses the conversation.
+        """
+        if not self.has_template:
+            raise ValueError("the model has no chat template")
+        return self._format.example(for_template(messages), tools)
 
     def extend(
         self,

@@ -25,6 +25,14 @@ class CallMarkup(NamedTuple):
     """Its first character."""
 
 
+class Example(NamedTuple):
+    """A text to learn from."""
+
+    tokens: list[int]
+    loss_mask: list[bool]
+    """Whether the model would sample the token: a part of an answer, or the token that ends it."""
+
+
 class Format(Protocol):
     """How one model writes conversations."""
 
@@ -46,6 +54,9 @@ class Format(Protocol):
 
     def parse(self, answer: list[int], prompt: list[int], tools: Tools) -> ParsedResponse:
         """Divide an answer. It may raise anything: the answer can be any text."""
+
+    def example(self, messages: list[Message], tools: Tools) -> Example:
+        """Return a whole conversation with the assistant's tokens. Raises ValueError."""
 
 
 class LibraryTokenizer:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from renderers import ParsedResponse, Renderer, RendererConfig, config_from_name, create_renderer
+from renderers import (
+    ParsedResponse,
+    Renderer,
+    RendererConfig,
+    build_training_sample,
+    config_from_name,
+    create_renderer,
+)
 
-from megatron_rl.chat.formats import CallMarkup, LibraryTokenizer, Tools
+from megatron_rl.chat.formats import CallMarkup, Example, LibraryTokenizer, Tools
 from megatron_rl.chat.messages import Message
 from megatron_rl.chat.probes import Probe
 from megatron_rl.model.tokenizer import Tokenizer
@@ -84,3 +91,16 @@ class LibraryFormat:
 
     def parse(self, answer: list[int], prompt: list[int], tools: Tools) -> ParsedResponse:
         return self.renderer.parse_response(answer, tools=list(tools) or None, prompt_ids=prompt)
+
+    def example(self, messages: list[Message], tools: Tools) -> Example:
+        try:
+            found = build_training_sample(
+                self.renderer,
+                self._tokenizer.mark(messages),
+                role_to_mask=lambda message: message["role"] == "assistant",
+                tools=self._tokenizer.mark(list(tools)) or None,
+                ensure_final_stop=True,
+            )
+        except Exception as error:  # a renderer refuses roles and contents by errors of any type
+            raise ValueError(f"the renderer {self.name} refuses the messages: {error}") from error
+        return Example(found.token_ids, found.loss_mask)

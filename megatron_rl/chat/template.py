@@ -13,7 +13,16 @@ from renderers import DefaultRenderer, ParsedResponse
 from renderers.configs import DefaultRendererConfig
 from renderers.parsers import TOOL_PARSERS
 
-from megatron_rl.chat.formats import THINK, THINK_END, CallMarkup, LibraryTokenizer, Tools, call_markup, token_named
+from megatron_rl.chat.formats import (
+    THINK,
+    THINK_END,
+    CallMarkup,
+    Example,
+    LibraryTokenizer,
+    Tools,
+    call_markup,
+    token_named,
+)
 from megatron_rl.chat.messages import Message
 from megatron_rl.chat.probes import ANSWER, ARGUMENTS, MORE, SYSTEM, TOOL, USER, Probe, calling
 from megatron_rl.model.tokenizer import Tokenizer
@@ -72,6 +81,39 @@ class TemplateFormat:
         # The library looks for an open thought behind a header of Qwen's only.
         opened = self._opens_thought(prompt)
         return self._parser.parse_response(answer, prompt_ids=self._tokenizer.encode(THINK) if opened else None)
+
+    def example(self, messages: list[Message], tools: Tools) -> Example:
+        """Cut the whole conversation where the template ends a prompt and where it ends the answer to it. Each part is
+        encoded by itself, as prompts and answers are when the model samples."""
+        found, done = Example([], []), 0
+        whole = self._text(messages, tools, generation=False)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._text(messages[:index], tools)
+            answered = self._text(messages[: index + 1], tools, generation=False)
+            # The template may write white space behind the last message of a conversation only.
+            if not (whole.startswith(prompt) and whole.startswith(answered.rstrip()) and len(prompt) >= done):
+                raise ValueError(
+                    f"the chat template writes message {index} in other words behind its prompt; name the renderer of "
+                    "the model (tokenizer.renderer)"
+                )
+            self._add(found, whole[done : len(prompt)])
+            done = max(len(prompt), len(answered.rstrip()))
+            self._add(found, whole[len(prompt) : done], answer=True)
+        self._add(found, whole[done:])
+        if found.loss_mask[-1:] == [True] and found.tokens[-1] not in self._tokenizer.end_ids:
+            found.tokens.append(self._tokenizer.eos_id)  # the template leaves the last answer open
+            found.loss_mask.append(True)
+        return found
+
+    def _add(self, example: Example, text: str, *, answer: bool = False) -> None:
+        """Append a part of a conversation. Of an answer, the tokens up to its end token are learned."""
+        tokens = self._tokenizer.encode(text)
+        ends = (place for place, token in enumerate(tokens, 1) if token in self._tokenizer.end_ids)
+        learned = next(ends, len(tokens)) if answer else 0
+        example.tokens.extend(tokens)
+        example.loss_mask.extend([True] * learned + [False] * (len(tokens) - learned))
 
     def _opens_thought(self, prompt: list[int]) -> bool:
         return self._tokenizer.decode(prompt[-THOUGHT_TOKENS:], special=True).rstrip().endswith(THINK)

@@ -51,6 +51,8 @@ class StepReport:
     """Training problems left out because their prompt is too long, by environment."""
     ahead: bool = False
     """Whether generation runs ahead of training, so that its seconds are not counted."""
+    rows: int | None = None
+    """Rows of the data of supervised training; None if the run trains on sampled answers."""
     ranks: int = 1
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Mean over the ranks for each category in TIMED."""
@@ -120,6 +122,11 @@ def _seconds(step: StepReport) -> float:
     return sum(step.seconds.values())
 
 
+def _tokens(step: StepReport) -> Number:
+    batch = step.stats.batch
+    return batch.unpacked_tokens if step.rows else batch.answer_tokens
+
+
 STEP_METRICS: dict[str, Metric] = {
     "answers": Metric("answers scored", lambda step: int(step.stats.batch.answers)),
     "mean_reward": Metric("mean reward of the step's answers, as scored", _of_answers(lambda s: s.batch.reward)),
@@ -131,8 +138,13 @@ STEP_METRICS: dict[str, Metric] = {
         "share of groups whose rewards differ, the only ones with a gradient",
         lambda step: step.stats.batch.groups_with_signal / step.stats.batch.groups,
     ),
+    "epoch": Metric(
+        "passes over the rows of data at the end of the step (training.objective: supervised)",
+        lambda step: step.next_ordinal / step.rows if step.rows else None,
+    ),
     "loss": Metric(
-        "GRPO loss, mean over the step's updates",
+        "loss, mean over the step's updates; with training.objective: supervised the mean of -log p of the learned "
+        "tokens",
         lambda step: (step.stats.loss.loss if step.stats.loss else 0.0) / step.stats.update.updates,
     ),
     "grad_norm": Metric(
@@ -229,10 +241,11 @@ STEP_METRICS: dict[str, Metric] = {
         "optimizer steps behind the weights at the end of the step", lambda step: step.policy_version
     ),
     "throughput/tokens_per_s": Metric(
-        "generated tokens per second of the whole step", lambda step: step.stats.batch.answer_tokens / _seconds(step)
+        "generated tokens per second of the whole step; with training.objective: supervised all tokens of the rows",
+        lambda step: _tokens(step) / _seconds(step),
     ),
     "throughput/tokens_per_s_per_rank": Metric(
-        "... per rank", lambda step: step.stats.batch.answer_tokens / _seconds(step) / step.ranks
+        "... per rank", lambda step: _tokens(step) / _seconds(step) / step.ranks
     ),
     "throughput/generated_tokens_per_s": Metric(
         "generated tokens per second of generation; absent where it runs ahead of training (async.max_lag)",
@@ -341,13 +354,24 @@ ENVIRONMENT_METRICS: dict[str, EnvironmentMetric] = {
 }
 
 
+OF_SAMPLED_ANSWERS = frozenset(
+    (
+        *("answers", "mean_reward", "right_ratio", "reward_std", "nonzero_groups_ratio", "truncated_ratio"),
+        *("clip_fraction", "clip_fraction_low", "clip_fraction_high", "importance_ratio", "importance_ratio_max"),
+        *("inference_logprob_difference", "inference_logprob_difference_max", "staleness_mean", "staleness_max"),
+        *("failed_rollouts", "generation_rounds", "throughput/generated_tokens_per_s", "time/reward_s"),
+    )
+)
+"""Metrics that supervised training does not have. Its answers are the learned parts of the rows."""
+
 COMPONENTS = "reward/"
 """Prefix of metrics of reward components, each the mean over the answers that have the component."""
 
 
 def metrics_of(step: StepReport) -> dict[str, Any]:
     """Return the values of a step's line in metrics.jsonl."""
-    values = {name: metric.value(step) for name, metric in STEP_METRICS.items() if metric.value}
+    absent = OF_SAMPLED_ANSWERS if step.rows else ()
+    values = {name: each.value(step) for name, each in STEP_METRICS.items() if each.value and name not in absent}
     values |= {f"{COMPONENTS}{name}": total / answers for name, (total, answers) in sorted(step.components.items())}
     for id, stats in step.stats.environments.items():
         values |= {f"environments/{id}/{name}": metric.value(stats) for name, metric in ENVIRONMENT_METRICS.items()}

@@ -46,6 +46,10 @@ def step_lines(
             f"the prompts {report.first_ordinal} to {report.next_ordinal - 1}, all of step {report.step}, are too "
             "long: with sampling.max_new_tokens they exceed training.sequence_length or model.max_position_embeddings"
         )
+    if not stats.batch.answers and report.rows:
+        raise ConfigurationError(
+            f"no row of step {report.step} can be trained on: {Counter(dropped.values()).most_common(1)[0][0]}"
+        )
     if not stats.batch.answers:
         reasons = Counter(failures).most_common(ERROR_REASONS)
         counts = ", ".join(f"{count} x {reason}" for reason, count in reasons)

@@ -93,9 +93,9 @@ class MetricsWriter(Writer):
         if self._mirror:
             self._mirror.restart_if_ended()
         logger.info(
-            "step %d  reward %.3f  loss %.4f  grad norm %s  %.0f tokens/s",
+            "step %d  %sloss %.4f  grad norm %s  %.0f tokens/s",
             step,
-            values.get("mean_reward", math.nan),
+            f"reward {values['mean_reward']:.3f}  " if "mean_reward" in values else "",
             values.get("loss", math.nan),
             f"{values['grad_norm']:.3f}" if "grad_norm" in values else "not finite",
             values["throughput/tokens_per_s"],

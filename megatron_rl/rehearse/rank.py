@@ -136,7 +136,7 @@ class _Rank:
             policy.requires_grad_(False).eval()
             return Engine(policy, config.model, config.inference, {END}, config.training.sequence_length, ranks), None
         trainer = self._trainer(policy)
-        if role == "training":
+        if role == "training" or not config.generates:
             return None, trainer
         trainer.optimizer.offload()
         engine, _refit = build_engine(policy, config, self._vocab, {END}, self._platform, self._groups, ranks)
@@ -210,7 +210,7 @@ def rollouts(config: RunConfig, microbatches: int, replicas: int) -> RolloutBatc
     lengths = [length] * (limit // length)
     if limit % length > 1:
         lengths.append(limit % length)
-    lengths = (lengths * max(2, microbatches))[: max(2, config.grpo.answers_of_replica(replicas))]
+    lengths = (lengths * max(2, microbatches))[: max(2, config.answers_of_replica(replicas))]
     trajectories = []
     for number, tokens in enumerate(lengths):
         answer = min(config.sampling.max_new_tokens, tokens - 1)

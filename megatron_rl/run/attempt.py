@@ -70,7 +70,8 @@ def run_attempt(
     timeline.switch("train")
     outcome = train(run)
     run.driver.stop()
-    run.generation.end()
+    if run.generation is not None:
+        run.generation.end()
     activity.enter("saving", run.step)
     if outcome == FINISHED:
         with safe_points.phase("save"):

@@ -35,6 +35,18 @@ class Generation:
     """Returns the metrics of the newest step, on the first rank."""
 
 
+class NoRefit:
+    """Implements `Refit` in a run that samples nothing."""
+
+    moved_bytes = 0
+
+    def publish(self, policy_version: int) -> None:
+        """No-op: nobody needs the weights."""
+
+    def finish(self) -> None:
+        """No-op, as `publish` is."""
+
+
 def generate_here(
     policy: Policy,
     config: RunConfig,

@@ -68,7 +68,7 @@ class Models:
 
 def build_models(
     config: RunConfig,
-    environment: Environment,
+    environment: Environment | None,
     tokenizer: Tokenizer,
     platform: Platform,
     groups: Groups,
@@ -104,7 +104,7 @@ def build_models(
 def load_initial_weights(
     policy: Policy,
     config: RunConfig,
-    environment: Environment,
+    environment: Environment | None,
     tokenizer: Tokenizer,
     platform: Platform,
     groups: Groups,

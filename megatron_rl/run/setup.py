@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
-from megatron_rl.agent.api import Environment
+from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.registry import build_environment, with_kept_files
 from megatron_rl.checkpoint.adapters import adapter_record
@@ -21,7 +21,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.metrics.writer import MetricsWriter, Writer
-from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
@@ -29,15 +29,24 @@ from megatron_rl.refit.prober import Prober, probe_text
 from megatron_rl.refit.publish import Refit
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.records import Lineage, fingerprint
+from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.rollout.window import Drawn
-from megatron_rl.run.generation import Generation, generate_here
+from megatron_rl.run.generation import Generation, NoRefit, generate_here
 from megatron_rl.run.models import Models, build_models
 from megatron_rl.run.problems import STALE_MOUNT_S, check_alike, check_unchanged, choose_problems, digests_of
+from megatron_rl.supervised.driver import ExampleDriver
+from megatron_rl.supervised.rows import rows_of
 from megatron_rl.training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from megatron_rl.inference.replicas.pool import ReplicaPool
+
 logger = logging.getLogger("megatron_rl")
+
+DATA = "data"
+"""Name of the rows of `data` among the digests of problems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,16 @@ class Counters:
         return cls(**{**meta, "problems": problems})
 
 
+class Driver(Protocol):
+    """Source of the batches that a run trains on: see `RolloutDriver`, and `ExampleDriver` for rows of data."""
+
+    def collect(self, first_ordinal: int) -> RolloutBatch: ...
+    def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]: ...
+    def end_checkpoint(self, step: int) -> None: ...
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class Run:
     """One rank's share of a run. Progress is in `step`, `next_ordinal`, `saved` and `evaluated`."""
@@ -83,7 +102,8 @@ class Run:
     platform: Platform
     groups: Groups
     safe_points: SafePoints
-    environment: Environment
+    environment: Environment | None
+    """None if nothing is sampled."""
     left_out: Mapping[str, int]
     """Training problems whose prompt is too long, by environment."""
     problems: Mapping[str, ProblemDigest]
@@ -91,8 +111,9 @@ class Run:
     models: Models
     initial_weights: str | None
     trainer: Trainer
-    generation: Generation
-    driver: RolloutDriver
+    generation: Generation | None
+    """None if nothing is sampled."""
+    driver: Driver
     checkpointer: Checkpointer
     exporter: Exporter
     writer: Writer
@@ -107,13 +128,14 @@ class Run:
 
     @property
     def engine(self) -> ResumableInference:
-        """Engine that the driver queries."""
+        """Engine that the driver queries. Only if the run generates."""
+        assert self.generation is not None
         return self.generation.engine
 
     @property
     def refit(self) -> Refit:
         """Transfer of weights to the engine."""
-        return self.generation.refit
+        return NoRefit() if self.generation is None else self.generation.refit
 
     def sharded_state(self) -> dict[str, Any]:
         return self.models.sharded_state()
@@ -135,7 +157,10 @@ class Run:
         )
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the greedy accuracy on each evaluation set, and the format of the prompts. Collective."""
+        """Return the greedy accuracy on each evaluation set, and the format of the prompts; nothing if nothing is
+        sampled. Collective."""
+        if self.environment is None or self.generation is None:
+            return {}
         metrics: dict[str, Any] = evaluate(
             self.environment, self.engine, self.config, self.groups, self.generation.loop
         )
@@ -154,18 +179,18 @@ def set_up(
     """
     try:
         tokenizer = build_tokenizer(config.tokenizer)
-        environment = build_environment(with_kept_files(config.task, run_dir, STALE_MOUNT_S), tokenizer)
-        if not all(each.problems for each in environment.training_sets()):
-            raise ValueError(f"environment {config.task.name!r} has no training problems")
+        environment = None
+        if config.generates:
+            environment = build_environment(with_kept_files(config.task, run_dir, STALE_MOUNT_S), tokenizer)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    training_sets, left_out = choose_problems(environment, config, tokenizer)
+    training_sets, left_out = _training_sets(environment, config, tokenizer)
     pool = None
     if config.placement.mode == "partitioned":
         from megatron_rl.run import partitioned  # slow to import: it needs an HTTP client
 
         pool = partitioned.open_pool(run_dir, attempt, config, groups)
-    problems = digests_of(training_sets, config.task.name)
+    problems = digests_of(training_sets, DATA if config.supervised else config.task.name)
     check_alike(problems, groups.control)
     checkpointer = Checkpointer(run_dir, config.save, groups.control)
     models, initial_weights = build_models(
@@ -186,45 +211,39 @@ def set_up(
         policy_version=counters.policy_version,
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
     )
-    prober = None
-    able = capabilities_of(config.inference.engine)
-    if able.probed:
-        prompts = (problem.prompt for problem in training_sets[0].problems)
-        prober = Prober(models.policy, probe_text(prompts, tokenizer, config.sequence_length), groups)
-    if able.outside:
-        from megatron_rl.run.external import generate_by_server  # slow to import: it needs an HTTP client
-
-        generation = generate_by_server(models.policy, config, tokenizer, groups, safe_points, run_dir, prober)
-    elif pool is None:
-        generation = generate_here(models.policy, config, tokenizer, platform, groups, safe_points)
-    else:
-        generation = partitioned.generate_elsewhere(models.policy, pool, config, platform, groups, safe_points, prober)
-    generation.refit.publish(counters.policy_version)
-    bank = None
-    if (role := generation.loop.role).drives:
-        recipe = fingerprint(config, problems)
-        lineage = Lineage(run_dir.root.name, attempt.number, counters.step, counters.policy_version, recipe)
-        bank = Bank(
-            run_dir.bank,
-            config.resume,
-            lineage,
-            next_ordinal=counters.next_ordinal,
-            driver=role.index,
-            drivers=role.count,
-        )
+    generation = _generation(config, models, tokenizer, groups, safe_points, run_dir, pool, training_sets)
+    if generation is not None:
+        generation.refit.publish(counters.policy_version)
     drawn = Drawn(counters.drawn_below, counters.passed_over)
-    driver = RolloutDriver(
-        environment,
-        training_sets,
-        generation.engine,
-        bank,
-        config,
-        groups,
-        safe_points,
-        generation.loop,
-        counters.step,
-        drawn,
-    )
+    driver: Driver
+    if environment is None or generation is None or config.supervised:
+        loop = generation.loop if generation is not None else None
+        driver = ExampleDriver(training_sets, tokenizer, config, groups, environment, loop)
+    else:
+        bank = None
+        if (role := generation.loop.role).drives:
+            recipe = fingerprint(config, problems)
+            lineage = Lineage(run_dir.root.name, attempt.number, counters.step, counters.policy_version, recipe)
+            bank = Bank(
+                run_dir.bank,
+                config.resume,
+                lineage,
+                next_ordinal=counters.next_ordinal,
+                driver=role.index,
+                drivers=role.count,
+            )
+        driver = RolloutDriver(
+            environment,
+            training_sets,
+            generation.engine,
+            bank,
+            config,
+            groups,
+            safe_points,
+            generation.loop,
+            counters.step,
+            drawn,
+        )
     writer = Writer()
     if dist.get_rank() == 0:
         writer = MetricsWriter(run_dir, attempt, config.logging, counters.step, counters.evaluated)
@@ -250,6 +269,48 @@ def set_up(
         saved=counters.step,
         evaluated=counters.evaluated,
     )
+
+
+def _training_sets(
+    environment: Environment | None, config: RunConfig, tokenizer: Tokenizer
+) -> tuple[list[TrainingSet], dict[str, int]]:
+    """Return the rows of data, or the problems of the environment as `choose_problems` does. Raises
+    ConfigurationError."""
+    if config.supervised or environment is None:
+        return [TrainingSet("", 1.0, rows_of(config.rows, environment))], {}
+    if not all(each.problems for each in environment.training_sets()):
+        raise ConfigurationError(f"environment {config.task.name!r} has no training problems")
+    return choose_problems(environment, config, tokenizer)
+
+
+def _generation(
+    config: RunConfig,
+    models: Models,
+    tokenizer: Tokenizer,
+    groups: Groups,
+    safe_points: SafePoints,
+    run_dir: RunDir,
+    pool: ReplicaPool | None,
+    training_sets: Sequence[TrainingSet],
+) -> Generation | None:
+    """Set up the generation of answers; None if nothing is sampled. Collective."""
+    policy, platform = models.policy, models.platform
+    if not config.generates:
+        return None
+    prober = None
+    able = capabilities_of(config.inference.engine)
+    if able.probed:
+        prompts = (problem.prompt for problem in training_sets[0].problems)
+        prober = Prober(policy, probe_text(prompts, tokenizer, config.sequence_length), groups)
+    if able.outside:
+        from megatron_rl.run.external import generate_by_server  # slow to import: it needs an HTTP client
+
+        return generate_by_server(policy, config, tokenizer, groups, safe_points, run_dir, prober)
+    if pool is None:
+        return generate_here(policy, config, tokenizer, platform, groups, safe_points)
+    from megatron_rl.run import partitioned
+
+    return partitioned.generate_elsewhere(policy, pool, config, platform, groups, safe_points, prober)
 
 
 def restore(

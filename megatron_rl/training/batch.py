@@ -56,7 +56,8 @@ class TrainingBatch:
     inference_logprobs: Tensor
     """[trained tokens] log-probs of the engine."""
     current: Tensor | None
-    """[trained tokens] whether the current weights sampled the token; None if they sampled all."""
+    """[trained tokens] whether the current weights sampled the token; None if they sampled all, or nothing is
+    sampled."""
 
     @property
     def trajectory_lengths(self) -> Tensor:
@@ -97,7 +98,7 @@ def training_batch(
         sequence_of_token=torch.repeat_interleave(torch.arange(len(sequences)), lengths).to(device),
         inference_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
         current=None
-        if set(versions) <= {policy_version}
+        if config.supervised or set(versions) <= {policy_version}
         else torch.tensor([version == policy_version for version in versions], device=device),
     )
 

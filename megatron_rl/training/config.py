@@ -56,8 +56,12 @@ def learning_rate(updates_done: int, total_updates: int, config: OptimizerConfig
 class TrainingConfig(Section):
     """Length of the run, packing and precision."""
 
+    objective: Literal["grpo", "supervised"] = "grpo"
+    """What makes tokens likelier. grpo: the rewards of answers that the policy samples. supervised: rows of `data`,
+    whose answers are learned as they are; nothing is sampled except in evaluations, for which an environment may be
+    given."""
     steps: PositiveInt
-    """GRPO steps of the whole run."""
+    """Steps of the whole run."""
     seed: NonNegativeInt = 0
     """Seed of prompts, sampling and shuffling."""
     tokens_per_microbatch: PositiveInt = 16384

@@ -1,4 +1,4 @@
-"""One GRPO step on a batch of rollouts: advantages, log-probs, updates."""
+"""One step on a batch of rollouts, or of rows of data: advantages, log-probs, updates."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron_rl.algorithms.importance import answer_log_ratios
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss
 from megatron_rl.algorithms.reduction import token_weights
+from megatron_rl.algorithms.supervised import supervised_loss
 from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import (
@@ -52,7 +53,7 @@ class GradientsNotFinite(RuntimeError):
 
 
 class Trainer:
-    """Runs GRPO steps and counts updates. The counters go into the checkpoint."""
+    """Runs steps and counts updates. The counters go into the checkpoint."""
 
     def __init__(
         self,
@@ -171,7 +172,7 @@ class Trainer:
         def receive(hidden: Tensor, read: ModelInput) -> None:
             assert output is not None
             scores[read.trained], _ = predicted_logprobs(
-                hidden, output, read.targets, self.config.sampling.temperature, with_entropy=False
+                hidden, output, read.targets, self.config.loss_temperature, with_entropy=False
             )
 
         forward(policy, inputs, receive, self._pipeline, stop=self._leaves)
@@ -207,7 +208,7 @@ class Trainer:
 
         def loss(hidden: Tensor, read: ModelInput) -> Tensor:
             assert output is not None
-            logprobs, entropy = predicted_logprobs(hidden, output, read.targets, self.config.sampling.temperature)
+            logprobs, entropy = predicted_logprobs(hidden, output, read.targets, self.config.loss_temperature)
             assert entropy is not None
             index = read.trained
             weights, advantages = update.per_sequence[:, batch.sequence_of_token[index]]
@@ -226,7 +227,7 @@ class Trainer:
                 ref_logprobs=None if reference is None else reference[index],
                 answer_log_ratios=None if of_answers is None else of_answers[index],
             )
-            value, stats = grpo_loss(tokens, self.config.grpo)
+            value, stats = supervised_loss(tokens) if self.config.supervised else grpo_loss(tokens, self.config.grpo)
             losses.append(stats)
             return value
 

@@ -19,9 +19,9 @@ ORDER = {
     "megatron_rl": """
         contract errors recipe inference.capabilities inference.vllm_options CONFIG
         model.hf_config inference.engine_limits config
-        platform metrics rank model inference chat agent server endpoint environments algorithms rollout checkpoint
-        training refit standalone server.weights server.__main__ server.agent replica vllm evaluate fabric rehearse run
-        train_rl run.attempt rank_main replica_main
+        platform metrics rank model inference chat agent server endpoint environments algorithms rollout supervised
+        checkpoint training refit standalone server.weights server.__main__ server.agent replica vllm evaluate fabric
+        rehearse run train_rl run.attempt rank_main replica_main
     """,
     "launcher": """
         host.process host.slurm host.judge host.record host.code host.image host.attempt host

@@ -106,6 +106,7 @@ class LiveView(View):
         if rewards:
             bars = sparkline(rewards) if self._console.encoding.startswith("utf") else ""
             grid.add_row("reward", f"[bold green]{mean(rewards[-RECENT:]):.3f}[/]  {bars}")
+        if history.lines:
             line = history.lines[-1]
             grid.add_row("loss", f"{shown(line, 'loss', '.4f')}  [dim]grad norm[/] {shown(line, 'grad_norm', '.3f')}")
             grid.add_row("speed", f"{tokens_per_s(line)} tokens/s  {shown(line, 'time/step_s', '.2f')} s per step")
@@ -163,8 +164,9 @@ def step_line(history: History) -> str:
     """Describe the newest step."""
     line = history.lines[-1]
     eta = history.eta_s()
+    reward = f"reward {shown(line, 'mean_reward', '.3f')}  " if number(line, "mean_reward") is not None else ""
     return (
-        f"step {history.step:>{len(str(history.steps))}}/{history.steps}  reward {shown(line, 'mean_reward', '.3f')}  "
+        f"step {history.step:>{len(str(history.steps))}}/{history.steps}  {reward}"
         f"loss {shown(line, 'loss', '.4f')}  {tokens_per_s(line)} tokens/s"
         + (f"  {clock(eta)} left" if eta is not None else "")
     )

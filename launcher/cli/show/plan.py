@@ -80,7 +80,9 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
         (
             "inference",
             _product({"tp": sizes.inference_tp, "replicas": sizes.replicas}, sizes.generating)
-            + ("" if sizes.partitioned else ", the same ranks in turn"),
+            + ("" if sizes.partitioned else ", the same ranks in turn" + ", for evaluations" * config.supervised)
+            if config.generates
+            else "",
         ),
         *_batch(config, summary["batch"]),
         ("model", _parameters(summary["model"])),
@@ -99,6 +101,10 @@ def _product(sizes: dict[str, int], ranks: int) -> str:
 
 def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]]:
     trained, answered = batch["prompts_per_replica"], batch["prompts_per_engine"]
+    if config.supervised:
+        yield "step", f"{batch['prompts']:,} rows of data in one update; {_share(trained)} per replica"
+        yield "packing", _packing(batch)
+        return
     shares = f"{_share(trained)} prompts x {batch['group_size']} per replica"
     if answered != trained:
         shares += f", {_share(answered)} per inference replica"
@@ -114,10 +120,13 @@ def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]
         f"{batch['updates']} per step, of {batch['answers_per_update']:,} answers{passes}; "
         f"{batch['updates'] * config.training.steps:,} in {config.training.steps:,} steps",
     )
-    yield (
-        "packing",
+    yield "packing", _packing(batch)
+
+
+def _packing(batch: dict[str, Any]) -> str:
+    return (
         f"{batch['tokens_per_microbatch']:,} tokens per micro-batch, sequences up to {batch['sequence_length']:,}: "
-        f"at most {batch['microbatches']:,} micro-batches per update",
+        f"at most {batch['microbatches']:,} micro-batches per update"
     )
 
 

@@ -1,0 +1,55 @@
+"""Recipe keys of the data of supervised training."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from megatron_rl.chat.config import ChatConfig
+from megatron_rl.recipe.section import HubPath, PositiveInt
+
+
+class DataConfig(ChatConfig):
+    """Rows that `training.objective: supervised` trains on: conversations, or prompts with answers. Only tokens that
+    the model would write itself carry loss: those of the assistant's messages, or of the answers, each with its
+    end."""
+
+    path: HubPath | None = None
+    """Name on the hub, or a local file or directory, relative to the recipe's file: JSON lines, Parquet, CSV, Arrow, or
+    the output of `save_to_disk` of `datasets`. Default: the worked examples of the environment."""
+    split: str = "train"
+    """Split to read."""
+    subset: str | None = None
+    """Configuration to read, if the data set has several."""
+    messages: str = "messages"
+    """Column of the conversations, each a list of messages as in OpenAI's API; a.0.b is the field b of the first
+    element of the list in column a."""
+    tools: str | None = None
+    """Column of the tools that a conversation offers, as in OpenAI's API; default: none."""
+    prompt: str | None = None
+    """Column of the prompt, in place of `messages` and together with `answer`."""
+    answer: str | None = None
+    """Column of the answer to the prompt."""
+    chat: Literal["always", "auto", "never"] = "auto"
+    """Prompts and answers as messages in the tokenizer's chat template. always: do so. auto: do so if the tokenizer has
+    a template. never: the plain texts follow each other."""
+    system: str | None = None
+    """System message before each prompt; default: the chat template's own. Conversations have their own."""
+    examples_per_step: PositiveInt = 32
+    """Rows per step, which is one update. The loss is the mean over all their tokens that carry loss. A pass over N
+    rows takes N / examples_per_step steps."""
+
+    @model_validator(mode="after")
+    def _columns_fit(self) -> DataConfig:
+        if (self.prompt is None) != (self.answer is None):
+            raise ValueError("prompt and answer belong together: give both columns, or neither for conversations")
+        if self.prompt is None and (self.system is not None or self.chat != "auto"):
+            name = "system" if self.system is not None else "chat"
+            raise ValueError(f"{name}: only prompts with answers have it; conversations are messages as they are")
+        if self.chat == "never" and (self.system is not None or self.chat_template):
+            name = "system" if self.system is not None else "chat_template"
+            raise ValueError(f"{name}: with chat: never the chat template is not used")
+        if self.prompt is not None and self.tools is not None:
+            raise ValueError("tools: only conversations offer tools; leave out prompt and answer, or tools")
+        return self
