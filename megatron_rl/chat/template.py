@@ -7,6 +7,7 @@ It continues any conversation if the template only appends, which probes check.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from renderers import DefaultRenderer, ParsedResponse
@@ -83,37 +84,30 @@ class TemplateFormat:
         return self._parser.parse_response(answer, prompt_ids=self._tokenizer.encode(THINK) if opened else None)
 
     def example(self, messages: list[Message], tools: Tools) -> Example:
-        """Cut the whole conversation where the template ends a prompt and where it ends the answer to it. Each part is
-        encoded by itself, as prompts and answers are when the model samples."""
-        found, done = Example([], []), 0
+        """Cut the whole conversation where the prompts of the answers end. Each part is encoded by itself, as a prompt
+        is when the model answers it. The first end token behind a prompt ends the answer."""
         whole = self._text(messages, tools, generation=False)
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = self._text(messages[:index], tools)
-            answered = self._text(messages[: index + 1], tools, generation=False)
-            # The template may write white space behind the last message of a conversation only.
-            if not (whole.startswith(prompt) and whole.startswith(answered.rstrip()) and len(prompt) >= done):
+        asked = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        prompts = [self._text(messages[:index], tools) for index in asked]
+        for index, prompt in zip(asked, prompts, strict=True):
+            if not whole.startswith(prompt):
                 raise ValueError(
-                    f"the chat template writes message {index} in other words behind its prompt; name the renderer of "
-                    "the model (tokenizer.renderer)"
+                    f"the chat template writes the conversation before message {index} in other words once it goes on: "
+                    "name the renderer of the model (tokenizer.renderer)"
                 )
-            self._add(found, whole[done : len(prompt)])
-            done = max(len(prompt), len(answered.rstrip()))
-            self._add(found, whole[len(prompt) : done], answer=True)
-        self._add(found, whole[done:])
-        if found.loss_mask[-1:] == [True] and found.tokens[-1] not in self._tokenizer.end_ids:
-            found.tokens.append(self._tokenizer.eos_id)  # the template leaves the last answer open
-            found.loss_mask.append(True)
+        cuts = [0, *map(len, prompts), len(whole)]
+        parts = [self._tokenizer.encode(whole[start:end]) for start, end in pairwise(cuts)]
+        found = Example(parts[0], [False] * len(parts[0]))
+        for index, part in zip(asked, parts[1:], strict=True):
+            ends = (place for place, token in enumerate(part, 1) if token in self._tokenizer.end_ids)
+            if (learned := next(ends, None)) is None:
+                if index != len(messages) - 1:
+                    raise ValueError(f"the chat template writes no end token behind message {index}")
+                part.append(self._tokenizer.eos_id)
+                learned = len(part)
+            found.tokens.extend(part)
+            found.loss_mask.extend([True] * learned + [False] * (len(part) - learned))
         return found
-
-    def _add(self, example: Example, text: str, *, answer: bool = False) -> None:
-        """Append a part of a conversation. Of an answer, the tokens up to its end token are learned."""
-        tokens = self._tokenizer.encode(text)
-        ends = (place for place, token in enumerate(tokens, 1) if token in self._tokenizer.end_ids)
-        learned = next(ends, len(tokens)) if answer else 0
-        example.tokens.extend(tokens)
-        example.loss_mask.extend([True] * learned + [False] * (len(tokens) - learned))
 
     def _opens_thought(self, prompt: list[int]) -> bool:
         return self._tokenizer.decode(prompt[-THOUGHT_TOKENS:], special=True).rstrip().endswith(THINK)

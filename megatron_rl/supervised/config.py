@@ -17,7 +17,8 @@ class DataConfig(ChatConfig):
 
     path: HubPath | None = None
     """Name on the hub, or a local file or directory, relative to the recipe's file: JSON lines, Parquet, CSV, Arrow, or
-    the output of `save_to_disk` of `datasets`. Default: the worked examples of the environment."""
+    the output of `save_to_disk` of `datasets`. Default: the worked examples of the environment, or else its training
+    problems with a right response to each."""
     split: str = "train"
     """Split to read."""
     subset: str | None = None

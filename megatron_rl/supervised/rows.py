@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.api import Demonstrator, Environment
 from megatron_rl.agent.datasets import Source, check_column, read_rows
 from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.agent.trajectories import Problem
@@ -46,11 +46,11 @@ def rows_of(data: DataConfig, environment: object) -> list[Problem]:
     Raises ConfigurationError if there are none, or the data does not match the configuration.
     """
     if data.path is None:
-        pairs = demonstrations(environment)
+        pairs = demonstrations(environment) or _gold_responses(environment)
         if not pairs:
             raise ConfigurationError(
                 "data.path is missing and the environment has no worked examples: name a data set, or give the "
-                "environment `demonstrations` (megatron_rl.agent.api.Demonstrator)"
+                "environment `demonstrations` (megatron_rl.agent.api.Demonstrator) or `gold_response`"
             )
         return [_row({"prompt": prompt, "answer": answer, "plain": True}) for prompt, answer in pairs]
     found, rows = [], 0
@@ -74,6 +74,17 @@ def rows_of(data: DataConfig, environment: object) -> list[Problem]:
 def demonstrations(environment: object) -> Sequence[tuple[str, str]]:
     """Return the worked examples of an environment: prompts, as the model sees them, and answers."""
     return environment.demonstrations() if isinstance(environment, Demonstrator) else []
+
+
+def _gold_responses(environment: object) -> Sequence[tuple[str, str]]:
+    """Return the training problems of an environment with a right response each; none if it has no gold responses."""
+    if not isinstance(environment, Environment):
+        return []
+    problems = [problem for each in environment.training_sets() for problem in each.problems if problem.is_prompt]
+    try:
+        return [(problem.prompt, environment.gold_response(problem)) for problem in problems]
+    except NotImplementedError:
+        return []
 
 
 def token_example(prompt: str, answer: str, tokenizer: Tokenizer) -> Example:

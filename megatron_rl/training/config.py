@@ -57,9 +57,8 @@ class TrainingConfig(Section):
     """Length of the run, packing and precision."""
 
     objective: Literal["grpo", "supervised"] = "grpo"
-    """What makes tokens likelier. grpo: the rewards of answers that the policy samples. supervised: rows of `data`,
-    whose answers are learned as they are; nothing is sampled except in evaluations, for which an environment may be
-    given."""
+    """Source of what is learned. grpo: the rewards of answers that the policy samples. supervised: the answers in rows
+    of `data`, as they are; nothing is sampled except in evaluations, for which an environment may be given."""
     steps: PositiveInt
     """Steps of the whole run."""
     seed: NonNegativeInt = 0

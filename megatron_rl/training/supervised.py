@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_rl.agent.api import Demonstrator
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.config import RunConfig
@@ -34,6 +33,7 @@ from megatron_rl.model.config import SupervisedConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.supervised.rows import Example, demonstrations, token_example
 from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, forward_backward
 
@@ -60,13 +60,13 @@ def teach(
 
     Returns early, with useless weights, if this rank was asked to leave. Raises NoDemonstrations.
     """
-    demonstrations = environment.demonstrations() if isinstance(environment, Demonstrator) else []
-    if not demonstrations:
+    worked = demonstrations(environment)
+    if not worked:
         raise NoDemonstrations(
             f"model.init is supervised but environment {config.task.name!r} has no worked examples: give it "
             "`demonstrations` (megatron_rl.agent.api.Demonstrator), or set model.init to from-scratch"
         )
-    examples = [token_example(prompt, answer, tokenizer) for prompt, answer in demonstrations]
+    examples = [token_example(prompt, answer, tokenizer) for prompt, answer in worked]
     path = cache_path(config, examples)
     state = _read(path)
     if state is None:
@@ -76,16 +76,6 @@ def teach(
     else:
         logger.info("base model taken from %s", path)
         policy.load_state_dict(state, strict=False)
-
-
-Example = tuple[list[int], list[bool]]
-"""Tokens of a worked example, and a mask of the learned ones."""
-
-
-def token_example(prompt: str, answer: str, tokenizer: Tokenizer) -> Example:
-    """Tokenize a worked example. The answer and its end token are learned."""
-    asked, answered = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_id]
-    return asked + answered, [False] * len(asked) + [True] * len(answered)
 
 
 def _train(
@@ -128,7 +118,9 @@ def cache_path(config: RunConfig, examples: Sequence[Example]) -> Path:
         "model": config.model.model_dump(exclude={"checkpoint", "init", "init_seed", "lora"}),
         "tokenizer": config.tokenizer.model_dump(),
         "environment": config.task.model_dump(),
-        "examples": hashlib.sha256(repr([*examples]).encode()).hexdigest(),  # the environment's code may have changed
+        "examples": hashlib.sha256(
+            repr([*map(tuple, examples)]).encode()
+        ).hexdigest(),  # the environment's code may have changed
         "device": [config.job.device, config.job.threads_per_rank],
         "versions": [importlib.metadata.version(package) for package in ("torch", "megatron-core", "mrl")],
     }

@@ -25,6 +25,7 @@ SMOLLM2 = [
     "smollm2-135m-chain-sum",
     "smollm2-135m-chain-sum-hard",
     "smollm2-135m-chain-sum-vllm",
+    "smollm2-135m-supervised",
     "smollm2-135m-verifiers",
 ]
 HEADLINE = ["qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned"]
@@ -69,7 +70,7 @@ def recipe(name: str) -> RunConfig:
 
 
 def test_the_table_has_every_shipped_recipe_for_gpus() -> None:
-    laptop = {"demo", "demo-program", *SMOLLM2}
+    laptop = {"demo", "demo-program", "demo-supervised", *SMOLLM2}
     assert sorted(TRAINING) == sorted(MODELS) == [name for name in shipped_recipes() if name not in laptop]
 
 

@@ -14,14 +14,16 @@ import torch
 from core_helpers import quiet_safe_points, tiny_model, tiny_run
 from torch import Tensor
 
+from megatron_rl.agent.api import Demonstrator
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.supervised.rows import token_example
 from megatron_rl.training import supervised
-from megatron_rl.training.supervised import NoDemonstrations, cache_path, token_example
+from megatron_rl.training.supervised import NoDemonstrations, cache_path
 
 
 class Shop:
@@ -31,7 +33,7 @@ class Shop:
         return [("1+1=", "2"), ("9-2=", "7")]
 
 
-supervised.Demonstrator.register(Shop)
+Demonstrator.register(Shop)
 
 
 def recipe(steps: int = 6) -> RunConfig:

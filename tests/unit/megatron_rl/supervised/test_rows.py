@@ -1,0 +1,182 @@
+"""Rows of data sets become tokens, of which exactly the assistant's are learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import CHATML, qwen3, shown, tokenizer_of
+from core_helpers import ALPHABET, END
+from optional import needs
+from supervised_helpers import sums, write_rows
+
+from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.registry import build_environment
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.chat.probes import TOOL
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
+from megatron_rl.supervised.config import DataConfig
+from megatron_rl.supervised.rows import RowEncoder, UnusableRow, rows_of
+
+pytestmark = needs("datasets")
+
+CHARACTERS = build_tokenizer(TokenizerConfig(type="characters", alphabet=ALPHABET))
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "4, I think"},
+]
+CALLS = [
+    {"role": "user", "content": "Find é"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "look_up", "arguments": {"word": "é"}}}],
+    },
+    {"role": "tool", "name": "look_up", "content": "a letter"},
+    {"role": "assistant", "content": "It is a letter."},
+]
+
+
+def encoded(data: DataConfig, values: dict[str, Any], tokenizer: Any, longest: int = 1000) -> tuple[Any, list[str]]:
+    """Tokens of a row, and the texts of its learned parts."""
+    found = RowEncoder(data, tokenizer, longest).example(Problem("", values))
+    parts, part = [], []
+    for token, learned in [*zip(found.tokens, found.loss_mask, strict=True), (0, False)]:
+        if learned:
+            part.append(token)
+        elif part:
+            parts.append(
+                shown(tokenizer, part)
+                if isinstance(tokenizer, HuggingFaceTokenizer)
+                else tokenizer.decode(part, special=True)
+            )
+            part = []
+    return found, parts
+
+
+@pytest.mark.parametrize("tokenizer", [qwen3(), qwen3(renderer="template"), tokenizer_of(CHATML)], ids=str)
+def test_the_messages_of_the_assistant_are_learned_with_their_ends(tokenizer: HuggingFaceTokenizer) -> None:
+    found, parts = encoded(DataConfig(), {"messages": TALK}, tokenizer)
+    assert [part.removeprefix("<think>\n\n</think>\n\n") for part in parts] == ["2<|im_end|>", "4, I think<|im_end|>"]
+    assert shown(tokenizer, found.tokens) == tokenizer.conversation(TALK, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("tokenizer", [qwen3(), qwen3(renderer="template")], ids=["renderer", "template"])
+def test_calls_of_tools_are_learned_and_their_results_are_not(tokenizer: HuggingFaceTokenizer) -> None:
+    found, parts = encoded(DataConfig(tools="tools"), {"messages": CALLS, "tools": [TOOL]}, tokenizer)
+    first, last = (part.removeprefix("<think>\n\n</think>\n\n") for part in parts)
+    assert first == '<tool_call>\n{"name": "look_up", "arguments": {"word": "é"}}\n</tool_call><|im_end|>'
+    assert last == "It is a letter.<|im_end|>"
+    assert "a letter\n</tool_response>" in shown(tokenizer, found.tokens)
+
+
+def test_a_control_token_spelled_out_in_a_message_stays_text() -> None:
+    tokenizer = qwen3()
+    found, _ = encoded(DataConfig(), {"messages": [{"role": "user", "content": "<|im_end|>"}, TALK[2]]}, tokenizer)
+    ends = [token for token in found.tokens if token in tokenizer.end_ids]
+    assert len(ends) == 2  # of the two messages
+
+
+def test_prompts_and_answers_are_messages_where_there_is_a_chat_template() -> None:
+    pair = {"prompt": "1+1", "answer": "2"}
+    columns = {"prompt": "question", "answer": "answer"}
+    as_chat, _ = encoded(DataConfig(**columns, system="Be brief."), pair, qwen3())
+    assert as_chat == encoded(DataConfig(), {"messages": TALK[:3]}, qwen3())[0]
+    found, parts = encoded(DataConfig(**columns, chat="never"), pair, qwen3())
+    assert (shown(qwen3(), found.tokens[:3]), parts[0][0]) == ("1+1", "2")
+    plain, parts = encoded(DataConfig(**columns), {"prompt": "1+1=", "answer": "2"}, CHARACTERS)
+    assert plain.loss_mask == [False] * 4 + [True] * 2
+    assert plain.tokens[-1] == END
+    with pytest.raises(UnusableRow, match="data.system or data.chat_template is given, but the tokenizer has no chat"):
+        encoded(DataConfig(**columns, system="x"), pair, CHARACTERS)
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        (TALK[:2], "no token to learn"),
+        ([{"role": "user", "content": [{"type": "image"}]}, TALK[2]], "the model reads text only"),
+    ],
+)
+def test_rows_that_cannot_be_learned_are_unusable(messages: list[dict[str, Any]], why: str) -> None:
+    with pytest.raises(UnusableRow, match=why):
+        encoded(DataConfig(), {"messages": messages}, qwen3())
+
+
+def test_long_rows_are_unusable_and_do_not_stop_the_start() -> None:
+    row = Problem("", {"messages": TALK})
+    encoder = RowEncoder(DataConfig(), qwen3(), 20)
+    with pytest.raises(UnusableRow, match="longer than training.sequence_length"):
+        encoder.example(row)
+    encoder.check([row])
+    with pytest.raises(ConfigurationError, match="data: row 2 cannot be trained on: it has no token to learn"):
+        encoder.check([row, Problem("", {"messages": TALK[:1]})])
+
+
+def test_every_row_is_read_as_it_is_also_repeated_ones(tmp_path: Path) -> None:
+    rows = [*sums(5), {"question": " 1+1= ", "answer": " 2\n"}, *sums(5)]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    found = rows_of(DataConfig(path=str(file), prompt="question", answer="answer"), None)
+    assert [dict(row.golden) for row in found] == [{"prompt": r["question"], "answer": r["answer"]} for r in rows]
+    assert len({row.prompt for row in found}) == len({json.dumps(row) for row in rows})  # the answer is in the digest
+
+
+def test_conversations_are_read_from_json_lines_and_parquet_alike(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    rows = [{"messages": TALK}, {"messages": CALLS[:1] + TALK[2:3]}]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    one, other = (rows_of(DataConfig(path=str(path)), None) for path in (file, tmp_path / "rows.parquet"))
+    assert [row.golden["messages"] for row in one] == [rows[0]["messages"], rows[1]["messages"]]
+    assert one == other
+
+
+def test_rows_that_lack_a_value_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [{"messages": TALK}, {"messages": None}, {"messages": []}])
+    assert len(rows_of(DataConfig(path=str(file)), None)) == 1
+    assert "2 of 3 rows are skipped, because they lack messages (messages)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "error"),
+    [
+        ([{"text": "x"}], {}, "there is no column 'messages', only text"),
+        ([{"messages": "Hello"}], {}, "row 1: column messages is no list of messages"),
+        ([{"messages": None}], {}, r"no row has messages \(messages\)"),
+        ([{"q": "1", "a": ""}], {"prompt": "q", "answer": "a"}, r"no row has both a prompt \(q\) and an answer \(a\)"),
+    ],
+)
+def test_data_of_another_form_is_an_error_that_names_the_column(
+    tmp_path: Path, rows: list[dict[str, Any]], columns: dict[str, str], error: str
+) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(ConfigurationError, match=error):
+        rows_of(DataConfig(path=str(file), **columns), None)
+
+
+def test_missing_data_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no such file or directory"):
+        rows_of(DataConfig(path=str(tmp_path / "missing")), None)
+    with pytest.raises(ConfigurationError, match="data.path is missing and the environment has no worked examples"):
+        rows_of(DataConfig(), None)
+
+
+def test_an_environment_gives_its_worked_examples_or_its_problems_with_right_responses() -> None:
+    arithmetic = build_environment(EnvironmentConfig(name="arithmetic"), CHARACTERS)
+    shown_ones = [(row.golden["prompt"], row.golden["answer"]) for row in rows_of(DataConfig(), arithmetic)]
+    assert shown_ones == [*arithmetic.demonstrations()]  # type: ignore[attr-defined]
+    countdown = build_environment(EnvironmentConfig(name="countdown"), qwen3())
+    found = rows_of(DataConfig(), countdown)
+    assert [row.golden["prompt"] for row in found] == [problem.prompt for problem in countdown.training_problems()]
+    assert found[0].golden["answer"] == countdown.gold_response(countdown.training_problems()[0])
+    example, parts = encoded(DataConfig(), found[0].golden, qwen3())
+    assert parts == [found[0].golden["answer"] + "<|im_end|>"]
+    assert shown(qwen3(), example.tokens).startswith("<|im_start|>")  # the environment has rendered the prompt
