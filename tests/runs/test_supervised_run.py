@@ -1,4 +1,4 @@
-"""Whole supervised runs: interrupted ones resume exactly, and every layout trains on the same rows with the same loss."""
+"""Whole supervised runs: interrupted ones resume exactly, and every layout has the same rows and the same losses."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_prompts_and_answers_are_messages_where_there_is_a_chat_template() -> No
     plain, parts = encoded(DataConfig(**columns), {"prompt": "1+1=", "answer": "2"}, CHARACTERS)
     assert plain.loss_mask == [False] * 4 + [True] * 2
     assert plain.tokens[-1] == END
-    with pytest.raises(UnusableRow, match="data.system or data.chat_template is given, but the tokenizer has no chat"):
+    with pytest.raises(UnusableRow, match=r"data.system or data.chat_template is given, but the tokenizer has no chat"):
         encoded(DataConfig(**columns, system="x"), pair, CHARACTERS)
 
 
@@ -113,7 +113,7 @@ def test_rows_that_cannot_be_learned_are_unusable(messages: list[dict[str, Any]]
 def test_long_rows_are_unusable_and_do_not_stop_the_start() -> None:
     row = Problem("", {"messages": TALK})
     encoder = RowEncoder(DataConfig(), qwen3(), 20)
-    with pytest.raises(UnusableRow, match="longer than training.sequence_length"):
+    with pytest.raises(UnusableRow, match=r"longer than training.sequence_length"):
         encoder.example(row)
     encoder.check([row])
     with pytest.raises(ConfigurationError, match="data: row 2 cannot be trained on: it has no token to learn"):
@@ -165,7 +165,7 @@ def test_data_of_another_form_is_an_error_that_names_the_column(
 def test_missing_data_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no such file or directory"):
         rows_of(DataConfig(path=str(tmp_path / "missing")), None)
-    with pytest.raises(ConfigurationError, match="data.path is missing and the environment has no worked examples"):
+    with pytest.raises(ConfigurationError, match=r"data.path is missing and the environment has no worked examples"):
         rows_of(DataConfig(), None)
 
 

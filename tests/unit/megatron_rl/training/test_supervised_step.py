@@ -1,4 +1,4 @@
-"""One supervised step compared with `transformers` in float64 and with TRL's SFTTrainer, on the same rows and weights."""
+"""A supervised step beside `transformers` in float64 and TRL's SFTTrainer, on the same rows and weights."""
 
 from __future__ import annotations
 
