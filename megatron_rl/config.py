@@ -46,8 +46,8 @@ class CodeConfig(Section):
     """Code of yours that runs beside mrl, such as an environment."""
 
     include: list[FilePath] | None = None
-    """Directories whose snapshot the job imports from; relative ones start at the recipe's file. Default: the git
-    repository of the current directory, if the recipe lies in it."""
+    """Directories from which the ranks import, on Slurm their snapshot; relative ones start at the recipe's file.
+    Default on Slurm: the git repository of the current directory, if the recipe lies in it."""
 
 
 class RunConfig(Section):

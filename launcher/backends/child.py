@@ -26,12 +26,13 @@ class Child:
     """`python -m MODULE`, in a session of its own, so that Ctrl-C does not reach it directly. It ends with this
     process. Raises Failed where it cannot be started."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, environ: Mapping[str, str] | None = None) -> None:
+        """environ: variables to change."""
         self._module = module
         try:
             self.process = subprocess.Popen(
                 module_command(module),
-                env={**os.environ, **HASH_SEED, PARENT_VARIABLE: str(os.getpid())},
+                env={**os.environ, **(environ or {}), **HASH_SEED, PARENT_VARIABLE: str(os.getpid())},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

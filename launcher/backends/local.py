@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,6 +158,7 @@ def supervisor_command(
     drain_limit_s: float,
     owner: int | None,
     replica_python: str = sys.executable,
+    include: Sequence[str] = (),
 ) -> list[str]:
     """Command that supervises one attempt here.
 
@@ -166,6 +167,7 @@ def supervisor_command(
         drain_limit_s: seconds the ranks have to save when they are asked to leave.
         owner: process id whose death drains the run; None: nobody's does.
         replica_python: Python of the inference replicas.
+        include: directories of code of the user's that the ranks import from.
 
     Raises Failed.
     """
@@ -179,4 +181,5 @@ def supervisor_command(
     supervisor += ["--drain-limit", str(drain_limit_s), "--silence-limit", str(job.silence_limit_s)]
     if owner is not None:
         supervisor += ["--owner", f"{owner}:{start_time(owner)}"]
-    return [*supervisor, "--", *RANK_COMMAND]
+    path = os.pathsep.join([*include, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return [*supervisor, "--", *(["env", f"PYTHONPATH={path}"] if include else []), *RANK_COMMAND]

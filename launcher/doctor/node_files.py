@@ -72,7 +72,7 @@ def _of_nodes(config: RunConfig) -> list[NamedPath]:
     return [
         one
         for one in named_paths(config)
-        if one.path is not None and one.mark.kind not in ("image", "program") and one.key[0] != "code"
+        if one.path is not None and one.mark.kind not in ("image", "program", "code") and one.key[0] != "code"
     ]
 
 

@@ -20,6 +20,7 @@ from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import plan_sources
 from launcher.host.slurm.formats import time_limit_s
 from launcher.job.admission import corrections, with_date
+from launcher.job.own_code import own_code_problems
 from launcher.job.script import PlannedJob, render
 from launcher.job.sources import code_sources
 from launcher.job.steps import with_argv
@@ -43,13 +44,16 @@ class Draft:
     script: str
 
 
-def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_code: bool = False) -> Draft:
+def draft(
+    recipe: Recipe, cluster: str, profile: Profile, root: Path, update_code: bool = False, change: bool = False
+) -> Draft:
     """Do everything that a submission to `cluster` does before it writes anything.
 
     Args:
         recipe: its `config.cluster` is `cluster`.
         root: run directory, absolute.
         update_code: whether to replace an existing snapshot of the code.
+        change: whether an existing run is to take other values and files.
 
     Raises:
         BadInput: the recipe does not fit the cluster, or cannot be put into a script.
@@ -73,7 +77,8 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
         version=version("mrl"),
     )
     job = in_directory(job, root)
-    return Draft(job, tuple(_notes(job, update_code)), tuple(_obstacles(job)), render(job))
+    obstacles = [*_obstacles(job), *own_code_problems(recipe, _import_paths(job, update_code), RunDir(root), change)]
+    return Draft(job, tuple(_notes(job, update_code)), tuple(obstacles), render(job))
 
 
 def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
@@ -122,6 +127,15 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
         if source.dirty:
             notes.append(f"code: {source.path} has uncommitted changes; they are part of the snapshot")
     return [*notes, *prefetch.missing(job.recipe.config, job.profile)]
+
+
+def _import_paths(job: PlannedJob, update_code: bool) -> list[Path]:
+    """Directories of the user's code from which the ranks will import."""
+    run = RunDir(job.run_dir)
+    taken = read(CodeSnapshot, run.code_record)
+    if isinstance(taken, CodeSnapshot) and not update_code:
+        return [run.code / part for part in taken.pythonpath]
+    return [Path(source.path) for source in job.sources if source.kind not in ("package", "metadata")]
 
 
 def _obstacles(job: PlannedJob) -> list[str]:

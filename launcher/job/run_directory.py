@@ -24,6 +24,7 @@ from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, append, if_readable, read, write
 from megatron_rl.contract.run_records import KeptFile, KeptFiles, RecipeChange
+from megatron_rl.recipe.own_code import Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +241,8 @@ def _remove_alone(lock: Path, ours: bool) -> None:
 
 
 def keep_files(run: RunDir, recipe: Recipe, renew: bool) -> list[Change]:
-    """Copy the files of the user's code that the run's environments use, so that all attempts run the same. Returns the
-    replaced copies.
+    """Copy the files of the user's code that the run's environments and algorithm use, so that all attempts run the
+    same. Returns the replaced copies.
 
     Args:
         renew: whether to replace copies by the present files.
@@ -255,7 +256,10 @@ def keep_files(run: RunDir, recipe: Recipe, renew: bool) -> list[Change]:
     record = if_readable(found)
     before = {one.path: one for one in record.files} if record else {}
     kept, changed = [], []
-    for number, path in enumerate(used_files(recipe.config.task) if recipe.config.generates else [], 1):
+    own = (Reference.of(function).file for function in recipe.config.grpo.own_functions.values())
+    files = used_files(recipe.config.task) if recipe.config.generates else []
+    files = [*files, *(str(file) for file in own if file is not None)]
+    for number, path in enumerate(dict.fromkeys(files), 1):
         if path in before and not (renew and Path(path).exists()):
             kept.append(before[path])
             continue

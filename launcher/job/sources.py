@@ -1,4 +1,5 @@
-"""Code of a job: mrl as installed here, the package of the recipe's environment, and `code.include`."""
+"""Code of a job: mrl as installed here, the packages of the recipe's environment and own functions, and
+`code.include`."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
 from megatron_rl.recipe.extras import OURS as OUR_DISTRIBUTION
 from megatron_rl.recipe.extras import installed, metadata_of
+from megatron_rl.recipe.own_code import Reference
 
 OURS = ("launcher", "megatron_rl")
 HEAVY_BYTES = 20 * 10**6  # a larger snapshot probably holds data that git does not ignore
@@ -32,7 +34,7 @@ def code_sources(recipe: Recipe, directory: Path) -> list[CodeSource]:
     Raises:
         BadInput: an included directory does not exist, or git refuses to read it.
     """
-    include = _included(recipe, directory)
+    include = included(recipe, directory)
     missing = [path for path in include if not path.is_dir()]
     if missing:
         raise refusal(recipe, [f"code.include: {path}: no such directory on {gethostname()}" for path in missing])
@@ -70,7 +72,8 @@ def left_out(run: RunDir) -> str | None:
     return f"code: left out, since their names say credentials: {', '.join(files[:3])}{more} ({run.code_record})"
 
 
-def _included(recipe: Recipe, directory: Path) -> list[Path]:
+def included(recipe: Recipe, directory: Path) -> list[Path]:
+    """Directories whose snapshot the job imports from. Raises BadInput where git refuses to read the current one."""
     if recipe.config.code.include is not None:
         return [Path(path) for path in recipe.config.code.include]
     file = Path(recipe.asked)
@@ -86,10 +89,11 @@ def _included(recipe: Recipe, directory: Path) -> list[Path]:
 def _installed(config: RunConfig, include: list[Path]) -> list[Path]:
     """Installed packages, and the metadata that holds their entry points."""
     packages = {name: _package(name) for name in OURS}
-    metadata = [metadata_of(installed(OUR_DISTRIBUTION))]
-    for entry in entry_points_of(config.task) if config.generates else []:
-        top = entry.module.partition(".")[0]
-        metadata.append(metadata_of(entry.dist))
+    entries = entry_points_of(config.task) if config.generates else []
+    metadata = [metadata_of(installed(OUR_DISTRIBUTION)), *(metadata_of(entry.dist) for entry in entries)]
+    own = [Reference.of(function) for function in config.grpo.own_functions.values()]
+    for module in [*(entry.module for entry in entries), *(one.place for one in own if one.file is None)]:
+        top = module.partition(".")[0]
         package = _package(top)
         if package and not any(package.is_relative_to(path) for path in include):
             packages[top] = package

@@ -28,6 +28,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.model.config import ModelConfig
+from megatron_rl.recipe.own_code import check_file, kept
 from megatron_rl.recipe.section import Section
 
 _FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"), ("inference", "vllm", "args"))
@@ -103,6 +104,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
             check_files(with_kept_files(config.task, RunDir(Path(asked).parent)))
     except ValueError as error:
         raise BadInput(f"{locate(('environment', 'args', 'file'))[0]}: {error}") from error
+    _check_own_functions(config, RunDir(Path(asked).parent), locate)
     return Recipe(asked, config, written, filled, more)
 
 
@@ -225,6 +227,15 @@ def _with_absolute_paths(
         return with_absolute_paths(values, section, folder_of, prefix)
     except NoPath as error:
         raise BadInput(f"{locate(error.key)[0]}: {error}") from error
+
+
+def _check_own_functions(config: RunConfig, run: RunDir, locate: Locate) -> None:
+    """Check that the file of each function of the user's defines it. Raises BadInput."""
+    for key, reference in config.grpo.own_functions.items():
+        try:
+            check_file(kept(reference, run))
+        except ValueError as error:
+            raise BadInput(f"{locate(('grpo', key))[0]}: grpo.{key}: {error}") from error
 
 
 def _check_environments(config: RunConfig, locate: Locate) -> None:

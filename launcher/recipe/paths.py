@@ -17,6 +17,7 @@ from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import environment_class
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import is_hub_name, package_of
+from megatron_rl.recipe.own_code import Reference, beside, is_own
 from megatron_rl.recipe.section import PathMark
 
 T = TypeVar("T")
@@ -32,7 +33,9 @@ class NamedPath(NamedTuple):
     @property
     def path(self) -> Path | None:
         """File or directory of a loaded recipe; None if the value names something on a hub, in a package or in a
-        registry."""
+        registry, or one of our functions."""
+        if self.mark.kind == "code":
+            return Reference.of(self.value).file if is_own(self.value) else None
         on_disk = is_path(self.value) if self.mark.kind == "image" else not is_hub_name(self.value)
         return Path(self.value) if on_disk and not package_of(self.value) else None
 
@@ -83,6 +86,8 @@ def _absolute(named: NamedPath, folder: Path) -> str:
     ):
         return text
     try:
+        if kind == "code":
+            return beside(text, folder)
         path = folder / Path(text).expanduser()
         if kind == "hub" and is_hub_name(text) and not path.exists():
             return text

@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from megatron_rl.recipe.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.own_code import is_own, name_or_own, name_or_own_words
+from megatron_rl.recipe.section import NonNegativeFloat, NonNegativeInt, PathMark, PositiveFloat, PositiveInt, Section
+
+POLICY_LOSSES = ("clip", "gspo", "gspo_token", "cispo", "sapo", "dppo", "reinforce")
+
+
+def _policy_loss(value: str) -> str:
+    return name_or_own(value, POLICY_LOSSES)
+
+
+PolicyLossName = Annotated[
+    str,
+    PathMark("code", read=False),  # a run has its own copy and does not need the file
+    AfterValidator(_policy_loss),
+    Field(json_schema_extra={"words": name_or_own_words(POLICY_LOSSES)}),
+]
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
-LossReduction = Literal["token", "sequence"]
+LossReduction = Literal["token", "sequence", "constant"]
 
 BranchWeighting = Literal["mean", "sum"]
 
 Baseline = Literal["group", "leave_one_out", "batch", "maxrl", "pass_at_k", "per_reward"]
 
 AdvantageStd = Literal["population", "sample", "none"]
+
+CLIP_RANGES = {
+    "gspo": (0.0003, 0.0004),
+    "gspo_token": (0.0003, 0.0004),
+    "cispo": (1.0, 4.0),
+    "dppo": (0.15, 0.15),
+}
+"""Default eps_low and eps_high by policy loss, where it is not USUAL_RANGE."""
+USUAL_RANGE = (0.2, 0.2)
+WIDEST_OF_GSPO = 0.1
+"""Largest eps_low and eps_high that gspo accepts."""
+OF_BOUNDED = frozenset({"eps_low", "eps_high"})
+READ_BY = {
+    "clip": OF_BOUNDED | {"dual_clip"},
+    "gspo": OF_BOUNDED,
+    "gspo_token": OF_BOUNDED,
+    "cispo": OF_BOUNDED,
+    "sapo": frozenset({"sapo_tau_positive", "sapo_tau_negative"}),
+    "dppo": OF_BOUNDED | {"dppo_divergence"},
+    "reinforce": frozenset[str](),
+}
+"""Keys that each policy loss reads; the other ones of these must be null."""
 
 
 class OverlongConfig(Section):
@@ -69,20 +108,41 @@ class DynamicSamplingConfig(Section):
 class ImportanceConfig(Section):
     """Correction for tokens that another policy sampled than the one before the step: an engine whose log-probs differ
     slightly from the trainer's, or older weights. The loss of each token is multiplied by an importance weight, the
-    ratio r = p(before the step) / p(when sampled). Clipping is then relative to the policy before the step (decoupled
-    PPO, arXiv 2505.24298)."""
+    ratio r = p(before the step) / p(when sampled) within bounds. Clipping is then relative to the policy before the
+    step (decoupled PPO, arXiv 2505.24298)."""
 
-    mode: Literal["truncate", "mask", "sequence"] = "truncate"
-    """truncate: min(r, cap) with r of the token. mask: r, or 0 where r is not between 1 / cap and cap. sequence: min(r,
-    cap) with the product of r over all trained tokens of the answer; costs one more forward pass where a step has a
-    single update."""
-    cap: PositiveFloat
-    """Upper bound of the weight; `mode: mask` needs more than 1."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio r of a token. token: its own. sequence: the product over all trained tokens of its answer. geometric: the
+    geometric mean over them. The last two cost one more forward pass where a step has a single update."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """Weight of a ratio outside the bounds. truncate: the bound. mask: 0, so the token, or the whole answer, is not
+    trained on."""
+    lower: PositiveFloat | None = None
+    """Lower bound of r; default: none."""
+    upper: PositiveFloat | None = None
+    """Upper bound of r; default: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_present_keys(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "cap" in values:
+            raise ValueError(
+                "cap is now upper, for mode: mask together with lower, which was 1 / cap; and mode: sequence is now "
+                "level: sequence"
+            )
+        return values
 
     @model_validator(mode="after")
     def _keeps_something(self) -> ImportanceConfig:
-        if self.mode == "mask" and self.cap <= 1:
-            raise ValueError(f"mode: mask with cap {self.cap} keeps no token: choose a cap above 1, such as 2")
+        if self.lower is None and self.upper is None:
+            raise ValueError("needs a bound, such as upper: 2.0: the weights of rare tokens have no limit without one")
+        if (self.lower or 0.0) > (self.upper or math.inf):
+            raise ValueError(f"lower {self.lower} is above upper {self.upper}")
+        if self.mode == "mask" and not (self.lower or 0.0) < 1 < (self.upper or math.inf):
+            raise ValueError(
+                "mode: mask keeps only ratios between lower and upper, which must include 1, the ratio of tokens that "
+                "need no correction"
+            )
         return self
 
 
@@ -106,10 +166,27 @@ class GrpoConfig(Section):
     update per step."""
     iterations: PositiveInt = 1
     """Passes over each batch of answers."""
-    eps_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Ratios of new to old probability are clipped to [1 - eps_low, 1 + eps_high]."""
-    eps_high: NonNegativeFloat = 0.2
-    """Upper clip range; larger than eps_low is DAPO's clip-higher."""
+    policy_loss: PolicyLossName = "clip"
+    """Loss of a token, given its advantage (docs/losses.md has the formulas). clip: clipped ratio, as in PPO. gspo:
+    clipped ratio of the whole sequence (arXiv 2507.18071); gspo_token: its token variant. cispo: bounded weights of the
+    gradient (arXiv 2506.13585). sapo: soft gates (arXiv 2511.20347). dppo: a trust region by divergence (arXiv
+    2602.04879). reinforce: neither ratio nor bounds. module:function: your own."""
+    eps_low: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Ratios of new to old probability are clipped to [1 - eps_low, 1 + eps_high]; for dppo, the largest divergence.
+    Default: 0.2; gspo, gspo_token: 0.0003; cispo: 1, which is no bound; dppo: 0.15."""
+    eps_high: NonNegativeFloat | None = None
+    """Upper clip range; larger than eps_low is DAPO's clip-higher. Default: 0.2; gspo, gspo_token: 0.0004; cispo: 4;
+    dppo: 0.15."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bounds the loss of tokens of negative advantage at dual_clip times the advantage (arXiv 1912.09729; `policy_loss:
+    clip`); default: no bound."""
+    sapo_tau_positive: PositiveFloat | None = None
+    """Temperature of the gates of tokens of positive advantage (`policy_loss: sapo`); default: 1."""
+    sapo_tau_negative: PositiveFloat | None = None
+    """Temperature of the gates of the other tokens (`policy_loss: sapo`); default: 1.05."""
+    dppo_divergence: Literal["tv", "kl"] | None = None
+    """Divergence of the two-valued distributions of the token and all others (`policy_loss: dppo`). tv: total
+    variation. kl: Kullback-Leibler. Default: tv."""
     baseline: Baseline = "group"
     """Rewards that the reward of an answer is compared with (docs/losses.md has the formulas). group: the mean of all
     answers to its prompt. leave_one_out: the mean of the other answers to its prompt (RLOO, arXiv 2402.14740). batch:
@@ -138,7 +215,9 @@ class GrpoConfig(Section):
     down to -1/2 for any (Kimi k1.5, arXiv 2501.12599). Answers with an accuracy of 1 or more are right."""
     reduction: LossReduction = "token"
     """token: mean over all answer tokens of the global batch (DAPO). sequence: mean over answers of their token means
-    (GRPO)."""
+    (GRPO). constant: mean over answers of their token sums, divided by reduction_length (Dr. GRPO)."""
+    reduction_length: PositiveInt | None = None
+    """Divisor of `reduction: constant`, in tokens; default: sampling.max_new_tokens."""
     branches: BranchWeighting = "mean"
     """Weight of a rollout with several sequences of tokens. mean: the weight of each token is divided by their number,
     so the rollout counts like one with a single sequence of their mean length. sum: each sequence counts like an answer
@@ -147,13 +226,56 @@ class GrpoConfig(Section):
     """Weight of the KL penalty to the initial weights. At 0 no reference model is kept or run."""
     kl_estimator: KlEstimator = "k3"
     """Estimator of the KL divergence (http://joschu.net/blog/kl-approx.html)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: the penalty is added to the loss of each token. reward: the penalty at the weights before the step is
+    subtracted from the advantage of each token, so the policy loss applies to it."""
+    kl_importance: bool = False
+    """Multiply the penalty in the loss by the ratio of new to old probability (arXiv 2512.02556, section 3.1), so that
+    its gradient stays that of the KL divergence after the first update of a step."""
     entropy_coefficient: NonNegativeFloat = 0.0
-    """Weight of an entropy bonus, -p log p of the sampled tokens."""
+    """Weight of an entropy bonus: the entropy of the distribution over the whole vocabulary, in nats, averaged like the
+    loss."""
     importance: ImportanceConfig | None = None
     """Importance sampling against the log-probs of sampling; default: none. Without it, tokens sampled by older weights
     are clipped relative to those weights."""
     overlong: OverlongConfig = OverlongConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+    @model_validator(mode="after")
+    def _loss_reads_its_keys(self) -> GrpoConfig:
+        loss = self.policy_loss
+        reads = None if is_own(loss) else READ_BY[loss]
+        for key in sorted(frozenset[str]().union(*READ_BY.values())):
+            value = getattr(self, key)
+            if value is not None and reads is not None and key not in reads:
+                of = ", ".join(name for name, keys in READ_BY.items() if key in keys)
+                raise ValueError(f"{key} {value} is not read by policy_loss {loss}, only by {of}: set {key} to null")
+        if loss in ("gspo", "gspo_token") and max(self.clip_range) > WIDEST_OF_GSPO:
+            key = "eps_high" if self.clip_range[1] > WIDEST_OF_GSPO else "eps_low"
+            raise ValueError(
+                f"{key} {getattr(self, key)} would clip nothing: the ratio of policy_loss {loss} is a mean over the "
+                "sequence and stays close to 1. Set eps_low and eps_high to 0.0003 and 0.0004 as in the paper, or to "
+                "null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _terms_fit(self) -> GrpoConfig:
+        importance = self.importance
+        if importance and importance.mode == "mask" and importance.level == "token" and self.policy_loss == "gspo":
+            raise ValueError(
+                "importance.mode mask with importance.level token excludes single tokens, and policy_loss gspo gives "
+                "all tokens of a sequence one ratio: set importance.level to sequence or geometric, or importance.mode "
+                "to truncate"
+            )
+        if self.kl_in == "reward" and self.kl_importance:
+            raise ValueError("kl_importance weighs the penalty in the loss, and kl_in is reward: remove one of the two")
+        if self.reduction_length is not None and self.reduction != "constant":
+            raise ValueError(
+                f"reduction_length {self.reduction_length} is read only by reduction: constant, and reduction is "
+                f"{self.reduction}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _batches_divide(self) -> GrpoConfig:
@@ -210,6 +332,22 @@ class GrpoConfig(Section):
         return self
 
     @property
+    def clip_range(self) -> tuple[float, float]:
+        """eps_low and eps_high, or their defaults for the policy loss."""
+        low, high = CLIP_RANGES.get(self.policy_loss, USUAL_RANGE)
+        return low if self.eps_low is None else self.eps_low, high if self.eps_high is None else self.eps_high
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the policy loss has bounds, of which it counts the tokens beyond."""
+        return "eps_low" in READ_BY.get(self.policy_loss, ())
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """Keys of this section that name functions of the user's -> their references (`own_code.Reference`)."""
+        return {"policy_loss": self.policy_loss} if is_own(self.policy_loss) else {}
+
+    @property
     def samples_per_update(self) -> int:
         """Answers per optimizer update."""
         return self.global_batch or self.prompts_per_step * self.group_size
@@ -223,8 +361,12 @@ class GrpoConfig(Section):
     def scores_first(self) -> bool:
         """Whether a step runs the policy once before its updates. A step with a single update needs no such pass: its
         own forward pass is at the weights before the step."""
-        of_answers = self.importance is not None and self.importance.mode == "sequence"
-        return self.updates_per_pass * self.iterations > 1 or of_answers
+        return self.updates_per_pass * self.iterations > 1 or self.weighs_answers
+
+    @property
+    def weighs_answers(self) -> bool:
+        """Whether the importance weight of a token depends on its whole answer."""
+        return self.importance is not None and self.importance.level != "token"
 
     @property
     def updates_per_pass(self) -> int:

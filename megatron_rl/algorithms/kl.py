@@ -29,7 +29,12 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -
         k3 = exp(d) - d - 1  (1 - exp(d)) g the gradient of KL(reference || policy): the same minimum and, close
                                             to it, the same pull. Bounded: min(k3, 10), with gradient 0 above 10
 
-    Off policy the averages are over the sampling policy: no importance ratio is applied here.
+    Off policy the averages are over the sampling policy. `grpo.kl_importance` multiplies the penalty by the ratio r =
+    p / p(before the step), with gradient: then the value and the gradient of r k3 are those of KL(policy || reference)
+    for all policies (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+
+    `grpo.kl_in: reward` takes the value as a cost of the sampled token. By the policy gradient k1 then has the gradient
+    of KL(policy || reference) for the distribution of each token, as k2 has in the loss.
 
     Args:
         logprobs: [tokens], of the policy; the gradient flows here.

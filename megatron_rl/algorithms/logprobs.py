@@ -7,7 +7,7 @@ and recomputed in the backward pass. No rank sees another rank's part of the voc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,49 +17,53 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from megatron_rl.model.policy import OutputPart
 
+Entropy = Literal["none", "value", "gradient"]
+"""Part of the entropy that is computed: nothing, its value, or its value with gradient."""
+
 CHUNK_BYTES = 2**28
 """Bytes of a chunk's logits in fp32; about three such tensors exist at once. Smaller chunks would not keep a GPU
 busy."""
 
 
 def predicted_logprobs(
-    hidden: Tensor, output: OutputPart, targets: Tensor, temperature: float, *, with_entropy: bool = True
+    hidden: Tensor, output: OutputPart, targets: Tensor, temperature: float, *, entropy: Entropy = "value"
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs of the targets under softmax(logits / temperature) over the whole vocabulary, and that
     distribution's entropy in nats if requested.
 
-    hidden [tokens, hidden], targets [tokens] -> logprobs [tokens] fp32 with gradient, entropy [tokens] without. The
+    hidden [tokens, hidden], targets [tokens] -> logprobs [tokens] fp32 with gradient, entropy [tokens] fp32. The
     gradient to `hidden` is that of this rank's part of the vocabulary: see `Policy.predictors`. Temperature 0, greedy
     decoding, counts as 1. Collective over `output.group`.
     """
     chunk = max(1, CHUNK_BYTES // (4 * len(output.weight)))
     if output.group is None and len(targets) <= chunk:
-        return token_logprobs(output.logits(hidden), targets, temperature, with_entropy=with_entropy)
-    logprobs, entropy = _PredictedLogprobs.apply(
-        hidden, output.weight, targets, output.tokens, output.group, temperature or 1.0, chunk, with_entropy
+        return token_logprobs(output.logits(hidden), targets, temperature, entropy=entropy)
+    logprobs, entropies = _PredictedLogprobs.apply(
+        hidden, output.weight, targets, output.tokens, output.group, temperature or 1.0, chunk, entropy
     )
-    return logprobs, entropy if with_entropy else None
+    return logprobs, None if entropy == "none" else entropies
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, temperature: float, *, with_entropy: bool = True
+    logits: Tensor, targets: Tensor, temperature: float, *, entropy: Entropy = "value"
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs and entropy from logits of the whole vocabulary, [tokens, vocab]."""
     scaled = logits.float()
     if temperature not in (0.0, 1.0):
         scaled = scaled / temperature
     all_logprobs = torch.log_softmax(scaled, dim=-1)
-    entropy = None
-    if with_entropy:
-        with torch.no_grad():
-            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-    return all_logprobs.gather(1, targets[:, None]).squeeze(1), entropy
+    entropies = None
+    if entropy != "none":
+        with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
+            entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    return all_logprobs.gather(1, targets[:, None]).squeeze(1), entropies
 
 
 class _PredictedLogprobs(torch.autograd.Function):
-    """Log-probs of tokens in chunks. For a token with logits l / T = z, its target t and Z = sum exp z:
+    """Log-probs of tokens in chunks. For a token with logits l / T = z, its target t, Z = sum exp z and p = exp(z) / Z:
 
-        log-prob = z_t - log Z     entropy = log Z - sum exp(z) z / Z     d log-prob / d z = onehot(t) - exp(z) / Z
+        log-prob = z_t - log Z                       d log-prob / d z = onehot(t) - p
+        entropy H = log Z - sum exp(z) z / Z         d H / d z = -p (log p + H)
 
     Every rank sums over its part of the vocabulary, relative to the largest z of that part. The parts are combined once
     for all chunks, by one maximum and one sum over the ranks.
@@ -75,12 +79,12 @@ class _PredictedLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         temperature: float,
         chunk: int,
-        with_entropy: bool,
+        entropy: Entropy,
     ) -> tuple[Tensor, Tensor]:
         of_chunks = []
         for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
             scaled = _scaled_logits(part, weight, len(tokens), temperature)
-            of_chunks.append(_over_part(scaled, target - tokens.start, len(tokens), with_entropy))
+            of_chunks.append(_over_part(scaled, target - tokens.start, len(tokens), entropy != "none"))
             del scaled  # before the next chunk is computed
         largest, mass, chosen, weighted = torch.cat(of_chunks, dim=1).unbind()
         if group is not None:
@@ -91,28 +95,37 @@ class _PredictedLogprobs(torch.autograd.Function):
             sums[::2] *= below.exp()
             dist.all_reduce(sums, group=group)
             mass, chosen, weighted = sums.unbind()
-        entropy = mass.log() - weighted / mass
+        entropies = mass.log() - weighted / mass
         logprobs = chosen - largest - mass.log()
-        ctx.save_for_backward(hidden, weight, targets, largest + mass.log())
-        ctx.tokens, ctx.temperature, ctx.chunk = tokens, temperature, chunk
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.save_for_backward(hidden, weight, targets, largest + mass.log(), entropies)
+        ctx.tokens, ctx.temperature, ctx.chunk, ctx.of_entropy = tokens, temperature, chunk, entropy == "gradient"
+        if not ctx.of_entropy:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_mass = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_mass, entropies = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         # Accumulated in fp32 over the chunks: one product over all tokens would do the same internally.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for first in range(0, len(targets), ctx.chunk):
             rows = slice(first, first + ctx.chunk)
             of_logits = _scaled_logits(hidden[rows], weight, len(ctx.tokens), ctx.temperature)
-            of_logits.sub_(log_mass[rows, None]).exp_().neg_()
+            of_logits.sub_(log_mass[rows, None])  # log p
+            of_entropy = of_logits + entropies[rows, None] if ctx.of_entropy else None
+            of_logits.exp_()
+            if of_entropy is not None:
+                of_entropy.mul_(of_logits).mul_((of_entropies[rows] / ctx.temperature)[:, None])
+            of_logits.neg_()
             target = targets[rows] - ctx.tokens.start
             in_part = (target >= 0) & (target < len(ctx.tokens))
             of_logits.scatter_add_(1, target.clamp(0, len(weight) - 1)[:, None], in_part.to(of_logits.dtype)[:, None])
             of_logits.mul_((gradient[rows] / ctx.temperature)[:, None])
+            if of_entropy is not None:
+                of_logits.sub_(of_entropy)
+                del of_entropy
             rounded = of_logits.to(hidden.dtype)
             of_hidden[rows] = rounded @ weight
             if of_weight is not None:

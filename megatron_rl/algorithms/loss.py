@@ -1,8 +1,10 @@
-"""The GRPO loss over the trained tokens of a micro-batch."""
+"""The GRPO loss over the trained tokens of a micro-batch: policy loss, importance weights, KL penalty and entropy
+bonus."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,42 +12,18 @@ from torch import Tensor
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.importance import importance_weights
 from megatron_rl.algorithms.kl import kl_penalty
+from megatron_rl.algorithms.losses.choice import LOSSES, OwnPolicyLoss, as_losses, own_policy_loss
+from megatron_rl.algorithms.losses.token_loss import TokenLoss
+from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.metrics.stats import LossStats
-
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to this magnitude: exp of more than 88 is infinite in fp32, and infinity times 0 is NaN."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedTokens:
-    """The trained tokens of one micro-batch, all sequences concatenated; every tensor is [tokens] fp32.
-
-    All log-probs are of softmax(logits / T), T the sampling temperature.
-    """
-
-    logprobs: Tensor
-    """Log-probs of the policy in training; the only tensor with a gradient."""
-    old_logprobs: Tensor
-    """Log-probs at the weights before the step, or at those that sampled. On policy and before the first update they
-    equal `logprobs.detach()`, so the ratio is exactly 1."""
-    inference_logprobs: Tensor
-    """Log-probs of the engine that sampled."""
-    entropy: Tensor
-    """Entropy of the distributions the tokens were drawn from; recorded only."""
-    advantages: Tensor
-    weights: Tensor
-    """Each token's share of the global mean: see `reduction.token_weights`. 0 for tokens that carry no loss, whose
-    other values may be anything, even NaN."""
-    ref_logprobs: Tensor | None = None
-    """Log-probs of the reference policy; needed if `kl_beta` is above 0."""
-    answer_log_ratios: Tensor | None = None
-    """Log ratios of the whole answer: see `importance.answer_log_ratios`; needed if `importance.mode` is sequence."""
+from megatron_rl.recipe.own_code import is_own
 
 
 def has_gradient(advantages: Tensor, carries_loss: Tensor, config: GrpoConfig) -> Tensor:
     """Return which trajectories have tokens with a nonzero gradient or loss in `grpo_loss`.
 
-    Without a penalty or bonus every term of a token is a multiple of its advantage.
+    Without a penalty or bonus every term of a token is a multiple of its advantage. A loss of the user's may train on
+    any token.
 
     Args:
         advantages: [trajectories]
@@ -54,20 +32,21 @@ def has_gradient(advantages: Tensor, carries_loss: Tensor, config: GrpoConfig) -
     Returns:
         [trajectories] bool
     """
-    if config.kl_beta > 0 or config.entropy_coefficient > 0:
+    if config.kl_beta > 0 or config.entropy_coefficient > 0 or is_own(config.policy_loss):
         return carries_loss != 0
     return (carries_loss != 0) & (advantages != 0)
 
 
 def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossStats]:
-    """Return the weighted sum of the token losses (arXiv 2402.03300, asymmetric clip of arXiv 2503.14476). Per token:
+    """Return the weighted sum of the token losses. Per token, with weight w in the global mean:
 
-        -w min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A) + kl_beta KL - entropy_coefficient (-p log p)
+        w (u L + kl_beta KL - entropy_coefficient H)
 
-        r = exp(log_prob - old)    w: see `importance.importance_weights`, of old - inference; else 1
-        KL: see `kl.kl_penalty`    p = exp(log_prob), of the sampled token
-
-    The entropy term is the sampled token's summand of the entropy, without importance ratio.
+        L: the policy loss (`losses.choice`); one of the user's is w L already
+        u: see `importance.importance_weights`, of old - inference; else 1
+        KL: see `kl.kl_penalty`, times r = exp(log_prob - old) with `kl_importance`; with `kl_in: reward` it is
+            subtracted from the advantage instead, as a constant at the weights before the step
+        H: entropy of the distribution over the whole vocabulary
 
     A token with a log-prob that is not finite (NaN from an engine, or -inf if rounding leaves a token no probability)
     is excluded and counted: its term is 0, like a masked token's. Otherwise the gradient of the whole update would be
@@ -77,52 +56,62 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         The loss, a scalar whose sum over micro-batches and ranks is the loss of the global batch, and its statistics.
 
     Raises:
-        ValueError: kl_beta is above 0 without ref_logprobs, or importance is per answer without answer_log_ratios.
+        ValueError: kl_beta is above 0 without ref_logprobs, importance is per answer without answer_log_ratios, or a
+            loss of the user's returns something else than one value for each token.
     """
     if config.kl_beta > 0 and tokens.ref_logprobs is None:
         raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")
     carries_loss = tokens.weights != 0
     trained = carries_loss & _finite(tokens, config)
-    weights = torch.where(trained, tokens.weights, 0.0)
-    logprobs, old, inference = (
-        torch.where(trained, values, 0.0)
-        for values in (tokens.logprobs, tokens.old_logprobs, tokens.inference_logprobs)
-    )
-    ratio = (logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    unclipped = ratio * tokens.advantages
-    clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high) * tokens.advantages
-    token_loss = -torch.minimum(unclipped, clipped)
-
-    # Only the upper clip can bind for a positive advantage, and only the lower one for a negative advantage.
-    removed = unclipped.detach() > clipped.detach()
+    tokens = _only(tokens, trained)
     per_token = {
         "tokens": trained,
         "nonfinite": carries_loss & ~trained,
-        "entropy": torch.where(trained, tokens.entropy, 0.0),
-        "ratio": ratio.detach() * trained,
-        "clip_low": removed & (tokens.advantages < 0) & trained,
-        "clip_high": removed & (tokens.advantages > 0) & trained,
-        "inference_difference": (old - inference).abs(),
+        "entropy": tokens.entropy.detach(),
+        "ratio": tokens.ratio.detach() * trained,
+        "inference_difference": (tokens.old_logprobs - tokens.inference_logprobs).abs(),
     }
+    kl = None
+    if config.kl_beta > 0:
+        assert tokens.ref_logprobs is not None
+        penalised = tokens.logprobs if config.kl_in == "loss" else tokens.old_logprobs
+        kl = kl_penalty(penalised, tokens.ref_logprobs, config.kl_estimator)
+        per_token["kl"] = kl.detach()
+        if config.kl_in == "reward":
+            tokens = replace(tokens, advantages=tokens.advantages - config.kl_beta * kl)
+    own = own_policy_loss(config)
+    policy_loss = LOSSES[config.policy_loss](tokens, config) if own is None else TokenLoss(_called(own, tokens, config))
+    token_loss = policy_loss.values
+    for name, clipped in (("clip_low", policy_loss.clip_low), ("clip_high", policy_loss.clip_high)):
+        if clipped is not None:
+            per_token[name] = clipped & trained
     if config.importance is not None:
-        log_ratios = old - inference
-        if config.importance.mode == "sequence":
+        log_ratios = tokens.old_logprobs - tokens.inference_logprobs
+        if config.importance.level != "token":
             if tokens.answer_log_ratios is None:
                 raise ValueError("grpo.importance of answers needs answer_log_ratios")
-            log_ratios = torch.where(trained, tokens.answer_log_ratios, 0.0)
+            log_ratios = tokens.answer_log_ratios
         weight = importance_weights(log_ratios, config.importance)
         token_loss = token_loss * weight
         per_token["importance_weight"] = weight * trained
-    if config.kl_beta > 0:
-        assert tokens.ref_logprobs is not None
-        kl = kl_penalty(logprobs, torch.where(trained, tokens.ref_logprobs, 0.0), config.kl_estimator)
-        token_loss = token_loss + config.kl_beta * kl
-        per_token["kl"] = kl.detach()
+    # A loss of the user's is weighted already.
+    share, weights = (1.0, tokens.weights) if own is None else (tokens.weights, 1.0)
+    if kl is not None and config.kl_in == "loss":
+        token_loss = token_loss + config.kl_beta * (kl * tokens.ratio if config.kl_importance else kl) * share
     if config.entropy_coefficient > 0:
-        token_loss = token_loss + config.entropy_coefficient * logprobs.exp() * logprobs
-
+        token_loss = token_loss - config.entropy_coefficient * tokens.entropy * share
     loss = (token_loss * weights).sum()
     return loss, loss_statistics(loss.detach(), per_token)
+
+
+def _called(own: OwnPolicyLoss, tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
+    """Return the result of a loss of the user's. Raises ValueError if it is not one value for each token."""
+    return as_losses(own(tokens, config), tokens)
+
+
+def _only(tokens: TrainedTokens, trained: Tensor) -> TrainedTokens:
+    """Replace all values of the other tokens, weights included, by 0: they may be anything, even NaN."""
+    return tokens.each(lambda values: torch.where(trained, values, 0.0) if values.is_floating_point() else values)
 
 
 def _finite(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
@@ -139,11 +128,10 @@ def loss_statistics(loss: Tensor, per_token: dict[str, Tensor]) -> LossStats:
     sums = dict(zip(per_token, values.sum(dim=1).unbind(), strict=True))
     # Values with a maximum are never below 0: the added zero changes no maximum, and gives an empty micro-batch one.
     largest = dict(zip(per_token, torch.nn.functional.pad(values, (0, 1)).amax(dim=1).unbind(), strict=True))
+    absent: dict[str, Any] = dict.fromkeys(("clip_low", "clip_high", "kl", "importance_weight"))
     return LossStats(
         loss=loss,
         ratio_max=largest["ratio"],
         inference_difference_max=largest["inference_difference"],
-        kl=sums.pop("kl", None),
-        importance_weight=sums.pop("importance_weight", None),
-        **sums,
+        **{**absent, **sums},
     )

@@ -48,19 +48,30 @@ def local_normaliser(lengths: Tensor, weights: Tensor, reduction: LossReduction)
     return float((counted * weights.double()).sum())
 
 
-def token_weights(lengths: Tensor, weights: Tensor, reduction: LossReduction, normaliser: float) -> Tensor:
+def token_weights(
+    lengths: Tensor, weights: Tensor, reduction: LossReduction, normaliser: float, constant: int = 1
+) -> Tensor:
     """Return the weight of the tokens of each sequence, such that the sum of weight * token loss is the global mean.
 
     `token`: weight / normaliser, the mean over all trained tokens (DAPO, arXiv 2503.14476). `sequence`: weight /
-    (length * normaliser), the mean over sequences of their token means (GRPO, arXiv 2402.03300).
+    (length * normaliser), the mean over sequences of their token means (GRPO, arXiv 2402.03300). `constant`: weight /
+    (constant * normaliser), the mean over sequences of their token sums, divided by a constant that depends on no
+    sequence (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
     Args:
         lengths: [sequences] int64, trained tokens.
         weights: [sequences] see `sequence_weights`.
         normaliser: sum of `local_normaliser` over all ranks; 0 if nothing is trained.
+        constant: divisor of `constant`, in tokens.
 
     Returns:
         [sequences] fp32, 0 for those that carry no loss.
     """
     share = weights.float() / (normaliser or 1.0)
-    return share if reduction == "token" else share / lengths.clamp(min=1)
+    match reduction:
+        case "token":
+            return share
+        case "sequence":
+            return share / lengths.clamp(min=1)
+        case "constant":
+            return share / constant

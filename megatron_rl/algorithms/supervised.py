@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import TrainedTokens, loss_statistics
+from megatron_rl.algorithms.loss import loss_statistics
+from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.metrics.stats import LossStats
 
 
@@ -25,6 +26,6 @@ def supervised_loss(tokens: TrainedTokens) -> tuple[Tensor, LossStats]:
         "tokens": learned,
         "nonfinite": carries_loss & ~learned,
         "entropy": torch.where(learned, tokens.entropy, 0.0),
-        **dict.fromkeys(("ratio", "clip_low", "clip_high", "inference_difference"), none),
+        **dict.fromkeys(("ratio", "inference_difference"), none),
     }
     return loss, loss_statistics(loss.detach(), per_token)

@@ -15,10 +15,8 @@ The file is trusted code, and runs inside the rank like any environment.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 import logging
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -32,10 +30,11 @@ from megatron_rl.agent.prompts import PromptConfig, in_chat, render_prompt
 from megatron_rl.agent.scoring import Reward
 from megatron_rl.agent.text_rows import value_at
 from megatron_rl.chat.chat import Chat
-from megatron_rl.environments.python_file import defined_names
 from megatron_rl.errors import task_location
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.own_code import import_file
+from megatron_rl.recipe.python_file import defined_names
 from megatron_rl.recipe.section import HubPath, PathMark
 
 logger = logging.getLogger(__name__)
@@ -147,21 +146,15 @@ def _check(file: Path) -> None:
 
 def _loaded(file: Path) -> Scoring:
     _check(file)
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    name = f"mrl_reward_{digest[:16]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # _check has parsed the file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module
     try:
-        spec.loader.exec_module(module)
+        module = import_file(file)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         why = f"{task_location(error) or file}: {type(error).__name__}: {error}"
         raise ValueError(f"environment.args.file: {why}") from error
     found = getattr(module, FUNCTION, None)
     if not callable(found):
         raise ValueError(f"environment.args.file: {file}: {FUNCTION} is not a function")
-    logger.info("rewards from %s (sha256 %s)", file, digest)
+    logger.info("rewards from %s (sha256 %s)", file, hashlib.sha256(file.read_bytes()).hexdigest())
     return found
 
 

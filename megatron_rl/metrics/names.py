@@ -157,11 +157,12 @@ STEP_METRICS: dict[str, Metric] = {
         _of_tokens(lambda loss: loss.entropy),
     ),
     "clip_fraction": Metric(
-        "share of the trained tokens whose gradient the clip removed",
-        _of_tokens(lambda loss: loss.clip_low + loss.clip_high),
+        "share of the trained tokens whose gradient a bound of the policy loss removed or, in cispo, reduced (absent "
+        "for a loss without bounds)",
+        _of_tokens(lambda loss: None if loss.clip_low is None else loss.clip_low + (loss.clip_high or 0.0)),
     ),
-    "clip_fraction_low": Metric("... by the lower clip", _of_tokens(lambda loss: loss.clip_low)),
-    "clip_fraction_high": Metric("... by the upper clip", _of_tokens(lambda loss: loss.clip_high)),
+    "clip_fraction_low": Metric("... the lower bound", _of_tokens(lambda loss: loss.clip_low)),
+    "clip_fraction_high": Metric("... the upper bound", _of_tokens(lambda loss: loss.clip_high)),
     "kl": Metric("mean KL estimate to the initial weights (kl_beta > 0)", _of_tokens(lambda loss: loss.kl)),
     "importance_ratio": Metric(
         "mean of exp(log_prob - old_log_prob) of the trained tokens", _of_tokens(lambda loss: loss.ratio)

@@ -134,14 +134,15 @@ class LossStats:
     ratio: Total
     """exp(logprobs - old_logprobs)"""
     ratio_max: Largest
-    clip_low: Total
-    """Tokens whose gradient the lower clip removed."""
-    clip_high: Total
+    clip_low: Total | None
+    """Tokens whose gradient the lower bound of the policy loss removed or reduced; None for a loss without bounds."""
+    clip_high: Total | None
+    """The same of the upper bound."""
     inference_difference: Total
     """|old - inference log-prob|"""
     inference_difference_max: Largest
     kl: Total | None
-    """KL penalty before kl_beta; None without kl_beta."""
+    """KL penalty before kl_beta and kl_importance; None without kl_beta."""
     importance_weight: Total | None
     """None without grpo.importance."""
 

@@ -24,9 +24,10 @@ class PathMark:
     """Marks a key whose value names a file or directory. The loader of a recipe makes relative paths absolute, starting
     from the recipe's file, so that they mean the same to each process on each machine."""
 
-    kind: Literal["path", "hub", "image", "program"] = "path"
+    kind: Literal["path", "hub", "image", "program", "code"] = "path"
     """path: always a path. hub: a path, package:NAME, or a name on the Hugging Face hub. image: a path, or a container
-    image in a registry. program: a path, or a name without a slash, which is looked for in PATH."""
+    image in a registry. program: a path, or a name without a slash, which is looked for in PATH. code: a name of ours,
+    or a function of the user's (`own_code.Reference`)."""
     read: bool = True
     """Whether the run needs the file from the start; false where the run writes it or waits for it."""
 

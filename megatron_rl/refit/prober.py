@@ -79,7 +79,7 @@ class Prober:
 
         def receive(hidden: Tensor, read: ModelInput) -> None:
             assert output is not None
-            scores[read.trained], _ = predicted_logprobs(hidden, output, read.targets, 1.0, with_entropy=False)
+            scores[read.trained], _ = predicted_logprobs(hidden, output, read.targets, 1.0, entropy="none")
 
         forward(self._policy, [self._input], receive, self._pipeline, stop=lambda: False)
         for group in (self._groups.context, self._groups.pipeline):  # each token is predicted on one of these ranks

@@ -25,6 +25,7 @@ from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.recipe.own_code import kept
 from megatron_rl.refit.prober import Prober, probe_text
 from megatron_rl.refit.publish import Refit
 from megatron_rl.rollout.bank.bank import Bank
@@ -182,6 +183,7 @@ def set_up(
         environment = None
         if config.generates:
             environment = build_environment(with_kept_files(config.task, run_dir, STALE_MOUNT_S), tokenizer)
+        config = with_kept_functions(config, run_dir)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     training_sets, left_out = _training_sets(environment, config, tokenizer)
@@ -311,6 +313,13 @@ def _generation(
     from megatron_rl.run import partitioned
 
     return partitioned.generate_elsewhere(policy, pool, config, platform, groups, safe_points, prober)
+
+
+def with_kept_functions(config: RunConfig, run_dir: RunDir) -> RunConfig:
+    """Replace the files of the user's functions by the run's copies. Raises ValueError if their record cannot be
+    read."""
+    copies = {key: kept(function, run_dir, STALE_MOUNT_S) for key, function in config.grpo.own_functions.items()}
+    return config.model_copy(update={"grpo": config.grpo.model_copy(update=copies)})
 
 
 def restore(

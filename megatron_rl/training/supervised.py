@@ -89,7 +89,7 @@ def _train(
     generator = torch.Generator().manual_seed(config.seed)
 
     def loss(hidden: Tensor, read: ModelInput) -> Tensor:
-        logprobs, _ = predicted_logprobs(hidden, policy.output(), read.targets, temperature=1.0, with_entropy=False)
+        logprobs, _ = predicted_logprobs(hidden, policy.output(), read.targets, temperature=1.0, entropy="none")
         last.fill_(-logprobs.detach().mean())
         return -logprobs.mean()
 

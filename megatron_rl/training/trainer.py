@@ -12,9 +12,11 @@ from torch import Tensor
 
 from megatron_rl.algorithms.importance import answer_log_ratios
 from megatron_rl.algorithms.logprobs import predicted_logprobs
-from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss
+from megatron_rl.algorithms.loss import grpo_loss
+from megatron_rl.algorithms.losses.choice import own_policy_loss
 from megatron_rl.algorithms.reduction import token_weights
 from megatron_rl.algorithms.supervised import supervised_loss
+from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import (
@@ -67,8 +69,13 @@ class Trainer:
         policy_version: int = 0,
         nonfinite_in_a_row: int = 0,
     ) -> None:
-        """reference: initial policy for the KL penalty, if there is one. It may be `policy`, which without its adapters
-        is the initial one."""
+        """
+        Args:
+            reference: initial policy for the KL penalty, if there is one. It may be `policy`, which without its
+                adapters is the initial one.
+
+        Raises ConfigurationError for an unusable policy loss of the user's.
+        """
         self.policy = policy
         self.optimizer = optimizer
         self.reference = reference
@@ -81,6 +88,7 @@ class Trainer:
         self.between_steps = True
         """False only within a step, when weights and optimizer are between two of its updates."""
         self._pipeline = Pipeline(groups)
+        own_policy_loss(config.grpo)  # an unusable one is refused before the first step
 
     def train(self, rollouts: RolloutBatch, step: int, weights_change: Callable[[], None] = lambda: None) -> StepStats:
         """Run all passes and updates over one batch. Return what this rank counted: on the ranks of a replica, which
@@ -117,8 +125,10 @@ class Trainer:
         with self.safe_points.phase("log-probs"):
             before = self.score(self.policy, batch, first_pass) if grpo.scores_first else None
             of_answers = None
-            if before is not None and grpo.importance is not None and grpo.importance.mode == "sequence":
-                of_answers = answer_log_ratios(before - batch.inference_logprobs, batch.trajectory_lengths)
+            if before is not None and grpo.importance is not None and grpo.importance.level != "token":
+                of_answers = answer_log_ratios(
+                    before - batch.inference_logprobs, batch.trajectory_lengths, grpo.importance.level
+                )
             reference = None
             if self.reference is not None:
                 with self.reference.without_adapters():
@@ -157,7 +167,9 @@ class Trainer:
         return chosen
 
     def _input(self, batch: TrainingBatch, update: UpdateBatch) -> UpdateInput:
-        weights = token_weights(batch.lengths, batch.weights, self.config.grpo.reduction, update.normaliser)
+        grpo = self.config.grpo
+        constant = grpo.reduction_length or self.config.sampling.max_new_tokens
+        weights = token_weights(batch.lengths, batch.weights, grpo.reduction, update.normaliser, constant)
         per_sequence = torch.stack((weights, batch.advantages[batch.trajectory])).to(self.platform.device)
         inputs = [ModelInput.of(self.policy, micro, self.groups.context) for micro in update.microbatches]
         return UpdateInput(inputs, per_sequence)
@@ -172,7 +184,7 @@ class Trainer:
         def receive(hidden: Tensor, read: ModelInput) -> None:
             assert output is not None
             scores[read.trained], _ = predicted_logprobs(
-                hidden, output, read.targets, self.config.loss_temperature, with_entropy=False
+                hidden, output, read.targets, self.config.loss_temperature, entropy="none"
             )
 
         forward(policy, inputs, receive, self._pipeline, stop=self._leaves)
@@ -208,10 +220,17 @@ class Trainer:
 
         def loss(hidden: Tensor, read: ModelInput) -> Tensor:
             assert output is not None
-            logprobs, entropy = predicted_logprobs(hidden, output, read.targets, self.config.loss_temperature)
+            logprobs, entropy = predicted_logprobs(
+                hidden,
+                output,
+                read.targets,
+                self.config.loss_temperature,
+                entropy="gradient" if self.config.grpo.entropy_coefficient > 0 else "value",
+            )
             assert entropy is not None
             index = read.trained
-            weights, advantages = update.per_sequence[:, batch.sequence_of_token[index]]
+            sequence = batch.sequence_of_token[index]
+            weights, advantages = update.per_sequence[:, sequence]
             inference = batch.inference_logprobs[index]
             old = logprobs.detach() if before is None else before[index]
             if batch.current is not None and self.config.grpo.importance is None:
@@ -226,6 +245,9 @@ class Trainer:
                 weights=weights,
                 ref_logprobs=None if reference is None else reference[index],
                 answer_log_ratios=None if of_answers is None else of_answers[index],
+                sequence=sequence,
+                sequences=len(batch.sequences),
+                context=self.groups.context,
             )
             value, stats = supervised_loss(tokens) if self.config.supervised else grpo_loss(tokens, self.config.grpo)
             losses.append(stats)
@@ -248,7 +270,12 @@ class Trainer:
         if self.groups.reports_losses:
             return combined(losses)
         grpo = self.config.grpo
-        absent = {"kl": grpo.kl_beta == 0, "importance_weight": grpo.importance is None}
+        absent = {
+            "clip_low": self.config.supervised or not grpo.is_bounded,
+            "clip_high": self.config.supervised or not grpo.is_bounded,
+            "kl": grpo.kl_beta == 0,
+            "importance_weight": grpo.importance is None,
+        }
         return uncounted(LossStats, *(name for name, is_absent in absent.items() if is_absent))
 
     def _device_stats(self, mine: Sequence[UpdateBatch], updates: int) -> DeviceStats | None:

@@ -96,7 +96,7 @@ def arguments(config: RunConfig, folder: Path) -> GRPOConfig:
         max_completion_length=config.sampling.max_new_tokens,
         temperature=config.sampling.temperature,
         beta=grpo.kl_beta,
-        epsilon=grpo.eps_low,
+        epsilon=grpo.clip_range[0],
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         max_grad_norm=config.optimizer.clip_grad,

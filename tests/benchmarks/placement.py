@@ -30,9 +30,9 @@ APART = ("job.nodes=4", "placement.mode=partitioned", "placement.inference.nodes
 AHEAD = (*APART, "resume.partial=keep")
 CORRECTIONS = {
     "none": (),
-    "truncate": ("grpo.importance.mode=truncate", "grpo.importance.cap=2.0"),
-    "mask": ("grpo.importance.mode=mask", "grpo.importance.cap=5.0"),
-    "sequence": ("grpo.importance.mode=sequence", "grpo.importance.cap=2.0"),
+    "truncate": ("grpo.importance.upper=2.0"),
+    "mask": ("grpo.importance.mode=mask", "grpo.importance.lower=0.2", "grpo.importance.upper=5.0"),
+    "sequence": ("grpo.importance.level=sequence", "grpo.importance.upper=2.0"),
 }
 CASES = {
     "co-located": ("job.nodes=3",),

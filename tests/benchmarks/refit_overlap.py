@@ -40,7 +40,7 @@ def recipe(layers: int, steps: int, max_lag: int) -> dict[str, Any]:
         save={"every": 0},
         sampling={"max_new_tokens": 8},
         # An entropy bonus has all answers trained: those of random weights are all wrong.
-        grpo={"prompts_per_step": 4, "group_size": 8, "importance": {"cap": 2.0}, "entropy_coefficient": 1e-3},
+        grpo={"prompts_per_step": 4, "group_size": 8, "importance": {"upper": 2.0}, "entropy_coefficient": 1e-3},
         **{"async": {"max_lag": max_lag}},
     )
     return run.model_dump(by_alias=True)

@@ -39,7 +39,7 @@ def recipe(**overrides: object) -> dict:
         "tokenizer": {"type": "characters", "alphabet": "0123456789+-="},
         "environment": {"name": "arithmetic"},
         "sampling": {"max_new_tokens": 3},
-        "grpo": {"prompts_per_step": 16, "group_size": 16, "kl_beta": 0.001, "importance": {"cap": 2.0}},
+        "grpo": {"prompts_per_step": 16, "group_size": 16, "kl_beta": 0.001, "importance": {"upper": 2.0}},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 20},
         "training": {"steps": 60, "seed": 0},
         "save": {"every": 20},

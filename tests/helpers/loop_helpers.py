@@ -33,7 +33,13 @@ def loop_recipe(**sections: dict[str, Any]) -> dict[str, Any]:
     defaults: dict[str, dict[str, Any]] = {
         "job": {"gpus_per_node": 2, "collective_timeout_s": 30},
         "model": tiny_model(init="supervised", supervised=taught).model_dump(),
-        "grpo": {"prompts_per_step": 5, "group_size": 4, "iterations": 2, "kl_beta": 0.05, "importance": {"cap": 2.0}},
+        "grpo": {
+            "prompts_per_step": 5,
+            "group_size": 4,
+            "iterations": 2,
+            "kl_beta": 0.05,
+            "importance": {"upper": 2.0},
+        },
         "training": {"steps": 24},
         "evaluation": {"every": 8},
         "save": {"every": 4},

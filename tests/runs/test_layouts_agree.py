@@ -41,7 +41,7 @@ EVERYTHING = {
     "prompts_per_step": 4,
     "group_size": 4,
     "kl_beta": 0.1,
-    "importance": {"cap": 2.0},
+    "importance": {"upper": 2.0},
     "entropy_coefficient": 0.01,
     "iterations": 2,
 }

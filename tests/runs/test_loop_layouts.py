@@ -32,7 +32,7 @@ def recipe(ranks: int, placement: dict[str, Any], **sections: dict[str, Any]) ->
         **{
             "job": {"gpus_per_node": ranks, "collective_timeout_s": 30},
             "model": base["model"] | {"supervised": taught},
-            "grpo": {"prompts_per_step": 6, "group_size": 6, "iterations": 2, "importance": {"cap": 2.0}},
+            "grpo": {"prompts_per_step": 6, "group_size": 6, "iterations": 2, "importance": {"upper": 2.0}},
             "training": {"steps": STEPS},
             "evaluation": {"every": 4},
             "save": {"every": 2},

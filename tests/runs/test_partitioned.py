@@ -159,7 +159,7 @@ def ahead(max_lag: int) -> dict[str, Any]:
     """One update per step, so that a policy version is a step."""
     changed = partitioned({"tp": 1}, {"tp": 1}, rollout_limit_s=4.0, reward_retries=0)
     changed["training"]["steps"] = AHEAD_STEPS
-    changed["grpo"] |= {"iterations": 1, "prompts_per_step": PROMPTS, "importance": {"mode": "truncate", "cap": 2.0}}
+    changed["grpo"] |= {"iterations": 1, "prompts_per_step": PROMPTS, "importance": {"upper": 2.0}}
     return changed | {"resume": changed["resume"] | {"partial": "keep"}, "async": {"max_lag": max_lag}}
 
 

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
             "iterations": 2,
             "reduction": "sequence",
             "kl_beta": 0.1,
-            "importance": {"cap": 2.0},
+            "importance": {"upper": 2.0},
             "entropy_coefficient": 0.01,
             "overlong": {"mode": "mask"},
         },
@@ -65,7 +65,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     # One group per update, so one of the ranks has nothing to do.
     "updates that leave a rank empty": {
-        "grpo": {"prompts_per_step": 3, "group_size": 4, "global_batch": 4, "kl_beta": 0.1, "importance": {"cap": 2.0}},
+        "grpo": {
+            "prompts_per_step": 3,
+            "group_size": 4,
+            "global_batch": 4,
+            "kl_beta": 0.1,
+            "importance": {"upper": 2.0},
+        },
     },
 }
 

@@ -20,6 +20,7 @@ from launcher.errors import BadInput
 from launcher.fetch.prefetch import export_packages
 from launcher.job.admission import check
 from launcher.job.directories import run_directory
+from launcher.job.own_code import own_code_problems
 from launcher.job.run_directory import Prepared, prepare
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan
@@ -56,6 +57,9 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     recipe = planned.recipe
     facts = collect_local(recipe)
     refused = list(problems(findings(facts, recipe.config)))
+    included = [Path(path) for path in recipe.config.code.include or ()]
+    run = None if planned.given is None else RunDir(planned.given)
+    refused += own_code_problems(recipe, included, run, request.change)
     if recipe.config.harvest is not None:
         refused += refusal(recipe, ["harvest.partition needs Slurm, but this run is local: remove harvest"]).problems
     if request.dry_run and not facts.refusals:
@@ -151,7 +155,9 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, r
     interruptions = Interruptions()
     with interruptions.caught():
         python = replica_python(config, None)
-        supervisor = Supervisor(supervisor_command(run, attempt, config.job, sizes, drain_limit_s, owner, python))
+        include = config.code.include or ()
+        command = supervisor_command(run, attempt, config.job, sizes, drain_limit_s, owner, python, include)
+        supervisor = Supervisor(command)
         follower = Follower(run, attempt, supervisor, drain_limit_s)
         try:
             started = follower.wait_for_start()

@@ -36,7 +36,7 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
         raise BadInput(f"a sweep of {len(planned)} jobs cannot be followed or run inside one allocation")
     if len(planned) == 1 and request.max_running is not None:
         raise BadInput("--max-running: only for sweeps, such as training.seed=1,2,3")
-    drafts = [_draft(one, profile, request.update_code) for one in planned]
+    drafts = [_draft(one, profile, request) for one in planned]
     if request.dry_run or request.test_only:
         for one, drafted in zip(planned, drafts, strict=True):
             for changed in check(one.recipe, drafted.job.run_dir, request.change):
@@ -63,11 +63,11 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
     return watch(submitted[0].run)
 
 
-def _draft(planned: PlannedRun, profile: Profile, update_code: bool) -> Draft:
+def _draft(planned: PlannedRun, profile: Profile, request: Request) -> Draft:
     cluster = str(planned.recipe.config.cluster)
     root = planned.given.absolute() if planned.given else default_root(profile, planned.name)
     with disk_errors(root, "nothing was submitted"):
-        return draft(planned.recipe, cluster, profile, root, update_code)
+        return draft(planned.recipe, cluster, profile, root, request.update_code, request.change)
 
 
 def _show(drafts: Sequence[Draft], request: Request) -> None:

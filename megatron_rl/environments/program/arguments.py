@@ -11,8 +11,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from megatron_rl.agent.datasets import DataSet, Source
 from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.environments.python_file import defined_names
 from megatron_rl.model.config import is_hub_name
+from megatron_rl.recipe.python_file import defined_names
 from megatron_rl.recipe.section import HubPath, NonNegativeInt, PathMark
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

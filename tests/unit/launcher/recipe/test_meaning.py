@@ -11,7 +11,7 @@ FOUND = meanings(RunConfig)
 
 def test_meanings_of_nested_listed_and_inherited_keys_are_found():
     assert FOUND[("optimizer", "warmup_steps")] == "Optimizer updates of linear warm-up."
-    assert FOUND[("grpo", "importance", "cap")]
+    assert FOUND[("grpo", "importance", "upper")]
     assert FOUND[("environments", "*", "reward_timeout_s")] == FOUND[("environment", "reward_timeout_s")]
 
 

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithms.config import GrpoConfig, ImportanceConfig
 from megatron_rl.algorithms.importance import answer_log_ratios, importance_weights
-from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss, has_gradient
+from megatron_rl.algorithms.loss import grpo_loss, has_gradient
+from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.metrics.stats import combined
 
 OPTIONS = [
     GrpoConfig(
-        eps_low=low, eps_high=high, importance=cap, kl_beta=beta, kl_estimator=estimator, entropy_coefficient=ent
+        eps_low=low, eps_high=high, importance=bounds, kl_beta=beta, kl_estimator=estimator, entropy_coefficient=ent
     )
-    for (low, high), cap, (beta, estimator), ent in product(
+    for (low, high), bounds, (beta, estimator), ent in product(
         [(0.2, 0.2), (0.2, 0.28), (0.0, 0.0)],
-        [None, ImportanceConfig(cap=1.1)],
+        [None, ImportanceConfig(lower=0.95, upper=1.1)],
         [(0.0, "k3"), (0.3, "k1"), (0.3, "k2"), (0.3, "k3")],
         [0.0, 0.05],
     )
@@ -29,7 +30,7 @@ OPTIONS = [
 
 def describe(config):
     on = [f"eps={config.eps_low}/{config.eps_high}"]
-    on += [f"cap={config.importance.cap}"] if config.importance else []
+    on += ["weighed"] if config.importance else []
     on += [f"{config.kl_estimator}={config.kl_beta}"] if config.kl_beta else []
     on += [f"entropy={config.entropy_coefficient}"] if config.entropy_coefficient else []
     return " ".join(on)
@@ -61,17 +62,15 @@ def random_inputs(tokens, seed=0, dtype=torch.float64):
 
 def select(inputs, index):
     """The tokens at `index`, as separate inputs."""
-    fields = {name: getattr(inputs, name) for name in TrainedTokens.__slots__}
-    return TrainedTokens(**{name: None if value is None else value[index] for name, value in fields.items()})
+    return inputs.each(lambda values: values[index])
 
 
-def token_loss_by_hand(logp, old, advantage, inference, ref, config):
+def token_loss_by_hand(logp, old, advantage, inference, ref, entropy, config):
     ratio = math.exp(logp - old)
     clipped = min(max(ratio, 1 - config.eps_low), 1 + config.eps_high)
-    weight = min(math.exp(old - inference), config.importance.cap) if config.importance else 1.0
+    weight = min(max(math.exp(old - inference), 0.95), 1.1) if config.importance else 1.0
     d = ref - logp
     kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[config.kl_estimator]
-    entropy = -math.exp(logp) * logp
     surrogate = min(ratio * advantage, clipped * advantage)
     return -weight * surrogate + config.kl_beta * kl - config.entropy_coefficient * entropy
 
@@ -83,6 +82,7 @@ def loss_by_hand(inputs, config):
         inputs.advantages,
         inputs.inference_logprobs,
         inputs.ref_logprobs,
+        inputs.entropy,
     ]
     rows = zip(*(column.tolist() for column in columns), strict=True)
     losses = [token_loss_by_hand(*row, config) for row in rows]
@@ -154,31 +154,46 @@ def test_clip_binds_only_against_the_advantage():
     assert stats.clip_high == stats.clip_low == 1
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("truncate", [1.0, 2.0, 0.4]), ("mask", [1.0, 0.0, 0.0])])
+@pytest.mark.parametrize(("mode", "expected"), [("truncate", [1.0, 2.0, 0.5]), ("mask", [1.0, 0.0, 0.0])])
 def test_importance_weights_are_truncated_or_masked_and_carry_no_gradient(mode, expected):
     log_ratios = torch.log(torch.tensor([1.0, 5.0, 0.4])).requires_grad_()
-    weights = importance_weights(log_ratios, ImportanceConfig(mode=mode, cap=2.0))
+    weights = importance_weights(log_ratios, ImportanceConfig(mode=mode, lower=0.5, upper=2.0))
     torch.testing.assert_close(weights, torch.tensor(expected))
     assert not weights.requires_grad
 
 
-def test_mask_that_keeps_nothing_is_rejected():
-    with pytest.raises(ValueError, match="keeps no token: choose a cap above 1"):
-        ImportanceConfig(mode="mask", cap=1.0)
+@pytest.mark.parametrize(
+    ("bounds", "truncated", "masked"),
+    [
+        ({"upper": 2.0}, [1.0, 2.0, 0.4], [1.0, 0.0, 0.4]),
+        ({"lower": 0.5}, [1.0, 5.0, 0.5], [1.0, 5.0, 0.0]),
+        ({"lower": 0.1, "upper": 3.0}, [1.0, 3.0, 0.4], [1.0, 0.0, 0.4]),
+    ],
+)
+def test_bounds_of_importance_weights_are_independent(bounds, truncated, masked):
+    log_ratios = torch.log(torch.tensor([1.0, 5.0, 0.4]))
+    for mode, expected in (("truncate", truncated), ("mask", masked)):
+        weights = importance_weights(log_ratios, ImportanceConfig(mode=mode, **bounds))
+        torch.testing.assert_close(weights, torch.tensor(expected))
 
 
 @given(st.lists(st.lists(st.floats(-3, 3), max_size=6), max_size=6))
 @example([])  # of a rank whose answers were all lost
 def test_answer_has_one_log_ratio_over_all_its_tokens(answers):
     lengths = torch.tensor([*map(len, answers)])
-    found = answer_log_ratios(torch.tensor([*chain(*answers)], dtype=torch.float32), lengths)
-    expected = [math.fsum(answer) for answer in answers for _ in answer]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), atol=1e-5, rtol=1e-5)
+    ratios = torch.tensor([*chain(*answers)], dtype=torch.float32)
+    sums = [math.fsum(answer) for answer in answers for _ in answer]
+    means = [math.fsum(answer) / len(answer) for answer in answers for _ in answer]
+    for level, expected in (("sequence", sums), ("geometric", means)):
+        found = answer_log_ratios(ratios, lengths, level)
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), atol=1e-5, rtol=1e-5)
 
 
-def test_token_without_finite_log_ratio_is_excluded_from_its_answers_sum():
+def test_token_without_finite_log_ratio_is_excluded_from_its_answers_ratio():
     ratios = torch.tensor([0.5, math.nan, 0.25, -math.inf, 1.0])
-    assert answer_log_ratios(ratios, torch.tensor([3, 2])).tolist() == [0.75, 0.75, 0.75, 1.0, 1.0]
+    lengths = torch.tensor([3, 2])
+    assert answer_log_ratios(ratios, lengths, "sequence").tolist() == [0.75, 0.75, 0.75, 1.0, 1.0]
+    assert answer_log_ratios(ratios, lengths, "geometric").tolist() == [0.375, 0.375, 0.375, 1.0, 1.0]
 
 
 @given(st.permutations(range(40)), st.sampled_from(OPTIONS))
@@ -222,8 +237,8 @@ def test_empty_micro_batch_has_a_differentiable_loss():
 
 
 def test_stats_are_sums_over_the_trained_tokens():
-    cap = ImportanceConfig(cap=1.05)
-    config = GrpoConfig(eps_low=0.1, eps_high=0.1, importance=cap, kl_beta=0.1, kl_estimator="k2")
+    bounds = ImportanceConfig(upper=1.05)
+    config = GrpoConfig(eps_low=0.1, eps_high=0.1, importance=bounds, kl_beta=0.1, kl_estimator="k2")
     inputs = random_inputs(200)
     loss, stats = grpo_loss(inputs, config)
     trained = select(inputs, inputs.weights != 0)

@@ -102,7 +102,7 @@ def test_temperature_0_counts_as_1_and_entropy_is_optional() -> None:
     for chunked in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "CHUNK_BYTES", 4 * ROWS * (5 if chunked else 100))
-            greedy, entropy = predicted_logprobs(hidden, output, targets, 0.0, with_entropy=False)
+            greedy, entropy = predicted_logprobs(hidden, output, targets, 0.0, entropy="none")
             assert entropy is None
             assert torch.equal(greedy, predicted_logprobs(hidden, output, targets, 1.0)[0])
 
@@ -143,7 +143,7 @@ def test_12k_tokens_of_a_vocabulary_of_152k_take_this_many_gib(
         output = OutputPart(weight, range(rows), None)
         with Peak(hidden, weight, targets, gradient) as peak:
             with torch.no_grad():
-                predicted_logprobs(hidden, output, targets, 1.0, with_entropy=False)
+                predicted_logprobs(hidden, output, targets, 1.0, entropy="none")
             assert peak.bytes < scoring * 2**30
             predicted_logprobs(hidden, output, targets, 1.0)[0].backward(gradient)
         assert peak.bytes < training * 2**30

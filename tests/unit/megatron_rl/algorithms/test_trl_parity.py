@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss
+from megatron_rl.algorithms.loss import grpo_loss
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
+from megatron_rl.algorithms.trained_tokens import TrainedTokens
 
 LENGTHS = torch.tensor([7, 1, 12, 4, 9, 12])
 WIDTH = 12
@@ -69,8 +70,8 @@ def trl_loss(trainer, batch, loss_type, config):
         aux_loss_enabled=False,
         beta=config.kl_beta,
         current_gradient_accumulation_steps=1,
-        epsilon_low=config.eps_low,
-        epsilon_high=config.eps_high,
+        epsilon_low=config.clip_range[0],
+        epsilon_high=config.clip_range[1],
         importance_sampling_level="token",
         loss_type=loss_type,
         max_completion_length=WIDTH,
@@ -92,8 +93,8 @@ def trl_loss(trainer, batch, loss_type, config):
         "num_items_in_batch": batch.mask.sum(),
     }
     if config.importance is not None:
-        # TRL computes the ratio where it generates, from the same two log-probs, and truncates it at its cap.
-        inputs["importance_sampling_ratio"] = (batch.old - batch.inference).exp().clamp(max=config.importance.cap)
+        # TRL computes the ratio where it generates, from the same two log-probs, and truncates it at its upper bound.
+        inputs["importance_sampling_ratio"] = (batch.old - batch.inference).exp().clamp(max=config.importance.upper)
     loss = trainer._compute_loss(stripped, None, inputs)
     return loss, {name: values[0] for name, values in metrics["train"].items() if values}
 
@@ -119,8 +120,8 @@ OPTIONS = {
     "plain": {},
     "kl": {"kl_beta": 0.1},
     "clip-higher": {"eps_low": 0.1, "eps_high": 0.28},
-    "truncated importance sampling": {"importance": {"cap": 1.1}},
-    "all": {"kl_beta": 0.1, "eps_low": 0.1, "eps_high": 0.28, "importance": {"cap": 1.1}},
+    "truncated importance sampling": {"importance": {"upper": 1.1}},
+    "all": {"kl_beta": 0.1, "eps_low": 0.1, "eps_high": 0.28, "importance": {"upper": 1.1}},
 }
 
 

@@ -40,12 +40,16 @@ OPTIONS = {
     "no division by std": {"advantage_std": "none"},
     "cut answers masked": {"overlong": {"mode": "mask"}},
     "overlong penalty": {"overlong": {"mode": "penalty", "buffer": 4, "penalty": 0.5}},
-    "importance weights": {"importance": {"cap": 1.5}},
-    "importance masked": {"importance": {"mode": "mask", "cap": 3.0}},
-    "importance of answers": {"importance": {"mode": "sequence", "cap": 1.5}},
+    "importance weights": {"importance": {"upper": 1.5}},
+    "importance masked": {"importance": {"mode": "mask", "lower": 1 / 3, "upper": 3.0}},
+    "importance of answers": {"importance": {"level": "sequence", "upper": 1.5}},
     "kl": {"kl_beta": 0.3},
+    "importance of answers masked": {"importance": {"level": "geometric", "mode": "mask", "lower": 0.1, "upper": 1.1}},
+    "constant": {"reduction": "constant", "reduction_length": 5},
     "entropy": {"entropy_coefficient": 0.2},
-    "all at once": {"reduction": "sequence", "importance": {"cap": 2.0}, "kl_beta": 0.1, "kl_estimator": "k2"},
+    "kl weighed": {"kl_beta": 0.3, "kl_importance": True},
+    "kl in the reward": {"kl_beta": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
+    "all at once": {"reduction": "sequence", "importance": {"upper": 2.0}, "kl_beta": 0.1, "kl_estimator": "k2"},
 }
 
 
@@ -73,13 +77,15 @@ def padded(groups: list[TrajectoryGroup], of_tokens: Callable[[Branch], list[Any
     return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
 
 
-def padded_logprobs(twin: Any, groups: list[TrajectoryGroup], temperature: float) -> tuple[Tensor, Tensor]:
-    """[sequences, longest - 1] log-probs of every token but the first, and the trained ones; prompts repeated."""
+def padded_logprobs(twin: Any, groups: list[TrajectoryGroup], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """[sequences, longest - 1] log-probs and entropies of every token but the first, and the trained ones; prompts
+    repeated."""
     targets = padded(groups, lambda each: each.tokens)
     firsts = torch.tensor([[sequence.tokens[0]] for sequence in sequences_of(groups)])
     logits = twin(torch.cat((firsts, targets), dim=1)).logits[:, :-1, :VOCAB] / temperature
-    logprobs = torch.log_softmax(logits, -1).gather(2, targets[..., None]).squeeze(2)
-    return logprobs, padded(groups, lambda each: each.loss_mask).float()
+    every = torch.log_softmax(logits, -1)
+    logprobs = every.gather(2, targets[..., None]).squeeze(2)
+    return logprobs, -(every.exp() * every).sum(2), padded(groups, lambda each: each.loss_mask).float()
 
 
 def naive_loss(
@@ -87,7 +93,7 @@ def naive_loss(
 ) -> Tensor:
     """Loss of one update at weights of this version, written from the papers."""
     grpo = config.grpo
-    logprobs, mask = padded_logprobs(twin, groups, config.sampling.temperature)
+    logprobs, entropy, mask = padded_logprobs(twin, groups, config.sampling.temperature)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     owner = torch.tensor([i for i, each in enumerate(trajectories) for _ in each.sequences])  # [sequences]
     advantages = []
@@ -112,25 +118,34 @@ def naive_loss(
     sampled_now = padded(groups, lambda each: each.versions) == policy_version
     old = torch.where(sampled_now | (grpo.importance is not None), logprobs.detach(), engine)
     ratio, advantage = (logprobs - old).exp(), torch.tensor(advantages)[owner, None]
-    loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - grpo.eps_low, 1 + grpo.eps_high) * advantage)
-    if grpo.importance is not None:
-        log_ratio, cap = old - engine, grpo.importance.cap
-        if grpo.importance.mode == "sequence":
-            log_ratio = sums_over(owner, (log_ratio * mask).sum(1))[:, None]
-        weight = log_ratio.exp()
-        beyond = (weight > cap) | (weight < 1 / cap)
-        loss = loss * (weight * ~beyond if grpo.importance.mode == "mask" else weight.clamp(max=cap))
     if grpo.kl_beta:
         with torch.no_grad():
-            theirs, _ = padded_logprobs(reference, groups, config.sampling.temperature)
+            theirs, _, _ = padded_logprobs(reference, groups, config.sampling.temperature)
+        if grpo.kl_in == "reward":
+            advantage = advantage - grpo.kl_beta * (old - theirs)
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - 0.2, 1 + 0.2) * advantage)
+    if grpo.importance is not None:
+        log_ratio, lower, upper = old - engine, grpo.importance.lower or 0.0, grpo.importance.upper
+        if grpo.importance.level == "sequence":
+            log_ratio = sums_over(owner, (log_ratio * mask).sum(1))[:, None]
+        if grpo.importance.level == "geometric":
+            log_ratio = (sums_over(owner, (log_ratio * mask).sum(1)) / sums_over(owner, mask.sum(1)).clamp(min=1))[
+                :, None
+            ]
+        weight = log_ratio.exp()
+        beyond = (weight > upper) | (weight < lower)
+        loss = loss * (weight * ~beyond if grpo.importance.mode == "mask" else weight.clamp(lower, upper))
+    if grpo.kl_beta and grpo.kl_in == "loss":
         d = theirs - logprobs
-        loss = loss + grpo.kl_beta * (d**2 / 2 if grpo.kl_estimator == "k2" else (d.exp() - d - 1).clamp(max=10))
-    loss = loss + grpo.entropy_coefficient * logprobs.exp() * logprobs
+        kl = d**2 / 2 if grpo.kl_estimator == "k2" else (d.exp() - d - 1).clamp(max=10)
+        loss = loss + grpo.kl_beta * (kl * ratio if grpo.kl_importance else kl)
+    loss = loss - grpo.entropy_coefficient * entropy
     counted = (mask.sum(1) > 0).float()
     share = counted / sums_over(owner, counted).clamp(min=1) if grpo.branches == "mean" else counted
     if grpo.reduction == "token":
         return (loss * mask).sum(1) @ share / (mask.sum(1) @ share)
-    per_answer = (loss * mask).sum(1) / mask.sum(1).clamp(min=1)
+    length = mask.sum(1).clamp(min=1) if grpo.reduction == "sequence" else grpo.reduction_length
+    per_answer = (loss * mask).sum(1) / length
     return per_answer @ share / share.sum()
 
 
@@ -293,7 +308,7 @@ def test_an_empty_micro_batch_adds_nothing_and_has_all_statistics(
     platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank with a smaller share of an update than another runs such micro-batches."""
-    config = one_update({"kl_beta": 0.1, "importance": {"cap": 2.0}, "entropy_coefficient": 0.1})
+    config = one_update({"kl_beta": 0.1, "importance": {"upper": 2.0}, "entropy_coefficient": 0.1})
     plain, filled = build_run(config, platform, groups), build_run(config, platform, groups)
     expected = trained(plain, GROUPS)
     alone = trainer_module.update_batch
@@ -324,7 +339,7 @@ def test_training_makes_the_good_answers_of_a_batch_likelier(platform: Any, grou
 
     def advantage_weighted() -> float:
         with torch.no_grad():
-            logprobs, mask = padded_logprobs(witness(run.trainer.policy, config.model), GROUPS, 1.0)
+            logprobs, _, mask = padded_logprobs(witness(run.trainer.policy, config.model), GROUPS, 1.0)
         return float(((logprobs * mask).sum(1) * training_batch(GROUPS, config, 0, CPU).advantages).sum())
 
     before = advantage_weighted()
@@ -388,7 +403,7 @@ def test_groups_without_signal_do_not_change_the_weights(platform: Any, groups: 
         ({}, 1),
         ({"reduction": "sequence"}, 1),
         ({"overlong": {"mode": "mask"}}, 1),
-        ({"importance": {"cap": 1.5}, "iterations": 2, "global_batch": 8}, 3),
+        ({"importance": {"upper": 1.5}, "iterations": 2, "global_batch": 8}, 3),
     ],
     ids=["token mean", "sequence mean", "cut answers masked", "scored once, trained twice"],
 )

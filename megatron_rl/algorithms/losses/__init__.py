@@ -1,0 +1,1 @@
+"""Policy losses: what a recipe chooses by `grpo.policy_loss`, one formula a file."""

@@ -1,0 +1,136 @@
+"""The policy loss that a recipe chooses: one of ours, or a function of the user's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.config import GrpoConfig
+from megatron_rl.algorithms.losses.cispo import cispo
+from megatron_rl.algorithms.losses.clip import clip
+from megatron_rl.algorithms.losses.dppo import dppo
+from megatron_rl.algorithms.losses.gspo import gspo, gspo_token
+from megatron_rl.algorithms.losses.reinforce import reinforce
+from megatron_rl.algorithms.losses.sapo import sapo
+from megatron_rl.algorithms.losses.token_loss import TokenLoss
+from megatron_rl.algorithms.trained_tokens import TrainedTokens
+from megatron_rl.errors import ConfigurationError, task_location
+from megatron_rl.recipe.own_code import is_own, load
+
+PolicyLoss = Callable[[TrainedTokens, GrpoConfig], TokenLoss]
+"""Loss of ours: the losses of the tokens before their weights."""
+OwnPolicyLoss = Callable[[TrainedTokens, GrpoConfig], Tensor]
+"""Loss of the user's: [tokens], each token's loss times its weight."""
+
+LOSSES: Mapping[str, PolicyLoss] = {
+    "clip": clip,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "cispo": cispo,
+    "sapo": sapo,
+    "dppo": dppo,
+    "reinforce": reinforce,
+}
+SIGNATURE = "def loss(tokens: TrainedTokens, config: GrpoConfig) -> Tensor"
+
+
+def own_policy_loss(config: GrpoConfig) -> OwnPolicyLoss | None:
+    """Return the function of the user's that `grpo.policy_loss` names, checked by `check`; None if the loss is one of
+    ours. Raises ConfigurationError."""
+    if not is_own(config.policy_loss):
+        return None
+    try:
+        return _checked(config.policy_loss, config)
+    except ValueError as error:
+        raise ConfigurationError(f"grpo.policy_loss: {error}") from error
+
+
+@cache
+def _checked(reference: str, config: GrpoConfig) -> OwnPolicyLoss:
+    found = load(reference)
+    check(found, config)
+    return found
+
+
+def check(loss: Callable[..., Any], config: GrpoConfig) -> None:
+    """Call a loss of the user's with a tiny batch and an empty one. Raises ValueError if it does not accept the
+    arguments, raises an error, returns something other than [tokens] finite values with a finite gradient, or gives a
+    token of weight 0 a loss or a gradient."""
+    try:
+        inspect.signature(loss).bind(None, config)
+    except TypeError as error:
+        raise ValueError(f"the function cannot be called as {SIGNATURE}: {error}") from error
+    tokens = sample_tokens(config)
+    values = _called(loss, tokens, config)
+    if not values.isfinite().all():
+        raise ValueError(f"the loss of some tokens is not finite: {_shown(values)}")
+    if not values.requires_grad:
+        raise ValueError("the loss has no gradient: it must depend on tokens.logprobs without detach()")
+    gradient = torch.autograd.grad(values.sum(), tokens.logprobs, allow_unused=True)[0]
+    if gradient is None or not gradient.any():
+        raise ValueError("the loss has no gradient: it must depend on tokens.logprobs without detach()")
+    if not gradient.isfinite().all():
+        raise ValueError(f"the gradient of some tokens is not finite: {_shown(gradient)}")
+    outside = tokens.weights == 0
+    if values[outside].any() or gradient[outside].any():
+        raise ValueError(
+            "a token of weight 0 has a loss: multiply the loss of each token by tokens.weights, and use "
+            "tokens.sequence_sum and sequence_mean, which leave such tokens out, for values of whole sequences"
+        )
+    empty = _called(loss, tokens.each(lambda values: values[:0]), config)
+    if not empty.requires_grad:
+        raise ValueError("the loss of a batch without tokens has no gradient: compute it from tokens.logprobs")
+
+
+def _called(loss: Callable[..., Any], tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
+    """Raises ValueError."""
+    count = len(tokens.logprobs)
+    try:
+        values = loss(tokens, config)
+    except Exception as error:  # the user's code may raise anything
+        where = f"{place}: " if (place := task_location(error)) else ""
+        raise ValueError(f"{where}{type(error).__name__}: {error} (for a batch of {count} tokens)") from error
+    return as_losses(values, tokens)
+
+
+def as_losses(values: Any, tokens: TrainedTokens) -> Tensor:
+    """Return the result of a loss of the user's. Raises ValueError if it is not one value for each token."""
+    shape = (len(tokens.logprobs),)
+    if not isinstance(values, Tensor):
+        raise ValueError(f"the loss must be a tensor [tokens], and is of type {type(values).__name__}")
+    if values.shape != shape or not values.is_floating_point():
+        raise ValueError(
+            f"the loss must have one floating-point value for each of {shape[0]} tokens, before any sum or mean, and "
+            f"has the shape {[*values.shape]} and the type {values.dtype}"
+        )
+    return values
+
+
+def sample_tokens(config: GrpoConfig) -> TrainedTokens:
+    """Return three sequences of 4, 3 and 1 tokens with ratios on both sides of 1 and advantages of both signs. One
+    token has weight 0."""
+    old = torch.tensor([-0.1, -1.2, -0.7, -2.5, -0.3, -1.9, -0.8, -1.1])
+    change = torch.tensor([0.0, 0.05, -0.4, 0.6, 0.0, 0.3, -0.02, 0.1])
+    weights = torch.full((8,), 1 / 7)
+    weights[2] = 0.0
+    return TrainedTokens(
+        logprobs=(old + change).requires_grad_(),
+        old_logprobs=old,
+        inference_logprobs=old - 0.01,
+        entropy=torch.full((8,), 0.9),
+        advantages=torch.tensor([1.0] * 4 + [-0.5] * 3 + [0.25]),
+        weights=weights,
+        ref_logprobs=old - 0.2 if config.kl_beta > 0 else None,
+        answer_log_ratios=torch.full((8,), 0.01),
+        sequence=torch.tensor([0] * 4 + [1] * 3 + [2]),
+        sequences=3,
+    )
+
+
+def _shown(values: Tensor) -> str:
+    return str([round(value, 4) for value in values.tolist()])
