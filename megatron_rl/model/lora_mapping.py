@@ -26,6 +26,12 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
 
 
+def adapted_weight(name: str) -> str:
+    """Name of the weight that a matrix of an adapter belongs to; any other name as it is."""
+    linear, _, kind = name.rpartition(".")
+    return f"{linear}.weight" if kind in (LORA_A, LORA_B) else name
+
+
 def adapters(model: ModelConfig) -> dict[str, Weight]:
     """Return all adapters by megatron-core's names, with layers and experts numbered over the whole model. Their
     sources are named as the modules of transformers: `model.layers.0.self_attn.q_proj.lora_A.weight`."""

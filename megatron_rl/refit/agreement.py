@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron_rl.refit.plan import Box, Move, Share, plan_moves, rounds_of, shares_of
+from megatron_rl.refit.plan import Box, Move, Share, lasting, plan_moves, rounds_of, shares_of
 from megatron_rl.refit.transfer_group import TransferGroup
 
 
-def agree(
-    group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Share, round_bytes: int
-) -> tuple[list[Box], list[list[Move]]]:
-    """Boxes that this member needs, and moves of each round, which are equal on all members. Collective.
+class Agreement(NamedTuple):
+    """Moves of each round, which are equal on all members."""
+
+    needed: list[Box]
+    """Boxes that this member needs."""
+    once: list[list[Move]]
+    """Rounds of the first version only: the base of adapters."""
+    always: list[list[Move]]
+    """Rounds of every version."""
+
+
+def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Share, round_bytes: int) -> Agreement:
+    """Agree on the moves of an epoch. Collective.
 
     Args:
         held, needed: of this member.
@@ -33,7 +42,8 @@ def agree(
         shares(its["of"])[its["share"]] if isinstance(its, dict) else [_from_json(box) for box in its]
         for _, its in of_members
     ]
-    return needed_by[group.rank], rounds_of(plan_moves(held_by, needed_by), round_bytes)
+    once, always = (rounds_of(moves, round_bytes) for moves in lasting(plan_moves(held_by, needed_by)))
+    return Agreement(needed_by[group.rank], once, always)
 
 
 def _share_to_json(share: Share) -> dict[str, int]:

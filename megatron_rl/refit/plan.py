@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_rl.model.lora_mapping import adapted_weight, is_adapter
 from megatron_rl.model.sharded_names import weight_name
 
 
@@ -99,18 +100,29 @@ def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]]) -
     return moves
 
 
+def lasting(moves: Iterable[Move]) -> tuple[list[Move], list[Move]]:
+    """Split moves into those of weights that stay as they are and those of weights that training changes. Where there
+    are adapters, they alone are trained; otherwise everything is."""
+    of_base: list[Move] = []
+    of_adapters: list[Move] = []
+    for move in moves:
+        (of_adapters if is_adapter(move.box.key) else of_base).append(move)
+    return (of_base, of_adapters) if of_adapters else ([], of_base)
+
+
 def shares_of(held: Iterable[Iterable[Box]], count: int) -> list[list[Box]]:
     """Boxes of each of `count` shares of the whole model, which together are all distinct boxes that ranks hold.
 
     The largest weight goes to the emptiest share, and so on; equal weights go in the order of their names. All boxes
-    of one weight, as `weight_name` defines it, are in one share, so that the process that gets the share can join them.
+    of one weight, as `weight_name` defines it, and of its adapter are in one share, so that the process that gets the
+    share can join them.
 
     held: boxes of each rank. Boxes of one tensor are equal or disjoint.
     """
     weights: dict[str, dict[Box, None]] = defaultdict(dict)  # a set that keeps its order
     for boxes in held:
         for box in boxes:
-            weights[weight_name(box.key, box.offset)][box] = None
+            weights[adapted_weight(weight_name(box.key, box.offset))][box] = None
     sizes = {name: sum(box.bytes for box in boxes) for name, boxes in weights.items()}
     shares: list[list[Box]] = [[] for _ in range(count)]
     filled = [0] * count

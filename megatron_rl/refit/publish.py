@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl.inference.api import RankEngine
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.groups import Groups
 from megatron_rl.refit.model_tensors import model_tensors, parts_by_box
 from megatron_rl.refit.packages import ROUND_BYTES, Package, packages
-from megatron_rl.refit.plan import plan_moves, rounds_of
+from megatron_rl.refit.plan import Move, lasting, plan_moves, rounds_of
 
 
 class Refit(Protocol):
@@ -48,10 +50,22 @@ class SharedWeights:
         """Nothing runs in the background."""
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Part of a transfer that one rank carries out."""
+
+    copies: list[tuple[Tensor, Tensor]]
+    """Target and source, both on this rank."""
+    rounds: list[tuple[list[Package], list[Package]]]
+    """Packages to send and to receive in each round."""
+    bytes: int
+    """Bytes that all ranks together send."""
+
+
 class ReshardedWeights:
     """Trainer and engine have different layouts and a model each. A weight of which this rank has the same part in both
-    is one tensor; the others are sent with every version, in rounds of bounded size, straight from a rank that holds a
-    part to the ranks that need it."""
+    is one tensor; the others are sent, in rounds of bounded size, straight from a rank that holds a part to the ranks
+    that need it: with every version, or once if only adapters are trained and they are none."""
 
     def __init__(self, trained: Policy, engine: RankEngine, groups: Groups, round_bytes: int = ROUND_BYTES) -> None:
         """Collective.
@@ -68,26 +82,41 @@ class ReshardedWeights:
         dist.all_reduce(torch.zeros(1, device=trained.device), group=groups.world)
         of_ranks: list[Any] = [None] * dist.get_world_size(groups.control)
         dist.all_gather_object(of_ranks, ([*held], [*needed]), group=groups.control)
-        moves = plan_moves([boxes for boxes, _ in of_ranks], [boxes for _, boxes in of_ranks])
-        rounds = rounds_of(moves, round_bytes)
+        once, always = lasting(plan_moves([boxes for boxes, _ in of_ranks], [boxes for _, boxes in of_ranks]))
         rank = dist.get_rank()
-        self._copies = [
-            (needed[move.needed][move.box.within(move.needed)], held[move.held][move.box.within(move.held)])
-            for move in moves
-            if move.source == move.target == rank
-        ]
-        self._rounds = [
-            (packages(moves, rank, held, sends=True), packages(moves, rank, needed, sends=False)) for moves in rounds
-        ]
-        self.moved_bytes = sum(move.box.bytes for moves in rounds for move in moves)
+
+        def transfer(moves: list[Move]) -> Transfer:
+            rounds = rounds_of(moves, round_bytes)
+            return Transfer(
+                [
+                    (needed[move.needed][move.box.within(move.needed)], held[move.held][move.box.within(move.held)])
+                    for move in moves
+                    if move.source == move.target == rank
+                ],
+                [
+                    (packages(moves, rank, held, sends=True), packages(moves, rank, needed, sends=False))
+                    for moves in rounds
+                ],
+                sum(move.box.bytes for moves in rounds for move in moves),
+            )
+
+        self._once: Transfer | None = transfer(once)
+        self._always = transfer(always)
+        self.moved_bytes = self._always.bytes
 
     @torch.no_grad()
     def publish(self, policy_version: int) -> None:
-        for target, source in self._copies:
-            target.copy_(source)
-        for sends, receives in self._rounds:
-            self._exchange(sends, receives)
+        if self._once is not None:
+            self._carry_out(self._once)
+            self._once = None
+        self._carry_out(self._always)
         self._engine.policy_version = policy_version
+
+    def _carry_out(self, transfer: Transfer) -> None:
+        for target, source in transfer.copies:
+            target.copy_(source)
+        for sends, receives in transfer.rounds:
+            self._exchange(sends, receives)
 
     def finish(self) -> None:
         """Nothing runs in the background."""

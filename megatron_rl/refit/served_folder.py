@@ -159,11 +159,12 @@ def published_weights(policy: Policy, model: ModelConfig) -> list[Held]:
 
 
 def _gather(held: Held) -> list[Tensor]:
-    """Parts of all ranks, on the first of them; one part if each rank has the whole weight."""
+    """Parts of all ranks, merged with their adapters, on the first of them; one part if each rank has the whole
+    weight."""
     ranks = held.ranks.size()
     if held.weight.split is None or ranks == 1:
-        return [held.tensor]
-    own = held.tensor.contiguous()
+        return [held.effective()]
+    own = held.effective().contiguous()
     parts = [torch.empty_like(own) for _ in range(ranks)] if held.ranks.rank() == 0 else None
     dist.gather(own, parts, group=held.ranks, group_dst=0)
     return parts or []

@@ -6,7 +6,8 @@
 
 A replica generates while it receives: a version is staged in host memory, and copied over the weights only when it is
 complete and its checksums agree. If both ends keep the last version, only the first version of an epoch is sent whole,
-and later ones as differences (changed.py). A receiver that loads the weights in its own way, such as a worker of vLLM,
+and later ones as differences (changed.py). The base of adapters is sent with the first version of an epoch only, and
+stays staged for receivers that merge. A receiver that loads the weights in its own way, such as a worker of vLLM,
 has no boxes of its own and asks for a share of the whole model instead.
 """
 
@@ -49,8 +50,9 @@ class Sender:
         self._round_bytes = round_bytes
         self._host_memory = host_memory
         self._kept: list[list[Tensor]] | None = None  # [rounds][packages] as they were sent last in this epoch
+        self._once: list[list[Package]] = []  # until they are sent in this epoch
         self.moved_bytes = 0
-        """Bytes of a whole version that all ranks together send to the replicas."""
+        """Bytes of a whole version that all ranks together send to the replicas, without those that are sent once."""
         self.sent_bytes = 0
         """Bytes that this rank sent with the newest version."""
 
@@ -58,9 +60,12 @@ class Sender:
         """Agree with all members on the moves. Collective. Raises TransferFailed."""
         self._group = group
         self._kept = None
-        _, rounds = agree(group, self._held, [], self._round_bytes)
-        self._rounds = [own for moves in rounds if (own := packages(moves, group.rank, self._held, sends=True))]
-        self.moved_bytes = sum(move.box.bytes for moves in rounds for move in moves)
+        agreed = agree(group, self._held, [], self._round_bytes)
+        self._once, self._rounds = (
+            [own for moves in rounds if (own := packages(moves, group.rank, self._held, sends=True))]
+            for rounds in (agreed.once, agreed.always)
+        )
+        self.moved_bytes = sum(move.box.bytes for moves in agreed.always for move in moves)
 
     @torch.no_grad()
     def publish(self, version: int) -> None:
@@ -68,6 +73,8 @@ class Sender:
         sums = Checksums(version, self._group.device)
         self.sent_bytes = 0
         kept, self._kept = self._kept, None
+        for own in self._once:
+            self._send(own, [each.packed() for each in own], sums)
         for number, own in enumerate(self._rounds):
             packed = [each.packed() for each in own]
             if kept is None:
@@ -77,6 +84,7 @@ class Sender:
                 for place, now in zip(kept[number], packed, strict=True):
                     place.copy_(now, non_blocking=True)
         self._group.exchange([*sums.of_peers.items()], [])
+        self._once = []
         self._kept = kept or self._keep()
 
     def _send(self, own: Sequence[Package], contents: Sequence[Tensor], sums: Checksums) -> None:
@@ -132,22 +140,31 @@ class Receiver:
         self._received: int | None = None
         self._kept = False  # whether the last version of this epoch is staged
         self._staged = torch.empty(0, dtype=torch.uint8)
-        self._rounds: list[list[tuple[Package, Tensor | None]]] = []  # with its place, unless it is unpacked at once
+        # Packages with their places, unless they are unpacked on arrival.
+        self._rounds: list[list[tuple[Package, Tensor | None]]] = []
+        self._once: list[list[tuple[Package, Tensor | None]]] = []
+        self._has_once = self._uses_once = False  # whether they were received, and swapped, in this epoch
 
     def connect(self, group: TransferGroup) -> None:
         """Agree with all members on the moves. Collective. Raises TransferFailed."""
         self._received, self._kept = None, False
+        self._has_once = self._uses_once = False
         self._group = group
-        boxes, moves = agree(group, [], self._share or self._needed, self._round_bytes)
+        agreed = agree(group, [], self._share or self._needed, self._round_bytes)
         if self._share is not None:
-            places = self._memory([aligned(box.bytes) for box in boxes])
-            self._needed = {box: _tensor_of(box, next(places)) for box in boxes}
-        rounds = [own for each in moves if (own := packages(each, group.rank, self._needed, sends=False))]
+            places = self._memory([aligned(box.bytes) for box in agreed.needed])
+            self._needed = {box: _tensor_of(box, next(places)) for box in agreed.needed}
+        once, always = (
+            [own for each in rounds if (own := packages(each, group.rank, self._needed, sends=False))]
+            for rounds in (agreed.once, agreed.always)
+        )
         if self._share is None:
-            places = self._memory([package.bytes for own in rounds for package in own])
-            self._rounds = [[(package, next(places)) for package in own] for own in rounds]
+            places = self._memory([package.bytes for own in (*once, *always) for package in own])
+            self._once = [[(package, next(places)) for package in own] for own in once]
+            self._rounds = [[(package, next(places)) for package in own] for own in always]
         else:
-            self._rounds = [[(package, None) for package in own] for own in rounds]
+            self._once = [[(package, None) for package in own] for own in once]
+            self._rounds = [[(package, None) for package in own] for own in always]
 
     def _memory(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         """Places of these numbers of bytes in host memory, instead of the previous ones."""
@@ -163,35 +180,40 @@ class Receiver:
         """
         self._received = None
         kept, self._kept = self._kept, False
-        device = self._group.device
-        sums = Checksums(version, device)
+        sums = Checksums(version, self._group.device)
+        for own in () if self._has_once else self._once:
+            self._take(own, [WHOLE] * len(own), sums)
         for own in self._rounds:
-            counts = self._counts(own) if kept else [WHOLE] * len(own)
-            contents = []
-            for (package, place), count in zip(own, counts, strict=True):
-                size = package.bytes if count == WHOLE else size_of(count, package.dtype.itemsize)
-                if place is not None and count == WHOLE and place.device == device:
-                    contents.append(place)
-                else:
-                    contents.append(torch.empty(size, dtype=torch.uint8, device=device))
-            messages = [(package.peer, came) for (package, _), came in zip(own, contents, strict=True)]
-            self._group.exchange([], [message for message in messages if len(message[1])])
-            for peer, came in messages:
-                sums.add(peer, came)
-            for (package, place), count, came in zip(own, counts, contents, strict=True):
-                if place is None:
-                    package.scatter(came)
-                elif count != WHOLE:
-                    apply(came.to(place.device), count, place, package.dtype.itemsize)
-                elif came is not place:
-                    place.copy_(came, non_blocking=True)
+            self._take(own, self._counts(own) if kept else [WHOLE] * len(own), sums)
         sent = {peer: torch.empty_like(received) for peer, received in sums.of_peers.items()}
         self._group.exchange([], [*sent.items()])
         for peer, received in sums.of_peers.items():
             if sent[peer].tolist() != received.tolist():
                 of = f"version {sent[peer].tolist()[0]} of {self._group.epoch.name_of(peer)}"
                 raise TransferFailed(f"{of} was damaged on the way, or is not version {version}")
-        self._received, self._kept = version, self._changed
+        self._received, self._kept, self._has_once = version, self._changed, True
+
+    def _take(self, own: Sequence[tuple[Package, Tensor | None]], counts: Sequence[int], sums: Checksums) -> None:
+        """Receive and stage the packages of a round. counts: see `_counts`."""
+        device = self._group.device
+        contents = []
+        for (package, place), count in zip(own, counts, strict=True):
+            size = package.bytes if count == WHOLE else size_of(count, package.dtype.itemsize)
+            if place is not None and count == WHOLE and place.device == device:
+                contents.append(place)
+            else:
+                contents.append(torch.empty(size, dtype=torch.uint8, device=device))
+        messages = [(package.peer, came) for (package, _), came in zip(own, contents, strict=True)]
+        self._group.exchange([], [message for message in messages if len(message[1])])
+        for peer, came in messages:
+            sums.add(peer, came)
+        for (package, place), count, came in zip(own, counts, contents, strict=True):
+            if place is None:
+                package.scatter(came)
+            elif count != WHOLE:
+                apply(came.to(place.device), count, place, package.dtype.itemsize)
+            elif came is not place:
+                place.copy_(came, non_blocking=True)
 
     def _counts(self, own: Sequence[tuple[Package, Tensor | None]]) -> list[int]:
         """Number of changed elements in each package of a round, or WHOLE."""
@@ -204,11 +226,11 @@ class Receiver:
         """Copy the staged version over the engine's weights, between two tokens. Returns the version."""
         if self._received is None:
             raise RuntimeError("no complete version is staged")
-        for own in self._rounds:
+        for own in (*(() if self._uses_once else self._once), *self._rounds):
             for package, place in own:
                 assert place is not None, "a share has no engine's weights to copy to"
                 package.unpack(place)
-        version, self._received = self._received, None
+        version, self._received, self._uses_once = self._received, None, True
         return version
 
     def staged(self) -> Mapping[Box, Tensor]:

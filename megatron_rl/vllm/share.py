@@ -93,7 +93,7 @@ class WeightShare:
         Raises ValueError if the shares of all workers together lack a tensor.
         """
         staged, setting = self._receiver.staged(), self._setting
-        own = hugging_face_tensors(staged, setting.model, setting.vocabulary)
+        own = hugging_face_tensors(staged, setting.model, setting.vocabulary, device)
         owners = self._owners({box: box.dtype for box in staged})
         for name, (owner, dtype, shape) in owners.items():
             if owner == self._workers.rank:

@@ -10,20 +10,24 @@ from torch import Tensor
 
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import OUTPUT, pieces, weights
+from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters
+from megatron_rl.model.lora_merge import add, deltas
 from megatron_rl.model.sharded_names import leading_axes, weight_name
 from megatron_rl.refit.plan import Box
 
 
 def hugging_face_tensors(
-    boxes: Mapping[Box, Tensor], model: ModelConfig, vocabulary: int
+    boxes: Mapping[Box, Tensor], model: ModelConfig, vocabulary: int, device: torch.device | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all Hugging Face tensors that the boxes contain, layer after layer.
+    """Yield (name, tensor) of all Hugging Face tensors that the boxes contain, layer after layer, merged with their
+    adapters.
 
     Tensors may be views of the boxes. The output layer of a model with tied embeddings is left out.
 
     Args:
-        boxes: the parts of each weight, all of them or none, each tensor in the shape of its box.
+        boxes: the parts of each weight, and of its adapter, all of them or none, each tensor in the shape of its box.
         vocabulary: tokens of the model, without the rows that pad the embedding.
+        device: where to compose and merge the tensors; default: where the boxes are.
 
     Raises:
         ValueError: a weight is unknown, or incomplete.
@@ -31,17 +35,23 @@ def hugging_face_tensors(
     parts: dict[str, dict[Box, Tensor]] = defaultdict(dict)
     for box, part in boxes.items():
         parts[weight_name(box.key, box.offset)][box] = part
-    known = weights(model.model_copy(update={"vocab_size": vocabulary}))
-    if unknown := parts.keys() - known.keys():
+    known, of_adapters = weights(model.model_copy(update={"vocab_size": vocabulary})), adapters(model)
+    if unknown := parts.keys() - known.keys() - of_adapters.keys():
         raise ValueError(f"Hugging Face has no weight {min(unknown)}")
     for name, weight in known.items():
         if name not in parts or (name == OUTPUT and model.tied_embeddings):
             continue
-        whole = _joined(name, parts[name])
+        whole = _joined(name, parts[name]).to(device)
         tensors = {source.name: whole.new_empty(source.shape) for source in weight.sources}
         for piece in pieces(weight, whole):
             place = tensors[piece.source.name][piece.index]
             place.copy_(piece.view.reshape(place.shape))
+        linear = name.removesuffix(".weight")
+        pair = [f"{linear}.{matrix}" for matrix in (LORA_A, LORA_B)]
+        if model.lora and pair[0] in of_adapters:
+            a, b = ((of_adapters[each], _joined(each, parts[each]).to(device)) for each in pair)
+            for changed, delta in deltas(a, b, model.lora):
+                tensors[changed] = add(tensors[changed], delta)
         yield from tensors.items()
 
 

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from megatron_rl.model.lora_mapping import is_adapter
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rank.groups import Groups, cut
@@ -27,6 +28,8 @@ class Layout(NamedTuple):
     ep: int = 1
     dp: int = 1
     sequence_parallel: bool = False
+    adapters: bool = False
+    """Whether the model has adapters, which are trained alone."""
 
     @property
     def ranks(self) -> int:
@@ -112,14 +115,25 @@ def of_whole_model(shard: ShardedTensor, version: int) -> Tensor:
     return whole[index].reshape(shard.local_shape)
 
 
+def version_of(key: str, version: int, *, adapters: bool) -> int:
+    """Return the version of a tensor in a version of that model: training changes only the adapters, if there are
+    some."""
+    return 0 if adapters and not is_adapter(key) else version
+
+
 @torch.no_grad()
 def fill(policy: Policy, version: int) -> None:
     """Set a policy to the weights of a version of that model."""
     for shard in shards_of(policy):
-        shard.data.copy_(of_whole_model(shard, version))
+        of = version_of(shard.key, version, adapters=policy.adapters is not None)
+        shard.data.copy_(of_whole_model(shard, of))
 
 
 def wrong_weights(policy: Policy, version: int) -> list[str]:
     """Return the names of weights that differ from that model's."""
-    shards = shards_of(policy)
-    return [shard.key for shard in shards if not torch.equal(shard.data, of_whole_model(shard, version))]
+    adapters = policy.adapters is not None
+    return [
+        shard.key
+        for shard in shards_of(policy)
+        if not torch.equal(shard.data, of_whole_model(shard, version_of(shard.key, version, adapters=adapters)))
+    ]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_helpers import Ranks
 from core_helpers import VOCAB, tiny_model, tiny_run
-from layout_helpers import Layout, fill, of_whole_tensor, shards_of, wrong_weights
+from layout_helpers import Layout, fill, of_whole_tensor, shards_of, version_of, wrong_weights
 from transfer_helpers import ROUND_BYTES, host_memory
 
 from megatron_rl.model.policy import Policy, build_policy
@@ -39,12 +39,14 @@ LIMIT = timedelta(seconds=300)
 """Timeout of a transfer: longer than a test may take, so that no transfer reaches it."""
 OF_TEST_S = 120.0
 
-LAYOUTS = [Layout(tp=2, pp=2), Layout(tp=2, ep=2, dp=2, sequence_parallel=True), Layout(pp=4), Layout(dp=4)]
+WITH_EXPERTS = Layout(tp=2, ep=2, dp=2, sequence_parallel=True)
+LAYOUTS = [Layout(tp=2, pp=2), WITH_EXPERTS, Layout(pp=4), Layout(dp=4), WITH_EXPERTS._replace(adapters=True)]
 """Layouts of four training ranks."""
 
 
 def model(layout: Layout) -> Any:
-    return tiny_model(num_layers=4, **EXPERTS if layout.ep > 1 else {})
+    lora = {"lora": {"rank": 1}} if layout.adapters else {}
+    return tiny_model(num_layers=4, **EXPERTS if layout.ep > 1 else {}, **lora)
 
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 32}
@@ -111,7 +113,9 @@ class ReplicaRank:
             return wrong_weights(self.policy, version)
         shapes = {shard.key: shard.global_shape for shard in shards_of(self.policy)}
         whole = [Box(key, torch.float32, (0,) * len(shape), shape) for key, shape in shapes.items()]
-        tensors = {each.key: (each, of_whole_tensor(each.key, each.shape, version)) for each in whole}
+        adapters = self.policy.adapters is not None
+        versions = {each.key: version_of(each.key, version, adapters=adapters) for each in whole}
+        tensors = {each.key: (each, of_whole_tensor(each.key, each.shape, versions[each.key])) for each in whole}
         staged = self.receiver.staged()
         covered = torch.tensor(sum(box.elements for box in staged))
         dist.all_reduce(covered)
@@ -307,6 +311,12 @@ def test_replicas_in_any_layout_and_by_shares_have_the_trainers_weights(layout: 
     moved, wrong = published[layout]
     assert wrong == [{"[]"}] * 3
     assert moved > 0
+
+
+def test_later_versions_of_adapters_are_sent_without_their_base(published: Any) -> None:
+    whole, _ = published[WITH_EXPERTS]
+    adapters, _ = published[WITH_EXPERTS._replace(adapters=True)]
+    assert adapters < whole / 3
 
 
 def publish_among_deaths(rank: int, replicas: ConnectedReplicas | None) -> dict[str, Any]:
