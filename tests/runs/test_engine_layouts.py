@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -48,10 +49,14 @@ class Layout:
     pp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
+    adapters: bool = False
+    """Whether the model has adapters, which are trained alone."""
 
     @property
     def name(self) -> str:
-        of_training = f"TP{self.tp} PP{self.pp} EP{self.ep}" + " SP" * self.sequence_parallel
+        of_training = (
+            f"TP{self.tp} PP{self.pp} EP{self.ep}" + " SP" * self.sequence_parallel + " adapters" * self.adapters
+        )
         return f"{of_training} -> TP{self.engine}"
 
 
@@ -63,6 +68,8 @@ LAYOUTS = {
         Layout(engine=2, pp=2),
         Layout(engine=2),
         Layout(engine=1, ep=2),
+        Layout(engine=2, tp=2, adapters=True),
+        Layout(engine=2, ep=2, adapters=True),
     ],
     4: [
         Layout(engine=2, tp=2),
@@ -70,6 +77,7 @@ LAYOUTS = {
         Layout(engine=1, tp=2, pp=2),
         Layout(engine=2, tp=2, ep=2),
         Layout(engine=4, tp=4),  # each key/value head is on two ranks
+        Layout(engine=1, tp=2, pp=2, adapters=True),
     ],
 }
 """Layouts by number of ranks."""
@@ -96,7 +104,7 @@ def recipe(layout: Layout, ranks: int) -> RunConfig:
     training = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "sequence_parallel": layout.sequence_parallel}
     return tiny_run(
         job={"nodes": 1, "gpus_per_node": ranks, "device": "cpu"},
-        model=tiny_model(**experts).model_dump(),
+        model=tiny_model(**experts, lora={"rank": 2, "alpha": 2.0} if layout.adapters else None).model_dump(),
         placement={"training": training, "inference": {"tp": layout.engine}},
         inference={"max_batch": 5},
     )
@@ -199,17 +207,17 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Layout], li
 
 
 @pytest.fixture(scope="module")
-def alone(platform: Any, groups: Any) -> dict[bool, dict[int, list[Completion]]]:
-    """Answers of one rank, without and with experts."""
+def alone(platform: Any, groups: Any) -> dict[tuple[bool, bool], dict[int, list[Completion]]]:
+    """Answers of one rank, without and with experts, without and with adapters."""
     found = {}
-    for experts in (False, True):
-        config = recipe(Layout(engine=1, ep=1 + experts), ranks=1)
+    for experts, adapters in itertools.product((False, True), repeat=2):
+        config = recipe(Layout(engine=1, ep=1 + experts, adapters=adapters), ranks=1)
         policy = build_policy(config.model, VOCAB, platform)
         fill(policy, version=2)
         ranks = EngineRanks.form(groups, 1, LIMIT)
         engine = Engine(policy.eval(), config.model, config.inference, {END}, ranks=ranks)
         engine.policy_version = 2
-        found[experts] = answers(engine, ranks)
+        found[experts, adapters] = answers(engine, ranks)
     return found
 
 
@@ -229,7 +237,7 @@ def test_engine_has_the_weights_of_the_trainer_bit_for_bit(world: int, layout: L
 
 @pytest.mark.parametrize(("world", "layout"), ALL)
 def test_tokens_equal_those_of_one_rank_with_the_whole_model(world: int, layout: Layout, seen: Any, alone: Any) -> None:
-    expected = alone[layout.ep > 1]
+    expected = alone[layout.ep > 1, layout.adapters]
     together: dict[int, list[Completion]] = {}
     for rank, each in enumerate(seen(world, layout)):
         assert bool(each.answers) == (rank % layout.engine == 0)  # the first rank of each replica drives
