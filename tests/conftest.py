@@ -66,7 +66,7 @@ NEED = {
             "server_guard",
             "server_weights",
         ),
-        *("server_readers", "server_refusals", "standalone", "trainer"),
+        *("server_readers", "server_refusals", "standalone", "trainer", "lora", "lora_export"),
     ),
 }
 """Packages that take seconds to import, and the test files that import them."""

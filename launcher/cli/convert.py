@@ -97,19 +97,29 @@ def hf_to_megatron(source: str, target: Path, tp: int, kind: str, shard_size: in
 @command.command("megatron-to-hf", short_help="Convert a checkpoint to safetensors for transformers.")
 @click.argument("source", metavar="SRC", shell_complete=complete_run)
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
+@click.option("--adapters", is_flag=True, help="Write only the adapters (model.lora), as PEFT loads them.")
 @shard_size
 @force
 @as_json
-def megatron_to_hf(source: str, target: Path, shard_size: int, force: bool, as_json: bool) -> None:
+def megatron_to_hf(source: str, target: Path, adapters: bool, shard_size: int, force: bool, as_json: bool) -> None:
     """Convert SRC to safetensors that transformers loads: a run (its newest checkpoint), a checkpoint
     (RUN_DIR/checkpoints/step-000040), or an output of hf-to-megatron.
 
     Weights keep the type of the checkpoint. Tokenizer and configuration come from the weights that the run began with.
+    Adapters (model.lora) are merged into those weights; DST/adapter has them alone, as PEFT loads them.
     """
     from launcher.runs.policy import run_named  # imports Slurm's client, which the other direction does not need
 
     run = run_named(source)
-    _convert("megatron-to-hf", str(run.root) if run else source, target, shard_size, force, as_json, [])
+    _convert(
+        "megatron-to-hf",
+        str(run.root) if run else source,
+        target,
+        shard_size,
+        force,
+        as_json,
+        ["--adapters"] * adapters,
+    )
 
 
 def _left_beside(target: Path) -> list[Path]:

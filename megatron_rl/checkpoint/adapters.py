@@ -1,7 +1,7 @@
 """Adapters in a checkpoint's manifest: which they are, and the base that they belong to.
 
-A checkpoint of adapters holds nothing of the base. The manifest names it, and `initial_weights` beside it is the digest
-of its files: with other weights, or other matrices, the adapters would be meaningless.
+A checkpoint of adapters holds nothing of the base. The manifest names it, and `initial_weights` beside it is a checksum
+of its weights: beside other weights, the adapters would be meaningless.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import LoraConfig, ModelConfig
@@ -66,16 +67,36 @@ def check_adapters(folder: Path, meta: Mapping[str, Any], lora: LoraConfig | Non
             )
 
 
+def check_base(folder: Path, meta: Mapping[str, Any], found: str) -> None:
+    """Raise ConfigurationError if weights are not those that a checkpoint's adapters belong to. found: their
+    checksum."""
+    if found != meta["initial_weights"]:
+        raise ConfigurationError(
+            f"{folder} holds adapters of {meta[KEY]['base']}, whose weights have changed since: restore them"
+        )
+
+
 def weights_checksum(policy: Policy, model: ModelConfig, control: dist.ProcessGroup) -> str:
-    """Checksum of all weights except adapters, the same in every layout: the sum of their bits, each tensor's times a
-    factor of its name, modulo 2^64. Collective over all ranks, which are those of `control`."""
-    total = torch.zeros(1, dtype=torch.int64)
+    """Checksum of all weights except adapters, the same in every layout. Collective over all ranks, which are those of
+    `control`. Of ranks with the same part, the first counts."""
+    own = 0
     for held in held_weights(policy, model):
         counted = held.copies.rank() == 0 and (held.weight.split is not None or held.ranks.rank() == 0)
-        if not counted or (held.name == OUTPUT and model.tied_embeddings):
-            continue
-        for piece in held.pieces():
-            bits = piece.view.contiguous().view(_BITS[piece.view.element_size()]).sum(dtype=torch.int64)
-            total += bits.cpu() * zlib.crc32(piece.source.name.encode())
+        if counted and not (held.name == OUTPUT and model.tied_embeddings):
+            for piece in held.pieces():
+                own += checksum(piece.source.name, piece.view)
+    total = torch.tensor([(own + 2**63) % 2**64 - 2**63])  # int64 adds modulo 2^64
     dist.all_reduce(total, group=control)
-    return f"sum-{int(total) & (2**64 - 1):016x}"
+    return checksum_text(int(total))
+
+
+def checksum(name: str, part: Tensor) -> int:
+    """Checksum of a part of a tensor, by Hugging Face's name: the sum of its bits, times a factor of its name. The
+    checksums of all parts add up to that of the whole, modulo 2^64."""
+    bits = part.contiguous().view(_BITS[part.element_size()])
+    return int(bits.sum(dtype=torch.int64)) * zlib.crc32(name.encode())
+
+
+def checksum_text(total: int) -> str:
+    """Checksum of a model as a manifest has it."""
+    return f"sum-{total & (2**64 - 1):016x}"

@@ -12,6 +12,7 @@ import torch
 from megatron_rl.model.config import LoraConfig, ModelConfig
 from megatron_rl.model.hf_mapping import Source
 from megatron_rl.model.hf_parts import held_adapters
+from megatron_rl.model.lora import Adapter
 from megatron_rl.model.lora_mapping import LORA_A, is_adapter
 from megatron_rl.model.policy import Policy
 
@@ -57,6 +58,18 @@ def load_part(policy: Policy, state: Mapping[str, Any]) -> None:
     """Load weights that may be only some of the policy's."""
     unknown = policy.load_state_dict(state, strict=False).unexpected_keys
     assert not unknown, f"the policy has no {unknown[0]}"
+
+
+@torch.no_grad()
+def merge_adapters(policy: Policy) -> None:
+    """Add all adapters to the weights, for a policy that is not trained further, and leave them out of products. No-op
+    for a policy without adapters."""
+    for module in policy.modules():
+        if isinstance(module, Adapter):
+            module.weight.copy_(module.merged())
+            module.lora_B.zero_()
+    if policy.adapters:
+        policy.adapters.on = False
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,17 +10,13 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.agent.api import Environment
-from megatron_rl.checkpoint.adapters import check_adapters, check_whole, weights_checksum
-from megatron_rl.checkpoint.hf.load import load_pretrained
-from megatron_rl.checkpoint.hf.origin import contradictions
-from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, read_weights, verify
-from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.checkpoint.adapters import check_adapters, weights_checksum
+from megatron_rl.checkpoint.initial_weights import read_initial_weights
+from megatron_rl.checkpoint.load import VerifiedCheckpoint, read
 from megatron_rl.checkpoint.saving_ranks import sharded_weights
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig, Recompute
-from megatron_rl.model.hf_config import CONFIG_FILE
-from megatron_rl.model.hub import local_folder
 from megatron_rl.model.parallel import copy_part, groups_of_one
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer
@@ -110,22 +105,14 @@ def load_initial_weights(
     groups: Groups,
     safe_points: SafePoints,
 ) -> str | None:
-    """Replace the random weights by the initial weights of training. Return the digest of the checkpoint or files that
-    they come from; None for random weights or those trained from them by supervised learning, unless adapters belong to
-    them: then a checksum of them.
+    """Replace the random weights by the initial weights of training, except adapters. Return the digest of the
+    checkpoint or files that they come from, or for adapters a checksum of the weights; None for random weights or those
+    trained from them by supervised learning, without adapters.
 
     Random weights and supervised ones are made as on a single rank, all of them on each rank, so that a run starts with
     the same weights in every layout.
     """
-    model = config.model
-    if model.init == "huggingface":
-        assert model.huggingface is not None  # checked by the configuration
-        safe_points.activity.enter("reading the published weights", 0)
-        try:
-            folder = local_folder(model.huggingface, "model.huggingface", CONFIG_FILE)
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
-        return load_pretrained(policy, model, folder)
+    model, digest = config.model, None
     if model.init in ("from-scratch", "supervised"):
         whole = policy
         if groups.in_step or policy.adapters:
@@ -137,18 +124,10 @@ def load_initial_weights(
             supervised.teach(whole, config, environment, tokenizer, safe_points, writer=dist.get_rank() == 0)
         if whole is not policy:
             copy_part(whole, policy)
-        return weights_checksum(policy, model, groups.control) if model.lora else None
-    assert model.checkpoint is not None  # checked by the configuration
-    if wrong := contradictions(model, Path(model.checkpoint)):
-        raise ConfigurationError(f"model.checkpoint: {'; '.join(wrong)}")
-    try:
-        checkpoint = verify(Path(model.checkpoint), groups.control)
-        check_whole(checkpoint.folder, checkpoint.manifest.meta)
-        initial = Trainable.of(model).initial
-        read_weights(policy, checkpoint, initial, groups.data_context, groups.expert_data)
-    except CheckpointError as error:
-        raise ConfigurationError(f"model.checkpoint: {error}") from error
-    return checkpoint.manifest.digest
+    else:
+        safe_points.activity.enter("reading the initial weights", 0)
+        digest = read_initial_weights(policy, model, groups)
+    return weights_checksum(policy, model, groups.control) if policy.adapters else digest
 
 
 def share_weights(policy: Policy, groups: Groups) -> None:

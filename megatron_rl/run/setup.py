@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.registry import build_environment, with_kept_files
-from megatron_rl.checkpoint.adapters import adapter_record
+from megatron_rl.checkpoint.adapters import adapter_record, check_base
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig
@@ -66,8 +66,8 @@ class Counters:
     policy_version: int = 0
     nonfinite_in_a_row: int = 0
     initial_weights: str | None = None
-    """Digest of the checkpoint (`model.checkpoint`) or files (`model.huggingface`) that the run started from, or for
-    adapters a checksum of other initial weights."""
+    """Digest of the checkpoint (`model.checkpoint`) or files (`model.huggingface`) that the run started from, or a
+    checksum of the weights that adapters belong to."""
     adapters: Mapping[str, Any] | None = None
     """`checkpoint.adapters.AdapterRecord`; None if the checkpoint holds all weights."""
     problems: Mapping[str, ProblemDigest] = field(default_factory=dict)
@@ -338,11 +338,12 @@ def restore(
     if checkpoint is None:
         return Counters(initial_weights=initial_weights)
     counters = Counters.of(checkpoint.manifest.meta)
-    if initial_weights is not None and initial_weights != counters.initial_weights:
-        base = f"the adapters (model.lora) belong to {counters.adapters['base']}" if counters.adapters else None
+    if initial_weights is not None and counters.adapters is not None:
+        check_base(checkpoint.folder, checkpoint.manifest.meta, initial_weights)
+    elif initial_weights is not None and initial_weights != counters.initial_weights:
         raise ConfigurationError(
-            "model.checkpoint (or huggingface) has changed since this run started, and "
-            f"{base or 'the KL penalty (grpo.kl_beta) needs the original weights'}: restore it, or start another run"
+            "model.checkpoint (or huggingface) has changed since this run started, and the KL penalty (grpo.kl_beta) "
+            "needs the original weights: restore them, or start another run"
         )
     logger.info("resuming after step %d", counters.step)
     return counters

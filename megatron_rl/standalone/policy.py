@@ -15,10 +15,11 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from megatron_rl.checkpoint.adapters import check_adapters, check_base, weights_checksum
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.load import load_pretrained
-from megatron_rl.checkpoint.load import read, verify
-from megatron_rl.checkpoint.saving_ranks import sharded_weights
+from megatron_rl.checkpoint.initial_weights import read_initial_weights
+from megatron_rl.checkpoint.load import read_weights, verify
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.engine import Engine
@@ -27,6 +28,7 @@ from megatron_rl.model.hf_parts import held_weights
 from megatron_rl.model.parallel import send_no_tokens
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.model.trainable import Trainable, merge_adapters
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
@@ -131,12 +133,23 @@ def load_policy(source: Source, platform: Platform, groups: Groups) -> tuple[Pol
             send_no_tokens(layer.mlp, policy.pg_collection)
     if source.kind == "huggingface":
         digest = load_pretrained(policy, source.model, source.folder)
-        for held in held_weights(policy, source.model):  # only the first replica has read the weights
-            if held.copies.size() > 1:
-                dist.broadcast(held.tensor, group=held.copies, group_src=0)
+        _copy_to_replicas(policy, source.model)
         return policy, digest, WeightsFolder(source.folder).policy_version
     checkpoint = verify(source.folder, groups.control)
-    weights = sharded_weights(policy, groups.data_context, groups.expert_data)
-    state, meta = read(checkpoint, {"model": weights}, groups.data_context, groups.expert_data)
-    policy.load_state_dict(state["model"])
+    meta, trainable = checkpoint.manifest.meta, Trainable.of(source.model)
+    check_adapters(source.folder, meta, trainable.lora)
+    if not trainable.everything:
+        if read_initial_weights(policy, source.model, groups) is None:
+            raise ConfigurationError(f"{source.folder} holds adapters, and no file has the base that they belong to")
+        check_base(source.folder, meta, weights_checksum(policy, source.model, groups.control))
+        _copy_to_replicas(policy, source.model)
+    read_weights(policy, checkpoint, trainable.trained, groups.data_context, groups.expert_data)
+    merge_adapters(policy)
     return policy, checkpoint.manifest.digest, int(meta.get("policy_version", 0))
+
+
+def _copy_to_replicas(policy: Policy, model: ModelConfig) -> None:
+    """Send the weights of the first replica, which alone has read them, to the others."""
+    for held in held_weights(policy, model):
+        if held.copies.size() > 1:
+            dist.broadcast(held.tensor, group=held.copies, group_src=0)

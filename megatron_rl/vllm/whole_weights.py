@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import OUTPUT, pieces, weights
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters
-from megatron_rl.model.lora_merge import add, deltas
+from megatron_rl.model.lora_merge import add, deltas, matrices
 from megatron_rl.model.sharded_names import leading_axes, weight_name
 from megatron_rl.refit.plan import Box
 
@@ -49,7 +49,7 @@ def hugging_face_tensors(
         linear = name.removesuffix(".weight")
         pair = [f"{linear}.{matrix}" for matrix in (LORA_A, LORA_B)]
         if model.lora and pair[0] in of_adapters:
-            a, b = ((of_adapters[each], _joined(each, parts[each]).to(device)) for each in pair)
+            a, b = (matrices(of_adapters[each], _joined(each, parts[each]).to(device)) for each in pair)
             for changed, delta in deltas(a, b, model.lora):
                 tensors[changed] = add(tensors[changed], delta)
         yield from tensors.items()

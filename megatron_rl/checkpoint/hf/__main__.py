@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=["torch_dist", "torch"], default="torch_dist")
     parser.add_argument("--shard-bytes", type=int, required=True)
     parser.add_argument("--force", action="store_true")
+    parser.add_argument("--adapters", action="store_true", help="write adapters alone, without their base")
     parser.add_argument("--trust", action="store_true", help="do not compare the checkpoint with its checksums")
     options = parser.parse_args(arguments)
     die_with_parent()
@@ -99,6 +100,7 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
                 shard_bytes=options.shard_bytes,
                 replace=options.force,
                 verify=not options.trust,
+                adapters_only=options.adapters,
             )
     return {"source": options.source, "target": str(options.target), **asdict(done)}
 

@@ -7,14 +7,15 @@ import math
 import shutil
 import time
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_rl.checkpoint.adapters import KEY
 from megatron_rl.checkpoint.hf.folder import INDEX, SINGLE
 from megatron_rl.checkpoint.hf.megatron_lm import MegatronLMReader
 from megatron_rl.checkpoint.hf.origin import Origin, origin_of
+from megatron_rl.checkpoint.hf.peft import ADAPTER, AdapterReader, MergedReader, Reader, save
 from megatron_rl.checkpoint.hf.staging import carry, staged
 from megatron_rl.checkpoint.hf.to_megatron import NOTES, Converted, batches
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
@@ -26,20 +27,6 @@ from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, Wei
 from megatron_rl.platform.api import Platform
 
 
-class Reader(Protocol):
-    """Reader of a checkpoint's weights."""
-
-    @property
-    def names(self) -> list[str]:
-        """Names of megatron-core's weights, in order."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a weight as stored."""
-
-    def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        """Read a weight as Hugging Face's tensors."""
-
-
 def to_hugging_face(
     checkpoint: Path,
     target: Path,
@@ -48,12 +35,14 @@ def to_hugging_face(
     shard_bytes: int,
     replace: bool = False,
     verify: bool = True,
+    adapters_only: bool = False,
 ) -> Converted:
     """Convert the weights of a checkpoint in their stored dtypes. Holds one file of `shard_bytes` in memory, or the
-    largest weight if that is more.
+    largest weight if that is more. Adapters are merged into their base, and written beside it in PEFT's format.
 
     Args:
         verify: compare every byte of the checkpoint with its checksums instead of only names and sizes.
+        adapters_only: write the adapters alone.
 
     Raises:
         ConfigurationError: the model of the checkpoint is unknown, or `target` cannot be created.
@@ -65,7 +54,11 @@ def to_hugging_face(
         raise ConfigurationError(f"{checkpoint}: no such directory; give a checkpoint")
     origin = origin_of(checkpoint)
     wanted = weights(origin.model)
-    reader = _reader(checkpoint, origin.model, wanted, platform, verify)
+    reader, adapters = _reader(checkpoint, origin.model, wanted, platform, verify, adapters_only=adapters_only)
+    if adapters_only and adapters is not None:
+        with staged(target, adapters.manifest.bytes, replace=replace) as folder:
+            written = adapters.write(folder)
+        return Converted(written, time.monotonic() - started)
     sizes = {
         name: sum(math.prod(source.shape) for source in wanted[name].sources) * reader.dtype(name).itemsize
         for name in reader.names
@@ -80,41 +73,45 @@ def to_hugging_face(
             tensors: dict[str, Tensor] = {}
             for name in names:
                 tensors |= _tensors(name, wanted, reader)
-            _save(folder / file, tensors)
+            save(folder / file, tensors)
             file_of |= dict.fromkeys(tensors, file)
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         _describe(folder, origin, reader.dtype(EMBEDDING))
+        if isinstance(reader, MergedReader) and adapters is not None:
+            reader.check_base()
+            (folder / ADAPTER).mkdir()
+            adapters.write(folder / ADAPTER)
     return Converted(sum(sizes.values()), time.monotonic() - started)
 
 
 def _reader(
-    checkpoint: Path, model: ModelConfig, wanted: dict[str, Weight], platform: Platform, verify: bool
-) -> Reader:
+    checkpoint: Path,
+    model: ModelConfig,
+    wanted: dict[str, Weight],
+    platform: Platform,
+    verify: bool,
+    *,
+    adapters_only: bool,
+) -> tuple[Reader, AdapterReader | None]:
+    """Reader of the weights, and that of the adapters if the checkpoint has some."""
     if not (checkpoint / MANIFEST).exists() and (checkpoint / "release").is_dir():
-        return MegatronLMReader(checkpoint, model, wanted)
-    defect = find_corruption(checkpoint, read_manifest(checkpoint).files) if verify else find_defect(checkpoint)
+        return MegatronLMReader(checkpoint, model, wanted), None
+    manifest = read_manifest(checkpoint)
+    defect = find_corruption(checkpoint, manifest.files) if verify else find_defect(checkpoint)
     if defect:
         raise ConfigurationError(f"{defect}: use another checkpoint")
-    return TorchDistReader(checkpoint, skeleton(model, platform))
+    if manifest.meta.get(KEY) or adapters_only:
+        adapters = AdapterReader.of(checkpoint, model, platform)
+        return adapters.stored if adapters_only else MergedReader(adapters, platform), adapters
+    return TorchDistReader(checkpoint, skeleton(model, platform)), None
 
 
 def _tensors(name: str, wanted: dict[str, Weight], reader: Reader) -> dict[str, Tensor]:
     if name == HF_OUTPUT:  # tied, but published twice
         return {HF_OUTPUT: reader.read(EMBEDDING, wanted[EMBEDDING])[HF_EMBEDDING]}
     return {theirs: tensor.contiguous() for theirs, tensor in reader.read(name, wanted[name]).items()}
-
-
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file. Raises OSError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file  # an extra of mrl
-
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _describe(folder: Path, origin: Origin, dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +94,17 @@ class TorchDistWriter:
 class TorchDistReader:
     """Reads the weights of a policy from a checkpoint, one at a time."""
 
-    def __init__(self, folder: Path, policy: Policy) -> None:
-        """Raises CheckpointError if the checkpoint belongs to another model."""
+    def __init__(self, folder: Path, policy: Policy, only: Collection[str] | None = None) -> None:
+        """only: names of the weights to read; default: all. Raises CheckpointError if the checkpoint belongs to another
+        model."""
         self._folder = folder
         self._reader = FileSystemReader(folder)
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         stored = metadata.state_dict_metadata
         self._stored = {key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
-        self._shards = {name: _shards(item) for name, item in _split(policy)[0].items()}
+        items = _split(policy)[0].items()
+        self._shards = {name: _shards(item) for name, item in items if only is None or name in only}
         for name, shards in self._shards.items():
             if shards[0].key not in self._stored:
                 raise CheckpointError(f"{folder} does not fit this model: it has no {shards[0].key} ({name})")

@@ -1,0 +1,173 @@
+"""Adapters of a checkpoint: merged into their base while it is read, or written in PEFT's format."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rl.checkpoint.adapters import KEY, check_adapters, check_base, check_whole, checksum, checksum_text
+from megatron_rl.checkpoint.hf.folder import WeightsFolder
+from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
+from megatron_rl.checkpoint.publish import Manifest, read_manifest
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.config import LoraConfig, ModelConfig
+from megatron_rl.model.hf_config import CONFIG_FILE
+from megatron_rl.model.hf_mapping import OUTPUT, Weight, weights
+from megatron_rl.model.hub import local_folder
+from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, is_target, module_of
+from megatron_rl.model.lora_merge import add, deltas
+from megatron_rl.model.policy import DTYPES
+from megatron_rl.platform.api import Platform
+
+ADAPTER = "adapter"
+"""Folder of the adapters in PEFT's format, in that of the merged weights."""
+WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+"""Prefix of PEFT's names of tensors."""
+
+
+class Reader(Protocol):
+    """Reader of a checkpoint's weights."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of megatron-core's weights, in order."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a weight as stored."""
+
+    def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
+        """Read a weight as Hugging Face's tensors."""
+
+
+class PublishedReader:
+    """Reader of a directory of Hugging Face weights."""
+
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        self._files = WeightsFolder(folder)
+        self.names = [name for name in weights(model) if not (name == OUTPUT and model.tied_embeddings)]
+
+    def dtype(self, name: str) -> torch.dtype:
+        raise NotImplementedError("the model's own dtype counts")
+
+    def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
+        return {source.name: self._files.read(source.name) for source in weight.sources}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReader:
+    """Reader of the adapters of a checkpoint."""
+
+    folder: Path
+    manifest: Manifest
+    model: ModelConfig
+    lora: LoraConfig
+    stored: TorchDistReader
+
+    @classmethod
+    def of(cls, folder: Path, model: ModelConfig, platform: Platform) -> AdapterReader:
+        """Raises ConfigurationError or CheckpointError if the checkpoint has other adapters than the model."""
+        manifest = read_manifest(folder)
+        if not manifest.meta.get(KEY):
+            raise ConfigurationError(f"--adapters: {folder} has no adapters, but all weights")
+        check_adapters(folder, manifest.meta, model.lora)
+        assert model.lora is not None
+        stored = TorchDistReader(folder, skeleton(model, platform), adapters(model).keys())
+        return cls(folder, manifest, model, model.lora, stored)
+
+    @property
+    def base(self) -> str:
+        """Path or name of the weights that the adapters belong to."""
+        return str(self.manifest.meta[KEY]["base"])
+
+    def matrix(self, name: str) -> dict[str, Tensor]:
+        """Matrices of the modules in one of megatron-core's, by their names without PEFT's prefix."""
+        return self.stored.read(name, adapters(self.model)[name])
+
+    def write(self, folder: Path) -> int:
+        """Write PEFT's files into a folder. Returns the bytes of the matrices. Raises OSError."""
+        tensors = {
+            f"{PREFIX}{source}": matrix.contiguous()
+            for name in self.stored.names
+            for source, matrix in self.matrix(name).items()
+            if is_target(module_of(source), self.lora)
+        }
+        save(folder / WEIGHTS_FILE, tensors)
+        (folder / CONFIG).write_text(json.dumps(self._config(), indent=2) + "\n", encoding="utf-8")
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.lora.rank,
+            "lora_alpha": self.lora.alpha,
+            "lora_dropout": self.lora.dropout,
+            "use_rslora": self.lora.rs,
+            "target_modules": sorted(self.lora.targets),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+
+
+class MergedReader:
+    """Reader of the weights of a base with the adapters of a checkpoint, in the model's dtype."""
+
+    def __init__(self, found: AdapterReader, platform: Platform) -> None:
+        """Raises ConfigurationError or CheckpointError if the base cannot be read."""
+        self._found = found
+        self._base = _base_reader(found.folder, found.model.model_copy(update={"lora": None}), platform)
+        self.names = self._base.names
+        self._dtype = DTYPES[found.model.dtype]
+        self._sum = 0
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype
+
+    def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
+        tensors = {source: tensor.to(self._dtype) for source, tensor in self._base.read(name, weight).items()}
+        self._sum += sum(checksum(source, tensor) for source, tensor in tensors.items())
+        linear, known = name.removesuffix(".weight"), adapters(self._found.model)
+        if f"{linear}.{LORA_A}" in known and name.endswith(".weight"):
+            a, b = (self._found.matrix(f"{linear}.{matrix}") for matrix in (LORA_A, LORA_B))
+            for changed, delta in deltas(a, b, self._found.lora):
+                tensors[changed] = add(tensors[changed], delta)
+        return tensors
+
+    def check_base(self) -> None:
+        """Raise ConfigurationError if the weights that were read, each once, are not the adapters' base."""
+        check_base(self._found.folder, self._found.manifest.meta, checksum_text(self._sum))
+
+
+def _base_reader(folder: Path, model: ModelConfig, platform: Platform) -> Reader:
+    if model.init == "huggingface" and model.huggingface:
+        try:
+            return PublishedReader(local_folder(model.huggingface, "model.huggingface", CONFIG_FILE), model)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+    if model.init == "checkpoint" and model.checkpoint:
+        checkpoint = Path(model.checkpoint)
+        check_whole(checkpoint, read_manifest(checkpoint).meta)
+        return TorchDistReader(checkpoint, skeleton(model, platform))
+    raise ConfigurationError(
+        f"{folder} holds adapters of weights that no file has (model.init {model.init}): with --adapters, they can be "
+        "written alone"
+    )
+
+
+def save(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file  # an extra of mrl
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error

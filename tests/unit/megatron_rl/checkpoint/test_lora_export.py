@@ -1,0 +1,138 @@
+"""Exports of adapters have the trainer's logits: merged weights in transformers, and adapters alone in PEFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from checkpoint_helpers import checkpointer, outcome
+from core_helpers import full_forward, stir, tiny_run
+from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.checkpoint.adapters import adapter_record, weights_checksum
+from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.model.trainable import Trainable
+from megatron_rl.standalone.policy import load_policy
+from megatron_rl.standalone.source import find_source
+
+LORA = {"rank": 4, "alpha": 6.0}
+SHAPES = {
+    "Qwen2": ("Qwen2", LORA),
+    "two targets, rank-stabilised": ("Qwen2, tied", LORA | {"targets": ["v_proj", "down_proj"], "rs": True}),
+    "Qwen3": ("Qwen3, wider heads", LORA),
+    "Qwen3 MoE": ("Qwen3 MoE", LORA),
+}
+
+
+def trained_run(folder: Path, name: str, lora: dict[str, Any], platform: Any, groups: Any) -> Policy:
+    """Write the files of a run with a checkpoint of step 40, whose adapters are random. Returns its policy."""
+    publish(folder / "hf", PUBLISHED[name])
+    model = ModelConfig.model_validate(model_of(folder / "hf").model_dump() | {"lora": lora})
+    tokenizer = {"type": "huggingface", "path": str(folder / "hf")}
+    recipe = tiny_run(model=model.model_dump()).model_dump() | {"tokenizer": tokenizer}
+    run = RunDir(folder / "run")
+    run.root.mkdir()
+    run.resolved.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    policy = build_policy(model, VOCAB, platform)
+    stir(policy, 0.3)
+    load_pretrained(policy, model, folder / "hf")
+    meta = {
+        "policy_version": 40,
+        "adapters": adapter_record(model),
+        "initial_weights": weights_checksum(policy, model, groups.control),
+    }
+    saving = checkpointer(run.root)
+    saving.save(40, {"model": Trainable.of(model).trained(policy.sharded_state_dict())}, meta)
+    outcome(saving)
+    return policy
+
+
+@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
+def run(request: Any, tmp_path_factory: pytest.TempPathFactory, platform: Any, groups: Any) -> tuple[Path, Policy]:
+    folder = tmp_path_factory.mktemp("lora")
+    policy = trained_run(folder, *request.param, platform, groups)
+    to_hugging_face(checkpoint_of(folder), folder / "merged", platform, shard_bytes=SHARD)
+    return folder, policy
+
+
+def checkpoint_of(folder: Path) -> Path:
+    return RunDir(folder / "run").checkpoint(40)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([SENTENCE])).logits[0]
+    return logits
+
+
+def test_transformers_computes_the_trainers_logits_from_merged_weights(run: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, policy = run
+    expected = full_forward(policy, SENTENCE)
+    merged = logits_of(AutoModelForCausalLM.from_pretrained(folder / "merged"))[:, : expected.shape[1]]
+    base = logits_of(AutoModelForCausalLM.from_pretrained(folder / "hf"))[:, : expected.shape[1]]
+    torch.testing.assert_close(merged, expected, rtol=1e-3, atol=1e-3)
+    assert (merged - base).abs().max() > 0.1
+
+
+def test_peft_computes_the_trainers_logits_from_the_adapters(run: Any) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    folder, policy = run
+    expected = full_forward(policy, SENTENCE)
+    base = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    adapted = peft.PeftModel.from_pretrained(base, folder / "merged" / "adapter")
+    logits = logits_of(adapted)[:, : expected.shape[1]]
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_checkpoint_is_opened_with_its_base(run: Any, platform: Any, groups: Any) -> None:
+    """As `mrl serve`, `mrl chat` and `mrl evaluate` do."""
+    folder, policy = run
+    opened, _, version = load_policy(find_source(str(folder / "run")), platform, groups)
+    assert version == 40
+    logits = full_forward(opened, SENTENCE)
+    torch.testing.assert_close(logits, full_forward(policy, SENTENCE)[:, : logits.shape[1]], rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_are_written_alone(run: Any, platform: Any, groups: Any, tmp_path: Path) -> None:
+    folder, _ = run
+    to_hugging_face(checkpoint_of(folder), tmp_path / "alone", platform, shard_bytes=SHARD, adapters_only=True)
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    assert sorted(path.name for path in (tmp_path / "alone").iterdir()) == sorted(names)
+    for name in names:
+        assert (tmp_path / "alone" / name).read_bytes() == (folder / "merged" / "adapter" / name).read_bytes()
+    config = json.loads((tmp_path / "alone" / names[0]).read_text())
+    assert (config["r"], config["base_model_name_or_path"]) == (4, str(folder / "hf"))
+
+
+def test_another_base_of_the_same_shape_is_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
+    trained_run(tmp_path, "Qwen2", LORA, platform, groups)
+    file = next((tmp_path / "hf").glob("*.safetensors"))
+    tensors = load_file(file)
+    changed = next(iter(tensors.values()))
+    changed.view(-1)[3] += 0.01
+    save_file(tensors, file, metadata={"format": "pt"})
+    message = "holds adapters of .*/hf, whose weights have changed since"
+    with pytest.raises(ConfigurationError, match=message):
+        to_hugging_face(checkpoint_of(tmp_path), tmp_path / "merged", platform, shard_bytes=SHARD)
+    assert not (tmp_path / "merged").exists()
+    with pytest.raises(ConfigurationError, match=message):
+        load_policy(find_source(str(tmp_path / "run")), platform, groups)
+
+
+def test_all_weights_have_no_adapters_to_write(tmp_path: Path, platform: Any, groups: Any, converted: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--adapters: .* has no adapters, but all weights"):
+        to_hugging_face(converted, tmp_path / "alone", platform, shard_bytes=SHARD, adapters_only=True)
