@@ -99,7 +99,7 @@ def test_peft_computes_the_trainers_logits_from_the_adapters(run: Any) -> None:
 
 
 def test_a_checkpoint_is_opened_with_its_base(run: Any, platform: Any, groups: Any) -> None:
-    """As `mrl serve`, `mrl chat` and `mrl evaluate` do."""
+    """The way of `mrl serve`, `mrl chat` and `mrl evaluate`."""
     folder, policy = run
     opened, _, version = load_policy(find_source(str(folder / "run")), platform, groups)
     assert version == 40
