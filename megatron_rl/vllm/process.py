@@ -21,8 +21,8 @@ KEPT_LINES = 400
 """Lines of output that are kept to find the reason of an end."""
 END_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
-EXIT_S = 0.5
-"""Seconds between the moment when the sockets of a killed process close and its end."""
+EXIT_S = 5.0
+"""Seconds in which vLLM's server ends after a call of it has failed because a process of vLLM was killed."""
 READ_S = 2.0
 """Seconds to read the rest of the output of a process that has ended."""
 
