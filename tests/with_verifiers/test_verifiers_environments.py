@@ -123,7 +123,7 @@ def test_a_tool_is_called_and_its_result_is_read(request, verifiers_python, whic
     store = environment(verifiers_python, tokenizer, "stored-number")
 
     def answer(prompt: str, sample: int) -> str:
-        return "It is 42." if "<tool_response>" in prompt.rpartition("<|im_end|>")[0][-80:] else call
+        return "It is 42." if "<tool_response>" in prompt[-80:] else call
 
     (group,) = groups(store, tokenizer, answer, slice(1, 2), 1)
     assert not group.failures
