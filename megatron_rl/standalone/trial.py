@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.registry import build_environment, with_samples
+from megatron_rl.agent.registry import build_environment, environment_class, with_samples
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
 from megatron_rl.agent.trial import CodePoints, first_problems, try_answers
@@ -75,11 +75,10 @@ def tried(trial: Trial) -> Iterator[dict[str, Any]]:
     cannot be used here.
     """
     config = with_samples(trial.environment)
-    if trial.model is None:
+    if trial.model is None and not issubclass(environment_class(config.name), EndpointAgent):
         environment = build_environment(config, CodePoints())
-        if not isinstance(environment, EndpointAgent):
-            yield from try_answers(environment, config, first_problems(environment, config, trial.problems))
-            return
+        yield from try_answers(environment, config, first_problems(environment, config, trial.problems))
+        return
     with _model(trial) as model, asyncio.Runner() as runner:
         environment = build_environment(config, model.tokenizer)
         try:
