@@ -1,4 +1,4 @@
-"""The shipped recipes hold the figures of Megatron-RL's own, row by row.
+"""The shipped recipes hold the figures of Megatron-RL's own, row by row, and the algorithm of DAPO.
 
 Every number here was written down from that project's recipes and from the models' published config.json, not from
 ours: two records that must agree.
@@ -34,14 +34,14 @@ HEADLINE = ["qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned"]
 TRAINING = {
     "qwen2.5-32b-dapo": (8, 1, 8, 0.2, 0.28, 16, 64, 1024, 1, 11999, 1e-6, 0.0),
     "qwen2.5-32b-dapo-partitioned": (8, 1, 8, 0.2, 0.28, 16, 64, 1024, 1, 11999, 1e-6, 0.0),
-    "qwen2.5-3b-dapo": (2, 1, 2, 0.2, 0.2, 16, 64, 1024, 1, 8192, 1e-6, 0.0),
-    "qwen2.5-math-7b-dapo": (1, 1, 2, 0.2, 0.2, 16, 64, 1024, 2, 4096, 1e-6, 0.0),
-    "r1-distill-qwen-7b-dapo": (2, 1, 2, 0.2, 0.2, 8, 128, 1024, 1, 8192, 1e-6, 0.0),
-    "qwen3-4b-dapo": (2, 1, 1, 0.2, 0.2, 16, 64, 256, 1, 32768, 1e-6, 0.01),
-    "qwen3-8b-dapo": (2, 1, 1, 0.2, 0.2, 16, 64, 256, 1, 32768, 1e-6, 0.01),
-    "qwen3-32b-dapo": (8, 1, 4, 0.2, 0.2, 16, 64, 256, 1, 8192, 1e-6, 0.01),
-    "qwen3-30b-a3b-dapo": (4, 1, 3, 0.2, 0.2, 16, 64, 256, 1, 8192, 1e-6, 0.01),
-    "llama3.1-8b-instruct-dapo": (8, 1, 4, 0.2, 0.2, 16, 64, 1024, 2, 8192, 3e-7, 0.1),
+    "qwen2.5-3b-dapo": (2, 1, 2, 0.2, 0.28, 16, 64, 1024, 1, 8192, 1e-6, 0.0),
+    "qwen2.5-math-7b-dapo": (1, 1, 2, 0.2, 0.28, 16, 64, 1024, 2, 4096, 1e-6, 0.0),
+    "r1-distill-qwen-7b-dapo": (2, 1, 2, 0.2, 0.28, 8, 128, 1024, 1, 8192, 1e-6, 0.0),
+    "qwen3-4b-dapo": (2, 1, 1, 0.2, 0.28, 16, 64, 256, 1, 32768, 1e-6, 0.01),
+    "qwen3-8b-dapo": (2, 1, 1, 0.2, 0.28, 16, 64, 256, 1, 32768, 1e-6, 0.01),
+    "qwen3-32b-dapo": (8, 1, 4, 0.2, 0.28, 16, 64, 256, 1, 8192, 1e-6, 0.01),
+    "qwen3-30b-a3b-dapo": (4, 1, 3, 0.2, 0.28, 16, 64, 256, 1, 8192, 1e-6, 0.01),
+    "llama3.1-8b-instruct-dapo": (8, 1, 4, 0.2, 0.28, 16, 64, 1024, 2, 8192, 3e-7, 0.1),
 }
 
 # layers, hidden, ffn, heads, kv heads, head size, positions, vocabulary, rope base, epsilon, qkv bias, qk norm, tied
@@ -107,6 +107,19 @@ def test_training_is_as_in_the_table(name: str) -> None:
     assert config.sequence_length == sequence
     assert config.training.tokens_per_microbatch == micro * sequence
     assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (rate, decay)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_algorithm_is_dapos(name: str) -> None:
+    """Section 4.1 of arXiv 2503.14476: clip-higher, dynamic sampling, the overlong buffer of 4096 in 20480 tokens, the
+    mean over tokens, no KL divergence."""
+    config = recipe(name)
+    grpo = config.grpo
+    assert (grpo.reduction, grpo.baseline) == ("token", "group")
+    assert (grpo.eps_low, grpo.eps_high, grpo.kl_beta) == (0.2, 0.28, 0.0)
+    assert grpo.dynamic_sampling.enabled
+    assert (grpo.overlong.mode, grpo.overlong.penalty) == ("penalty", 1.0)
+    assert grpo.overlong.buffer == round(config.sampling.max_new_tokens * 4096 / 20480)
 
 
 @pytest.mark.parametrize("name", MODELS)
