@@ -25,7 +25,7 @@ from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.rank.config import HarvestConfig, JobConfig, Offload, PlacementConfig, data_parallel_size
 from megatron_rl.recipe.section import FilePath, PathMark, Section
-from megatron_rl.rollout.config import AsyncConfig, EvaluationConfig, ResumeConfig
+from megatron_rl.rollout.config import AsyncConfig, CurriculumConfig, EvaluationConfig, ResumeConfig
 from megatron_rl.supervised.config import DataConfig
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
 
@@ -78,6 +78,8 @@ class RunConfig(Section):
     optimizer: OptimizerConfig
     training: TrainingConfig
     evaluation: EvaluationConfig = EvaluationConfig()
+    curriculum: CurriculumConfig | None = None
+    """Choice of problems by their recent pass rate; default: each pass has every problem once."""
     save: SaveConfig = SaveConfig()
     resume: ResumeConfig = ResumeConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -278,6 +280,8 @@ class RunConfig(Section):
                 f"inference.engine is {self.inference.engine}, which training.objective supervised does not use: leave "
                 "it out; the training ranks answer evaluations"
             )
+        if self.curriculum is not None:
+            yield "curriculum is set, and training.objective supervised has no pass rates: leave it out"
         if self.asynchronous.max_lag > 0:
             yield (
                 f"async.max_lag is {self.asynchronous.max_lag}, and training.objective supervised generates nothing "

@@ -58,7 +58,7 @@ def train_step(run: Run) -> None:
     stats = run.trainer.train(batch, step, weights_change=run.refit.finish)
     with run.safe_points.phase("refit"):
         run.refit.publish(run.trainer.policy_version)
-    run.step, run.next_ordinal, run.drawn = step, batch.next_ordinal, batch.drawn
+    run.step, run.next_ordinal, run.drawn, run.curriculum = step, batch.next_ordinal, batch.drawn, batch.curriculum
 
     report = StepReport(
         step=step,
@@ -77,6 +77,7 @@ def train_step(run: Run) -> None:
         rows=sum(digest.problems for digest in run.problems.values()) if run.config.supervised else None,
     )
     metrics, line = step_lines(report, run.safe_points.timeline, run.groups.control)
+    metrics |= batch.curriculum_metrics
     run.writer.step(step, metrics | save_metrics(run) | (run.generation.metrics() if run.generation else {}))
     run.writer.timeline(line)
     run.writer.rollouts(step, batch)

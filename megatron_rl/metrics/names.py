@@ -225,6 +225,12 @@ STEP_METRICS: dict[str, Metric] = {
     ),
     "first_ordinal": Metric("first prompt of the step in the prompt stream", lambda step: step.first_ordinal),
     "next_ordinal": Metric("first prompt of the next step", lambda step: step.next_ordinal),
+    "curriculum_left_out": Metric(
+        "problems that the curriculum has left out since the previous step (absent without a curriculum, as are the "
+        "next two)"
+    ),
+    "curriculum_known": Metric("problems with a known pass rate"),
+    "curriculum_pass_rate": Metric("mean of the recent pass rates of those problems"),
     "dropped_ordinals": Metric(
         "prompts settled without training, with the reason (absent if there are none)",
         lambda step: {str(ordinal): reason for ordinal, reason in step.dropped.items()} or None,

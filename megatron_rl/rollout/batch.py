@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
+from megatron_rl.rollout.curriculum import CurriculumState
 from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn
 
 
@@ -29,6 +30,9 @@ class RolloutBatch:
     """Answers that this driver lost, by reason, in all groups that the batch settles."""
     rounds: int = 1
     drawn: Drawn = NOTHING_DRAWN
+    curriculum: CurriculumState | None = None
+    """State of the curriculum after the step, if there is one."""
+    curriculum_metrics: Mapping[str, float] = field(default_factory=dict)
     advantages: Tensor | None = None
     """[trajectories] advantages of the groups, if they depend on the whole batch; None if each group has its own."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -31,6 +33,22 @@ class AsyncConfig(Section):
     recompute_cache: bool = False
     """Recompute the cached keys and values of unfinished answers with the new weights; false keeps those of the old
     weights. Ranks that both train and generate always recompute them."""
+
+
+class CurriculumConfig(Section):
+    """Choice of training problems by their recent pass rate, the mean accuracy of the answers to them
+    (environment.accuracy), which has to be from 0 to 1. A pass over the problems leaves out each problem by chance, the
+    more often, the less it teaches. A problem that was not tried yet is never left out, so the first pass is complete.
+    Pass rates are saved with the weights."""
+
+    prefer: Literal["variance", "failures"] = "variance"
+    """Problems that are kept most often. variance: those with a pass rate near 1/2, whose answers differ most; the
+    probability grows with p (1 - p). failures: those with a low pass rate; it grows with 1 - p (Kimi k1.5, arXiv
+    2501.12599)."""
+    least: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Probability that a pass keeps a problem that teaches nothing, so that its pass rate is renewed at times."""
+    memory: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Weight of the earlier pass rate of a problem when a group of answers to it is scored; 0 keeps the newest only."""
 
 
 class ResumeConfig(Section):

@@ -10,6 +10,8 @@ batch, except the surplus of dynamic sampling, which is carried into the next st
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ import torch
 from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.estimators import reads_batch
+from megatron_rl.algorithms.filtering import accuracies
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.learning import NO_SIGNAL
 from megatron_rl.inference.api import ResumableInference
@@ -30,9 +33,10 @@ from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.rollout.curriculum import Curriculum, CurriculumState
 from megatron_rl.rollout.exchange import exchange
 from megatron_rl.rollout.in_flight import InFlightGroups
-from megatron_rl.rollout.step_advantages import of_positions, step_advantages
+from megatron_rl.rollout.step_advantages import gathered_bytes, of_positions, step_advantages
 from megatron_rl.rollout.stream import Mixture, shares
 from megatron_rl.rollout.window import NOTHING_DRAWN, Choice, Drawn, State, begun_below, choose, to_draw
 
@@ -56,17 +60,27 @@ class RolloutDriver:
         loop: AgentLoop,
         step: int = 0,
         drawn: Drawn = NOTHING_DRAWN,
+        curriculum: CurriculumState | None = None,
+        next_ordinal: int = 0,
     ) -> None:
         """
         sets: training sets of the agent's problems.
         bank: None on a rank that follows.
         step: last finished step.
         drawn: state of dynamic sampling after that step.
+        curriculum: state of the curriculum after that step; None: it begins.
+        next_ordinal: ordinal below which all are settled.
         """
         self._agent, self._inference, self._bank, self._config = agent, inference, bank, config
         self._groups, self._safe_points, self._loop = groups, safe_points, loop
         self.stream = Mixture(sets, config.training.seed, config.grpo.prompts_per_step)
-        """Problem of each ordinal."""
+        """Order of the problems without a curriculum."""
+        self._curriculum: Curriculum | None = None
+        self._problem = self.stream.problem
+        if config.curriculum is not None:
+            state = curriculum or CurriculumState.begun(self.stream, next_ordinal, drawn.below)
+            self._curriculum = Curriculum(self.stream, config.training.seed, config.curriculum, state)
+            self._problem = self._curriculum.problem
         self._wanted = config.grpo.prompts_per_step
         dynamic = config.grpo.dynamic_sampling
         self._rounds = dynamic.max_rounds if dynamic.enabled else 1
@@ -78,7 +92,7 @@ class RolloutDriver:
         self._idle_s = 0.0  # seconds of the step in which agents ran but the engine did not
         self._in_flight: InFlightGroups | None = None
         if bank is not None:
-            self._in_flight = InFlightGroups(agent, self.stream.problem, inference, bank, config)
+            self._in_flight = InFlightGroups(agent, self._problem, inference, bank, config)
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
         """Return the batch of the next step: the first `prompts_per_step` usable ordinals from `first_ordinal` on.
@@ -106,6 +120,9 @@ class RolloutDriver:
                 groups, passed_over, dropped = self._settled(in_flight, choice, ordinals)
                 dropped_tokens = self._loop.do(lambda _: in_flight.settle(ordinals.stop))
             self._states = self._states[len(ordinals) :]
+            if self._curriculum is not None:
+                accuracies = self._accuracies([*groups.values(), *passed_over])
+                self._curriculum.learn(ordinals.start, accuracies)
             if not self._max_lag:
                 self._drawn = Drawn(self._below, passed_over=len(ordinals) - len(choice.trained))
             elif batches := self._batches_after(self._step + 1):
@@ -119,7 +136,7 @@ class RolloutDriver:
             of_step = None
             if reads_batch(self._config.grpo):
                 of_step = step_advantages(groups, self._config, self._gather)
-            trained = exchange(groups, self._config, self._groups, self.stream.problem, self._gather, of_step)
+            trained = exchange(groups, self._config, self._groups, self._problem, self._gather, of_step)
         failures: Counter[str] = Counter()
         for group in (*groups.values(), *passed_over):  # lost answers may be the reason that a group has no signal
             failures.update(group.failures)
@@ -133,6 +150,8 @@ class RolloutDriver:
             failures=failures,
             rounds=rounds,
             drawn=self._drawn,
+            curriculum=None if self._curriculum is None else self._curriculum.state(ordinals.stop),
+            curriculum_metrics={} if self._curriculum is None else self._curriculum.report(),
             advantages=of_positions(of_step, trained),
         )
 
@@ -204,6 +223,8 @@ class RolloutDriver:
     def _begin(self, first: int, below: int, *, waiting: bool = False) -> None:
         """Begin this driver's share of the ordinals in [first, below) that are not begun yet."""
         start = max(first, self._below)
+        if self._curriculum is not None:
+            self._curriculum.assign(start, below)
         if below > start and (in_flight := self._in_flight) is not None:
             own = shares(start, below - start, self._loop.role.count)[self._loop.role.index]
             self._loop.do(lambda loop: in_flight.begin(loop, own, self._step, waiting=waiting))
@@ -255,6 +276,15 @@ class RolloutDriver:
         dropped = [each for each in own if not (each in trained and each in groups)]
         reasons = {each: DROP_REASONS[self._states[each - ordinals.start]] for each in dropped}
         return by_position, [groups[each] for each in dropped if each in groups], reasons
+
+    def _accuracies(self, groups: Sequence[TrajectoryGroup]) -> dict[int, float]:
+        """Return the mean accuracy of all drivers' groups that have answers, by ordinal. Collective."""
+        own = {}
+        for group in groups:
+            if found := accuracies(group, self._config):
+                own[group.ordinal] = math.fsum(found) / len(found)
+        parts = gathered_bytes(json.dumps([*own.items()]).encode(), self._gather)
+        return {ordinal: accuracy for part in parts for ordinal, accuracy in json.loads(part)}
 
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """[ranks] the tensor of each rank. Collective. Not a safe point, because the batch is already settled."""

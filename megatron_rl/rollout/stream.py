@@ -27,15 +27,26 @@ class Mixture:
 
     def __init__(self, sets: Sequence[TrainingSet], seed: int, prompts_per_step: int) -> None:
         """Raises ValueError for a set without problems."""
-        self._streams = [PromptStream(each.problems, seed, each.environment) for each in sets]
+        self.sets = sets
+        self.streams = [PromptStream(each.problems, seed, each.environment) for each in sets]
         steps = -(-len(sets) // prompts_per_step)
         self._counts = split([each.weight for each in sets], steps * prompts_per_step)
         self._cycle = interleaved(self._counts)
 
+    @property
+    def cycle_length(self) -> int:
+        """Ordinals after which the sets take turns again in the same order; each has some of them."""
+        return len(self._cycle)
+
     def problem(self, ordinal: int) -> Problem:
+        chosen, number = self.place(ordinal)
+        return self.streams[chosen].problem(number)
+
+    def place(self, ordinal: int) -> tuple[int, int]:
+        """Return the index of the ordinal's set, and how many earlier ordinals that set has."""
         cycle, position = divmod(ordinal, len(self._cycle))
         chosen, number = self._cycle[position]
-        return self._streams[chosen].problem(cycle * self._counts[chosen] + number)
+        return chosen, cycle * self._counts[chosen] + number
 
 
 class PromptStream:
@@ -50,9 +61,13 @@ class PromptStream:
         # One step may span the end of a pass, and ordering a pass over millions of problems takes long.
         self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(len(problems), seed, epoch, environment))
 
-    def problem(self, ordinal: int) -> Problem:
-        epoch, position = divmod(ordinal, len(self._problems))
-        return self._problems[self._order(epoch)[position]]
+    def problem(self, number: int) -> Problem:
+        return self._problems[self.index(number)]
+
+    def index(self, number: int) -> int:
+        """Return the index of the problem that is visited after `number` others."""
+        epoch, position = divmod(number, len(self._problems))
+        return self._order(epoch)[position]
 
 
 def epoch_order(count: int, seed: int, epoch: int, environment: str = "") -> tuple[int, ...]:

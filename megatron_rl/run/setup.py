@@ -31,6 +31,7 @@ from megatron_rl.refit.publish import Refit
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.records import Lineage, fingerprint
 from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.rollout.curriculum import CurriculumState
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.rollout.window import Drawn
@@ -72,6 +73,8 @@ class Counters:
     """`checkpoint.adapters.AdapterRecord`; None if the checkpoint holds all weights."""
     problems: Mapping[str, ProblemDigest] = field(default_factory=dict)
     """Digests of the training problems, by environment; empty in old checkpoints, which do not record them."""
+    curriculum: Mapping[str, Any] | None = None
+    """`rollout.curriculum.CurriculumState` as JSON; None without a curriculum."""
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Counters:
@@ -122,6 +125,8 @@ class Run:
     """Last finished step."""
     next_ordinal: int
     drawn: Drawn
+    curriculum: CurriculumState | None
+    """State of the curriculum after the last finished step; None without a curriculum, or before its first step."""
     saved: int
     """Last step whose checkpoint was begun, or from which the run was restored."""
     evaluated: int
@@ -154,6 +159,7 @@ class Run:
                 initial_weights=self.initial_weights,
                 adapters=adapter_record(self.config.model),
                 problems=self.problems,
+                curriculum=None if self.curriculum is None else self.curriculum.to_json(),
             )
         )
 
@@ -217,6 +223,9 @@ def set_up(
     if generation is not None:
         generation.refit.publish(counters.policy_version)
     drawn = Drawn(counters.drawn_below, counters.passed_over)
+    curriculum = None
+    if config.curriculum is not None and counters.curriculum is not None and counters.problems == problems:
+        curriculum = CurriculumState.from_json(counters.curriculum)
     driver: Driver
     if environment is None or generation is None or config.supervised:
         loop = generation.loop if generation is not None else None
@@ -245,6 +254,8 @@ def set_up(
             generation.loop,
             counters.step,
             drawn,
+            curriculum,
+            counters.next_ordinal,
         )
     writer = Writer()
     if dist.get_rank() == 0:
@@ -268,6 +279,7 @@ def set_up(
         step=counters.step,
         next_ordinal=counters.next_ordinal,
         drawn=drawn,
+        curriculum=curriculum,
         saved=counters.step,
         evaluated=counters.evaluated,
     )

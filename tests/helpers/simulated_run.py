@@ -46,6 +46,7 @@ from megatron_rl.inference.api import AnswerPrefix, Completion, GenerationReques
 from megatron_rl.metrics import tensorboard
 from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats
 from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.model.trainable import Trainable
 from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
@@ -71,13 +72,14 @@ Ending = str
 
 
 def recipe(*, dynamic: bool) -> RunConfig:
-    """Recipe in which interrupted answers are generated again or, with dynamic sampling, kept. The bank is written
-    after every token, because the interval between two writes is the shortest possible."""
+    """Recipe in which interrupted answers are generated again or, with dynamic sampling and a curriculum, kept. The
+    bank is written after every token, because the interval between two writes is the shortest possible."""
     return tiny_run(
         grpo={"prompts_per_step": PROMPTS, "group_size": 3, "dynamic_sampling": {"enabled": dynamic, "max_rounds": 3}},
         training={"steps": STEPS},
         save={"every": 2, "keep": 1},
         evaluation={"every": 3},
+        **({"curriculum": {"least": 0.3}} if dynamic else {}),
         resume={"partial": "keep", "flush_s": 1e-9} if dynamic else {"partial": "regenerate"},
         logging={"histograms_every": 0},
     )
@@ -177,7 +179,7 @@ class Simulation:
         policy: Any = _Policy()
         self.policy = policy
         optimizer: Any = _Optimizer()
-        return Models(policy, optimizer, None, self.platform, self.groups), None
+        return Models(policy, Trainable(None), optimizer, None, self.platform, self.groups), None
 
 
 @dataclass(frozen=True)
@@ -293,9 +295,10 @@ class _Policy:
             for name in ("weight", "memory")
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> Any:
         for name, tensor in state.items():
             getattr(self, name).copy_(tensor)
+        return SimpleNamespace(unexpected_keys=[])
 
     def trained_on(self) -> dict[int, int]:
         return {
@@ -421,7 +424,8 @@ class _Trainer:
         weights_change()
         answers = [answer for group in batch.groups for answer in group.trajectories]
         learned = [
-            stable_key("learn", group.ordinal, *(int(a.reward) for a in group.trajectories)) for group in batch.groups
+            stable_key("learn", group.ordinal, group.problem.prompt, *(int(a.reward) for a in group.trajectories))
+            for group in batch.groups
         ]
         grad_norm = rate = 0.0
         for index in range(UPDATES):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from simulated_run import PROMPTS, STEPS, Record, Simulation, recipe
 
 MakeRun = Callable[..., Simulation]
-DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["all prompts", "dynamic sampling"])
+DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["all prompts", "dynamic sampling and curriculum"])
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,8 @@ def test_undisturbed_run_settles_every_prompt_once(undisturbed: dict[bool, Recor
     assert reasons == ({"no signal"} if dynamic else set())
     assert [line["step"] for line in record.evaluations] == [0, 3, STEPS]
     assert len({line["loss"] for line in record.steps}) == STEPS  # each step is distinct
+    left_out = [line.get("curriculum_left_out") for line in record.steps]
+    assert (sum(left_out) > 0) if dynamic else left_out == [None] * STEPS
 
 
 # Deaths

@@ -17,6 +17,7 @@ from megatron_rl.rollout.bank.records import (
     answer_key,
     join,
     part_record,
+    problem_checksum,
     prompt_checksum,
 )
 from megatron_rl.rollout.encoding import decode_group
@@ -49,13 +50,18 @@ class EarlierWork:
         return cls(groups, dict(parts), versions)
 
     def scored(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, TrajectoryGroup]:
-        """Return the scored groups of these ordinals."""
+        """Return the scored groups of these ordinals, as far as they are of the ordinal's present problem."""
         found = {}
         for ordinal in ordinals:
             entry = self.groups.get(ordinal)
-            body = _body(entry) if entry else None
-            if entry and body is not None:
-                found[ordinal] = decode_group(entry.head, body, problem(ordinal))
+            if entry is None:
+                continue
+            its = problem(ordinal)
+            checksum = problem_checksum(its)
+            if entry.head.get("problem", checksum) != checksum:  # older banks have no checksum
+                continue
+            if (body := _body(entry)) is not None:
+                found[ordinal] = decode_group(entry.head, body, its)
         return found
 
     def prefix(self, answer: AnswerKey) -> AnswerPrefix | None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.agent.problem_digest import ProblemDigest
-from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import AnswerPrefix, GenerationRequest
 from megatron_rl.rollout.bank.file import Record
@@ -59,6 +59,8 @@ def fingerprint(config: RunConfig, problems: Mapping[str, ProblemDigest]) -> str
             "grpo": {"group_size"},
         },
     )
+    if config.curriculum is not None:
+        shaping["curriculum"] = config.curriculum.model_dump(mode="json")
     shaping["environment"] = config.task.model_dump(mode="json")
     shaping["problems"] = {name: asdict(its) for name, its in problems.items()}
     return blake2b(json.dumps(shaping, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -81,8 +83,20 @@ def group_record(group: TrajectoryGroup, version: int, newest: int, lineage: Lin
     newest: newest policy version that sampled any of its tokens.
     """
     head, body = encode_group(group)
-    origin = {"kind": "group", "version": version, "newest": newest, "lineage": _lineage_json(lineage)}
+    origin = {
+        "kind": "group",
+        "version": version,
+        "newest": newest,
+        "problem": problem_checksum(group.problem),
+        "lineage": _lineage_json(lineage),
+    }
     return origin | head, body
+
+
+def problem_checksum(problem: Problem) -> int:
+    """Checksum of a problem's text. With a curriculum, an ordinal of an abandoned line of training may mean another
+    problem now."""
+    return zlib.crc32(problem.prompt.encode("utf-8", "surrogatepass"))
 
 
 def prompt_checksum(request: GenerationRequest) -> int:
