@@ -47,7 +47,7 @@ class Assigned:
     environment: str
     """Environment of the training set."""
     index: int
-    """Of the problem in the set."""
+    """Index of the problem in the set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Curriculum:
             del self._assigned[ordinal]
 
     def state(self, next_ordinal: int) -> CurriculumState:
-        """Return the state for a run that goes on with `next_ordinal`."""
+        """Return the state for a run that continues with `next_ordinal`."""
         return CurriculumState(
             {name: SetState(candidate, self._rates[name]) for name, candidate in self._candidates.items()},
             {ordinal: its for ordinal, its in self._assigned.items() if ordinal >= next_ordinal},
