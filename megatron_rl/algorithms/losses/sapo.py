@@ -25,6 +25,6 @@ def sapo(tokens: TrainedTokens, config: GrpoConfig) -> TokenLoss:
     """
     positive = TAU_POSITIVE if config.sapo_tau_positive is None else config.sapo_tau_positive
     negative = TAU_NEGATIVE if config.sapo_tau_negative is None else config.sapo_tau_negative
-    tau = torch.where(tokens.advantages > 0, positive, negative).to(tokens.advantages.dtype)
+    tau = torch.full_like(tokens.advantages, negative).masked_fill(tokens.advantages > 0, positive)
     gate = torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
     return TokenLoss(-gate * tokens.advantages)
