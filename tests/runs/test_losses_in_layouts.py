@@ -1,0 +1,151 @@
+"""Every policy loss, importance weight and reduction gives the loss and gradient of one batch on one rank, however the
+tokens are packed, cut into micro-batches and split over ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+from checkpoint_helpers import Ranks
+from core_helpers import batch_of, quiet_safe_points, random_groups, tiny_model, tiny_run
+from layout_helpers import Layout, boxes, sharpen, whole
+from torch import Tensor
+
+from megatron_rl.agent.registry import build_environment
+from megatron_rl.algorithms.importance import answer_log_ratios
+from megatron_rl.config import RunConfig
+from megatron_rl.metrics.stats import Tally
+from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.platform.select import select
+from megatron_rl.rank.groups import Groups
+from megatron_rl.rollout.stream import shares
+from megatron_rl.run.models import build_models
+from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
+from megatron_rl.training.trainer import Trainer
+
+OWN = """
+def loss(tokens, config):
+    ratio = (tokens.logprobs - tokens.old_logprobs).exp()
+    return -tokens.sequence_mean(ratio) * ratio * tokens.advantages * tokens.weights
+"""
+LOSSES: dict[str, dict[str, Any]] = {
+    "clip": {},
+    "dual clip": {"dual_clip": 1.5},
+    "gspo": {"policy_loss": "gspo", "reduction": "sequence", "eps_low": 0.03, "eps_high": 0.04},
+    "gspo token": {"policy_loss": "gspo_token", "reduction": "sequence", "eps_low": 0.03, "eps_high": 0.04},
+    "cispo": {"policy_loss": "cispo", "eps_high": 0.2},
+    "sapo": {"policy_loss": "sapo", "reduction": "sequence"},
+    "dppo": {"policy_loss": "dppo"},
+    "reinforce": {"policy_loss": "reinforce"},
+    "own": {"policy_loss": "OWN"},
+    "Dr. GRPO": {"reduction": "constant", "advantage_std": "none"},
+    "importance of tokens": {"importance": {"lower": 0.5, "upper": 2.0}},
+    "importance of answers": {"importance": {"level": "sequence", "mode": "mask", "lower": 0.01, "upper": 3.0}},
+    "geometric importance": {"importance": {"level": "geometric", "lower": 0.5, "upper": 1.5}},
+    "kl weighed": {"kl_beta": 0.3, "kl_importance": True},
+    "kl in the reward": {"kl_beta": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
+    "entropy": {"entropy_coefficient": 0.3},
+}
+LAYOUTS = {"micro-batches": Layout(), "DP2": Layout(dp=2), "TP2": Layout(tp=2), "CP2": Layout(cp=2)}
+CLOSE = 1e-6
+
+
+class Seen(NamedTuple):
+    """Observations of one rank."""
+
+    loss: float
+    """Loss of the global batch."""
+    gradient: Any
+
+
+def recipe(layout: Layout, keys: dict[str, Any], microbatch: int) -> RunConfig:
+    return tiny_run(
+        model=tiny_model(qk_norm=True).model_dump(),
+        placement={"training": layout.config.model_dump()},
+        job={"gpus_per_node": layout.ranks},
+        grpo={"prompts_per_step": 4, "group_size": 4, **keys},
+        sampling={"max_new_tokens": 7, "temperature": 0.8},
+        optimizer={"learning_rate": 1e-3, "distributed": False},
+        training={"tokens_per_microbatch": microbatch},
+    )
+
+
+def seen(layout: Layout, microbatch: int, own: str) -> dict[str, Seen]:
+    """Loss and gradient of each policy loss for one model, whose weights before the step were others."""
+    groups = layout.groups()
+    config = recipe(layout, {"kl_beta": 0.1}, microbatch)
+    platform, safe_points = select(config.job), quiet_safe_points()
+    tokenizer = build_tokenizer(config.tokenizer)
+    environment = build_environment(config.task, tokenizer)
+    models, _ = build_models(config, environment, tokenizer, platform, groups, safe_points, resumes=False)
+    sharpen(models.policy)
+    models.optimizer.megatron.reload_model_params()
+    models.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite, so that it is not applied
+    found = {}
+    for name, keys in LOSSES.items():
+        keys = {key: own if value == "OWN" else value for key, value in keys.items()}
+        config = recipe(layout, keys, microbatch)
+        reference = models.reference if config.grpo.kl_beta else None
+        trainer = Trainer(models.policy, models.optimizer, reference, config, platform, groups, safe_points)
+        found[name] = one_update(trainer, groups)
+    return found
+
+
+def one_update(trainer: Trainer, groups: Groups) -> Seen:
+    config, grpo = trainer.config, trainer.config.grpo
+    recorded = random_groups(grpo.prompts_per_step, grpo.group_size)
+    share = shares(0, len(recorded), groups.data.size())[groups.data.rank()]
+    batch = training_batch(batch_of(recorded, share.start, share.stop).groups, config, 0, trainer.platform.device)
+    part = update_part(batch, range(len(batch.sequences)), config, trainer.platform)
+    (agreed,) = agree([part], trainer.groups)
+    update = trainer._input(batch, update_batch(part, agreed))
+    # Log-probs before the step and those of the sampler differ from the present ones by values of the token alone.
+    noise = 1e3 * batch.inference_logprobs
+    before = trainer.score(trainer.policy, batch, update.inputs) + 0.5 * noise.sin()
+    batch = replace(batch, inference_logprobs=before + 0.3 * noise.cos())
+    of_answers = None
+    if grpo.importance is not None and grpo.importance.level != "token":
+        difference = before - batch.inference_logprobs
+        of_answers = answer_log_ratios(difference, batch.trajectory_lengths, grpo.importance.level)
+    reference = trainer.score(trainer.reference, batch, update.inputs) if trainer.reference else None
+    losses: list[Any] = []
+    trainer._update(batch, update, before, of_answers, reference, losses, None, lambda: None)
+    tally = Tally()
+    tally.add("loss", trainer._loss_stats(losses).loss)
+    return Seen(tally.reduce(groups.control)["loss"], boxes(trainer.policy, lambda weight: weight.main_grad))
+
+
+def layouts_of(rank: int, ranks: int, own: str) -> dict[str, dict[str, Seen]]:
+    """Observations of this rank in each layout of this number of ranks; one of them also with all tokens at once."""
+    found = {name: seen(layout, 40, own) for name, layout in LAYOUTS.items() if layout.ranks == ranks}
+    return {**found, "one batch": seen(Layout(), 10_000, own)} if ranks == 1 else found
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[float, dict[str, Tensor]]]]:
+    """Layout -> policy loss -> loss and whole gradient."""
+    folder = tmp_path_factory.mktemp("ranks")
+    own = folder / "own_loss.py"
+    own.write_text(OWN)
+    found = {}
+    for ranks in (1, 2):
+        of_ranks = Ranks(folder, ranks, layouts_of, f"{own}:loss").results(timeout_s=240)
+        for layout in of_ranks[0]:
+            found[layout] = {
+                name: (of_ranks[0][layout][name].loss, whole(each[layout][name].gradient for each in of_ranks))
+                for name in LOSSES
+            }
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradient_are_those_of_one_batch_on_one_rank(observed: Any, layout: str, name: str) -> None:
+    (loss, gradient), (expected, of_one) = observed[layout][name], observed["one batch"][name]
+    norm = math.hypot(*(float(each.norm()) for each in of_one.values()))
+    assert norm > 0.01
+    assert loss == pytest.approx(expected, rel=CLOSE, abs=CLOSE)
+    differences = [float((gradient[key] - of_one[key]).norm()) for key in of_one]
+    assert math.hypot(*differences) < CLOSE * norm
