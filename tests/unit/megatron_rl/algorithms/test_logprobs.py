@@ -59,6 +59,55 @@ def test_fp32_results_match_float64(monkeypatch: pytest.MonkeyPatch, chunk: int,
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, TOKENS, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradient_of_the_entropy_matches_float64(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float
+) -> None:
+    """The loss is a sum of log-probs and entropies with random factors."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS * chunk)
+    hidden, weight, targets, of_logprobs = inputs(torch.float32)
+    of_entropy = torch.randn(TOKENS, generator=torch.Generator().manual_seed(4))
+    found, expected = [], []
+    ours = [each.clone().requires_grad_() for each in (hidden, weight)]
+    chosen, entropy = predicted_logprobs(
+        ours[0], OutputPart(ours[1], range(VOCABULARY), None), targets, temperature, entropy="gradient"
+    )
+    assert entropy is not None
+    (chosen @ of_logprobs + entropy @ of_entropy).backward()
+    found += [entropy.detach(), *(each.grad for each in ours)]
+    exact = [each.double().requires_grad_() for each in (hidden, weight)]
+    every = torch.log_softmax((exact[0] @ exact[1].t())[:, :VOCABULARY] / temperature, dim=-1)
+    entropies = -(every.exp() * every).sum(-1)
+    (every[torch.arange(TOKENS), targets] @ of_logprobs.double() + entropies @ of_entropy.double()).backward()
+    expected += [entropies.detach(), *(each.grad for each in exact)]
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-5)
+
+
+def test_a_step_along_the_gradient_of_the_entropy_raises_it() -> None:
+    """One token of probability 0.15 was drawn, 17 others have 0.05 each. Along the gradient of -p log p of the drawn
+    token alone the entropy falls: its factor of the gradient of log p rises until p is e^-2."""
+    logits = torch.log(torch.tensor([0.15, *[0.05] * 17], dtype=torch.float64))[None].requires_grad_()
+    drawn = torch.zeros(1, dtype=torch.long)
+
+    def after(bonus: Tensor) -> float:
+        (gradient,) = torch.autograd.grad(bonus.sum(), logits)
+        _, entropy = module.token_logprobs((logits + gradient).detach(), drawn, 1.0)
+        assert entropy is not None
+        return float(entropy)
+
+    logprob, entropy = module.token_logprobs(logits, drawn, 1.0, entropy="gradient")
+    assert entropy is not None
+    before = entropy.item()
+    assert (
+        after(-logprob.exp() * logprob)
+        < before
+        < after(module.token_logprobs(logits, drawn, 1.0, entropy="gradient")[1])
+    )
+
+
 @pytest.mark.parametrize("chunk", [5, 100])
 def test_in_bf16_the_softmax_is_fp32(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """The remaining error is the rounding of the logits; the largest have a step of 0.125."""

@@ -1,0 +1,86 @@
+"""Keys of the loss that contradict one another are refused with the key and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_rl.algorithms.config import READ_BY, GrpoConfig
+from megatron_rl.algorithms.losses.choice import LOSSES
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown loss": ({"policy_loss": "gsop"}, r"unknown name 'gsop' \(did you mean 'gspo'\?\)"),
+    "no function": ({"policy_loss": "mine:"}, "not of the form module:function"),
+    "dual clip of another loss": (
+        {"policy_loss": "cispo", "dual_clip": 3.0},
+        "dual_clip 3.0 is not read by policy_loss cispo, only by clip: set dual_clip to null",
+    ),
+    "clip range of a loss without bounds": (
+        {"policy_loss": "sapo", "eps_high": 0.28},
+        "eps_high 0.28 is not read by policy_loss sapo, only by clip, gspo, gspo_token, cispo, dppo",
+    ),
+    "temperature of another loss": (
+        {"sapo_tau_negative": 1.05},
+        "sapo_tau_negative 1.05 is not read by policy_loss clip",
+    ),
+    "divergence of another loss": ({"dppo_divergence": "kl"}, "dppo_divergence kl is not read by policy_loss clip"),
+    "clip range of tokens for gspo": (
+        {"policy_loss": "gspo", "eps_low": 0.2},
+        "eps_low 0.2 would clip nothing.*0.0003 and 0.0004",
+    ),
+    "gspo with masks of tokens": (
+        {"policy_loss": "gspo", "importance": {"mode": "mask", "lower": 0.5, "upper": 2.0}},
+        "importance.mode mask with importance.level token.*policy_loss gspo.*set importance.level to sequence",
+    ),
+    "length without its reduction": ({"reduction_length": 100}, "read only by reduction: constant"),
+    "weighed penalty in the reward": (
+        {"kl_beta": 0.1, "kl_in": "reward", "kl_importance": True},
+        "kl_importance weighs the penalty in the loss, and kl_in is reward",
+    ),
+    "weights without bounds": ({"importance": {}}, "needs a bound, such as upper: 2.0"),
+    "bounds in the wrong order": ({"importance": {"lower": 2.0, "upper": 1.0}}, "lower 2.0 is above upper 1.0"),
+    "mask that keeps nothing": (
+        {"importance": {"mode": "mask", "lower": 1.0, "upper": 2.0}},
+        "must include 1, the ratio of tokens that need no correction",
+    ),
+    "keys of earlier versions": ({"importance": {"mode": "truncate", "cap": 2.0}}, "cap is now upper"),
+}
+
+
+@pytest.mark.parametrize(("keys", "why"), REFUSED.values(), ids=REFUSED)
+def test_contradiction_is_refused_with_its_key(keys: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        GrpoConfig.model_validate(keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"policy_loss": "gspo", "importance": {"level": "geometric", "mode": "mask", "lower": 0.5, "upper": 2.0}},
+        {"policy_loss": "gspo_token", "importance": {"mode": "mask", "lower": 0.5, "upper": 2.0}},
+        {"policy_loss": "mine:loss", "dual_clip": 3.0, "sapo_tau_positive": 2.0},  # one's own loss may read any key
+        {"importance": {"lower": 0.5}},
+    ],
+    ids=["gspo with masks of answers", "gspo_token with masks of tokens", "own loss", "only a lower bound"],
+)
+def test_sensible_combinations_are_accepted(keys: dict[str, Any]) -> None:
+    GrpoConfig.model_validate(keys)
+
+
+def test_default_bounds_are_those_of_the_loss() -> None:
+    assert GrpoConfig().clip_range == (0.2, 0.2)
+    assert GrpoConfig(policy_loss="gspo").clip_range == (0.0003, 0.0004)
+    assert GrpoConfig(policy_loss="cispo", eps_high=1.0).clip_range == (1.0, 1.0)
+    assert GrpoConfig(eps_high=0.28).clip_range == (0.2, 0.28)
+
+
+def test_every_loss_says_which_keys_it_reads() -> None:
+    assert READ_BY.keys() == LOSSES.keys()
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_weights_of_answers_need_the_log_probs_before_the_step(level: str) -> None:
+    assert GrpoConfig.model_validate({"importance": {"level": level, "upper": 2.0}}).scores_first
+    assert not GrpoConfig.model_validate({"importance": {"upper": 2.0}}).scores_first
