@@ -7,6 +7,7 @@ The launcher validates recipes with these classes before anything starts, and th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig, Environments
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.distill.config import DistillConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.evaluate.config import EvaluateConfig
 from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, pages_of
@@ -74,6 +76,8 @@ class RunConfig(Section):
     sampling: Sampling
     inference: InferenceConfig = InferenceConfig()
     grpo: GrpoConfig = GrpoConfig()
+    distill: DistillConfig | None = None
+    """Teacher of the policy, in addition to rewards or alone; default: none."""
     asynchronous: AsyncConfig = Field(default=AsyncConfig(), alias="async")  # a keyword of Python
     optimizer: OptimizerConfig
     training: TrainingConfig
@@ -194,7 +198,7 @@ class RunConfig(Section):
             raise ValueError("environments and environment are both given: set one of them to null")
         self._transformer_engine_fits()
         self._adapters_have_a_base()
-        if reason := next(self._against_objective(), None):
+        if reason := next(itertools.chain(self._against_objective(), self._against_teacher()), None):
             raise ValueError(reason)
         if against := against_engine(self):
             raise ValueError(against)
@@ -286,6 +290,26 @@ class RunConfig(Section):
             yield (
                 f"async.max_lag is {self.asynchronous.max_lag}, and training.objective supervised generates nothing "
                 "ahead of training: leave it out"
+            )
+
+    def _against_teacher(self) -> Iterator[str]:
+        """Yield the reason for each key that contradicts `distill`."""
+        if (distill := self.distill) is None:
+            return
+        if self.supervised:
+            yield (
+                "distill is given, and training.objective is supervised: a teacher judges sampled answers; set "
+                "training.objective to grpo, or leave distill out"
+            )
+        if self.grpo.dynamic_sampling.enabled:
+            yield (
+                "distill is given, and grpo.dynamic_sampling is enabled, which passes over prompts whose rewards are "
+                "equal: the teacher gives them a signal; leave one of both out"
+            )
+        if distill.server is not None and self.sampling.temperature != 1:
+            yield (
+                f"distill.server is given, and sampling.temperature is {self.sampling.temperature:g}: servers report "
+                "log-probs of a text at temperature 1 only; set 1, or leave out distill.server"
             )
 
     def _transformer_engine_fits(self) -> None:

@@ -99,6 +99,9 @@ def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
     path = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
     if path and is_prefetched(path) and path != model:
         found.append(Need("tokenizer", path))
+    teacher = config.distill.teacher if config.distill else None
+    if teacher and is_prefetched(teacher) and teacher != model:
+        found.append(Need("tokenizer" if config.distill and config.distill.server else "model", teacher))
     sets = [config.data.path] if config.data and config.data.path and is_hub_name(config.data.path) else []
     sets += required_datasets(config.task) if config.generates else []
     return [*found, *(Need("dataset", name) for name in sets)]

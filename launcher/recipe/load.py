@@ -20,13 +20,15 @@ from launcher.recipe.files import SECTIONS, Origin, Override, Written, read_file
 from launcher.recipe.located_yaml import YamlProblems, dump, locator, read, read_mapping, read_text
 from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import ITEM, KeyPath, Locate, generic, known_keys, validation_problems, where_named
-from launcher.recipe.published import find_published
+from launcher.recipe.published import find_folder, find_published
 from launcher.recipe.suggest import did_you_mean
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import check_files, environment_arguments, environment_class, with_kept_files
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.distill.teacher import against_teacher, teacher_files
 from megatron_rl.endpoint.config import EndpointConfig
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.recipe.own_code import check_file, kept
 from megatron_rl.recipe.section import Section
@@ -98,6 +100,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     _check_environments(config, locate)
     absolute = _with_absolute_paths(config.model_dump(), RunConfig, folder_of, locate)
     config = RunConfig.model_validate(absolute)
+    _check_teacher(config, caches, locate)
     try:
         # resolved.yaml of a run lies beside the run's copies of these files
         if config.generates:
@@ -236,6 +239,22 @@ def _check_own_functions(config: RunConfig, run: RunDir, locate: Locate) -> None
             check_file(kept(reference, run))
         except ValueError as error:
             raise BadInput(f"{locate(('grpo', key))[0]}: grpo.{key}: {error}") from error
+
+
+def _check_teacher(config: RunConfig, caches: Sequence[Path], locate: Locate) -> None:
+    """Check the teacher of a recipe as far as its files are on this machine. Raises BadInput with every problem."""
+    if config.distill is None:
+        return
+    own = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
+    folder, tokenizer = (path and find_folder(path, caches) for path in (config.distill.teacher, own))
+    try:
+        teacher = teacher_files(folder) if folder else None
+        problems = [*against_teacher(config, teacher, tokenizer or None)]
+    except ConfigurationError as error:
+        problems = [str(error)]
+    if problems:
+        place = locate(("distill", "teacher"))[0]
+        raise BadInput(f"{place}: {problem}" for problem in problems)
 
 
 def _check_environments(config: RunConfig, locate: Locate) -> None:

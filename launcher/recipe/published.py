@@ -85,7 +85,7 @@ def find_published(values: Mapping[str, Any], caches: Sequence[Path], locate: Lo
     if model.get("init") != "huggingface" and not required:
         return None  # only the shape would be taken from it
     where, _ = locate(("model", "huggingface"))
-    folder = _folder(asked, caches)
+    folder = find_folder(asked, caches)
     if folder is not None:
         try:
             return PublishedModel(read_hf_config(folder), folder / CONFIG_FILE)
@@ -116,7 +116,7 @@ def _models() -> dict[str, Any]:
     return found
 
 
-def _folder(asked: str, caches: Sequence[Path]) -> Path | None:
+def find_folder(asked: str, caches: Sequence[Path]) -> Path | None:
     """Directory of the weights; None where this machine does not see them."""
     try:
         if Path(asked).is_dir():

@@ -46,6 +46,8 @@ def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, known: T
     answers = scored_answers(groups, config)
     cut = [each.finish_reason == "length" for group in groups for each in group.trajectories]
     advantages = estimate(answers, config.grpo) if known is None else known
+    if config.distill is not None:
+        advantages = advantages * config.distill.reward_weight
     carries_loss = trained_mask(torch.tensor(cut, dtype=torch.bool), config.grpo.overlong)
     return Credit(
         group=answers.group,
@@ -53,7 +55,9 @@ def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, known: T
         advantages=advantages,
         signal=has_signal(answers.rewards, answers.group, len(groups)),
         carries_loss=carries_loss,
-        has_gradient=has_gradient(advantages, carries_loss, config.grpo).tolist(),
+        has_gradient=(
+            carries_loss != 0 if config.distill else has_gradient(advantages, carries_loss, config.grpo)
+        ).tolist(),
     )
 
 

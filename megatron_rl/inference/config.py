@@ -158,7 +158,8 @@ ServerUrl = Annotated[
 ]
 
 
-def _several(given: object) -> object:
+def one_or_several(given: object) -> object:
+    """Return a list that may be given as a single value."""
     return (given,) if isinstance(given, str) else given
 
 
@@ -168,7 +169,7 @@ class ServerConfig(Section):
     kind: Literal["vllm", "sglang", "mrl"]
     """vllm: started with VLLM_SERVER_DEV_MODE=1 on FOLDER/current. sglang: launched on FOLDER/current. mrl: `mrl serve
     FOLDER/current --weights-from FOLDER`."""
-    urls: Annotated[tuple[ServerUrl, ...], BeforeValidator(_several), Field(min_length=1, strict=False)]
+    urls: Annotated[tuple[ServerUrl, ...], BeforeValidator(one_or_several), Field(min_length=1, strict=False)]
     """URLs of the servers, or a single one, each with the version of the API: http://HOST:PORT/v1. All ranks must reach
     them. Each reads every version, and a request goes to the one with the fewest outstanding tokens."""
     folder: LaterPath

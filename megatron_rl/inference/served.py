@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 
@@ -20,6 +21,8 @@ from megatron_rl.inference.sglang import SGLangInference
 from megatron_rl.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 def endpoints_of(server: ServerConfig) -> list[Endpoint]:
@@ -103,9 +106,9 @@ class ServedPolicy:
 
         Raises EndpointError, and UnusableAnswer also if a server uses tokens that the run's tokenizer does not have.
         """
-        began = time.monotonic()
-        completions = await self._answer(replace(request, known={}))
-        self.busy_s += time.monotonic() - began
+        cost = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
+        fresh = replace(request, known={})
+        completions = await self._ask(cost, lambda server: server.generate(fresh))
         if (token := max(max(one.tokens) for one in completions)) >= self._tokens:
             raise UnusableAnswer(
                 f"a server sampled token {token}, but the run's tokenizer has only {self._tokens} tokens: start the "
@@ -113,8 +116,22 @@ class ServedPolicy:
             )
         return completions
 
-    async def _answer(self, request: GenerationRequest) -> list[Completion]:
-        cost = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-prob of each token after the first, given those before it, at temperature 1. Raises EndpointError, and
+        UnusableAnswer if a server does not report them."""
+        return await self._ask(len(tokens), lambda server: server.score(tokens))
+
+    async def _ask(self, cost: int, ask: Callable[[OpenAIInference], Awaitable[Result]]) -> Result:
+        """Return the answer of a server; of another one if that is away.
+
+        cost: most tokens that the server has to compute.
+        """
+        began = time.monotonic()
+        answer = await self._answer(cost, ask)
+        self.busy_s += time.monotonic() - began
+        return answer
+
+    async def _answer(self, cost: int, ask: Callable[[OpenAIInference], Awaitable[Result]]) -> Result:
         waited = 0.0  # for a server; an answer that is lost may have taken longer
         while True:
             now = time.monotonic()
@@ -124,7 +141,7 @@ class ServedPolicy:
                 await self._sleep(pause)
             server.outstanding += cost
             try:
-                completions = await server.inference.generate(request)
+                answer = await ask(server.inference)
             except EndpointAway as away:
                 server.note_away(time.monotonic())
                 if waited > self._limit_s:
@@ -132,7 +149,7 @@ class ServedPolicy:
                 self._log(away)
             else:
                 server.pause = FIRST_PAUSE_S
-                return completions
+                return answer
             finally:
                 server.outstanding -= cost
 

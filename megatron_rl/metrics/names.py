@@ -164,6 +164,11 @@ STEP_METRICS: dict[str, Metric] = {
     "clip_fraction_low": Metric("... the lower bound", _of_tokens(lambda loss: loss.clip_low)),
     "clip_fraction_high": Metric("... the upper bound", _of_tokens(lambda loss: loss.clip_high)),
     "kl": Metric("mean KL estimate to the initial weights (kl_beta > 0)", _of_tokens(lambda loss: loss.kl)),
+    "teacher_kl": Metric(
+        "estimate of KL(policy || teacher) per token in nats: mean of log p(policy before the step) - log p(teacher) "
+        "of the trained tokens (distill)",
+        _of_tokens(lambda loss: loss.teacher_kl),
+    ),
     "importance_ratio": Metric(
         "mean of exp(log_prob - old_log_prob) of the trained tokens", _of_tokens(lambda loss: loss.ratio)
     ),

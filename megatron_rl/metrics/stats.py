@@ -145,6 +145,8 @@ class LossStats:
     """KL penalty before kl_beta and kl_importance; None without kl_beta."""
     importance_weight: Total | None
     """None without grpo.importance."""
+    teacher_kl: Total | None = None
+    """log p of the policy before the step - log p of the teacher; None without a teacher."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,18 +151,25 @@ def initial_seed(model: ModelConfig) -> int:
     return model.supervised.seed if model.init == "supervised" else model.init_seed
 
 
-def build_part(config: RunConfig, tokenizer: Tokenizer, platform: Platform, recompute: Recompute = "none") -> Policy:
-    """Build this rank's part of a model of the recipe's shape, with random weights.
+def build_part(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    platform: Platform,
+    recompute: Recompute = "none",
+    model: ModelConfig | None = None,
+) -> Policy:
+    """Build this rank's part of a model, by default one of the recipe's shape, with random weights.
 
     Raises ConfigurationError if the layout does not fit the model.
     """
+    model = model or config.model
     sequence_parallel = config.placement.training.sequence_parallel
-    if config.model.num_experts is not None and config.placement.training.tp > 1 and not sequence_parallel:
+    if model.num_experts is not None and config.placement.training.tp > 1 and not sequence_parallel:
         raise ConfigurationError(
             f"placement.training.tp {config.placement.training.tp} with model.num_experts needs "
             "placement.training.sequence_parallel: otherwise every tensor-parallel rank sends the experts all tokens"
         )
-    return build_policy(config.model, tokenizer.vocab_size, platform, recompute, sequence_parallel=sequence_parallel)
+    return build_policy(model, tokenizer.vocab_size, platform, recompute, sequence_parallel=sequence_parallel)
 
 
 def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platform: Platform) -> Policy:

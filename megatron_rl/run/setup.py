@@ -38,6 +38,7 @@ from megatron_rl.rollout.window import Drawn
 from megatron_rl.run.generation import Generation, NoRefit, generate_here
 from megatron_rl.run.models import Models, build_models
 from megatron_rl.run.problems import STALE_MOUNT_S, check_alike, check_unchanged, choose_problems, digests_of
+from megatron_rl.run.teacher import build_teacher
 from megatron_rl.supervised.driver import ExampleDriver
 from megatron_rl.supervised.rows import rows_of
 from megatron_rl.training.trainer import Trainer
@@ -207,6 +208,7 @@ def set_up(
     counters = restore(checkpointer, models, initial_weights, safe_points)
     check_unchanged(run_dir, counters.step, counters.problems, problems)
     models.optimizer.offload()
+    teacher = build_teacher(config, tokenizer, platform, groups, safe_points)
 
     trainer = Trainer(
         models.policy,
@@ -218,6 +220,7 @@ def set_up(
         safe_points,
         policy_version=counters.policy_version,
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
+        teacher=teacher,
     )
     generation = _generation(config, models, tokenizer, groups, safe_points, run_dir, pool, training_sets)
     if generation is not None:

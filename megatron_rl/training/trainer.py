@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.algorithms.distill import teacher_advantages
 from megatron_rl.algorithms.importance import answer_log_ratios
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.loss import grpo_loss
@@ -19,6 +20,7 @@ from megatron_rl.algorithms.supervised import supervised_loss
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
+from megatron_rl.distill.served import ServedTeacher
 from megatron_rl.metrics.stats import (
     BatchStats,
     DeviceStats,
@@ -68,17 +70,20 @@ class Trainer:
         safe_points: SafePoints,
         policy_version: int = 0,
         nonfinite_in_a_row: int = 0,
+        teacher: Policy | ServedTeacher | None = None,
     ) -> None:
         """
         Args:
             reference: initial policy for the KL penalty, if there is one. It may be `policy`, which without its
                 adapters is the initial one.
+            teacher: of on-policy distillation, if there is one.
 
         Raises ConfigurationError for an unusable policy loss of the user's.
         """
         self.policy = policy
         self.optimizer = optimizer
         self.reference = reference
+        self.teacher = teacher
         self.config = config
         self.platform = platform
         self.groups = groups
@@ -133,6 +138,7 @@ class Trainer:
             if self.reference is not None:
                 with self.reference.without_adapters():
                     reference = self.score(self.reference, batch, first_pass)
+            teacher = self._teacher_logprobs(batch, mine[: grpo.updates_per_pass])
             self.platform.synchronize()
 
         losses: list[LossStats] = []
@@ -143,7 +149,9 @@ class Trainer:
             unfinished_s = mean_s * (len(planned) - len(updates)) if updates else None
             with self.safe_points.phase("train"):
                 updates.append(
-                    self._update(batch, update, before, of_answers, reference, losses, unfinished_s, weights_change)
+                    self._update(
+                        batch, update, before, of_answers, reference, teacher, losses, unfinished_s, weights_change
+                    )
                 )
             self.between_steps = len(updates) == len(planned)
         device = self._device_stats(mine if self.groups.reports else [], len(planned))
@@ -192,6 +200,16 @@ class Trainer:
             dist.all_reduce(scores, group=self.groups.context)
         return scores
 
+    def _teacher_logprobs(self, batch: TrainingBatch, updates: Sequence[UpdateBatch]) -> Tensor | None:
+        """[trained tokens] log-probs of the teacher, as `score` returns them; None without a teacher."""
+        if self.teacher is None:
+            return None
+        if isinstance(self.teacher, ServedTeacher):
+            return self.teacher.logprobs(batch.sequences, self.platform.device)
+        micros = [micro for update in updates for micro in update.microbatches]
+        inputs = [ModelInput.of(self.teacher, micro, self.groups.context) for micro in micros]
+        return self.score(self.teacher, batch, inputs)
+
     def _leaves(self) -> bool:
         """Record progress, and return whether this rank was asked to leave and may do so within a pass."""
         return self.safe_points.poll() and not self.groups.in_step
@@ -203,6 +221,7 @@ class Trainer:
         before: Tensor | None,
         of_answers: Tensor | None,
         reference: Tensor | None,
+        teacher: Tensor | None,
         losses: list[LossStats],
         unfinished_s: float | None,
         weights_change: Callable[[], None],
@@ -213,6 +232,7 @@ class Trainer:
             before: [trained tokens] log-probs at the weights before the first update; None if this is the first.
             of_answers: [trained tokens] see `TrainedTokens.answer_log_ratios`.
             reference: [trained tokens] log-probs of the reference policy, if there is one.
+            teacher: [trained tokens] log-probs of the teacher, if there is one.
             unfinished_s: see SafePoints.agree.
             weights_change: see `train`.
         """
@@ -236,6 +256,10 @@ class Trainer:
             if batch.current is not None and self.config.grpo.importance is None:
                 # Log-probs of older weights are known from the engine alone.
                 old = torch.where(batch.current[index], old, inference)
+            taught = None
+            if teacher is not None and self.config.distill is not None:
+                taught = teacher_advantages(teacher[index], old)
+                advantages = advantages + self.config.distill.weight * taught
             tokens = TrainedTokens(
                 logprobs=logprobs,
                 old_logprobs=old,
@@ -250,6 +274,8 @@ class Trainer:
                 context=self.groups.context,
             )
             value, stats = supervised_loss(tokens) if self.config.supervised else grpo_loss(tokens, self.config.grpo)
+            if taught is not None:
+                stats = replace(stats, teacher_kl=-taught.masked_fill(weights == 0, 0.0).sum())
             losses.append(stats)
             return value
 
@@ -275,6 +301,7 @@ class Trainer:
             "clip_high": self.config.supervised or not grpo.is_bounded,
             "kl": grpo.kl_beta == 0,
             "importance_weight": grpo.importance is None,
+            "teacher_kl": self.teacher is None,
         }
         return uncounted(LossStats, *(name for name, is_absent in absent.items() if is_absent))
 

@@ -19,9 +19,10 @@ ORDER = {
     "megatron_rl": """
         contract errors recipe inference.capabilities inference.vllm_options CONFIG
         model.hf_config inference.engine_limits config
+        model.hub distill.teacher
         platform metrics rank model inference chat agent server endpoint environments algorithms rollout supervised
-        checkpoint training refit standalone server.weights server.__main__ server.agent replica vllm evaluate fabric
-        rehearse run train_rl run.attempt rank_main replica_main
+        distill checkpoint training refit standalone server.weights server.__main__ server.agent replica vllm evaluate
+        fabric rehearse run train_rl run.attempt rank_main replica_main
     """,
     "launcher": """
         host.process host.slurm host.judge host.record host.code host.image host.attempt host
@@ -37,6 +38,7 @@ LIGHT = (
     "megatron_rl.inference.capabilities",
     "megatron_rl.inference.vllm_options",
     "megatron_rl.checkpoint.interval",
+    "megatron_rl.distill.teacher",
     "megatron_rl.model.flops",
     "megatron_rl.model.hf_config",
     "megatron_rl.platform.cards",

@@ -1,0 +1,129 @@
+"""Files of a teacher: its shape and its vocabulary. No torch: the launcher reads them too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.files import read_bytes
+from megatron_rl.contract.paths import CARRIED, RunDir
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.config import ModelConfig, TokenizerConfig
+from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape
+from megatron_rl.model.hub import local_folder
+
+VOCABULARY_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherFiles:
+    """A teacher on this machine."""
+
+    folder: Path
+    model: ModelConfig
+    """Shape of the teacher."""
+    is_checkpoint: bool
+    """Whether the folder is a checkpoint instead of Hugging Face weights."""
+    tokenizer: TokenizerConfig | None
+    """Tokenizer of the run that the checkpoint belongs to; None if the folder holds the tokenizer's files."""
+
+    def vocabulary(self) -> dict[str, int] | None:
+        """Return the tokens of its tokenizer with their numbers; None if their file is not on this machine."""
+        if self.tokenizer is None:
+            return read_vocabulary(self.folder / CARRIED if self.is_checkpoint else self.folder)
+        path = self.tokenizer.path if self.tokenizer.type == "huggingface" else None
+        try:
+            folder = None if path is None else local_folder(path, "tokenizer.path", VOCABULARY_FILE)
+        except ValueError:
+            folder = None
+        return vocabulary_of(self.tokenizer, folder)
+
+
+def teacher_files(folder: Path) -> TeacherFiles:
+    """Read the shape of a teacher. Raises ConfigurationError if the folder holds none."""
+    run = RunDir(folder.absolute().parent.parent)
+    if folder.absolute().parent == run.checkpoints and run.resolved.is_file():
+        try:
+            config = RunConfig.model_validate(yaml.safe_load(run.resolved.read_text(encoding="utf-8")))
+        except (ValidationError, yaml.YAMLError, OSError) as error:
+            raise ConfigurationError(f"distill.teacher: {run.resolved} cannot be read: {error}") from error
+        return TeacherFiles(folder, config.model, True, config.tokenizer)
+    if (folder / CARRIED).is_dir():
+        model = ModelConfig(**shape(read_hf_config(folder / CARRIED)), init="from-scratch")
+        return TeacherFiles(folder, model, True, None)
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigurationError(
+            f"distill.teacher: {folder} holds neither Hugging Face weights ({CONFIG_FILE}) nor a checkpoint of a run "
+            "(.../checkpoints/step-000040)"
+        )
+    return TeacherFiles(folder, ModelConfig(**shape(read_hf_config(folder)), init="from-scratch"), False, None)
+
+
+def against_teacher(config: RunConfig, teacher: TeacherFiles | None, tokenizer: Path | None) -> Iterator[str]:
+    """Yield the reason for each property of a teacher that the recipe cannot use. What cannot be known is not judged.
+
+    Args:
+        teacher: its files; None if they are not on this machine.
+        tokenizer: folder of the policy's tokenizer; None if it has none, or it is not on this machine.
+    """
+    if teacher is None or config.distill is None:
+        return
+    own, of_teacher = vocabulary_of(config.tokenizer, tokenizer), teacher.vocabulary()
+    if own is not None and of_teacher is not None and (difference := vocabulary_difference(own, of_teacher)):
+        yield f"distill.teacher {config.distill.teacher}: {difference}"
+    if config.sequence_length > teacher.model.max_position_embeddings:
+        yield (
+            f"distill.teacher {config.distill.teacher} knows {teacher.model.max_position_embeddings} positions, fewer "
+            f"than training.sequence_length {config.sequence_length}"
+        )
+    if config.distill.server is None:
+        layout = config.placement.training
+        for reason in teacher.model.undivided(layout.tp, layout.pp, layout.ep if teacher.model.num_experts else 1):
+            yield (
+                f"distill.teacher {config.distill.teacher} is split like the policy (placement.training), but "
+                f"{reason}; choose a layout that divides both, or give distill.server"
+            )
+
+
+def vocabulary_difference(own: Mapping[str, int], teachers: Mapping[str, int]) -> str | None:
+    """Name a token of the policy that the teacher does not have under the same number; None if there is none. The
+    teacher may have further tokens, which the policy never samples."""
+    different = sorted((number, token) for token, number in own.items() if teachers.get(token) != number)
+    if not different:
+        return None
+    number, token = different[0]
+    found = f"number {teachers[token]}" if token in teachers else "unknown"
+    return (
+        f"{len(different)} of the {len(own)} tokens of the policy are others in the teacher's tokenizer, such as "
+        f"{token!r}, number {number}, which is {found} there; the teacher must have the tokenizer of the policy"
+    )
+
+
+def vocabulary_of(tokenizer: TokenizerConfig, folder: Path | None) -> dict[str, int] | None:
+    """Return the tokens of a tokenizer with their numbers; None if its files are not on this machine.
+
+    folder: of a Hugging Face tokenizer.
+    """
+    if tokenizer.type == "characters":
+        return {character: number for number, character in enumerate(tokenizer.alphabet)}
+    return None if folder is None else read_vocabulary(folder)
+
+
+def read_vocabulary(folder: Path) -> dict[str, int] | None:
+    """Read the tokens of a Hugging Face tokenizer with their numbers; None if the folder has no readable
+    tokenizer.json."""
+    try:
+        found = json.loads(read_bytes(folder / VOCABULARY_FILE))
+        vocabulary = found["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: tokens with scores, in the order of their numbers
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        added = {token["content"]: token["id"] for token in found.get("added_tokens", ())}
+        return {**vocabulary, **added}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,73 @@
+"""The teacher of a run: a frozen model on the training ranks, or servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl.checkpoint.initial_weights import read_initial_weights
+from megatron_rl.config import RunConfig
+from megatron_rl.distill.config import DistillConfig
+from megatron_rl.distill.served import ServedTeacher
+from megatron_rl.distill.teacher import VOCABULARY_FILE, TeacherFiles, against_teacher, teacher_files
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.hf_config import CONFIG_FILE
+from megatron_rl.model.hub import local_folder
+from megatron_rl.model.policy import Policy
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.platform.api import Platform
+from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.run.models import build_part, share_weights
+
+
+def build_teacher(
+    config: RunConfig, tokenizer: Tokenizer, platform: Platform, groups: Groups, safe_points: SafePoints
+) -> Policy | ServedTeacher | None:
+    """Load the teacher, or connect to its servers; None without `distill`. Collective.
+
+    Raises ConfigurationError if the teacher cannot judge the policy's tokens, its files are missing, or servers refuse;
+    and LeaveAgreed if a rank is asked to leave while servers are awaited.
+    """
+    if (distill := config.distill) is None:
+        return None
+    files = _files(distill)
+    if problem := next(against_teacher(config, files, _tokenizer_folder(config)), None):
+        raise ConfigurationError(problem)
+    if distill.server is not None:
+        safe_points.activity.enter("waiting for the teacher's servers", 0)
+        served = ServedTeacher(distill.server, tokenizer, groups, safe_points, config.job.silence_limit_s)
+        served.check()
+        return served
+    safe_points.activity.enter("reading the teacher's weights", 0)
+    assert files is not None  # only servers may know more than this machine
+    source = {"init": "checkpoint", "checkpoint": str(files.folder)}
+    if not files.is_checkpoint:
+        source = {"init": "huggingface", "huggingface": str(files.folder)}
+    own = config.model
+    model = files.model.model_copy(
+        update={"dtype": own.dtype, "vocab_multiple": own.vocab_multiple, "lora": None, **source}
+    )
+    policy = build_part(config, tokenizer, platform, model=model)
+    try:
+        read_initial_weights(policy, model, groups)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"distill.teacher: {str(error).removeprefix('model.checkpoint: ')}") from error
+    safe_points.agree()
+    share_weights(policy, groups)
+    return policy.requires_grad_(False)
+
+
+def _files(distill: DistillConfig) -> TeacherFiles | None:
+    """Return the teacher's files; None if servers have the only ones."""
+    try:
+        return teacher_files(local_folder(distill.teacher, "distill.teacher", CONFIG_FILE))
+    except ValueError as error:
+        if distill.server is not None and not isinstance(error, ConfigurationError):
+            return None
+        raise ConfigurationError(str(error)) from error
+
+
+def _tokenizer_folder(config: RunConfig) -> Path | None:
+    """Return the folder of the policy's tokenizer, which the ranks have loaded; None for one of characters."""
+    path = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
+    return None if path is None else local_folder(path, "tokenizer.path", VOCABULARY_FILE)
