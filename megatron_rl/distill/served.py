@@ -11,6 +11,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,12 +38,22 @@ class ServedTeacher:
     the others get its answers."""
 
     def __init__(
-        self, servers: TeacherServers, tokenizer: Tokenizer, groups: Groups, safe_points: SafePoints, limit_s: float
+        self,
+        servers: TeacherServers,
+        tokenizer: Tokenizer,
+        groups: Groups,
+        safe_points: SafePoints,
+        limit_s: float,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """limit_s: seconds that all servers may be away."""
+        """
+        limit_s: seconds that all servers may be away.
+        transport: for tests.
+        """
         self._groups, self._safe_points = groups, safe_points
         self._asks = groups.model.rank() == 0 and groups.context.rank() == 0
-        self._served = ServedPolicy(endpoints_of(servers), tokenizer, limit_s)
+        self._served = ServedPolicy(endpoints_of(servers), tokenizer, limit_s, transport=transport)
         self._last_token, self._end = tokenizer.vocab_size - 1, tokenizer.eos_id
         self._loop = asyncio.new_event_loop()
         if self._asks:

@@ -50,10 +50,12 @@ def teacher_files(folder: Path) -> TeacherFiles:
     run = RunDir(folder.absolute().parent.parent)
     if folder.absolute().parent == run.checkpoints and run.resolved.is_file():
         try:
-            config = RunConfig.model_validate(yaml.safe_load(run.resolved.read_text(encoding="utf-8")))
-        except (ValidationError, yaml.YAMLError, OSError) as error:
+            sections = yaml.safe_load(run.resolved.read_text(encoding="utf-8"))
+            model = ModelConfig.model_validate(sections["model"])
+            tokenizer = TokenizerConfig.model_validate(sections["tokenizer"])
+        except (ValidationError, yaml.YAMLError, OSError, KeyError, TypeError) as error:
             raise ConfigurationError(f"distill.teacher: {run.resolved} cannot be read: {error}") from error
-        return TeacherFiles(folder, config.model, True, config.tokenizer)
+        return TeacherFiles(folder, model, True, tokenizer)
     if (folder / CARRIED).is_dir():
         model = ModelConfig(**shape(read_hf_config(folder / CARRIED)), init="from-scratch")
         return TeacherFiles(folder, model, True, None)

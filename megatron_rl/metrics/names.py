@@ -108,6 +108,11 @@ def _reward_std(step: StepReport) -> float:
     return math.sqrt(max(0.0, float(batch.reward_squared / batch.answers) - mean**2))
 
 
+def _nonzero_groups(step: StepReport) -> Any:
+    batch, loss = step.stats.batch, step.stats.loss
+    return None if loss is not None and loss.teacher_kl is not None else batch.groups_with_signal / batch.groups
+
+
 def _turns_mean(step: StepReport) -> Any:
     batch = step.stats.batch
     return batch.turns / batch.answers if batch.turns > batch.answers or batch.with_tools else None
@@ -135,8 +140,9 @@ STEP_METRICS: dict[str, Metric] = {
     ),
     "reward_std": Metric("standard deviation of those rewards", _reward_std),
     "nonzero_groups_ratio": Metric(
-        "share of groups whose rewards differ, the only ones with a gradient",
-        lambda step: step.stats.batch.groups_with_signal / step.stats.batch.groups,
+        "share of groups whose rewards differ, the only ones with a gradient (absent with a teacher, which gives all "
+        "groups one)",
+        _nonzero_groups,
     ),
     "epoch": Metric(
         "passes over the rows of data at the end of the step (training.objective: supervised)",

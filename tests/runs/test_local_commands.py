@@ -136,7 +136,7 @@ def test_shells_complete_commands_recipes_keys_and_runs(call, monkeypatch):
     for words, expected in {
         "mrl ca": ["cancel"],
         "mrl status fi": ["first"],
-        "mrl-submit de": ["demo", "demo-program", "demo-supervised"],
+        "mrl-submit de": ["demo", "demo-distilled", "demo-program", "demo-supervised"],
         "mrl-submit demo grpo.group_s": ["grpo.group_size="],
         "mrl-submit demo --in-al": ["--in-allocation"],
         "mrl fork first grpo.kl_b": ["grpo.kl_beta="],

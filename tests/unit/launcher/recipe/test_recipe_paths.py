@@ -133,6 +133,7 @@ def test_a_shipped_recipe_names_files_that_come_with_it_and_files_in_the_current
     checkpoint = "runs/smollm2-135m-chain-sum/checkpoints/step-000060"
     program = {SHIPPED / "programs" / name for name in ("stock.py", "stock.jsonl", "stock-examples.jsonl")}
     assert {name: paths for name, paths in found.items() if paths} == {
+        "demo-distilled": {folder / "elsewhere" / "runs/demo-supervised/checkpoints/step-000300"},
         "demo-program": program,
         "smollm2-135m-chain-sum-hard": {folder / "elsewhere" / checkpoint},
     }

@@ -1,0 +1,107 @@
+"""Recipes with a teacher: what contradicts one, and what its files say against it at submission."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_helpers import tiny_run
+from pydantic import ValidationError
+from supervised_helpers import supervised_run
+
+from launcher.errors import BadInput
+from launcher.recipe.load import load_recipe
+from megatron_rl.distill.teacher import read_vocabulary, vocabulary_difference
+
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 61,
+    "hidden_act": "silu",
+}
+ALPHABET = "0123456789+-="
+
+
+def published(folder: Path, vocabulary: dict[str, int], **shape: Any) -> Path:
+    """Files of a model that say what the launcher reads of them."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE | shape))
+    added = [{"id": len(vocabulary), "content": "<end>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
+    return folder
+
+
+def numbered(text: str) -> dict[str, int]:
+    return {character: number for number, character in enumerate(text)}
+
+
+@pytest.mark.parametrize(
+    ("sections", "error"),
+    [
+        ({"grpo": {"dynamic_sampling": {"enabled": True}}}, "distill is given, and grpo.dynamic_sampling is enabled"),
+        (
+            {"distill": {"server": {"urls": "http://a/v1", "model": "m"}}, "sampling": {"temperature": 0.7}},
+            "distill.server is given, and sampling.temperature is 0.7",
+        ),
+        ({"distill": {"server": {"urls": "http://a/v1", "model": "m", "kind": "mrl"}}}, "mrl serve refuses requests"),
+        ({"distill": {"weight": 0.0}}, "distill.weight"),
+    ],
+)
+def test_contradictions_are_refused_with_their_keys(sections: dict[str, Any], error: str) -> None:
+    given = {"distill": {"teacher": "/t"} | sections.pop("distill", {})} | sections
+    with pytest.raises(ValidationError, match=error):
+        tiny_run(**given)
+
+
+def test_a_teacher_of_rows_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"distill is given, and training.objective is supervised"):
+        supervised_run(data={"path": "/x"}, distill={"teacher": "/t"})
+
+
+def asked(teacher: Path, *more: str) -> None:
+    load_recipe("demo", [f"distill.teacher={teacher}", *more])
+
+
+def test_a_teacher_that_fits_is_accepted_also_with_further_tokens(tmp_path: Path) -> None:
+    asked(published(tmp_path / "teacher", numbered(ALPHABET + "*")))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "shape", "overrides", "error"),
+    [
+        ("0123456789-+=", {}, [], r"2 of the 13 tokens of the policy are others .* such as '\+', number 10, which is"),
+        ("0123456789", {}, [], r"3 of the 13 tokens .* such as '\+', number 10, which is unknown there"),
+        (ALPHABET, {"max_position_embeddings": 16}, [], "knows 16 positions, fewer than training.sequence_length 32"),
+        (ALPHABET, {}, ["placement.training.pp=2"], "pp 2 does not divide model.num_layers 3"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused_at_submission(
+    tmp_path: Path, vocabulary: str, shape: dict[str, Any], overrides: list[str], error: str
+) -> None:
+    folder = published(tmp_path / "teacher", numbered(vocabulary), **shape)
+    with pytest.raises(BadInput, match=rf"override 'distill.teacher=.*distill.teacher .*{error}"):
+        asked(folder, *overrides)
+
+
+def test_a_teacher_on_servers_need_not_fit_the_layout(tmp_path: Path) -> None:
+    folder = published(tmp_path / "teacher", numbered(ALPHABET))
+    asked(folder, "placement.training.pp=2", "distill.server.urls=http://a/v1", "distill.server.model=teacher")
+
+
+def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"holds neither Hugging Face weights \(config.json\) nor a checkpoint of a run"):
+        asked(tmp_path)
+
+
+def test_vocabularies_of_all_kinds_of_tokenizers_are_read(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}}))
+    assert read_vocabulary(tmp_path) == {"a": 0, "b": 1}  # Unigram
+    assert read_vocabulary(tmp_path / "missing") is None
+    assert vocabulary_difference({"a": 0}, {"a": 0, "b": 1}) is None
