@@ -28,7 +28,6 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.distill.teacher import against_teacher, teacher_files
 from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.recipe.own_code import check_file, kept
 from megatron_rl.recipe.section import Section
@@ -250,7 +249,7 @@ def _check_teacher(config: RunConfig, caches: Sequence[Path], locate: Locate) ->
     try:
         teacher = teacher_files(folder) if folder else None
         problems = [*against_teacher(config, teacher, tokenizer or None)]
-    except ConfigurationError as error:
+    except ValueError as error:
         problems = [str(error)]
     if problems:
         place = locate(("distill", "teacher"))[0]

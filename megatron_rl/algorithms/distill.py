@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import LOG_RATIO_LIMIT
+from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT
 
 
 def teacher_advantages(teacher_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""On-policy distillation: a teacher judges every token that the policy samples."""
+"""Distillation on policy: a teacher judges every token that the policy samples."""

@@ -40,7 +40,7 @@ class TeacherServers(Section):
 
 
 class DistillConfig(Section):
-    """On-policy distillation (arXiv 2306.13649, arXiv 2306.08543): a teacher judges each token that the policy samples,
+    """Distillation on policy (arXiv 2306.13649, arXiv 2306.08543): a teacher judges each token that the policy samples,
     and weight * (log p of the teacher - log p of the policy) is added to the token's advantage. The expected gradient
     is that of -weight times the reverse KL divergence KL(policy || teacher) of each token, so every loss, mask,
     importance weight and lag of GRPO applies to it. Every answer then goes through the model, also those whose rewards

@@ -8,12 +8,13 @@ import torch
 
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.distill import teacher_advantages
-from megatron_rl.algorithms.loss import LOG_RATIO_LIMIT, TrainedTokens, grpo_loss
+from megatron_rl.algorithms.loss import grpo_loss
+from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT, TrainedTokens
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence() -> None:
-    """At one position with seven tokens, each token's gradient of the loss, weighted by its probability, adds up to the
-    exact gradient of KL(policy || teacher), in float64."""
+    """The gradients of the losses of seven tokens at one position, weighted by their probabilities, add up to the exact
+    gradient of KL(policy || teacher), in float64."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
     teacher = torch.log_softmax(torch.randn(7, generator=generator, dtype=torch.float64), 0)
