@@ -11,12 +11,24 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from megatron_rl.recipe.own_code import is_own, name_or_own, name_or_own_words
 from megatron_rl.recipe.section import NonNegativeFloat, NonNegativeInt, PathMark, PositiveFloat, PositiveInt, Section
 
+BASELINES = ("group", "leave_one_out", "batch", "maxrl", "pass_at_k", "per_reward")
 POLICY_LOSSES = ("clip", "gspo", "gspo_token", "cispo", "sapo", "dppo", "reinforce")
 
 
 def _policy_loss(value: str) -> str:
     return name_or_own(value, POLICY_LOSSES)
 
+
+def _baseline(value: str) -> str:
+    return name_or_own(value, BASELINES)
+
+
+BaselineName = Annotated[
+    str,
+    PathMark("code", read=False),  # as for PolicyLossName
+    AfterValidator(_baseline),
+    Field(json_schema_extra={"words": name_or_own_words(BASELINES)}),
+]
 
 PolicyLossName = Annotated[
     str,
@@ -30,8 +42,6 @@ KlEstimator = Literal["k1", "k2", "k3"]
 LossReduction = Literal["token", "sequence", "constant"]
 
 BranchWeighting = Literal["mean", "sum"]
-
-Baseline = Literal["group", "leave_one_out", "batch", "maxrl", "pass_at_k", "per_reward"]
 
 AdvantageStd = Literal["population", "sample", "none"]
 
@@ -187,7 +197,7 @@ class GrpoConfig(Section):
     dppo_divergence: Literal["tv", "kl"] | None = None
     """Divergence of the two-valued distributions of the token and all others (`policy_loss: dppo`). tv: total
     variation. kl: Kullback-Leibler. Default: tv."""
-    baseline: Baseline = "group"
+    baseline: BaselineName = "group"
     """Rewards that the reward of an answer is compared with (docs/losses.md has the formulas). group: the mean of all
     answers to its prompt. leave_one_out: the mean of the other answers to its prompt (RLOO, arXiv 2402.14740). batch:
     the mean of all answers of the step (REINFORCE++, arXiv 2501.03262); a prompt without any right answer still
@@ -195,7 +205,7 @@ class GrpoConfig(Section):
     group's mean, by which the difference is also divided (arXiv 2602.02710): hard prompts weigh more. pass_at_k: a
     prompt earns the best reward of pass_k of its answers (arXiv 2508.10751, 2505.15201). per_reward: each component
     that environment.reward_weights names is compared and normalised alone, then they are added (GDPO, arXiv
-    2601.05242)."""
+    2601.05242). module:function: your own, which makes what it wants of the next four keys."""
     pass_k: PositiveInt | None = None
     """Answers that a prompt is given, for `baseline: pass_at_k`; from 2 to group_size."""
     advantage_std: AdvantageStd = "population"
@@ -298,6 +308,8 @@ class GrpoConfig(Section):
 
     @model_validator(mode="after")
     def _advantages_fit(self) -> GrpoConfig:
+        if is_own(self.baseline):
+            return self
         if self.baseline == "pass_at_k":
             if self.pass_k is None or not 2 <= self.pass_k <= self.group_size:
                 raise ValueError(
@@ -345,7 +357,8 @@ class GrpoConfig(Section):
     @property
     def own_functions(self) -> dict[str, str]:
         """Keys of this section that name functions of the user's -> their references (`own_code.Reference`)."""
-        return {"policy_loss": self.policy_loss} if is_own(self.policy_loss) else {}
+        named = {"policy_loss": self.policy_loss, "baseline": self.baseline}
+        return {key: value for key, value in named.items() if is_own(value)}
 
     @property
     def samples_per_update(self) -> int:

@@ -5,6 +5,7 @@
     maxrl                   relative to the group, divided by its mean
     per_reward              each component of the reward relative to the group
     pass_at_k               best of k answers: see `best_of_k.py`
+    module:function         the user's own: see `own_baseline.py`
 
 All estimators are functions of `ScoredAnswers`, which has whole groups. Those for which `reads_batch` is true need the
 groups of the whole step, of all ranks.
@@ -26,11 +27,14 @@ from megatron_rl.algorithms.advantages import (
 from megatron_rl.algorithms.answers import ScoredAnswers
 from megatron_rl.algorithms.best_of_k import best_of_k_advantages
 from megatron_rl.algorithms.config import AdvantageStd, GrpoConfig
+from megatron_rl.algorithms.own_baseline import as_advantages, own_baseline
+from megatron_rl.recipe.own_code import is_own
 
 
 def reads_batch(config: GrpoConfig) -> bool:
     """Whether the advantage of an answer depends on other groups."""
-    return config.baseline in ("batch", "per_reward") or config.advantage_std_of != "baseline"
+    names = config.baseline in ("batch", "per_reward") or is_own(config.baseline)
+    return names or config.advantage_std_of != "baseline"
 
 
 def estimate(answers: ScoredAnswers, config: GrpoConfig) -> Tensor:
@@ -39,8 +43,10 @@ def estimate(answers: ScoredAnswers, config: GrpoConfig) -> Tensor:
     answers: those of the whole step, if `reads_batch`.
 
     Raises:
-        ValueError: a reward is negative (`baseline: maxrl`).
+        ValueError: a reward is negative (`baseline: maxrl`), or a function of the user's returns something else.
     """
+    if (own := own_baseline(config)) is not None:
+        return as_advantages(own(answers, config), answers)
     rewards, group, groups, std = answers.rewards, answers.group, answers.num_groups, config.advantage_std
     of_baseline: AdvantageStd = std if config.advantage_std_of == "baseline" else "none"
     units = answers.tokens if config.batch_over == "tokens" else torch.ones_like(answers.tokens)
@@ -56,7 +62,7 @@ def estimate(answers: ScoredAnswers, config: GrpoConfig) -> Tensor:
         case "pass_at_k":
             assert config.pass_k is not None, "checked in GrpoConfig"
             found = best_of_k_advantages(rewards, group, groups, k=config.pass_k, std=of_baseline != "none")
-        case "per_reward":
+        case _:
             found = per_reward_advantages(answers, units, std=std)
     match config.advantage_std_of:
         case "batch":

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping
 
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.losses.choice import own_policy_loss
+from megatron_rl.algorithms.own_baseline import own_baseline
 from megatron_rl.contract.codes import EXIT_FINISHED
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.world import die_with_parent
 
-CHECKS: Mapping[str, Callable[[GrpoConfig], object]] = {"policy_loss": own_policy_loss}
+CHECKS: Mapping[str, Callable[[GrpoConfig], object]] = {"policy_loss": own_policy_loss, "baseline": own_baseline}
 """Key of `grpo` that may name a function of the user's -> check, which raises ConfigurationError."""
 
 

@@ -15,6 +15,7 @@ from megatron_rl.algorithms.importance import answer_log_ratios
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.loss import grpo_loss
 from megatron_rl.algorithms.losses.choice import own_policy_loss
+from megatron_rl.algorithms.own_baseline import own_baseline
 from megatron_rl.algorithms.reduction import token_weights
 from megatron_rl.algorithms.supervised import supervised_loss
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
@@ -94,6 +95,7 @@ class Trainer:
         """False only within a step, when weights and optimizer are between two of its updates."""
         self._pipeline = Pipeline(groups)
         own_policy_loss(config.grpo)  # an unusable one is refused before the first step
+        own_baseline(config.grpo)
 
     def train(self, rollouts: RolloutBatch, step: int, weights_change: Callable[[], None] = lambda: None) -> StepStats:
         """Run all passes and updates over one batch. Return what this rank counted: on the ranks of a replica, which

@@ -43,6 +43,16 @@ def test_unusable_function_is_refused_before_anything_starts(recipe: Recipe, tmp
     assert "mine.yaml:3: grpo.policy_loss: a token of weight 0 has a loss" in found
 
 
+def test_functions_of_several_keys_are_checked_each_by_its_own_rule(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LOSS + "def advantages(answers, config):\n    return answers.rewards\n")
+    both = load_recipe(recipe.asked, [f"grpo.baseline={tmp_path}/mine.py:advantages"])
+    assert {*both.config.grpo.own_functions} == {"policy_loss", "baseline"}
+    assert own_code_problems(both, [], None, change=False) == []
+    override = f"grpo.baseline={tmp_path}/mine.py:loss"
+    (found,) = own_code_problems(load_recipe(recipe.asked, [override]), [], None, change=False)
+    assert f"override {override!r}: grpo.baseline: " in found and "AttributeError" in found
+
+
 def test_modules_of_included_directories_are_checked_too(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "elsewhere_of_tests.py").write_text(LOSS)

@@ -65,6 +65,7 @@ def test_relative_paths_begin_at_the_recipes_file(folder):
         "environment.args.evaluate.near.path": f"{folder}/near.jsonl",
         "environment.args.evaluate.linked.path": f"{recipes}/link.jsonl",  # a node may have it lead elsewhere
         "code.include.0": f"{recipes}/code",
+        "grpo.baseline": "group",
         "grpo.policy_loss": "clip",
     }
 

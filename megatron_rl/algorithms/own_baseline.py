@@ -1,0 +1,97 @@
+"""An advantage estimator of the user's, which `grpo.baseline` names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.answers import ScoredAnswers
+from megatron_rl.algorithms.config import GrpoConfig
+from megatron_rl.errors import ConfigurationError, task_location
+from megatron_rl.recipe.own_code import is_own, load
+
+OwnBaseline = Callable[[ScoredAnswers, GrpoConfig], Tensor]
+"""Answers of the whole step -> [answers] their advantages."""
+
+SIGNATURE = "def advantages(answers: ScoredAnswers, config: GrpoConfig) -> Tensor"
+
+
+def own_baseline(config: GrpoConfig) -> OwnBaseline | None:
+    """Return the function of the user's that `grpo.baseline` names, checked by `check`; None if the baseline is one of
+    ours. Raises ConfigurationError."""
+    if not is_own(config.baseline):
+        return None
+    try:
+        return _checked(config.baseline, config)
+    except ValueError as error:
+        raise ConfigurationError(f"grpo.baseline: {error}") from error
+
+
+@cache
+def _checked(reference: str, config: GrpoConfig) -> OwnBaseline:
+    found = load(reference)
+    check(found, config)
+    return found
+
+
+def check(baseline: Callable[..., Any], config: GrpoConfig) -> None:
+    """Call a function of the user's with a few answers and with none. Raises ValueError if it does not accept the
+    arguments, raises an error, or returns something other than [answers] finite values."""
+    try:
+        inspect.signature(baseline).bind(None, config)
+    except TypeError as error:
+        raise ValueError(f"the function cannot be called as {SIGNATURE}: {error}") from error
+    for answers in (sample_answers(), no_answers()):
+        try:
+            found = baseline(answers, config)
+        except Exception as error:  # the user's code may raise anything
+            where = f"{place}: " if (place := task_location(error)) else ""
+            raise ValueError(
+                f"{where}{type(error).__name__}: {error} (for a step of {len(answers.rewards)} answers)"
+            ) from error
+        as_advantages(found, answers)
+
+
+def as_advantages(found: Any, answers: ScoredAnswers) -> Tensor:
+    """Return the result of a function of the user's in fp32, without gradient. Raises ValueError if it is not one
+    finite value for each answer."""
+    count = len(answers.rewards)
+    if not isinstance(found, Tensor):
+        raise ValueError(f"the advantages must be a tensor [answers], and are of type {type(found).__name__}")
+    if found.shape != (count,):
+        raise ValueError(
+            f"the advantages must have one value for each of {count} answers, and have the shape {[*found.shape]}"
+        )
+    advantages = found.detach().float()
+    if not advantages.isfinite().all():
+        raise ValueError(f"the advantages of some answers are not finite: {advantages[~advantages.isfinite()][:4]}")
+    return advantages
+
+
+def sample_answers() -> ScoredAnswers:
+    """Return answers to four prompts: some are right, all are wrong, one is left, none is left. The first two are of an
+    environment whose reward has components."""
+    rewards = torch.tensor([1.25, 0.0, 0.25, 0.0, 0.0, 1.0])
+    named = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, torch.nan])
+    return ScoredAnswers(
+        group=torch.tensor([0, 0, 0, 1, 1, 2]),
+        num_groups=4,
+        scored=rewards,
+        rewards=rewards,
+        accuracy=named.nan_to_num(1.0),
+        tokens=torch.tensor([3, 12, 5, 7, 1, 4]),
+        components={"right": named, "style": rewards - named},
+        component_weights={"right": torch.tensor([1.0] * 5 + [0.0]), "style": torch.tensor([1.0] * 5 + [0.0])},
+    )
+
+
+def no_answers() -> ScoredAnswers:
+    """Return the table of a step whose answers were all lost."""
+    nothing = torch.zeros(0)
+    none = torch.zeros(0, dtype=torch.long)
+    return ScoredAnswers(none, 2, nothing, nothing, nothing, none, {}, {})
