@@ -52,6 +52,8 @@ CLIP_RANGES = {
     "dppo": (0.15, 0.15),
 }
 """Default eps_low and eps_high by policy loss, where it is not USUAL_RANGE."""
+RANGE_OF_KL = (0.05, 0.05)
+"""The same of `policy_loss: dppo` with `dppo_divergence: kl`."""
 USUAL_RANGE = (0.2, 0.2)
 WIDEST_OF_GSPO = 0.1
 """Largest eps_low and eps_high that gspo accepts."""
@@ -183,10 +185,10 @@ class GrpoConfig(Section):
     2602.04879). reinforce: neither ratio nor bounds. module:function: your own."""
     eps_low: Annotated[float, Field(ge=0, le=1)] | None = None
     """Ratios of new to old probability are clipped to [1 - eps_low, 1 + eps_high]; for dppo, the largest divergence.
-    Default: 0.2; gspo, gspo_token: 0.0003; cispo: 1, which is no bound; dppo: 0.15."""
+    Default: 0.2; gspo, gspo_token: 0.0003; cispo: 1, which is no bound; dppo: 0.15, by kl 0.05."""
     eps_high: NonNegativeFloat | None = None
     """Upper clip range; larger than eps_low is DAPO's clip-higher. Default: 0.2; gspo, gspo_token: 0.0004; cispo: 4;
-    dppo: 0.15."""
+    dppo: 0.15, by kl 0.05."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bounds the loss of tokens of negative advantage at dual_clip times the advantage (arXiv 1912.09729; `policy_loss:
     clip`); default: no bound."""
@@ -347,6 +349,8 @@ class GrpoConfig(Section):
     def clip_range(self) -> tuple[float, float]:
         """eps_low and eps_high, or their defaults for the policy loss."""
         low, high = CLIP_RANGES.get(self.policy_loss, USUAL_RANGE)
+        if self.policy_loss == "dppo" and self.dppo_divergence == "kl":
+            low, high = RANGE_OF_KL
         return low if self.eps_low is None else self.eps_low, high if self.eps_high is None else self.eps_high
 
     @property

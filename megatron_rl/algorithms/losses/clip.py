@@ -16,7 +16,7 @@ def clip(tokens: TrainedTokens, config: GrpoConfig) -> TokenLoss:
 
         L = -min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A)    r = exp(log_prob - old)
 
-    and with `dual_clip` c (arXiv 1912.09729, equation 5), which bounds the loss of a token of negative advantage that
+    and with `dual_clip` c (arXiv 1912.09729), which bounds the loss of a token of negative advantage that
     has become far more likely:
 
         L = min(L, -c A)    where A < 0

@@ -16,10 +16,10 @@ SMALLEST = 1e-8
 
 
 def dppo(tokens: TrainedTokens, config: GrpoConfig) -> TokenLoss:
-    """Return the loss of Divergence PPO with a binary divergence (arXiv 2602.04879). A token is excluded if it has left
-    the trust region and its gradient would lead further away. Ratios near 1 say little about the change of a likely
-    token, and large ratios little about that of a rare one; the divergence of the two-valued distributions (p, 1 - p)
-    and (q, 1 - q) does.
+    """Return the loss of Divergence PPO with a binary divergence (arXiv 2602.04879, equations 13 and 14). A token is
+    excluded if it has left the trust region and its gradient would lead further away. Ratios near 1 say little about
+    the change of a likely token, and large ratios little about that of a rare one; the divergence of the two-valued
+    distributions (p, 1 - p) and (q, 1 - q) does.
 
         L = -M stop_gradient(min(r, 20)) A log_prob    r = p / q    p = exp(log_prob)    q = exp(old)
         M = 0 where D > eps_high, A > 0 and p > q, or where D > eps_low, A < 0 and p < q; else 1

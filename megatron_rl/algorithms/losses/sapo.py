@@ -15,7 +15,7 @@ TAU_NEGATIVE = 1.05
 
 
 def sapo(tokens: TrainedTokens, config: GrpoConfig) -> TokenLoss:
-    """Return the loss of Soft Adaptive Policy Optimization (arXiv 2511.20347, equations 5 and 6). A sigmoid gate lets
+    """Return the loss of Soft Adaptive Policy Optimization (arXiv 2511.20347). A sigmoid gate lets
     the gradient fade with the distance of the ratio from 1:
 
         L = -4 / tau sigmoid(tau (r - 1)) A    r = exp(log_prob - old)

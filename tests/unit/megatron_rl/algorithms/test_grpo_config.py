@@ -72,6 +72,8 @@ def test_sensible_combinations_are_accepted(keys: dict[str, Any]) -> None:
 def test_default_bounds_are_those_of_the_loss() -> None:
     assert GrpoConfig().clip_range == (0.2, 0.2)
     assert GrpoConfig(policy_loss="gspo").clip_range == (0.0003, 0.0004)
+    assert GrpoConfig(policy_loss="dppo").clip_range == (0.15, 0.15)
+    assert GrpoConfig(policy_loss="dppo", dppo_divergence="kl").clip_range == (0.05, 0.05)
     assert GrpoConfig(policy_loss="cispo", eps_high=1.0).clip_range == (1.0, 1.0)
     assert GrpoConfig(eps_high=0.28).clip_range == (0.2, 0.28)
 
