@@ -183,7 +183,7 @@ def gradient(trainer: Trainer, rollouts: RolloutBatch) -> None:
     trainer.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite, so that it is not applied
     batch, update = one_update(trainer, rollouts)
     reference = trainer.score(trainer.reference, batch, update.inputs)
-    trainer._update(batch, update, None, None, reference, [], None, lambda: None)
+    trainer._update(batch, update, None, None, reference, None, [], None, lambda: None)
 
 
 def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:
