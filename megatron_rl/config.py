@@ -197,7 +197,7 @@ class RunConfig(Section):
         if self.environment is not None and self.environments is not None:
             raise ValueError("environments and environment are both given: set one of them to null")
         self._transformer_engine_fits()
-        self._adapters_have_a_base()
+        self._adapters_fit()
         if reason := next(itertools.chain(self._against_objective(), self._against_teacher()), None):
             raise ValueError(reason)
         if against := against_engine(self):
@@ -329,10 +329,19 @@ class RunConfig(Section):
         if against:
             raise ValueError(f"training.fp8 is {training.fp8}, but {against}")
 
-    def _adapters_have_a_base(self) -> None:
-        """Raise ValueError if adapters would belong to weights that no later start or export of the run can read."""
+    def _adapters_fit(self) -> None:
+        """Raise ValueError if adapters would belong to weights that no later start or export of the run can read, or if
+        a recomputed layer could not repeat what was dropped."""
         init = self.model.init
-        if self.model.lora is None or init in ("huggingface", "checkpoint"):
+        if self.model.lora is None:
+            return
+        if self.model.lora.dropout and self.training.recompute == "full" and self.placement.training.pp > 1:
+            raise ValueError(
+                f"model.lora.dropout {self.model.lora.dropout} with training.recompute full needs "
+                "placement.training.pp 1: a stage recomputes the layers of one micro-batch during another, and would "
+                "drop other inputs. Set training.recompute to selective, or dropout to 0"
+            )
+        if init in ("huggingface", "checkpoint"):
             return
         if self.job.device == "cuda" and init == "supervised":
             raise ValueError(

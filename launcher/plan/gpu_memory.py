@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launcher.plan import memory_terms
 from launcher.plan.memory_terms import CONTEXT, FP32_BYTES, WEIGHT_BYTES, Term, in_words
-from launcher.plan.parameters import vocabulary, weights
+from launcher.plan.parameters import trained, vocabulary, weights
 from launcher.plan.sizes import Sizes
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.capabilities import capabilities_of
@@ -86,14 +86,14 @@ def as_rehearsed(config: RunConfig) -> RunConfig:
 
 def checkpoint_bytes(config: RunConfig, vocab: int) -> int:
     """Bytes of one checkpoint, over all ranks."""
-    return weights(config.model, vocab).all * (WEIGHT_BYTES[config.model.dtype] + CHECKPOINT_ADAM_BYTES)
+    return trained(config.model, vocab).all * (WEIGHT_BYTES[config.model.dtype] + CHECKPOINT_ADAM_BYTES)
 
 
 def offloaded_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     """Bytes of optimizer state that the fullest training rank keeps in host memory."""
     if config.offload != "optimizer":
         return 0
-    held = (weights(config.model, vocab, sizes.tp, sizes.pp, sizes.ep, stage) for stage in range(sizes.pp))
+    held = (trained(config.model, vocab, sizes.tp, sizes.pp, sizes.ep, stage) for stage in range(sizes.pp))
     return max(memory_terms.adam_states(config, sizes, each).bytes for each in held)
 
 
@@ -108,7 +108,7 @@ def sent_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     """Bytes of host memory in which the training ranks, together, keep the weights that they have sent."""
     if not sizes.partitioned or config.placement.inference.transfer == "whole":
         return 0
-    return sizes.replicas * WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab).all
+    return sizes.replicas * WEIGHT_BYTES[config.model.dtype] * trained(config.model, vocab).all
 
 
 def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:
@@ -131,25 +131,27 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)
     parameters = f"{in_words(held.all)} parameters"
     own = Term("weights", size * held.all, f"{size} bytes x {parameters}")
+    updated = trained(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)
     each = FP32_BYTES if config.optimizer.grad_reduce_in_fp32 else size
-    gradients = Term("gradients", each * held.all, f"{each} bytes x {parameters}")
+    gradients = Term("gradients", each * updated.all, f"{each} bytes x {in_words(updated.all)} trained parameters")
     widened = []
     if each != FP32_BYTES:
-        widened.append(memory_terms.of_shard(config, sizes, held, "widened gradients", FP32_BYTES))
-    adam, cache = memory_terms.adam_states(config, sizes, held), memory_terms.kv_cache(config, sizes)
+        widened.append(memory_terms.of_shard(config, sizes, updated, "widened gradients", FP32_BYTES))
+    adam, cache = memory_terms.adam_states(config, sizes, updated), memory_terms.kv_cache(config, sizes)
     graphs = tuple(memory_terms.decode_graphs(config, vocab))
     models = [own]
-    if config.grpo.kl_beta > 0:
+    if config.grpo.kl_beta > 0 and model.lora is None:  # the base of adapters is their reference
         models.append(Term("reference", size * held.all, f"{size} bytes x {parameters}: the weights of the KL penalty"))
     of_choice: dict[Offload, tuple[Term, ...]] = {"none": (gradients, adam), "buffers": (adam,), "optimizer": ()}
     stays = of_choice[config.offload]
 
     built: list[tuple[Term, ...]] = [(*models, gradients, adam)]
     if config.optimizer.distributed:
-        moved = Term("start", own.bytes, f"{own.formula}, until they are in the optimizer's buffer")
+        formula = f"{size} bytes x {in_words(updated.all)} parameters, until they are in the optimizer's buffer"
+        moved = Term("start", size * updated.all, formula)
         built.append((*models, gradients, moved))
     last = stage == sizes.pp - 1
-    of_layer = memory_terms.layer_backward(config, sizes, vocab * (last and model.tied_embeddings))
+    of_layer = memory_terms.layer_backward(config, sizes, vocab * (last and model.tied_embeddings and not model.lora))
     of_loss = memory_terms.loss(config, sizes, vocab) if last else of_layer
     train = (
         gradients,

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.plan.parameters import Weights, weights
+from launcher.plan.parameters import FUSED, Weights, weights
 from launcher.plan.sizes import Sizes
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import PAGE_TOKENS, pages_of, without_graphs
+from megatron_rl.model.config import ModelConfig
 
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 FP32_BYTES = 4
@@ -61,6 +62,7 @@ def activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
                    and its sums in fp32; for norms of queries and keys, input and normalised input in fp32
     feed-forward   first output, activated gate and product. Selective: the first output; of experts all except the
                    activated gate
+    adapters       the input times A of each target; the input of its linear is among the above, unless some is dropped
     """
     tokens = _tokens(config, sizes)
     kept = kept_bytes(config, sizes, config.training.recompute)
@@ -116,24 +118,37 @@ def kept_bytes(config: RunConfig, sizes: Sizes, recompute: str) -> int:
         feed_forward = routed * (2 * model.hidden_size + activations * model.expert_ffn_hidden_size // sizes.tp)
     else:
         feed_forward = (2 if selective else 4) * model.ffn_hidden_size // sizes.tp
-    return norms // split + attention // sizes.tp + size * feed_forward
+    return norms // split + attention // sizes.tp + size * (feed_forward + _kept_by_adapters(model, sizes))
+
+
+def _kept_by_adapters(model: ModelConfig, sizes: Sizes) -> int:
+    """Numbers that the adapters of one layer keep per token: the input times A of each target and, with dropout, which
+    inputs are left and their values, for each linear of megatron-core with a target."""
+    if model.lora is None:
+        return 0
+    kept, inputs = model.lora.rank * len(model.lora.targets), model.linear_sizes()
+    fused = {tuple(name for name in names if name in model.lora.targets): split for names, split in FUSED.items()}
+    if model.lora.dropout:
+        kept += sum(2 * inputs[names[0]][0] // (sizes.tp if split else 1) for names, split in fused.items() if names)
+    return kept * (model.experts_per_token or 1)
 
 
 def loss(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
-    """Memory of the backward pass of the log-probs: the gradient of the output layer in fp32 and that of one chunk of
-    tokens; the logits of the chunk in fp32, and their gradient; for all tokens the output of the last layer, the part
-    of it that predicts, and its gradient; and the activations of the last norm."""
+    """Memory of the backward pass of the log-probs: the gradient of the output layer in fp32, unless only adapters are
+    trained, and that of one chunk of tokens; the logits of the chunk in fp32, and their gradient; for all tokens the
+    output of the last layer, the part of it that predicts, and its gradient; and the activations of the last norm."""
     model, size, tokens = config.model, WEIGHT_BYTES[config.model.dtype], _tokens(config, sizes)
+    of_weight = FP32_BYTES + size if model.lora is None else 0
     rows, split = vocab // sizes.tp, sizes.tp if sizes.sequence_parallel else 1
     whole = tokens * rows * FP32_BYTES
     if sizes.tp == 1 and whole <= CHUNK_BYTES:
         each = size + LOGIT_BYTES
         formula = f"{in_words(tokens)} tokens x {in_words(rows)} of the vocabulary x {each} bytes"
         return Term("logits", tokens * rows * each, formula)
-    table, chunk = (FP32_BYTES + size) * rows * model.hidden_size, min(CHUNK_BYTES, whole)
+    table, chunk = of_weight * rows * model.hidden_size, min(CHUNK_BYTES, whole)
     each = 3 * size * model.hidden_size + 2 * FP32_BYTES * model.hidden_size // split
     formula = (
-        f"{FP32_BYTES + size} bytes x {in_words(rows)} of the vocabulary x {model.hidden_size} + {FP32_BYTES + size} "
+        f"{of_weight} bytes x {in_words(rows)} of the vocabulary x {model.hidden_size} + {FP32_BYTES + size} "
         f"bytes x {in_words(chunk // FP32_BYTES)} logits + {in_words(tokens)} tokens x {in_words(each)} bytes"
     )
     return Term("logits", table + chunk * (FP32_BYTES + size) // FP32_BYTES + tokens * each, formula)

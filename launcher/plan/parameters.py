@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config import RunConfig
-from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.config import EXPERT_LINEARS, ModelConfig
+
+FUSED = {
+    ("q_proj", "k_proj", "v_proj"): False,
+    ("o_proj",): True,
+    ("gate_proj", "up_proj"): False,
+    ("down_proj",): True,
+}
+"""Modules of transformers in each linear of megatron-core, and whether tensor-parallel ranks split it by its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,7 @@ def vocabulary(config: RunConfig) -> int | None:
 
 
 def weights(model: ModelConfig, vocab: int, tp: int = 1, pp: int = 1, ep: int = 1, stage: int = 0) -> Weights:
-    """Count the parameters of one rank, or of the whole model if all sizes are 1.
+    """Count the parameters of one rank, adapters included, or of the whole model if all sizes are 1.
 
     Args:
         vocab: rows of the embedding, padding included.
@@ -57,4 +65,31 @@ def weights(model: ModelConfig, vocab: int, tp: int = 1, pp: int = 1, ep: int = 
     ends = table * first + last * hidden
     if last and not (model.tied_embeddings and first):  # the first and the last stage each hold a copy of a tied table
         ends += table
-    return Weights(dense=layers * layer + ends, experts=layers * experts)
+    of_adapters = adapters(model, tp, pp, ep)
+    return Weights(dense=layers * layer + ends + of_adapters.dense, experts=layers * experts + of_adapters.experts)
+
+
+def trained(model: ModelConfig, vocab: int, tp: int = 1, pp: int = 1, ep: int = 1, stage: int = 0) -> Weights:
+    """Count those of the parameters that are trained: all, or the adapters."""
+    return weights(model, vocab, tp, pp, ep, stage) if model.lora is None else adapters(model, tp, pp, ep)
+
+
+def adapters(model: ModelConfig, tp: int = 1, pp: int = 1, ep: int = 1) -> Weights:
+    """Count the parameters of the adapters of one rank. Tensor-parallel ranks split B of the linears that they split by
+    rows, and A of the others. B of linears that megatron-core fuses has the rows of all of them, targets or not."""
+    if model.lora is None:
+        return Weights(0, 0)
+    rank, sizes, dense, feed_forward = model.lora.rank, model.linear_sizes(), 0, 0
+    for fused, by_inputs in FUSED.items():
+        if not (targeted := [name for name in fused if name in model.lora.targets]):
+            continue
+        inputs, outputs = len(targeted) * sizes[fused[0]][0], sum(sizes[name][1] for name in fused)
+        count = rank * (inputs // tp + outputs if by_inputs else inputs + outputs // tp)
+        if fused[0] in EXPERT_LINEARS:
+            feed_forward += count
+        else:
+            dense += count
+    layers = model.num_layers // pp
+    if model.num_experts:
+        return Weights(layers * dense, layers * model.num_experts // ep * feed_forward)
+    return Weights(layers * (dense + feed_forward), 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.cluster.profile import Profile
 from launcher.plan.gpu_memory import checkpoint_bytes, incoming_bytes, offloaded_bytes, rank_memories, sent_bytes
-from launcher.plan.parameters import vocabulary, weights
+from launcher.plan.parameters import trained, vocabulary, weights
 from launcher.plan.placement import Plan, place, rank_rows
 from launcher.plan.sizes import LayoutError
 from launcher.recipe.load import Recipe, refusal
@@ -121,7 +121,12 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
         "spare_nodes": plan.spare_nodes,
         **_of_count(config, plan, vocab, limit),
         "alternatives": [_of_count(config, smaller, vocab, limit) for smaller in plan.smaller],
-        "model": {"parameters": weights(config.model, vocab).all, "vocabulary": vocab, "assumed": rows is None},
+        "model": {
+            "parameters": weights(config.model, vocab).all,
+            "trained": trained(config.model, vocab).all,
+            "vocabulary": vocab,
+            "assumed": rows is None,
+        },
         "checkpoint": {
             "bytes": one,
             "keep": kept,

@@ -53,7 +53,9 @@ class SupervisedConfig(Section):
     """Seed of the initial weights and of the order of examples; independent of `training.seed`."""
 
 
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
+"""Linears of a feed-forward network, or of each expert, by their names in transformers."""
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *EXPERT_LINEARS)
 """Linears of a layer that can have an adapter, by their names in transformers and PEFT."""
 
 
@@ -228,6 +230,14 @@ class ModelConfig(Section):
             if (value := getattr(self, name)) % size:
                 remainder = f"{value} = {value // size} x {size} + {value % size}"
                 yield f"{key} {size} does not divide model.{name} {value} ({remainder})"
+
+    def linear_sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of each linear of a layer, by its name in transformers; with experts, of one of them."""
+        hidden, query = self.hidden_size, self.num_attention_heads * self.head_size
+        key, ffn = self.num_query_groups * self.head_size, self.expert_ffn_hidden_size or self.ffn_hidden_size
+        sizes = {"q_proj": query, "k_proj": key, "v_proj": key, "gate_proj": ffn, "up_proj": ffn}
+        found = {name: (hidden, outputs) for name, outputs in sizes.items()}
+        return found | {"o_proj": (query, hidden), "down_proj": (ffn, hidden)}
 
     def padded_vocab_size(self, tokens: int) -> int:
         """Rows of the padded embedding for a tokenizer with this number of tokens."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.config import EXPERT_LINEARS, LoraConfig, ModelConfig
 
 
 def training_flops(model: ModelConfig, vocabulary: int, *, tokens: int, pairs: int, predictions: int) -> float:
     """Floating-point operations of a forward and a backward pass, two per multiply-add. Counts products with weights
     and attention only, and recomputation not at all (model FLOPs, arXiv 2204.02311, appendix B). The backward pass
-    takes twice the forward pass:
+    takes twice the forward pass, except that weights which are not trained have no gradient: with adapters of rank r,
+    products with weights count 2 instead of 3 times, and 3 times those with the adapters, r (inputs + outputs) each.
 
         3 (2 layers tokens (qkv + out + ffn) + 4 layers heads head_size pairs + 2 hidden vocabulary predictions)
 
@@ -26,8 +27,21 @@ def training_flops(model: ModelConfig, vocabulary: int, *, tokens: int, pairs: i
     ffn = 3 * hidden * model.ffn_hidden_size
     if model.num_experts and model.experts_per_token and model.expert_ffn_hidden_size:
         ffn = 3 * hidden * model.expert_ffn_hidden_size * model.experts_per_token + hidden * model.num_experts
-    layer = 2 * (attention + ffn) * tokens + 4 * heads * model.head_size * pairs
-    return 3.0 * (model.num_layers * layer + 2 * hidden * vocabulary * predictions)
+    products = 2 * (model.num_layers * (attention + ffn) * tokens + hidden * vocabulary * predictions)
+    of_attention = model.num_layers * 4 * heads * model.head_size * pairs
+    if model.lora is None:
+        return 3.0 * (products + of_attention)
+    adapters = 2 * model.num_layers * _adapter_parameters(model, model.lora) * tokens
+    return 2.0 * products + 3.0 * (of_attention + adapters)
+
+
+def _adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
+    """Parameters of a layer's adapters that a token is multiplied with."""
+    sizes = model.linear_sizes()
+    return sum(
+        lora.rank * sum(sizes[name]) * (model.experts_per_token or 1 if name in EXPERT_LINEARS else 1)
+        for name in lora.targets
+    )
 
 
 def rows_per_token(model: ModelConfig) -> int:

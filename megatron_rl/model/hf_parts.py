@@ -54,6 +54,12 @@ def held_adapters(policy: Policy, model: ModelConfig) -> list[Held]:
     return [*_held(policy, adapters(model), of_adapters=True)]
 
 
+def global_names(policy: Policy) -> dict[str, str]:
+    """Return the name of each of this rank's parameters with layers and experts numbered over the whole model."""
+    names = _GlobalNames(policy)
+    return {name: names.of(name) for name, _ in policy.named_parameters()}
+
+
 def _held(policy: Policy, known: Mapping[str, Weight], *, of_adapters: bool) -> Iterator[Held]:
     groups, names = policy.pg_collection, _GlobalNames(policy)
     for name, parameter in policy.named_parameters():

@@ -15,6 +15,7 @@ gradient of a matrix that each rank has whole is a sum over the ranks' tokens or
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ class Adapters:
         self.lora: LoraConfig = model.lora
         self.on = True
         """Whether products include the adapters."""
+        self.microbatch = 0
+        """Number of the micro-batch in its update, which chooses what is dropped."""
+        self.drops: int | None = None
+        """Seed of what an update drops; None in other passes, which drop nothing."""
         self._of_layer = layer_adapters(model, 0)
         if model.num_experts is not None:  # all experts are alike
             self._of_layer = {name.replace("local_experts.0.", ""): its for name, its in self._of_layer.items()}
@@ -64,6 +69,15 @@ class Adapters:
             yield
         finally:
             self.on = True
+
+    @contextmanager
+    def dropping(self, *key: int) -> Iterator[None]:
+        """Apply `model.lora.dropout` within a `with` block. key: numbers that determine what is dropped."""
+        self.drops = zlib.crc32(repr(key).encode()) if self.lora.dropout else None
+        try:
+            yield
+        finally:
+            self.drops = None
 
     def adapted(self, name: str, base: type) -> type:
         """Return the class of a linear with an adapter; `base` if no module in it is a target.
@@ -112,6 +126,9 @@ class Adapter:
     """Matrix that tensor-parallel ranks split along `axis`; each rank has all of the other one."""
     axis: ClassVar[int]
 
+    full_name = ""
+    """Name in the whole model, see `Trainable.mark`."""
+
     # Of megatron-core's linear.
     weight: Tensor
     config: Any
@@ -147,7 +164,8 @@ class Adapter:
         output, bias = super().forward(input_)  # type: ignore[misc]  # of megatron-core's linear
         if not self.adapters.on:
             return output, bias
-        low = linear(input_, self.lora_A) * self.matrices.lora.scale
+        kept = input_ if self.adapters.drops is None else self._dropped(input_, self.adapters.drops)
+        low = linear(kept, self.lora_A) * self.matrices.lora.scale
         if self._ranks > 1 and not self.explicit_expert_comm:
             low = self._exchanged(low)
         return output + linear(low, self.up()), bias
@@ -155,6 +173,23 @@ class Adapter:
     def _exchanged(self, low: Tensor) -> Tensor:
         """Product A x of this rank's inputs -> of those that B is multiplied with."""
         raise NotImplementedError
+
+    def _dropped(self, inputs: Tensor, seed: int) -> Tensor:
+        """Set a share of the inputs, [tokens, ..., inputs], to 0, and scale the others so that the mean stays.
+
+        What is dropped depends on the place of an input in the whole micro-batch, not on the rank that holds it, so
+        that it is the same on tensor-parallel ranks, when a layer is recomputed, and after a restart.
+        """
+        rows, columns, rank = len(inputs), inputs.shape[-1], self.tp_group.rank()
+        in_parts = self.sequence_parallel and self.split == LORA_B and not self.explicit_expert_comm
+        first_row = rank * rows if in_parts else 0
+        first_column = rank * columns if self.split == LORA_A else 0
+        share = self.matrices.lora.dropout
+        of_pass = zlib.crc32(f"{seed} {self.adapters.microbatch} {self.full_name}".encode())
+        of_rows = _mixed(torch.arange(first_row, first_row + rows, device=inputs.device) + of_pass)
+        of_columns = _mixed(torch.arange(first_column, first_column + columns, device=inputs.device) ^ of_pass)
+        kept = _mixed(of_rows[:, None] + of_columns) >= int(share * 2**32)
+        return inputs * (kept.to(inputs.dtype) / (1 - share)).view_as(inputs)
 
     def up(self) -> Tensor:
         """[outputs, modules * rank] B of each module in the columns of its A; zeros elsewhere."""
@@ -221,6 +256,14 @@ class RowAdapter(Adapter):
         )
         exchanged: Tensor = exchange(low, group=self.tp_group)
         return exchanged
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Hash of the lowest 32 bits of each int64 number, uniform below 2^32: MurmurHash3's last step."""
+    low = numbers & 0xFFFFFFFF
+    for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        low = ((low ^ (low >> shift)) * factor) & 0xFFFFFFFF
+    return low ^ (low >> 16)
 
 
 def effective_weight(module: Any) -> Tensor:

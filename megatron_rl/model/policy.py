@@ -82,6 +82,18 @@ class Policy(GPTModel):
         for a policy without adapters."""
         return self.adapters.off() if self.adapters else nullcontext()
 
+    def dropout(self, *key: int) -> AbstractContextManager[None]:
+        """Drop inputs of adapters within a `with` block, as `model.lora.dropout` says. No-op without adapters.
+
+        key: numbers that, with that of the micro-batch (`begin_microbatch`), determine which inputs.
+        """
+        return self.adapters.dropping(*key) if self.adapters else nullcontext()
+
+    def begin_microbatch(self, number: int) -> None:
+        """Note the number of the micro-batch in its update whose forward pass begins."""
+        if self.adapters:
+            self.adapters.microbatch = number
+
     def hidden(
         self, tokens: Tensor, positions: Tensor, layout: Layout, received: Tensor | None = None, multiple: int = 1
     ) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.model.config import LoraConfig, ModelConfig
 from megatron_rl.model.hf_mapping import Source
-from megatron_rl.model.hf_parts import held_adapters
+from megatron_rl.model.hf_parts import global_names, held_adapters
 from megatron_rl.model.lora import Adapter
 from megatron_rl.model.lora_mapping import LORA_A, is_adapter
 from megatron_rl.model.policy import Policy
@@ -41,9 +41,13 @@ class Trainable:
         return self.lora is None or is_adapter(name)
 
     def mark(self, policy: Policy) -> None:
-        """Make gradients those of the trained weights only."""
+        """Make gradients those of the trained weights only, and name the adapters."""
         for name, weight in policy.named_parameters():
             weight.requires_grad_(self.includes(name))
+        for name, global_name in global_names(policy).items():
+            linear, _, kind = name.rpartition(".")
+            if kind == LORA_A:
+                policy.get_submodule(linear).full_name = global_name
 
     def trained(self, sharded_state: Mapping[str, Item]) -> dict[str, Item]:
         """Part of a model's sharded state that a checkpoint holds."""

@@ -23,6 +23,7 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.config import Recompute
 from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.model.trainable import Trainable
 from megatron_rl.platform.phantom import Memory, PhantomDevice, PhantomPlatform
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
@@ -147,9 +148,10 @@ class _Rank:
 
     def _trainer(self, policy: Policy) -> Trainer:
         config = self._config
-        reference = None
+        trainable, reference = Trainable.of(config.model), None
         if config.grpo.kl_beta > 0:
-            reference = self._policy("reference").requires_grad_(False)
+            reference = self._policy("reference").requires_grad_(False) if trainable.everything else policy
+        trainable.mark(policy)
         with self._memory.held_by("optimizer"):
             optimizer = _Optimizer(policy, config, self._phases)
         self._memory.assign("gradients", [buffer.grad_data for buffer in optimizer.buffers])

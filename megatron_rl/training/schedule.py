@@ -76,9 +76,10 @@ def forward_backward(
         stop: called before every micro-batch; True skips the rest.
     """
     started: deque[tuple[Tensor | None, Tensor]] = deque()  # input and output of this stage
-    for each in inputs:
+    for number, each in enumerate(inputs):
         if stop():
             break
+        policy.begin_microbatch(number)
         received, output = _forward(policy, each, pipeline)
         if pipeline.last:
             output = loss(policy.predictors(output, each.select), each)

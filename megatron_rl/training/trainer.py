@@ -283,7 +283,9 @@ class Trainer:
 
         self.optimizer.zero_grad()
         first = unfinished_s is None  # later updates always finish: a half-done step cannot be saved
-        forward_backward(self.policy, update.inputs, loss, self._pipeline, stop=lambda: self._leaves() and first)
+        replica = self.groups.data.rank(), self.groups.context.rank()
+        with self.policy.dropout(self.config.training.seed, self.policy_version, *replica):
+            forward_backward(self.policy, update.inputs, loss, self._pipeline, stop=lambda: self._leaves() and first)
         weights_change()
         self.safe_points.agree(unfinished_s)
         with self.safe_points.phase("offload"):

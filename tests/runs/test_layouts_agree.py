@@ -56,6 +56,7 @@ MODELS = {
     "experts": EXPERTS,
     "bf16": DENSE.model_copy(update={"dtype": "bf16"}),
     "adapters": tiny_model(qk_norm=True, lora=LORA),
+    "adapters that drop": tiny_model(qk_norm=True, lora=LORA | {"dropout": 0.3}),
     "expert adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": LORA}),
 }
 
@@ -75,8 +76,8 @@ LAYOUTS = {
     "CP2 PP2 untied": ("untied", Layout(cp=2, pp=2)),
     "EP2 TP2": ("experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     "TP2 adapters": ("adapters", Layout(tp=2)),
-    "TP2 SP adapters": ("adapters", Layout(tp=2, sequence_parallel=True)),
-    "TP4 adapters": ("adapters", Layout(tp=4)),  # more ranks than key/value heads
+    "TP2 SP adapters": ("adapters that drop", Layout(tp=2, sequence_parallel=True)),
+    "TP4 adapters": ("adapters that drop", Layout(tp=4)),  # more ranks than key/value heads
     "PP2 DP2 adapters": ("adapters", Layout(pp=2, dp=2)),
     "CP2 adapters": ("adapters", Layout(cp=2)),
     "EP2 adapters": ("expert adapters", Layout(ep=2, dp=2)),

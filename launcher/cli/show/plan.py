@@ -137,7 +137,8 @@ def _share(prompts: tuple[int, int]) -> str:
 
 def _parameters(model: dict[str, Any]) -> str:
     note = f" (assuming a vocabulary of {model['vocabulary']:,}: model.vocab_size is not set)"
-    return f"{model['parameters']:,} parameters" + note * model["assumed"]
+    some = f", {model['trained']:,} of them trained" if model["trained"] < model["parameters"] else ""
+    return f"{model['parameters']:,} parameters{some}" + note * model["assumed"]
 
 
 def _checkpoint(checkpoint: dict[str, Any]) -> str:

@@ -21,13 +21,14 @@ from launcher.plan.gpu_memory import (
     rank_memories,
     sent_bytes,
 )
-from launcher.plan.parameters import vocabulary, weights
+from launcher.plan.parameters import trained, vocabulary, weights
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan, plan_json, with_offload
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy
+from megatron_rl.model.trainable import Trainable
 from megatron_rl.platform.attention import PackedSequences
 from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
 from megatron_rl.platform.varlen_attention import varlen_layout
@@ -38,6 +39,15 @@ MODELS = {
     "no bias": {"qkv_bias": False},
     "heads of their own size, normed": {"head_dim": 16, "qk_norm": True, "qkv_bias": False},
     "one key/value head": {"num_query_groups": 1, "num_layers": 3},
+    "adapters": {"lora": {"rank": 4}, "num_query_groups": 1},
+    "adapters of some modules": {"lora": {"rank": 4, "targets": ["k_proj", "down_proj", "up_proj"]}},
+    "adapters of experts": {
+        "lora": {"rank": 4, "targets": ["o_proj", "gate_proj", "down_proj"]},
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_ffn_hidden_size": 20,
+        "tied_embeddings": False,
+    },
 }
 
 
@@ -47,6 +57,23 @@ def test_the_number_of_parameters_is_that_of_the_real_model(fields, platform, gr
     policy = build_policy(model, VOCAB, platform)
     real = sum(weight.numel() for weight in policy.parameters())
     assert weights(model, model.padded_vocab_size(VOCAB)).all == real
+    Trainable.of(model).mark(policy)
+    updated = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
+    assert trained(model, model.padded_vocab_size(VOCAB)).all == updated
+
+
+def test_adapters_need_neither_gradients_nor_states_of_their_base_nor_a_reference() -> None:
+    profile = load_clusters().profile("h100")
+    recipe = load_recipe("qwen2.5-32b-lora", ["grpo.kl_beta=0.1"])
+    sizes = make_plan(recipe, profile).sizes
+    (found,) = rank_memories(recipe.config, sizes, 152064)
+    terms = {name: size for phase in found.phases for name, size in ((term.name, term.bytes) for term in phase.terms)}
+    rank, all_ranks = trained(recipe.config.model, 152064, tp=8).all, trained(recipe.config.model, 152064).all
+    assert all_ranks == 64 * 32 * (3 * 5120 + 7168 + 2 * 5120 + 2 * 5120 + 2 * 27648 + 27648 + 5120)
+    assert (terms["gradients"], terms["optimizer"]) == (4 * rank, 12 * rank)
+    assert "reference" not in terms
+    assert checkpoint_bytes(recipe.config, 152064) == 14 * all_ranks
+    assert found.total < 62 * 2**30
 
 
 def test_the_number_of_parameters_of_the_demo(platform, groups):

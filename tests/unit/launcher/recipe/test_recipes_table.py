@@ -28,12 +28,13 @@ SMOLLM2 = [
     "smollm2-135m-supervised",
     "smollm2-135m-verifiers",
 ]
-HEADLINE = ["qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned"]
+HEADLINE = ["qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned", "qwen2.5-32b-lora"]
 
 # name: TP, PP, nodes, eps low, eps high, group, prompts, global batch, micro batch, sequence, lr, weight decay
 TRAINING = {
     "qwen2.5-32b-dapo": (8, 1, 8, 0.2, 0.28, 16, 64, 1024, 1, 11999, 1e-6, 0.0),
     "qwen2.5-32b-dapo-partitioned": (8, 1, 8, 0.2, 0.28, 16, 64, 1024, 1, 11999, 1e-6, 0.0),
+    "qwen2.5-32b-lora": (8, 1, 1, 0.2, 0.28, 16, 64, 1024, 1, 11999, 1e-5, 0.0),
     "qwen2.5-3b-dapo": (2, 1, 2, 0.2, 0.28, 16, 64, 1024, 1, 8192, 1e-6, 0.0),
     "qwen2.5-math-7b-dapo": (1, 1, 2, 0.2, 0.28, 16, 64, 1024, 2, 4096, 1e-6, 0.0),
     "r1-distill-qwen-7b-dapo": (2, 1, 2, 0.2, 0.28, 8, 128, 1024, 1, 8192, 1e-6, 0.0),
@@ -49,6 +50,7 @@ QWEN_7B = (28, 3584, 18944, 28, 4, 128)
 MODELS = {
     "qwen2.5-32b-dapo": (64, 5120, 27648, 40, 8, 128, 131072, 152064, 1e6, 1e-5, True, False, False),
     "qwen2.5-32b-dapo-partitioned": (64, 5120, 27648, 40, 8, 128, 131072, 152064, 1e6, 1e-5, True, False, False),
+    "qwen2.5-32b-lora": (64, 5120, 27648, 40, 8, 128, 131072, 152064, 1e6, 1e-5, True, False, False),
     "qwen2.5-3b-dapo": (36, 2048, 11008, 16, 2, 128, 32768, 151936, 1e6, 1e-6, True, False, True),
     "qwen2.5-math-7b-dapo": (*QWEN_7B, 4096, 152064, 1e4, 1e-6, True, False, False),
     "r1-distill-qwen-7b-dapo": (*QWEN_7B, 131072, 152064, 1e4, 1e-6, True, False, False),

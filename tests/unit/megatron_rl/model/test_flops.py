@@ -14,6 +14,7 @@ from launcher.plan.sizes import Sizes
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.model.flops import rows_per_token, training_flops
+from megatron_rl.model.trainable import Trainable
 from megatron_rl.platform.attention import whole_sequences
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 20}
@@ -29,6 +30,26 @@ def test_products_with_weights_are_those_that_torch_counts(platform: Any, groups
     by_kind = counter.get_flop_counts()["Global"]
     counted = sum(by_kind[kind] for kind in (torch.ops.aten.mm, torch.ops.aten.addmm) if kind in by_kind)
     assert training_flops(model, policy.vocab_size, tokens=16, pairs=0, predictions=16) == counted
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["gate_proj", "down_proj", "o_proj"]])
+@pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["dense", "experts"])
+def test_weights_that_are_not_trained_have_no_gradient(
+    platform: Any, groups: Any, shape: dict[str, Any], targets: list[str]
+) -> None:
+    """The formula leaves out products with zeros in fused linears, and counts gradients below the first adapter."""
+    shape = shape | {"num_layers": 8}
+    model = tiny_model(lora={"rank": 1, "targets": targets}, **shape)
+    policy = tiny_policy(platform, model)
+    Trainable.of(model).mark(policy)
+    tokens = select = torch.arange(16)
+    with FlopCounterMode(display=False) as counter:
+        policy(tokens, torch.arange(16), policy.layout(whole_sequences([16])), select).sum().backward()
+    by_kind = counter.get_flop_counts()["Global"]
+    counted = sum(by_kind[kind] for kind in (torch.ops.aten.mm, torch.ops.aten.addmm) if kind in by_kind)
+    formula = training_flops(model, policy.vocab_size, tokens=16, pairs=0, predictions=16)
+    assert formula == pytest.approx(counted, rel=0.04)
+    assert formula < training_flops(tiny_model(**shape), policy.vocab_size, tokens=16, pairs=0, predictions=16)
 
 
 def test_each_pair_costs_three_times_two_products_of_a_head_in_every_layer() -> None:

@@ -90,6 +90,37 @@ def test_training_starts_from_the_base_and_from_pefts_matrices(platform: Any, gr
     assert not torch.equal(first, adapters_of(policy, model)["model.layers.0.self_attn.q_proj.lora_A.weight"])
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_dropped_inputs_are_a_share_of_all_and_repeat(platform: Any, groups: Any, recompute: Any) -> None:
+    """Gradients with dropped inputs are the same at any time, also of layers that are computed again, and those of
+    another update, or of another micro-batch, differ. Without dropout nothing is dropped."""
+    model = tiny_model(lora=LORA | {"dropout": 0.25})
+    policy = tiny_policy(platform, model, recompute=recompute)
+    Trainable.of(model).mark(policy)
+    layout = policy.layout(whole_sequences([len(SENTENCE)]))
+
+    def gradients(*key: int, microbatch: int = 0) -> dict[str, torch.Tensor]:
+        policy.zero_grad()
+        with policy.dropout(*key):
+            policy.begin_microbatch(microbatch)
+            policy(torch.tensor(SENTENCE), torch.arange(len(SENTENCE)), layout).square().sum().backward()
+        return adapters_of(policy, model, gradients=True)
+
+    first = gradients(0, 1)
+    torch.testing.assert_close(gradients(0, 1), first, rtol=0, atol=0)
+    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    for other in (gradients(0, 2), gradients(0, 1, microbatch=1)):
+        assert not torch.allclose(other[name], first[name])
+    linear = policy.decoder.layers[0].mlp.linear_fc2
+    kept = linear._dropped(torch.ones(500, 1, 48), seed=3)
+    assert sorted(kept.unique().tolist()) == pytest.approx([0, 1 / 0.75])
+    assert (kept == 0).float().mean() == pytest.approx(0.25, abs=0.02)
+    assert kept.std(dim=0).min() > 0
+    assert kept.std(dim=2).min() > 0
+    other = policy.decoder.layers[1].mlp.linear_fc2._dropped(torch.ones(500, 1, 48), seed=3)
+    assert ((kept == 0) & (other == 0)).float().mean() == pytest.approx(0.0625, abs=0.01)
+
+
 def test_only_adapters_are_trained() -> None:
     trainable = Trainable.of(tiny_model(lora=LORA))
     assert trainable.includes("decoder.layers.0.self_attention.linear_qkv.lora_A")
@@ -118,6 +149,14 @@ def test_a_wrong_key_is_refused(fields: dict[str, Any], message: str) -> None:
         ({"training": {"fp8": "hybrid"}}, "training.fp8 is hybrid, but model.lora is set"),
         ({"training": {"transformer_impl": "transformer_engine"}}, "but model.lora is set, and adapters need"),
         ({"model": {"init": "supervised"}}, "model.lora with model.init supervised needs job.device cpu"),
+        (
+            {
+                "model": {"lora": LORA | {"dropout": 0.1}},
+                "training": {"recompute": "full"},
+                "placement": {"training": {"pp": 2}},
+            },
+            "model.lora.dropout 0.1 with training.recompute full needs placement.training.pp 1",
+        ),
         ({"save": {"every": 1, "export_hf_every": 1}}, "save.export_hf_every merges the adapters of model.lora"),
     ],
 )
