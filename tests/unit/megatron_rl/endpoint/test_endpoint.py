@@ -136,6 +136,16 @@ def test_header_names_the_session_as_well_as_the_path() -> None:
     with_session(program)
 
 
+def test_programs_on_other_nodes_reach_an_endpoint_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.endpoint.endpoint.own_address", lambda: "127.0.0.2")
+
+    async def program(one: Opened) -> None:
+        assert one.session.base_url.startswith("http://127.0.0.2:")
+        await one.openai.completions.create(model="policy", prompt="x")
+
+    with_session(program, listen="job")
+
+
 CHARACTERS = CharacterTokenizer("0123456789+=[]")
 
 
