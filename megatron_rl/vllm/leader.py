@@ -16,7 +16,7 @@ from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.epoch import TransferFailed
 from megatron_rl.refit.probe import Probe
 from megatron_rl.vllm.client import CONTROL_S, VllmClient, VllmStats
-from megatron_rl.vllm.process import VllmClosed, VllmGone, VllmProcess
+from megatron_rl.vllm.process import VllmClosed, VllmGone, VllmProcess, VllmRefused
 from megatron_rl.vllm.streams import Streams
 from megatron_rl.vllm.swap import WeightSwap
 
@@ -205,7 +205,7 @@ class VllmLeader:
     def _fail(self, error: Exception) -> None:
         """Note the error that ends the replica, with vLLM's own reason."""
         if self.failure is None:
-            gone = isinstance(error, VllmGone)
+            gone = isinstance(error, VllmGone | VllmRefused)
             self.failure = VllmGone(self._process.explained(str(error))) if gone else error
         self._streams.news.set()
 

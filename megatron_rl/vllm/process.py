@@ -17,8 +17,8 @@ from megatron_rl.rank.marked_processes import MarkedProcesses
 
 PREFIX = "vllm | "
 """Before each line of vLLM's output in the log."""
-KEPT_LINES = 400
-"""Lines of output that are kept to find the reason of an end."""
+KEPT_LINES = 100
+"""Last lines with an error that are kept to find the reason of an end."""
 END_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 EXIT_S = 5.0
@@ -26,7 +26,8 @@ EXIT_S = 5.0
 READ_S = 2.0
 """Seconds to read the rest of the output of a process that has ended."""
 
-_REASON = re.compile(r"(?:\b\w*(?:Error|Exception|Interrupt)\b|\berror): .*\S")
+_FULL_DISK = "No space left on device"
+_REASON = re.compile(rf"(?:\b\w*(?:Error|Exception|Interrupt)\b|\berror): .*\S|[^][]*{_FULL_DISK}")
 _NOT_THE_CAUSE = re.compile(r"initialization failed|EngineDeadError|CancelledError| (?:WARNING|INFO|DEBUG) ")
 """Lines that report the end of another process of vLLM, or no error at all."""
 
@@ -111,12 +112,15 @@ class VllmProcess:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._lines.append(line.rstrip("\n"))
+            if _REASON.search(line):  # a compiler alone may write thousands of lines before the end
+                self._lines.append(line.rstrip("\n"))
             print(PREFIX + line, end="", file=self._log, flush=True)
 
 
 def reason_in(lines: Sequence[str]) -> str | None:
     """The error that most likely ended vLLM, from the last lines of its output; None if none is found. When a worker
-    fails, vLLM's other processes report failures of their own after it."""
-    found = [match[0] for line in lines if (match := _REASON.search(line)) and not _NOT_THE_CAUSE.search(line)]
+    fails, vLLM's other processes report failures of their own after it. So do the programs that it started, after a
+    full disk."""
+    found = [match[0].strip() for line in lines if (match := _REASON.search(line)) and not _NOT_THE_CAUSE.search(line)]
+    found = [reason for reason in found if _FULL_DISK in reason] or found
     return found[-1][:500] if found else None

@@ -75,6 +75,16 @@ def test_the_reason_of_an_end_is_the_error_that_the_others_follow() -> None:
     assert reason_in(["INFO all is well"]) is None
 
 
+def test_a_full_disk_is_the_reason_of_what_fails_after_it() -> None:
+    lines = [
+        "(EngineCore pid=2) ERROR RuntimeError: Worker failed with error 'CppCompileError: C++ compile error",
+        "(EngineCore pid=2) ERROR [core.py:1512] /usr/bin/ld: final link failed: No space left on device",
+        "(EngineCore pid=2) ERROR [core.py:1512] collect2: error: ld returned 1 exit status",
+        "(APIServer pid=1) ERROR [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered",
+    ]
+    assert reason_in(lines) == "/usr/bin/ld: final link failed: No space left on device"
+
+
 def test_too_little_memory_for_the_cache_is_the_reason_of_a_start_that_failed() -> None:
     memory = (
         "RuntimeError: Worker failed with error 'Available memory on node 0 (6.57/23.54 GiB) on kv cache allocation is "
