@@ -74,7 +74,9 @@ def requested(
     config = origin.config if origin else None
     if environment is None and config is None:
         raise BadInput("--env is needed for a checkpoint that belongs to no run; `mrl environments` lists them")
-    of_run = _environments_of(config, origin.run) if config and origin else {}
+    if environment is None and config is not None and not config.generates:
+        raise BadInput("--env is needed for a run without an environment; `mrl environments` lists them")
+    of_run = _environments_of(config, origin.run) if config and origin and config.generates else {}
     found = of_run.get(environment or "")
     given: dict[str, Any] = found.model_dump() if found else {"name": environment}
     given["args"] = {**given.get("args", {}), **parse_args(environment_args)}
@@ -219,6 +221,7 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
         # The layout of the model; a job that only generates has no other setting for it.
         "placement": {"training": {"tp": asked.tp, "sequence_parallel": asked.tp > 1}},
         "grpo": {},
+        "distill": None,
         "save": {},
         "logging": {},
         "environment": evaluation.environment.model_dump(),

@@ -142,6 +142,10 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
     models = [own]
     if config.grpo.kl_beta > 0 and model.lora is None:  # the base of adapters is their reference
         models.append(Term("reference", size * held.all, f"{size} bytes x {parameters}: the weights of the KL penalty"))
+    if (distill := config.distill) and distill.parameters and distill.server is None:
+        parts = sizes.tp * sizes.pp
+        formula = f"{size} bytes x {in_words(distill.parameters)} parameters / {parts} ranks: distill.teacher"
+        models.append(Term("teacher", size * distill.parameters // parts, formula))
     of_choice: dict[Offload, tuple[Term, ...]] = {"none": (gradients, adam), "buffers": (adam,), "optimizer": ()}
     stays = of_choice[config.offload]
 

@@ -99,7 +99,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     _check_environments(config, locate)
     absolute = _with_absolute_paths(config.model_dump(), RunConfig, folder_of, locate)
     config = RunConfig.model_validate(absolute)
-    _check_teacher(config, caches, locate)
+    config = _with_teacher(config, caches, locate, filled)
     try:
         # resolved.yaml of a run lies beside the run's copies of these files
         if config.generates:
@@ -240,20 +240,26 @@ def _check_own_functions(config: RunConfig, run: RunDir, locate: Locate) -> None
             raise BadInput(f"{locate(('grpo', key))[0]}: grpo.{key}: {error}") from error
 
 
-def _check_teacher(config: RunConfig, caches: Sequence[Path], locate: Locate) -> None:
-    """Check the teacher of a recipe as far as its files are on this machine. Raises BadInput with every problem."""
+def _with_teacher(config: RunConfig, caches: Sequence[Path], locate: Locate, filled: dict[str, str]) -> RunConfig:
+    """Check the teacher of a recipe as far as its files are on this machine, and fill in its size. Raises BadInput with
+    every problem."""
     if config.distill is None:
-        return
+        return config
     own = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
     folder, tokenizer = (path and find_folder(path, caches) for path in (config.distill.teacher, own))
     try:
         teacher = teacher_files(folder) if folder else None
         problems = [*against_teacher(config, teacher, tokenizer or None)]
     except ValueError as error:
-        problems = [str(error)]
+        teacher, problems = None, [str(error)]
     if problems:
         place = locate(("distill", "teacher"))[0]
         raise BadInput(f"{place}: {problem}" for problem in problems)
+    if teacher is None or config.distill.parameters is not None:
+        return config
+    filled["distill.parameters"] = str(teacher.folder)
+    distill = config.distill.model_copy(update={"parameters": teacher.parameters})
+    return config.model_copy(update={"distill": distill})
 
 
 def _check_environments(config: RunConfig, locate: Locate) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_rl.inference.config import ServerUrl, one_or_several
-from megatron_rl.recipe.section import HubPath, LaterPath, NonNegativeFloat, PositiveFloat, Section
+from megatron_rl.recipe.section import HubPath, LaterPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 class TeacherServers(Section):
@@ -53,6 +53,9 @@ class DistillConfig(Section):
     server: TeacherServers | None = None
     """Servers that compute the teacher's log-probs, for a teacher too large for the training ranks; default: the ranks
     do."""
+    parameters: PositiveInt | None = None
+    """Parameters of the teacher, from which `mrl plan` estimates its memory on the training ranks; default: counted in
+    its config.json where that is on this machine, else not estimated."""
     weight: PositiveFloat = 1.0
     """Weight of the teacher in the advantages."""
     reward_weight: NonNegativeFloat = 1.0

@@ -15,6 +15,7 @@ from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
+from megatron_rl.model.flops import training_flops
 from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape
 from megatron_rl.model.hub import local_folder
 
@@ -32,6 +33,14 @@ class TeacherFiles:
     """Whether the folder is a checkpoint instead of Hugging Face weights."""
     tokenizer: TokenizerConfig | None
     """Tokenizer of the run that the checkpoint belongs to; None if the folder holds the tokenizer's files."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters without norms and biases, a thousandth of all."""
+        rows = self.model.vocab_size or len(self.vocabulary() or ())
+        every_expert = self.model.model_copy(update={"experts_per_token": self.model.num_experts})
+        products = training_flops(every_expert, rows, tokens=1, pairs=0, predictions=1) / 6  # 2 forward, 4 backward
+        return int(products) + (not self.model.tied_embeddings) * rows * self.model.hidden_size
 
     def vocabulary(self) -> dict[str, int] | None:
         """Return the tokens of its tokenizer with their numbers; None if their file is not on this machine."""

@@ -19,7 +19,7 @@ ORDER = {
     "megatron_rl": """
         contract errors recipe inference.capabilities inference.vllm_options CONFIG
         model.hf_config inference.engine_limits config
-        model.hub distill.teacher
+        model.hub model.flops distill.teacher
         platform metrics rank model inference chat agent server endpoint environments algorithms rollout supervised
         distill checkpoint training refit standalone server.weights server.__main__ server.agent replica vllm evaluate
         fabric rehearse run train_rl run.attempt rank_main replica_main

@@ -32,6 +32,9 @@ def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -
     for memory in summary["memory"]:
         console.print()
         console.print(_memory(config, plan, memory))
+    if config.distill is not None and config.distill.server is None and config.distill.parameters is None:
+        text = "the memory of distill.teacher is not counted: its files are not here; give distill.parameters"
+        console.print(Text(f"note: {text}", style="yellow"))
     for warning in warnings(summary):
         console.print(Text(f"warning: {warning}", style="bold yellow"))
 
@@ -222,6 +225,7 @@ CURES = {
     "widened gradients": "raise tp or pp, or use more nodes (optimizer.distributed)",
     "optimizer": "raise tp or pp, use more nodes (optimizer.distributed), or set placement.offload: optimizer",
     "reference": "set grpo.kl_beta to 0, or raise tp",
+    "teacher": "give distill.server, or raise tp or pp",
     "activations": "lower training.tokens_per_microbatch and training.sequence_length, set training.recompute: full, "
     "or raise cp",
     "backward": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp or cp",

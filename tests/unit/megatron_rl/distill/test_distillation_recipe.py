@@ -12,8 +12,10 @@ from pydantic import ValidationError
 from supervised_helpers import supervised_run
 
 from launcher.errors import BadInput
+from launcher.plan.parameters import weights
+from launcher.plan.summary import make_plan, plan_json
 from launcher.recipe.load import load_recipe
-from megatron_rl.distill.teacher import read_vocabulary, vocabulary_difference
+from megatron_rl.distill.teacher import read_vocabulary, teacher_files, vocabulary_difference
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -71,6 +73,21 @@ def asked(teacher: Path, *more: str) -> None:
 
 def test_a_teacher_that_fits_is_accepted_also_with_further_tokens(tmp_path: Path) -> None:
     asked(published(tmp_path / "teacher", numbered(ALPHABET + "*")))
+
+
+@pytest.mark.parametrize("experts", [{}, {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}])
+def test_the_plan_counts_the_weights_of_a_teacher_on_the_ranks(tmp_path: Path, experts: dict[str, Any]) -> None:
+    more = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True} if experts else {}
+    folder = published(tmp_path / "teacher", numbered(ALPHABET), **experts, **more)
+    recipe = load_recipe("demo", [f"distill.teacher={folder}"])
+    exact = weights(teacher_files(folder).model, SHAPE["vocab_size"]).all
+    assert recipe.config.distill is not None and recipe.config.distill.parameters is not None
+    assert recipe.config.distill.parameters == pytest.approx(exact, rel=0.06)  # norms and biases of a tiny model
+    plan = plan_json(recipe.config, make_plan(recipe, None), None)
+    terms = {term["name"]: term["bytes"] for term in plan["memory"][0]["terms"]}
+    assert terms["teacher"] == 4 * recipe.config.distill.parameters
+    served = load_recipe("demo", [f"distill.teacher={folder}", "distill.server={urls: http://a/v1, model: m}"])
+    assert "teacher" not in str(plan_json(served.config, make_plan(served, None), None)["memory"])
 
 
 @pytest.mark.parametrize(
