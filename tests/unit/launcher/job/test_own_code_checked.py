@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from launcher.backends.local import supervisor_command
 from launcher.errors import BadInput
 from launcher.job.own_code import own_code_problems
 from launcher.job.run_directory import prepare
 from launcher.job.sources import code_sources
+from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, load_recipe, read_resolved
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
@@ -80,3 +82,19 @@ def test_run_keeps_a_copy_that_only_change_replaces(recipe: Recipe, tmp_path: Pa
 def test_package_of_a_function_is_part_of_the_snapshot() -> None:
     recipe = load_recipe("demo", ["grpo.policy_loss=hypothesis.strategies:loss"])
     assert "hypothesis" in [source.name for source in code_sources(recipe, Path("/"))]
+
+
+def test_ranks_on_this_machine_import_from_included_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("demo")
+    attempt = RunDir(tmp_path).attempt(1)
+
+    def command(*include: str) -> list[str]:
+        sizes = make_plan(recipe, None).sizes
+        return supervisor_command(RunDir(tmp_path), attempt, recipe.config.job, sizes, 60.0, None, include=include)
+
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    plain, included = command(), command("/mine", "/more")
+    end = plain.index("--") + 1
+    assert included == [*plain[:end], "env", "PYTHONPATH=/mine:/more:/theirs", *plain[end:]]
