@@ -200,7 +200,7 @@ class GrpoConfig(Section):
     """Divergence of the two-valued distributions of the token and all others (`policy_loss: dppo`). tv: total
     variation. kl: Kullback-Leibler. Default: tv."""
     baseline: BaselineName = "group"
-    """Rewards that the reward of an answer is compared with (docs/losses.md has the formulas). group: the mean of all
+    """Rewards that the reward of an answer is compared with (docs/advantages.md has the formulas). group: the mean of all
     answers to its prompt. leave_one_out: the mean of the other answers to its prompt (RLOO, arXiv 2402.14740). batch:
     the mean of all answers of the step (REINFORCE++, arXiv 2501.03262); a prompt without any right answer still
     teaches: its answers become less likely, and every answer goes through the model, which takes longer. maxrl: the
