@@ -200,9 +200,9 @@ class GrpoConfig(Section):
     """Divergence of the two-valued distributions of the token and all others (`policy_loss: dppo`). tv: total
     variation. kl: Kullback-Leibler. Default: tv."""
     baseline: BaselineName = "group"
-    """Rewards that the reward of an answer is compared with (docs/advantages.md has the formulas). group: the mean of all
-    answers to its prompt. leave_one_out: the mean of the other answers to its prompt (RLOO, arXiv 2402.14740). batch:
-    the mean of all answers of the step (REINFORCE++, arXiv 2501.03262); a prompt without any right answer still
+    """Rewards that the reward of an answer is compared with (docs/advantages.md has the formulas). group: the mean of
+    all answers to its prompt. leave_one_out: the mean of the other answers to its prompt (RLOO, arXiv 2402.14740).
+    batch: the mean of all answers of the step (REINFORCE++, arXiv 2501.03262); a prompt without any right answer still
     teaches: its answers become less likely, and every answer goes through the model, which takes longer. maxrl: the
     group's mean, by which the difference is also divided (arXiv 2602.02710): hard prompts weigh more. pass_at_k: a
     prompt earns the best reward of pass_k of its answers (arXiv 2508.10751, 2505.15201). per_reward: each component
