@@ -61,3 +61,38 @@ def test_a_checkpoint_holds_adapters_and_their_base(undisturbed: RunDir) -> None
     assert meta["adapters"]["rank"] == 4
     assert meta["adapters"]["base"] == "init supervised"
     assert meta["initial_weights"].startswith("sum-")
+
+
+def with_engine_apart(inference_tp: int, **placement: Any) -> dict[str, Any]:
+    """Recipe of two training ranks with TP 2, whose engine has another layout or ranks of its own."""
+    nodes = 2 if placement else 1
+    inference = {"tp": inference_tp, "nodes": nodes - 1 or None}
+    return recipe(
+        job={"nodes": nodes, "gpus_per_node": 2},
+        placement={"training": {"tp": 2}, "inference": inference, **placement},
+        training={"steps": 3},
+    )
+
+
+def test_replicas_with_adapters_answer_as_the_training_ranks_would(tmp_path: Path, cache: Path) -> None:
+    """The base reaches an engine of another layout once, and each replica that joins, also after a kill."""
+    alone = Attempt(prepare(tmp_path / "alone", with_engine_apart(1)), cache)
+    assert alone.exit_codes() == [0, 0], alone.logs()
+    apart = Attempt(prepare(tmp_path / "apart", with_engine_apart(1, mode="partitioned")), cache)
+    (first,) = apart.start_replica(0)
+    apart.wait_for_step(1)
+    first.kill()
+    apart.start_replica(0, start=1)
+    assert apart.exit_codes() == [0, 0], apart.logs()
+    assert reproducible(apart.run_dir) == reproducible(alone.run_dir)
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_while_replicas_generate_ahead(tmp_path: Path, cache: Path) -> None:
+    ahead = with_engine_apart(1, mode="partitioned") | {"async": {"max_lag": 1}, "resume": {"partial": "keep"}}
+    attempt = Attempt(prepare(tmp_path / "ahead", ahead), cache)
+    attempt.start_replica(0)
+    assert attempt.exit_codes() == [0, 0], attempt.logs()
+    lines = lines_of(attempt.run_dir.metrics)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["policy_version"] == 6
