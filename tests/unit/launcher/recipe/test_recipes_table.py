@@ -24,6 +24,7 @@ from megatron_rl.model.config import RopeScaling
 SMOLLM2 = [
     "smollm2-135m-chain-sum",
     "smollm2-135m-chain-sum-hard",
+    "smollm2-135m-chain-sum-lora",
     "smollm2-135m-chain-sum-vllm",
     "smollm2-135m-supervised",
     "smollm2-135m-verifiers",

@@ -83,8 +83,9 @@ def assert_alike(theirs: list[list[Completion]], ours: list[list[Completion]]) -
         {},
         {"qk_norm": True, "qkv_bias": False, "head_dim": 12, "tied_embeddings": False},
         {"rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 16}},
+        {"lora": {"rank": 2, "alpha": 2.0}},
     ],
-    ids=["tied", "normed", "stretched"],
+    ids=["tied", "normed", "stretched", "adapters"],
 )
 def test_greedy_answers_and_logprobs_equal_those_of_the_native_engine(
     platform: Any, groups: Any, shape: dict[str, Any]
