@@ -12,6 +12,8 @@ _MEANT = {
     "evaluation.every": "eval_every eval_freq eval_interval eval_steps test_freq val_interval val_period",
     "grpo.advantage_std": "norm_adv_by_std scale_rewards",
     "grpo.dual_clip": "clip_ratio_c",
+    "grpo.baseline": "adv_estimator advantage_estimator",
+    "grpo.dynamic_sampling": "filter_groups",
     "grpo.entropy_coefficient": "ent_coef entropy_coeff entropy_coef",
     "grpo.eps_high": "clip_high clip_ratio_high eps_clip_high epsilon_high ratio_clip_max",
     "grpo.eps_low": "clip clip_eps clip_low clip_range clip_ratio clip_ratio_low eps_clip ratio_clip_min",
