@@ -39,9 +39,8 @@ def test_file_without_the_function_is_refused_with_its_line(tmp_path: Path) -> N
 
 
 def test_unusable_function_is_refused_before_anything_starts(recipe: Recipe, tmp_path: Path) -> None:
-    assert own_code_problems(recipe, [], None, change=False) == []
     (tmp_path / "mine.py").write_text(LOSS.replace("* tokens.weights", ""))
-    (found,) = own_code_problems(load_recipe(recipe.asked, ["training.seed=1"]), [], None, change=False)
+    (found,) = own_code_problems(recipe, [], None, change=False)
     assert "mine.yaml:3: grpo.policy_loss: a token of weight 0 has a loss" in found
 
 
@@ -62,8 +61,6 @@ def test_modules_of_included_directories_are_checked_too(tmp_path: Path) -> None
     recipe = load_recipe("demo", [override])
     assert recipe.config.grpo.policy_loss == "elsewhere_of_tests:loss"
     assert own_code_problems(recipe, [tmp_path / "code"], None, change=False) == []
-    (found,) = own_code_problems(recipe, [], None, change=False)
-    assert f"override {override!r}: grpo.policy_loss: elsewhere_of_tests: ModuleNotFoundError" in found
 
 
 def test_run_keeps_a_copy_that_only_change_replaces(recipe: Recipe, tmp_path: Path) -> None:
