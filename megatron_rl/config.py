@@ -178,8 +178,8 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_answers(cls, values: Any) -> Any:
-        """Fill in what a supervised recipe does not need: `sampling` without an environment, and `grpo`, which is null
-        where it removes the section of a recipe that is extended."""
+        """Fill in what a supervised recipe does not need: `grpo`, and `sampling` without an environment. Null removes
+        the section of a recipe that is extended."""
         training = values.get("training") if isinstance(values, Mapping) else None
         if not isinstance(training, Mapping) or training.get("objective") != "supervised":
             return values
@@ -187,7 +187,7 @@ class RunConfig(Section):
         if changed.get("grpo", {}) is None:
             del changed["grpo"]
         if not any(changed.get(key) for key in ("environment", "environments")):
-            changed.setdefault("sampling", {"max_new_tokens": 1})
+            changed["sampling"] = changed.get("sampling") or {"max_new_tokens": 1}
         return changed
 
     @model_validator(mode="after")
