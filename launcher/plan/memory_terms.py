@@ -103,7 +103,8 @@ def _tokens(config: RunConfig, sizes: Sizes) -> int:
 
 def kept_bytes(config: RunConfig, sizes: Sizes, recompute: str) -> int:
     """Bytes that one layer keeps per token on one rank. If transformer_impl is left open, the larger of both."""
-    model, fused = config.model, config.training.transformer_impl != "local"
+    model = config.model
+    fused = config.training.transformer_impl != "local" and model.lora is None  # adapters need megatron-core's linears
     size, split = WEIGHT_BYTES[model.dtype], sizes.tp if sizes.sequence_parallel else 1
     if recompute == "full":
         return size * model.hidden_size // split
