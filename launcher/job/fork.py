@@ -87,7 +87,7 @@ def forked(fork: PlannedFork, given: Path | None) -> Iterator[RunDir]:
         raise BadInput(f"{given}: holds a run already; give a new directory")
     with run_directory(given, name, fork.source.root.absolute().parent) as root:
         gone = "the checkpoint may have been removed meanwhile (save.keep), or the disk be full"
-        with opened(fork.recipe, root.absolute(), False) as found, disk_errors(root, gone):
+        with opened(fork.recipe, root.absolute(), False, source=fork.source) as found, disk_errors(root, gone):
             fill(fork, found.run)
         try:
             yield found.run
@@ -137,8 +137,6 @@ def fill(fork: PlannedFork, target: RunDir) -> None:
         snapshot = Path(os.path.realpath(source.code))
         shutil.copytree(snapshot, target.root / snapshot.name, copy_function=_link, symlinks=True)
         target.code.symlink_to(snapshot.name)
-    if source.kept_files.exists():
-        shutil.copytree(source.kept_files, target.kept_files, dirs_exist_ok=True)
     _copy_lines(source.metrics, target.metrics, step)
     _copy_lines(source.evaluations, target.evaluations, step)
     write(target.fork, fork.record(time.time()))

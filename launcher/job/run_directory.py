@@ -74,12 +74,15 @@ def prepare(recipe: Recipe, root: Path, change: bool) -> Prepared:
 
 
 @contextmanager
-def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) -> Iterator[Opened]:
+def opened(
+    recipe: Recipe, root: Path, change: bool, my_job: str | None = None, source: RunDir | None = None
+) -> Iterator[Opened]:
     """Lock `root` and write the recipe into it. Where the caller fails everything is restored, unless it has set
     `handed_over`.
 
     Args:
         my_job: Slurm job of this process, which may own the run.
+        source: run whose copies of the user's code a new run takes over.
 
     Raises:
         BadInput: the directory is in use, foreign or unwritable, or its run has other values.
@@ -101,7 +104,7 @@ def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) 
             if found.corrected:
                 aside.enter_context(_set_aside(found))
             if not found.finished:
-                replaced = keep_files(run, recipe, renew=change or not has_work(run))
+                replaced = keep_files(run, recipe, renew=change or not has_work(run), source=source)
                 altered += replaced if change else []
                 if altered and not found.corrected:
                     _record_changes(run, altered, run.last_attempt() + 1)
@@ -240,21 +243,19 @@ def _remove_alone(lock: Path, ours: bool) -> None:
             lock.unlink()
 
 
-def keep_files(run: RunDir, recipe: Recipe, renew: bool) -> list[Change]:
+def keep_files(run: RunDir, recipe: Recipe, renew: bool, source: RunDir | None = None) -> list[Change]:
     """Copy the files of the user's code that the run's environments and algorithm use, so that all attempts run the
     same. Returns the replaced copies.
 
     Args:
         renew: whether to replace copies by the present files.
+        source: run whose copies take the place of the present files, as far as it has them.
 
     Raises:
         BadInput: a file cannot be read.
     """
-    found = read(KeptFiles, run.kept_files_record)
-    if isinstance(found, Unreadable):
-        raise BadInput(f"{found}, so the run's files of code are unknown")
-    record = if_readable(found)
-    before = {one.path: one for one in record.files} if record else {}
+    before = _kept(run)
+    copies = {path: source.kept_files / one.name for path, one in _kept(source).items()} if source else {}
     kept, changed = [], []
     own = (Reference.of(function).file for function in recipe.config.grpo.own_functions.values())
     files = used_files(recipe.config.task) if recipe.config.generates else []
@@ -263,7 +264,7 @@ def keep_files(run: RunDir, recipe: Recipe, renew: bool) -> list[Change]:
         if path in before and not (renew and Path(path).exists()):
             kept.append(before[path])
             continue
-        text = _read(Path(path))
+        text = _read(copies.get(path, Path(path)))
         digest = hashlib.sha256(text.encode()).hexdigest()
         name = f"{number}-{digest[:8]}/{Path(path).name}"  # the file's own name, for tracebacks
         (run.kept_files / name).parent.mkdir(parents=True, exist_ok=True)
@@ -271,9 +272,18 @@ def keep_files(run: RunDir, recipe: Recipe, renew: bool) -> list[Change]:
         kept.append(KeptFile(path, name, digest))
         if path in before and before[path].sha256 != digest:
             changed.append(Change(f"files.{Path(path).name}", before[path].sha256, digest))
-    if kept and (record is None or kept != record.files):
+    if kept and kept != [*before.values()]:
         write(run.kept_files_record, KeptFiles(kept))
     return changed
+
+
+def _kept(run: RunDir) -> dict[str, KeptFile]:
+    """The run's copies of the user's code by their original paths. Raises BadInput if their record is unreadable."""
+    found = read(KeptFiles, run.kept_files_record)
+    if isinstance(found, Unreadable):
+        raise BadInput(f"{found}, so the run's files of code are unknown")
+    record = if_readable(found)
+    return {one.path: one for one in record.files} if record else {}
 
 
 def _read(file: Path) -> str:

@@ -7,12 +7,14 @@ from run_helpers import make_run
 
 from launcher.errors import BadInput, Unsure
 from launcher.job.fork import PlannedFork, checkpoint_of, fill, forked, plan_fork, refuse_misfits
+from launcher.job.run_directory import keep_files
 from launcher.recipe.changes import Change
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, read, read_lines
 from megatron_rl.contract.run_records import Fork
+from megatron_rl.recipe.own_code import kept
 
 
 def trained(root) -> RunDir:
@@ -29,8 +31,6 @@ def trained(root) -> RunDir:
     (run.root / "code-002").mkdir()
     (run.root / "code-002" / "train.py").write_text("code")
     run.code.symlink_to("code-002")
-    (run.kept_files / "1").mkdir(parents=True)
-    (run.kept_files / "1" / "reward.py").write_text("reward")
     return run
 
 
@@ -43,9 +43,21 @@ def test_the_fork_has_the_run_up_to_the_checkpoint(tmp_path):
     assert [line.step for line in read_lines(MetricsLine, target.metrics).records] == [1, 2, 3]
     assert [line.step for line in read_lines(MetricsLine, target.evaluations).records] == [0]
     assert (target.code / "train.py").read_text() == "code"
-    assert (target.kept_files / "1" / "reward.py").read_text() == "reward"
     record = read(Fork, target.fork)
     assert (record.source, record.step, record.changes) == (str(source.root), 3, {"grpo.kl_beta": [0.0, 0.1]})
+
+
+def test_the_fork_takes_over_the_runs_copies_of_code_that_is_gone_meanwhile(tmp_path):
+    loss = tmp_path / "mine.py"
+    loss.write_text("def loss(tokens, config): ...\n")
+    recipe = load_recipe("demo", [f"grpo.policy_loss={loss}:loss"])
+    source = trained(tmp_path / "a")
+    keep_files(source, recipe, renew=True)
+    loss.unlink()
+    with forked(PlannedFork(source, 3, recipe, ()), tmp_path / "b") as target:
+        assert kept(recipe.config.grpo.policy_loss, target).startswith(str(target.kept_files))
+        (copy,) = target.kept_files.glob("*/mine.py")
+        assert copy.read_text() == "def loss(tokens, config): ...\n"
 
 
 def test_weights_take_no_space_and_outlive_their_run(tmp_path):
