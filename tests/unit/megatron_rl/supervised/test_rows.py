@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +63,24 @@ def encoded(data: DataConfig, values: dict[str, Any], tokenizer: Any, longest: i
     return found, parts
 
 
-@pytest.mark.parametrize("tokenizer", [qwen3(), qwen3(renderer="template"), tokenizer_of(CHATML)], ids=str)
-def test_the_messages_of_the_assistant_are_learned_with_their_ends(tokenizer: HuggingFaceTokenizer) -> None:
+TOKENIZERS: dict[str, Callable[[], HuggingFaceTokenizer]] = {
+    "renderer": qwen3,
+    "template": partial(qwen3, renderer="template"),
+    "no renderer": partial(tokenizer_of, CHATML),
+}
+
+
+@pytest.mark.parametrize("of", TOKENIZERS)
+def test_the_messages_of_the_assistant_are_learned_with_their_ends(of: str) -> None:
+    tokenizer = TOKENIZERS[of]()
     found, parts = encoded(DataConfig(), {"messages": TALK}, tokenizer)
     assert [part.removeprefix("<think>\n\n</think>\n\n") for part in parts] == ["2<|im_end|>", "4, I think<|im_end|>"]
     assert shown(tokenizer, found.tokens) == tokenizer.conversation(TALK, add_generation_prompt=False)
 
 
-@pytest.mark.parametrize("tokenizer", [qwen3(), qwen3(renderer="template")], ids=["renderer", "template"])
-def test_calls_of_tools_are_learned_and_their_results_are_not(tokenizer: HuggingFaceTokenizer) -> None:
+@pytest.mark.parametrize("of", ["renderer", "template"])
+def test_calls_of_tools_are_learned_and_their_results_are_not(of: str) -> None:
+    tokenizer = TOKENIZERS[of]()
     found, parts = encoded(DataConfig(tools="tools"), {"messages": CALLS, "tools": [TOOL]}, tokenizer)
     first, last = (part.removeprefix("<think>\n\n</think>\n\n") for part in parts)
     assert first == '<tool_call>\n{"name": "look_up", "arguments": {"word": "é"}}\n</tool_call><|im_end|>'
