@@ -414,6 +414,7 @@ class _Trainer:
         safe_points: SafePoints,
         policy_version: int,
         nonfinite_in_a_row: int,
+        teacher: None,
     ) -> None:
         self.policy, self.optimizer, self.safe_points = policy, optimizer, safe_points
         self.policy_version = policy_version
