@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from exactly_once import fates
 from loop_helpers import Attempt, loop_recipe, outcome_of, prepare, reproducible
 from optional import needs
@@ -64,6 +65,7 @@ def finished(run_dir: RunDir, cache: Path) -> RunDir:
     return run_dir
 
 
+@pytest.mark.slow  # a minute
 def test_a_run_drained_in_the_middle_of_a_program_ends_it_and_begins_its_rollout_again(tmp_path: Path) -> None:
     values = recipe(tmp_path)
     undisturbed = finished(prepare(tmp_path / "undisturbed", values), tmp_path / "cache")

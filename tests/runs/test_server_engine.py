@@ -127,6 +127,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
         found.kill_server()
 
 
+@pytest.mark.slow  # almost a minute
 def test_run_waits_for_its_server_updates_it_and_survives_its_loss(setting: Setting) -> None:
     run = setting.run("run")
     attempt = Attempt(run, setting.root / "cache", sabotage=asks_again_soon)

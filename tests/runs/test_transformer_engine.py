@@ -164,6 +164,7 @@ def test_modules_and_checkpoint_are_the_same_with_and_without_transformer_engine
     assert without["applied"]
 
 
+@pytest.mark.slow  # 20 s
 def test_model_of_its_linears_has_the_weights_checkpoint_and_training_of_one_without() -> None:
     """Checkpoints load bit for bit in both directions; logits, summed gradients and updates agree to rounding with any
     recomputation. FP8 needs padded inputs: there are seven tokens, and the stand-in, like the kernels, refuses token

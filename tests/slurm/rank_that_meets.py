@@ -20,3 +20,5 @@ total = torch.tensor([rank + 1])
 dist.all_reduce(total)
 dist.barrier()
 sys.stdout.write(f"rank {rank}: {total.item()}\n")
+sys.stdout.flush()
+dist.destroy_process_group()  # otherwise a thread of gloo may abort the process at its exit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from lab import wait_until
 from login import SECONDS, Login
 from together import Together
@@ -28,6 +29,7 @@ def no_health_step(login: Login, condition: str) -> None:
 
 
 @together
+@pytest.mark.slow  # half a minute; the policy has unit tests
 def test_job_without_a_spare_node_moves_to_other_nodes_and_avoids_the_bad_one(login: Login) -> None:
     # Nodes 1 to 3 are the job's choice, and the third is taken until it has begun: so it gets the second, which is bad.
     login.confine(1, 3)

@@ -44,6 +44,7 @@ def submit(login: Login) -> Run:
     return run
 
 
+@pytest.mark.slow  # a minute; test_partitioned does so without Slurm
 def test_killed_replica_is_restarted_and_the_record_unchanged(login: Login, colocated: Callable[[], RunDir]) -> None:
     run = submit(login)
     assert kill_rank(run, 0, "infer-0")

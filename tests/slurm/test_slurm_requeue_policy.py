@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from json_files import read_json
 from lab import wait_until
 from login import SECONDS, Login, Run
@@ -26,6 +27,7 @@ def until_second_attempt(login: Login, run: Run, taken: str) -> None:
 
 
 @together
+@pytest.mark.slow  # a minute; the policy has unit tests
 def test_run_that_crashes_after_a_new_checkpoint_restarts_later_and_then_on_other_nodes(login: Login) -> None:
     login.confine(1, 3)
     taken = login.take("node03")

@@ -23,7 +23,13 @@ from megatron_rl.contract.paths import RunDir
         (["sampling.min_new_tokens=4"], "sampling.min_new_tokens"),
         (["sampling.top_k=50", "sampling.top_p=0.9"], "sampling.top_k together with top_p"),
         (["inference.page_tokens=128"], "inference.page_tokens is 128"),
-        (["inference.cache_tokens=200", "training.sequence_length=150", "sampling.max_new_tokens=100"], "cache_tokens"),
+        (
+            [
+                *("inference.cache_tokens=200", "training.sequence_length=150"),
+                *("sampling.max_new_tokens=100", "grpo.overlong.buffer=20"),
+            ],
+            "cache_tokens",
+        ),
         (["inference.max_batch=30"], "inference.max_batch 30 is not a multiple of placement.inference.tp 8"),
         (["resume.partial=regenerate"], "resume.partial is regenerate"),
     ],

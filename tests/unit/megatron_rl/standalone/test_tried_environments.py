@@ -67,6 +67,7 @@ def adder(monkeypatch: pytest.MonkeyPatch) -> EnvironmentConfig:
 
     monkeypatch.setattr(trial_module, "with_samples", lambda config: config)
     monkeypatch.setattr(trial_module, "build_environment", build)
+    monkeypatch.setattr(trial_module, "environment_class", lambda name: Adder)
     return EnvironmentConfig(name="adder")
 
 
@@ -114,6 +115,7 @@ def test_prints_of_an_environment_stay_out_of_the_output(
 
     monkeypatch.setattr(trial_module, "with_samples", lambda config: config)
     monkeypatch.setattr(trial_module, "build_environment", lambda config, tokenizer: Chatty(Section(), tokenizer))
+    monkeypatch.setattr(trial_module, "environment_class", lambda name: Chatty)
     monkeypatch.setattr(sys, "stdin", StringIO('{"environment": {"name": "chatty"}, "problems": 2}'))
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # main gives it away
     assert main() == 0

@@ -25,6 +25,7 @@ class Stage:
         self.config = self
         self.params_dtype, self.device = torch.float32, torch.device("cpu")
 
+    def begin_microbatch(self, number: int) -> None: ...
     def layout(self, batch: MicroBatch) -> None: ...
     def hidden_shape(self, tokens: int) -> tuple[int]:
         return (tokens,)
