@@ -97,18 +97,21 @@ class VllmClient:
         """
         params = sampling_params(sampling, ends, samples, known)
         content = {"model": MODEL_NAME, "token_ids": [*prompt], "sampling_params": params}
-        async with self._stream("/inference/v1/generate", content | {"stream": True}) as response:
-            if not response.is_success:
-                raise await _refusal(response)
-            async for line in response.aiter_lines():
-                field, _, data = line.partition(":")
-                if field != "data" or data.strip() == "[DONE]":
-                    continue
-                event = _json(data)
-                if "error" in event:
-                    raise VllmGone(f"vLLM gave up an answer: {event['error']}")
-                for choice in event.get("choices", ()):
-                    yield piece_of(choice)
+        try:
+            async with self._stream("/inference/v1/generate", content | {"stream": True}) as response:
+                if not response.is_success:
+                    raise await _refusal(response)
+                async for line in response.aiter_lines():
+                    field, _, data = line.partition(":")
+                    if field != "data" or data.strip() == "[DONE]":
+                        continue
+                    event = _json(data)
+                    if "error" in event:
+                        raise VllmGone(f"vLLM gave up an answer: {event['error']}")
+                    for choice in event.get("choices", ()):
+                        yield piece_of(choice)
+        except httpx.HTTPError as error:  # also in the middle of an answer
+            raise _gone("/inference/v1/generate", error) from error
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs of all tokens but the first, given those before each. The request precedes all waiting answers."""
