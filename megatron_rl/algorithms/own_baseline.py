@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,8 +10,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.answers import ScoredAnswers
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.errors import ConfigurationError, task_location
-from megatron_rl.recipe.own_code import is_own, load
+from megatron_rl.algorithms.own_function import called, check_signature, own_function
 
 OwnBaseline = Callable[[ScoredAnswers, GrpoConfig], Tensor]
 """Answers of the whole step -> [answers] their advantages."""
@@ -24,36 +21,15 @@ SIGNATURE = "def advantages(answers: ScoredAnswers, config: GrpoConfig) -> Tenso
 def own_baseline(config: GrpoConfig) -> OwnBaseline | None:
     """Return the function of the user's that `grpo.baseline` names, checked by `check`; None if the baseline is one of
     ours. Raises ConfigurationError."""
-    if not is_own(config.baseline):
-        return None
-    try:
-        return _checked(config.baseline, config)
-    except ValueError as error:
-        raise ConfigurationError(f"grpo.baseline: {error}") from error
-
-
-@cache
-def _checked(reference: str, config: GrpoConfig) -> OwnBaseline:
-    found = load(reference)
-    check(found, config)
-    return found
+    return own_function("baseline", config.baseline, check, config)
 
 
 def check(baseline: Callable[..., Any], config: GrpoConfig) -> None:
     """Call a function of the user's with a few answers and with none. Raises ValueError if it does not accept the
     arguments, raises an error, or returns something other than [answers] finite values."""
-    try:
-        inspect.signature(baseline).bind(None, config)
-    except TypeError as error:
-        raise ValueError(f"the function cannot be called as {SIGNATURE}: {error}") from error
+    check_signature(baseline, config, SIGNATURE)
     for answers in (sample_answers(), no_answers()):
-        try:
-            found = baseline(answers, config)
-        except Exception as error:  # the user's code may raise anything
-            where = f"{place}: " if (place := task_location(error)) else ""
-            raise ValueError(
-                f"{where}{type(error).__name__}: {error} (for a step of {len(answers.rewards)} answers)"
-            ) from error
+        found = called(baseline, answers, config, f"a step of {len(answers.rewards)} answers")
         as_advantages(found, answers)
 
 

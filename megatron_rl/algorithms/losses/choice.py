@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +16,8 @@ from megatron_rl.algorithms.losses.gspo import gspo, gspo_token
 from megatron_rl.algorithms.losses.reinforce import reinforce
 from megatron_rl.algorithms.losses.sapo import sapo
 from megatron_rl.algorithms.losses.token_loss import TokenLoss
+from megatron_rl.algorithms.own_function import called, check_signature, own_function
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
-from megatron_rl.errors import ConfigurationError, task_location
-from megatron_rl.recipe.own_code import is_own, load
 
 PolicyLoss = Callable[[TrainedTokens, GrpoConfig], TokenLoss]
 """Loss of ours: the losses of the tokens before their weights."""
@@ -42,29 +39,14 @@ SIGNATURE = "def loss(tokens: TrainedTokens, config: GrpoConfig) -> Tensor"
 def own_policy_loss(config: GrpoConfig) -> OwnPolicyLoss | None:
     """Return the function of the user's that `grpo.policy_loss` names, checked by `check`; None if the loss is one of
     ours. Raises ConfigurationError."""
-    if not is_own(config.policy_loss):
-        return None
-    try:
-        return _checked(config.policy_loss, config)
-    except ValueError as error:
-        raise ConfigurationError(f"grpo.policy_loss: {error}") from error
-
-
-@cache
-def _checked(reference: str, config: GrpoConfig) -> OwnPolicyLoss:
-    found = load(reference)
-    check(found, config)
-    return found
+    return own_function("policy_loss", config.policy_loss, check, config)
 
 
 def check(loss: Callable[..., Any], config: GrpoConfig) -> None:
     """Call a loss of the user's with a tiny batch and an empty one. Raises ValueError if it does not accept the
     arguments, raises an error, returns something other than [tokens] finite values with a finite gradient, or gives a
     token of weight 0 a loss or a gradient."""
-    try:
-        inspect.signature(loss).bind(None, config)
-    except TypeError as error:
-        raise ValueError(f"the function cannot be called as {SIGNATURE}: {error}") from error
+    check_signature(loss, config, SIGNATURE)
     tokens = sample_tokens(config)
     values = _called(loss, tokens, config)
     if not values.isfinite().all():
@@ -89,12 +71,7 @@ def check(loss: Callable[..., Any], config: GrpoConfig) -> None:
 
 def _called(loss: Callable[..., Any], tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
     """Raises ValueError."""
-    count = len(tokens.logprobs)
-    try:
-        values = loss(tokens, config)
-    except Exception as error:  # the user's code may raise anything
-        where = f"{place}: " if (place := task_location(error)) else ""
-        raise ValueError(f"{where}{type(error).__name__}: {error} (for a batch of {count} tokens)") from error
+    values = called(loss, tokens, config, f"a batch of {len(tokens.logprobs)} tokens")
     return as_losses(values, tokens)
 
 
