@@ -1,4 +1,4 @@
-"""Paged key/value cache, and the two attention layouts that write and read it."""
+"""Paged key/value cache, and the attention layouts that write and read it."""
 
 from __future__ import annotations
 
@@ -79,6 +79,22 @@ class PrefillLayout:
         if self.seen is not None:
             key, value = (each.to(query.dtype) for each in self.cache.read(layer, self.seen))
         return self.packed.attend(layer, query, key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedLayout:
+    """Attention of a prefill of which some sequences have earlier tokens, by a kernel that reads the cache in place."""
+
+    cache: KeyValueCache
+    source: Tensor
+    """[copied] index of a packed token."""
+    target: Tensor
+    """Chunks that the tokens are copied to, see `KeyValueCache.index`."""
+    pages: PagedAttention
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.cache.write(layer, self.target, key.index_select(0, self.source), value.index_select(0, self.source))
+        return self.pages.attend(query, self.cache.keys[layer - 1], self.cache.values[layer - 1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rl.inference.admission import Prefill
 from megatron_rl.inference.api import PromptScores
-from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
+from megatron_rl.inference.cache import ContinuedLayout, DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.decode_graphs import decode_graphs
 from megatron_rl.inference.row_state import DrawWork, RowState, to_device
@@ -30,7 +30,7 @@ from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.frozen import FrozenPolicy
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import Layout, whole_sequences
-from megatron_rl.platform.paged_attention import PagedRows
+from megatron_rl.platform.paged_attention import PagedChunks, PagedRows
 
 
 class ModelRunner:
@@ -139,6 +139,9 @@ class ModelRunner:
         whole = whole_sequences(stops)
         if not any(prefill.start for prefill in prefills):
             return PrefillLayout(self.policy.layout(whole), cache, source, cache.index(target), None)
+        pages = self.policy.chunk_attention(paged_chunks(prefills, self._page_tokens))
+        if pages is not None:
+            return ContinuedLayout(cache, source, cache.index(target), pages)
         offsets = np.cumsum([0, *stops[:-1]])
         part = [
             np.arange(offset + prefill.start, offset + stop)
@@ -211,6 +214,16 @@ def slots_written(prefills: Sequence[Prefill], page_tokens: int) -> tuple[NDArra
         packed += len(prefill.tokens)
     sources, slots, lengths = np.array(runs, dtype=np.int64).T
     return _runs(sources, lengths), _runs(slots, lengths)
+
+
+def paged_chunks(prefills: Sequence[Prefill], page_tokens: int) -> PagedChunks:
+    """Return the sequences in pages whose last tokens these prefills compute."""
+    pages = [(*prefill.pages, *prefill.own[:1]) for prefill in prefills]
+    table = np.zeros((len(pages), max(map(len, pages))), dtype=np.int32)
+    for row, of_sequence in zip(table, pages, strict=True):
+        row[: len(of_sequence)] = of_sequence
+    new = np.array([len(prefill.tokens) for prefill in prefills])
+    return PagedChunks(table, new, new + [prefill.start for prefill in prefills], page_tokens)
 
 
 def slots_seen(prefills: Sequence[Prefill], page_tokens: int) -> NDArray[np.int64]:

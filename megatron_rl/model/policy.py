@@ -23,7 +23,7 @@ from megatron_rl.model.layers import Rotation, packed_block_spec
 from megatron_rl.model.lora import Adapters
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
+from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -186,6 +186,10 @@ class Policy(GPTModel):
     def paged_attention(self, rows: PagedRows) -> PagedAttention:
         """Return the attention to a paged cache: see `Platform.paged_attention`."""
         return self._platform.paged_attention(rows, self.config.params_dtype)
+
+    def chunk_attention(self, chunks: PagedChunks) -> PagedAttention | None:
+        """Return the attention of prefills that continue sequences: see `Platform.chunk_attention`."""
+        return self._platform.chunk_attention(chunks, self.config.params_dtype)
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
+from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig  # slow to import, and not needed to select a device
@@ -92,7 +92,11 @@ class Platform(Protocol):
         """
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
-        """Return the attention to a paged cache for queries of this dtype."""
+        """Return the attention of single new tokens to a paged cache for queries of this dtype."""
+
+    def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
+        """Return the attention of several new tokens to a paged cache; None if no kernel of this device supports it,
+        and `attention_layout` of a part has to attend to keys and values that are read from the cache."""
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of cached keys and values for a model of this dtype."""

@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
-from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
+from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 from megatron_rl.platform.part_attention import part_layout
 from megatron_rl.platform.sparse_attention import sparse_attention
 from megatron_rl.platform.whole_linears import whole_linears
@@ -71,6 +71,9 @@ class CpuPlatform:
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return sparse_attention(rows)
+
+    def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
+        return None
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32  # required by torch's sparse kernels

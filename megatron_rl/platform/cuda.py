@@ -18,7 +18,7 @@ from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.dense_attention import FanOut
 from megatron_rl.platform.flash_kernels import find_paged_kernel, find_varlen_kernel
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
-from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
+from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -101,6 +101,9 @@ class CudaPlatform:
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return self.attention.paged(rows, dtype)
+
+    def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
+        return self.attention.chunks(chunks, self.device, dtype)
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype

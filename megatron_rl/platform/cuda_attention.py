@@ -10,8 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.flash_kernels import PAGE_MULTIPLE, Kernel, PagedAttend, VarlenAttend
-from megatron_rl.platform.paged_attention import KernelAttention, PagedAttention, PagedRows, gathered_attention
+from megatron_rl.platform.flash_kernels import PAGE_MULTIPLE, PagedKernel, VarlenKernel
+from megatron_rl.platform.kernel_speed import key_splits
+from megatron_rl.platform.paged_attention import (
+    ChunkAttention,
+    KernelAttention,
+    PagedAttention,
+    PagedChunks,
+    PagedRows,
+    gathered_attention,
+)
 from megatron_rl.platform.tree_attention import BLOCK, Blocks, compiled_attention, tree_layout
 from megatron_rl.platform.tree_attention import Attend as TreeAttend
 from megatron_rl.platform.varlen_attention import varlen_layout
@@ -26,11 +34,11 @@ GATHERED_BLOCK = 2.0
 class CudaAttention:
     """The attention kernels of a rank."""
 
-    varlen: Kernel[VarlenAttend] | None
+    varlen: VarlenKernel | None
     """None if this machine has none."""
     tree: TreeAttend = compiled_attention
-    pages: Kernel[PagedAttend] | None = None
-    """Kernel for decoding; None if this machine has none."""
+    pages: PagedKernel | None = None
+    """Kernels for decoding and for prefills that continue; None if this machine has none."""
 
     def layout(
         self, packed: PackedSequences, device: torch.device, dtype: torch.dtype, part: Tensor | None = None
@@ -51,7 +59,13 @@ class CudaAttention:
         if self.pages is None or not self.reads_pages(dtype, rows.page_tokens):
             return gathered_attention(rows)
         longest = rows.table.shape[1] * rows.page_tokens
-        return KernelAttention(self.pages.attend, rows.table, rows.lengths.int(), longest)
+        return KernelAttention(self.pages.attend, rows.table, rows.lengths.int(), longest, key_splits(longest))
+
+    def chunks(self, chunks: PagedChunks, device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
+        """Return attention of prefills that continue sequences, by a kernel that reads pages, if one supports them."""
+        if self.pages is None or not self.reads_pages(dtype, chunks.page_tokens):
+            return None
+        return ChunkAttention.of(chunks, self.pages.attend_chunks, device)
 
     def reads_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
         """Whether a kernel supports pages of this size."""
@@ -67,7 +81,8 @@ class CudaAttention:
         """Description of the kernels, for people."""
         if self.varlen is None:
             return "FlexAttention: Transformer Engine, flash-attn and torch 2.12 are all missing"
-        return f"{self.varlen.name}; FlexAttention if much is shared, in fp32, and under cp"
+        pages = f"pages by {self.pages.name}" if self.pages else "pages gathered"
+        return f"{self.varlen.name}; {pages}; FlexAttention if much is shared, in fp32, and under cp"
 
 
 def tree_is_faster(subtree_ends: NDArray[np.int32]) -> bool:

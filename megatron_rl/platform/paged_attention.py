@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence to a paged cache: the interface, and an implementation that gathers.
+"""Attention of new tokens to a paged cache: the interface, and an implementation for single tokens that gathers.
 
 GPU kernels (flash_kernels.py) and CPU kernels (sparse_attention.py) read pages in place. Elsewhere the pages of a
 sequence are gathered, layer by layer, for torch's dense kernel, which is half as fast again if the tokens of a head
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_rl.platform.flash_kernels import PagedAttend
+from megatron_rl.platform.flash_kernels import ChunkAttend, PagedAttend
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,26 @@ class PagedRows:
         return min(int(self.bounds.max()), self.table.shape[1] * self.page_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class PagedChunks:
+    """Sequences in pages, each with one or more new tokens at its end, on the CPU."""
+
+    table: NDArray[np.int32]
+    """[sequences, pages] pages of each sequence from its first token on, padded with arbitrary ones."""
+    new: NDArray[np.int64]
+    """[sequences] new tokens of each, at least one."""
+    lengths: NDArray[np.int64]
+    """[sequences] tokens of each, new ones included."""
+    page_tokens: int
+
+
 class PagedAttention(Protocol):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attend in one layer.
 
-        query [rows, heads, head_size]; keys and values of all pages, including the new tokens, [pages, page_tokens,
-        kv_heads, head_size], or [pages, kv_heads, page_tokens, head_size] if they are gathered -> [rows, heads *
-        head_size]
+        query [rows, heads, head_size], a row for each new token; keys and values of all pages, including the new
+        tokens, [pages, page_tokens, kv_heads, head_size], or [pages, kv_heads, page_tokens, head_size] if they are
+        gathered -> [rows, heads * head_size]
         """
 
 
@@ -92,6 +105,38 @@ class KernelAttention:
     lengths: Tensor
     """[rows] int32."""
     longest: int
+    splits: int
+    """Parts of the keys that the kernel attends to at the same time."""
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return self.kernel(query, keys, values, self.table, self.lengths, self.longest).flatten(1)
+        return self.kernel(query, keys, values, self.table, self.lengths, self.longest, self.splits).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAttention:
+    """PagedAttention of the new tokens of `PagedChunks` by a kernel."""
+
+    kernel: ChunkAttend
+    table: Tensor
+    query_edges: Tensor
+    """[sequences + 1] int32, the first new token of each sequence, and their number."""
+    key_edges: Tensor
+    """[sequences + 1] int32, the same for all tokens."""
+    most: tuple[int, int]
+    """New tokens, and all tokens, of a sequence at most."""
+
+    @classmethod
+    def of(cls, chunks: PagedChunks, kernel: ChunkAttend, device: torch.device) -> ChunkAttention:
+        def edges(counts: NDArray[np.int64]) -> Tensor:
+            return on_device(np.concatenate(([0], counts.cumsum())).astype(np.int32))
+
+        def on_device(values: NDArray[np.int32]) -> Tensor:
+            return torch.from_numpy(values).to(device, non_blocking=True)
+
+        # For sequences of one new token each, flash-attn would choose splits of the keys by their number.
+        most = max(2, int(chunks.new.max())), int(chunks.lengths.max())
+        return cls(kernel, on_device(chunks.table), edges(chunks.new), edges(chunks.lengths), most)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        edges = self.query_edges, self.key_edges
+        return self.kernel(query, keys, values, self.table, *edges, *self.most).flatten(1)

@@ -35,7 +35,7 @@ from megatron_rl.platform.api import AnyModule
 from megatron_rl.platform.cpu import CpuPlatform, patched_for
 from megatron_rl.platform.cuda import CudaPlatform
 from megatron_rl.platform.cuda_attention import CudaAttention
-from megatron_rl.platform.flash_kernels import Kernel
+from megatron_rl.platform.flash_kernels import PagedKernel, VarlenKernel
 from megatron_rl.platform.implementation import UNASKED
 from megatron_rl.platform.megatron_patches import patch_multi_tensor
 
@@ -180,13 +180,24 @@ def _attend_in_sequences(query: Tensor, key: Tensor, value: Tensor, _cu_seqlens:
 
 
 def _attend_in_pages(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, _longest: int
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, _longest: int, _splits: int
 ) -> Tensor:
     """A kernel that reads pages: checks dtypes and allocates only its result."""
     assert table.dtype is lengths.dtype is torch.int32
     assert keys.shape == values.shape
     assert keys.shape[-1] == query.shape[-1]
     return query + 0 * (keys[0, 0, 0, 0] + table[:, :1, None] + lengths[:, None, None]).to(query.dtype)
+
+
+def _attend_in_chunks(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, of_queries: Tensor, of_keys: Tensor, *_most: int
+) -> Tensor:
+    """A kernel that reads pages for several tokens of a sequence, likewise."""
+    assert table.dtype is of_queries.dtype is of_keys.dtype is torch.int32
+    assert len(of_queries) == len(of_keys) == len(table) + 1
+    assert keys.shape == values.shape
+    assert keys.shape[-1] == query.shape[-1]
+    return query + 0 * (keys[0, 0, 0, 0] + table[0, 0] + of_queries[0] + of_keys[0]).to(query.dtype)
 
 
 @dataclass(slots=True)
@@ -312,7 +323,9 @@ class PhantomPlatform(CudaPlatform):
         """phantom: a device whose context is entered."""
         self.device = phantom.device
         self.attention = CudaAttention(
-            Kernel("phantom", _attend_in_sequences), _attend_in_trees, Kernel("phantom", _attend_in_pages)
+            VarlenKernel("phantom", _attend_in_sequences),
+            _attend_in_trees,
+            PagedKernel("phantom", _attend_in_pages, _attend_in_chunks),
         )
         self.made_of = UNASKED
         self._phantom = phantom

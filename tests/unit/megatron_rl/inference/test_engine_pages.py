@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from core_helpers import END, answer_logprobs, tiny_model, tiny_policy, tiny_run
 from examples import examples
+from flash_attn_stand_in import FLASH_ATTN
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +20,13 @@ from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling,
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.policy import Policy
+from megatron_rl.platform import cuda_attention
+from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cpu import CpuPlatform
 from megatron_rl.platform.cuda import CudaPlatform
+from megatron_rl.platform.cuda_attention import CudaAttention
+from megatron_rl.platform.flash_kernels import find_paged_kernel, find_varlen_kernel
+from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 PROMPTS = [
@@ -103,6 +110,41 @@ def test_pages_pressure_pieces_and_shared_prefixes_change_no_answer(
     requests = [GenerationRequest(prompt, samples[i], PLAIN, i) for i, prompt in enumerate(PROMPTS)]
     assert_the_models(policy, requests, answers(engine, requests))
     assert engine.load.free_pages == engine.load.pages
+
+
+class ReadsPages(CpuPlatform):
+    """A CPU that attends like a GPU with flash-attn."""
+
+    computes_on_host = False
+
+    def __init__(self) -> None:
+        super().__init__(threads=1)
+        self.attention = CudaAttention(find_varlen_kernel(), pages=find_paged_kernel())
+
+    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
+        assert part is None, "a part of the tokens would compile FlexAttention"
+        return self.attention.layout(packed, self.device, torch.bfloat16)
+
+    def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
+        return self.attention.paged(rows, torch.bfloat16)
+
+    def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
+        return self.attention.chunks(chunks, self.device, torch.bfloat16)
+
+    def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
+        return False
+
+
+def test_on_a_gpu_found_and_cut_prefixes_are_read_in_place(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in (FLASH_ATTN | {"transformer_engine": None}).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(cuda_attention, "PAGE_MULTIPLE", 4)
+    of_gpu = tiny_policy(ReadsPages(), scale=0.15)
+    of_gpu.load_state_dict(policy.state_dict())
+    engine = engine_of(of_gpu, prefill_tokens=8)
+    requests = [GenerationRequest(prompt, 3, PLAIN, i) for i, prompt in enumerate(PROMPTS)]
+    assert_the_models(policy, requests, answers(engine, requests))
+    assert engine.prefilled_tokens < sum(map(len, PROMPTS)), "no prefix was found"
 
 
 def test_evicted_answer_resumes_with_the_same_tokens(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from examples import examples
+from flash_attn_stand_in import FLASH_ATTN, package
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.nn.attention import flex_attention as flex
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.platform.attention import PackedSequences, whole_sequences
 from megatron_rl.platform.cuda_attention import CudaAttention, tree_is_faster
-from megatron_rl.platform.flash_kernels import Kernel, find_varlen_kernel
+from megatron_rl.platform.flash_kernels import VarlenKernel, find_varlen_kernel
 from megatron_rl.platform.phantom import PhantomDevice
 from megatron_rl.platform.tree_attention import TreeLayout, tree_layout
 from megatron_rl.platform.varlen_attention import VarlenLayout, varlen_layout
@@ -119,30 +120,6 @@ def test_gradients_of_tokens_shared_by_branches_are_summed_in_fp32() -> None:
 # Kernels of other packages, replaced by functions with their signatures that compute what they document.
 
 
-def flash_attn_varlen_func(  # flash-attn 2.7.4 and 2.8.3
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-) -> Tensor:
-    assert causal
-    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-    assert max_seqlen_q == max_seqlen_k
-    return causal_in_sequences(q, k, v, cu_seqlens_q, max_seqlen_q)
-
-
 class DotProductAttention(torch.nn.Module):  # Transformer Engine 2.4; 2.9 has further parameters at the end
     def __init__(
         self,
@@ -200,13 +177,6 @@ class DotProductAttention(torch.nn.Module):  # Transformer Engine 2.4; 2.9 has f
         return causal_in_sequences(query_layer, key_layer, value_layer, cu_seqlens_q, max_seqlen_q).flatten(1)
 
 
-def package(name: str, **names: Any) -> ModuleType:
-    module = ModuleType(name)
-    vars(module).update(names, __version__="1.2.3", __path__=[])
-    return module
-
-
-FLASH_ATTN = {"flash_attn": package("flash_attn", flash_attn_varlen_func=flash_attn_varlen_func)}
 TRANSFORMER_ENGINE = {
     "transformer_engine": package("transformer_engine"),
     "transformer_engine.pytorch": package("transformer_engine.pytorch", DotProductAttention=DotProductAttention),
@@ -406,7 +376,7 @@ def test_a_small_tree_beside_much_unshared_is_not_gathered() -> None:
 
 
 def test_the_kernel_follows_from_type_and_sharing() -> None:
-    attention = CudaAttention(Kernel("one", causal_in_sequences))
+    attention = CudaAttention(VarlenKernel("one", causal_in_sequences))
     shared = PackedSequences(torch.tensor([0, 5248], dtype=torch.int32), torch.from_numpy(tree_of(2048, 200, 16)))
     alone = whole_sequences([20, 30])
     layouts = {
@@ -420,14 +390,14 @@ def test_the_kernel_follows_from_type_and_sharing() -> None:
         (True, torch.float32): TreeLayout,
         (False, torch.float32): TreeLayout,
     }
-    assert attention.description.startswith("one; FlexAttention if")
+    assert attention.description.startswith("one; pages gathered; FlexAttention if")
     part = torch.arange(2624)
     assert type(attention.layout(alone, CPU, torch.bfloat16, torch.arange(20))) is TreeLayout
     assert type(attention.layout(shared, CPU, torch.bfloat16, part)) is TreeLayout
 
 
 def test_branches_are_gathered_only_for_a_flash_kernel() -> None:
-    attention = CudaAttention(Kernel("one", causal_in_sequences))
+    attention = CudaAttention(VarlenKernel("one", causal_in_sequences))
     assert attention.gathers_branches(torch.bfloat16, in_parts=False)
     assert not attention.gathers_branches(torch.bfloat16, in_parts=True)
     assert not attention.gathers_branches(torch.float32, in_parts=False)
@@ -435,6 +405,6 @@ def test_branches_are_gathered_only_for_a_flash_kernel() -> None:
 
 
 def test_an_empty_micro_batch_is_supported() -> None:
-    layout = CudaAttention(Kernel("one", causal_in_sequences)).layout(MicroBatch.empty(), CPU, torch.bfloat16)
+    layout = CudaAttention(VarlenKernel("one", causal_in_sequences)).layout(MicroBatch.empty(), CPU, torch.bfloat16)
     query, key, value = random_qkv(1, torch.bfloat16)
     assert torch.equal(layout.attend(1, query, key, value), value.repeat_interleave(2, dim=1).flatten(1))
