@@ -48,9 +48,9 @@ class PagedKernel:
 
     name: str
     attend: PagedAttend
-    """For decoding."""
+    """Kernel for decoding."""
     attend_chunks: ChunkAttend
-    """For prefills that continue sequences."""
+    """Kernel for prefills that continue sequences."""
 
 
 Kernel = TypeVar("Kernel", VarlenKernel, PagedKernel)
