@@ -1,6 +1,7 @@
-"""Learning curves of the demo with several losses and baselines, three seeds each.
+"""Learning curves of a recipe with several losses and baselines, three seeds each.
 
     python tests/benchmarks/variants.py FOLDER [--seeds 3] [--steps 300] [--out docs/variants.svg]
+    python tests/benchmarks/variants.py FOLDER --recipe smollm2-135m-chain-sum --steps 30 --out FILE
 
 Trains one after the other into FOLDER, where finished runs are not repeated. Each step has four updates, so that three
 of them are off policy: with a single update per step all losses have one gradient. Prints a table, and draws the mean
@@ -25,37 +26,36 @@ VARIANTS = {
     "dr_grpo": ["grpo.advantage_std=none", "grpo.reduction=constant"],
 }
 COLOURS = ["#08519c", "#e6550d", "#31a354", "#9ecae1", "#756bb1", "#c0392b"]
-WINDOW = 20
-"""Steps over which the drawn reward is the mean."""
-LAST = 50
-"""Steps whose mean reward is in the table."""
+GLOBAL_BATCH = {"demo": 128, "smollm2-135m-chain-sum": 32}
+"""Answers of an update for each recipe: a quarter of a step's."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 320, 52, 16, 44, 44
 """Size and margins of the plot, in pixels."""
 
 
-def trained(folder: Path, name: str, seed: int, steps: int) -> list[float]:
+def trained(folder: Path, recipe: str, name: str, seed: int, steps: int) -> list[float]:
     """Return the mean rewards of the steps of a run, which is started unless it has finished."""
     run = folder / f"{name}-{seed}"
     if not (run / "DONE").exists():
         keys = [
             f"training.steps={steps}",
             f"training.seed={seed}",
-            "grpo.global_batch=128",
-            f"evaluation.every={steps}",
+            f"grpo.global_batch={GLOBAL_BATCH[recipe]}",
+            "evaluation.every=0",
         ]
-        command = [Path(sys.executable).with_name("mrl-submit"), "demo", "--run-dir", str(run), *keys, *VARIANTS[name]]
+        command = [Path(sys.executable).with_name("mrl-submit"), recipe, "--run-dir", str(run), *keys, *VARIANTS[name]]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["mean_reward"] for line in lines if "mean_reward" in line]
 
 
 def draw(curves: dict[str, list[float]], steps: int) -> str:
-    """SVG of one curve for each variant."""
+    """SVG of one curve for each variant, averaged over a fifteenth of the steps."""
+    window = max(1, steps // 15)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         'font-family="sans-serif" font-size="12" fill="#333">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="12" y="16">mean reward ({WINDOW}-step average, mean of the seeds)</text>',
+        f'<text x="12" y="16">mean reward ({window}-step average, mean of the seeds)</text>',
     ]
 
     def y(reward: float) -> float:
@@ -64,11 +64,11 @@ def draw(curves: dict[str, list[float]], steps: int) -> str:
     for reward in (0.0, 0.25, 0.5, 0.75, 1.0):
         parts.append(f'<path d="M{LEFT} {y(reward):.1f}H{WIDTH - RIGHT}" stroke="#e3e3e3"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y(reward) + 4:.1f}" text-anchor="end">{reward:g}</text>')
-    for step in range(0, steps + 1, 50):
+    for step in range(0, steps + 1, max(1, steps // 6)):
         at = LEFT + (WIDTH - LEFT - RIGHT) * step / steps
         parts.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step}</text>')
     for number, (name, rewards) in enumerate(curves.items()):
-        smooth = [fmean(rewards[max(0, step - WINDOW) : step]) for step in range(1, len(rewards) + 1)]
+        smooth = [fmean(rewards[max(0, step - window) : step]) for step in range(1, len(rewards) + 1)]
         points = " ".join(
             f"{LEFT + (WIDTH - LEFT - RIGHT) * step / steps:.1f},{y(reward):.1f}"
             for step, reward in enumerate(smooth, 1)
@@ -83,6 +83,7 @@ def draw(curves: dict[str, list[float]], steps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--recipe", choices=GLOBAL_BATCH, default="demo")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs" / "variants.svg")
@@ -90,9 +91,11 @@ def main() -> None:
     runs = {name: [] for name in VARIANTS}
     for seed in range(options.seeds):
         for name in VARIANTS:
-            runs[name].append(trained(options.folder, name, seed, options.steps))
+            runs[name].append(trained(options.folder, options.recipe, name, seed, options.steps))
+    last = max(1, options.steps // 6)
+    print(f"| variant | mean reward of the last {last} steps, by seed | of all steps and seeds |")
     for name, its in runs.items():
-        ends = " | ".join(f"{fmean(rewards[-LAST:]):.2f}" for rewards in its)
+        ends = " | ".join(f"{fmean(rewards[-last:]):.2f}" for rewards in its)
         print(f"| {name} | {ends} | {fmean(map(fmean, its)):.2f} |")
     curves = {name: [fmean(step) for step in zip(*its, strict=True)] for name, its in runs.items()}
     options.out.write_text(draw(curves, options.steps), encoding="utf-8")
