@@ -48,6 +48,12 @@ class TrainedTokens:
     context: dist.ProcessGroup | None = None
     """Context-parallel ranks that have the other tokens of the same sequences; None if this rank has all tokens."""
 
+    @classmethod
+    def of_rows(cls, logprobs: Tensor, weights: Tensor) -> TrainedTokens:
+        """Return tokens of rows of data, which no policy sampled and which have no advantage. Both are [tokens]."""
+        known, none = logprobs.detach(), torch.zeros_like(weights)
+        return cls(logprobs, known, known, entropy=none, advantages=none, weights=weights)
+
     @property
     def ratio(self) -> Tensor:
         """exp(logprobs - old_logprobs), with gradient."""

@@ -24,7 +24,7 @@ from megatron_rl.model.trainable import Trainable, fill_adapters, load_part
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.training import supervised
+from megatron_rl.training import warm_up
 from megatron_rl.training.optimizer import PolicyOptimizer
 
 
@@ -121,7 +121,7 @@ def load_initial_weights(
             whole = build_policy(base, tokenizer.vocab_size, platform, groups=groups_of_one())
         if model.init == "supervised":
             safe_points.activity.enter("teaching the base model", 0)
-            supervised.teach(whole, config, environment, tokenizer, safe_points, writer=dist.get_rank() == 0)
+            warm_up.teach(whole, config, environment, tokenizer, safe_points, writer=dist.get_rank() == 0)
         if whole is not policy:
             copy_part(whole, policy)
     else:

@@ -53,16 +53,16 @@ def slices(folder: Path) -> Iterator[float]:
 
 
 def slow_teaching(folder: Path, rank: int) -> None:
-    from megatron_rl.training import supervised
+    from megatron_rl.training import warm_up
 
-    original = supervised.pack
+    original = warm_up.pack
 
     def slowly(*args: Any, **options: Any) -> Any:
         (folder / "here").touch()
         time.sleep(0.5)  # there are 40 steps
         return original(*args, **options)
 
-    supervised.pack = slowly
+    warm_up.pack = slowly
 
 
 def slow_generation(folder: Path, rank: int) -> None:

@@ -83,7 +83,7 @@ def hold(held: Held) -> None:
     from megatron_rl.checkpoint import writer
     from megatron_rl.inference.engine import Engine
     from megatron_rl.rank.safe_points import PHASES, SafePoints
-    from megatron_rl.training import supervised, trainer
+    from megatron_rl.training import trainer, warm_up
 
     phases = {words: phase for phase, words in PHASES.items()}
 
@@ -108,7 +108,7 @@ def hold(held: Held) -> None:
     before(SafePoints, "__init__", lambda safe_points, *_: setattr(held, "safe_points", safe_points))
     before(Engine, "step", lambda _: at_phase(TOKENS))
     before(trainer, "predicted_logprobs", lambda *_: at_phase(0))
-    before(supervised, "predicted_logprobs", lambda *_: held.arrive("teach", 0, skip=3))
+    before(warm_up, "predicted_logprobs", lambda *_: held.arrive("teach", 0, skip=3))
     before(writer, "write_part", half_written)
 
 

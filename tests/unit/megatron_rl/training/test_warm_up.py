@@ -22,8 +22,8 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.supervised.rows import token_example
-from megatron_rl.training import supervised
-from megatron_rl.training.supervised import NoDemonstrations, cache_path
+from megatron_rl.training import warm_up
+from megatron_rl.training.warm_up import NoDemonstrations, cache_path
 
 
 class Shop:
@@ -45,7 +45,7 @@ def taught_policy(config: RunConfig, platform: Any, environment: object, *, writ
     tokenizer = build_tokenizer(config.tokenizer)
     platform.seed(config.model.supervised.seed)
     policy = build_policy(config.model, tokenizer.vocab_size, platform)
-    supervised.teach(policy, config, environment, tokenizer, quiet_safe_points(), writer=writer)
+    warm_up.teach(policy, config, environment, tokenizer, quiet_safe_points(), writer=writer)
     return policy
 
 
@@ -74,13 +74,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def teachings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one whenever a model is taught without the cache."""
     counted: list[int] = []
-    train = supervised._train
+    train = warm_up._train
 
     def counting(*args: Any) -> None:
         counted.append(1)
         train(*args)
 
-    monkeypatch.setattr(supervised, "_train", counting)
+    monkeypatch.setattr(warm_up, "_train", counting)
     return counted
 
 

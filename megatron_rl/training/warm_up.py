@@ -1,8 +1,9 @@
 """Supervised training of a tiny base model on the answer format before RL (`model.init: supervised`).
 
-Takes a fixed number of steps, with its own seed, on the environment's worked examples. Every rank does the same work
-without communication, so the result does not depend on the number of ranks. A cache keyed by everything the result
-depends on makes no difference: the run starts from the same bits.
+Takes a fixed number of steps, with its own seed, on the environment's worked examples: the rows, the packing and the
+loss are those of `training.objective: supervised`. Every rank does the same work without communication, so the result
+does not depend on the number of ranks. A cache keyed by everything the result depends on makes no difference: the run
+starts from the same bits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.packing import pack
+from megatron_rl.algorithms.supervised import supervised_loss
+from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE
 from megatron_rl.contract.files import check_regular
@@ -90,8 +93,9 @@ def _train(
 
     def loss(hidden: Tensor, read: ModelInput) -> Tensor:
         logprobs, _ = predicted_logprobs(hidden, policy.output(), read.targets, temperature=1.0, entropy="none")
-        last.fill_(-logprobs.detach().mean())
-        return -logprobs.mean()
+        last.fill_(-logprobs.detach().mean())  # not finite where a log-prob is not, which the loss leaves out
+        mean = torch.full_like(logprobs, 1 / len(logprobs))
+        return supervised_loss(TrainedTokens.of_rows(logprobs, mean))[0]
 
     last = torch.zeros((), device=next(policy.parameters()).device)
     for _ in range(config.steps):
