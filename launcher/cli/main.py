@@ -16,6 +16,7 @@ COMMANDS = {
     "doctor": "",
     "environments": "",
     "evaluate": "benchmark eval score test",
+    "explain": "debug diagnose why",
     "fork": "",
     "help": "",
     "logs": "log output tail",

@@ -1,0 +1,50 @@
+"""Everything that the rules read of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.learning import LearningWarning, number
+
+WINDOW = 10
+"""Steps at either end of a record that are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Recipe and record of a run."""
+
+    recipe: Mapping[str, Any]
+    """Sections of resolved.yaml."""
+    lines: Sequence[MetricsLine]
+    """One per step."""
+    evaluations: Sequence[MetricsLine] = ()
+    warnings: Sequence[LearningWarning] = field(default_factory=list)
+    """Warnings that hold after the newest step (contract/learning.py)."""
+
+    def key(self, name: str) -> Any:
+        """Return the value of a recipe key, such as `grpo.policy_loss`; None if it, or its section, is null."""
+        value: Any = self.recipe
+        for part in name.split("."):
+            value = value.get(part) if value else None
+        return value
+
+    def first(self, name: str) -> float | None:
+        """Return the mean of a metric over the first steps; None unless each of at least WINDOW steps has it."""
+        return _mean(self.lines[:WINDOW], name)
+
+    def last(self, name: str) -> float | None:
+        """Return the same over the newest steps."""
+        return _mean(self.lines[-WINDOW:], name)
+
+    def series(self, name: str) -> list[float]:
+        """Return the values of a metric in all steps that have it."""
+        return [value for line in self.lines if (value := number(line, name)) is not None]
+
+
+def _mean(lines: Sequence[MetricsLine], name: str) -> float | None:
+    values = [value for line in lines if (value := number(line, name)) is not None]
+    return sum(values) / WINDOW if len(values) == WINDOW else None

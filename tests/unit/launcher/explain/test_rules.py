@@ -1,0 +1,131 @@
+"""Rules of `mrl explain`: each finds its own fault, and a run that learns has no finding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launcher.explain.record import Record
+from launcher.explain.rules import RULES, findings
+from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.learning import LearningWarning
+
+RECIPE = {
+    "model": {"dtype": "bf16"},
+    "grpo": {"policy_loss": "clip", "importance": None},
+    "training": {"steps": 100},
+}
+STEPS = 60
+
+
+def line(step: int, reward: float, **values: Any) -> MetricsLine:
+    of_a_step = {
+        "mean_reward": reward + 0.02 * (-1) ** step,
+        "right_ratio": reward,
+        "nonzero_groups_ratio": 0.7,
+        "entropy": 0.8,
+        "clip_fraction": 0.05,
+        "inference_logprob_difference": 0.01,
+        "staleness_mean": 0.0,
+        "learning_rate": 1e-6,
+        "policy_version": step,
+        "reward/right": reward,
+    }
+    return MetricsLine(step, {**of_a_step, **values})
+
+
+def run(
+    *, reward: tuple[float, float] = (0.2, 0.6), steps: int = STEPS, recipe: dict[str, Any] | None = None, **late: Any
+) -> Record:
+    """A run whose reward goes from one value to another, with these values in the second half of its steps."""
+    low, high = reward
+    lines = [
+        line(step, low + (high - low) * step / steps, **(late if step > steps / 2 else {}))
+        for step in range(1, steps + 1)
+    ]
+    return Record(recipe or RECIPE, lines)
+
+
+def evaluated(*accuracies: tuple[float, float]) -> list[MetricsLine]:
+    """Evaluations with these accuracies on trained and held-out problems."""
+    names = "eval/trained/greedy_accuracy", "eval/held_out/greedy_accuracy"
+    return [MetricsLine(step, dict(zip(names, pair, strict=True))) for step, pair in enumerate(accuracies)]
+
+
+def with_grpo(**keys: Any) -> dict[str, Any]:
+    return {**RECIPE, "grpo": {**RECIPE["grpo"], **keys}}
+
+
+def names(record: Record) -> list[str]:
+    return [one.rule for one in findings(record)]
+
+
+GOOD = {
+    "a run whose reward rises": run(),
+    "a solved problem": run(reward=(0.3, 0.97), entropy=0.02, nonzero_groups_ratio=0.03),
+    "a loss that clips whole sequences": run(recipe=with_grpo(policy_loss="gspo"), clip_fraction=0.6),
+    "answers of older weights": run(staleness_mean=1.0, inference_logprob_difference=0.2),
+    "old answers with a correction": run(recipe=with_grpo(importance={"upper": 2.0}), staleness_mean=6.0),
+    "a small learning rate in fp32": run(recipe={**RECIPE, "model": {"dtype": "fp32"}}, learning_rate=1e-9),
+    "a run without an update yet": Record(RECIPE, []),
+    "supervised training": Record(
+        {**RECIPE, "grpo": None}, [MetricsLine(step, {"loss": 1.0}) for step in range(1, 80)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_nothing_is_found_in(name):
+    assert findings(GOOD[name]) == []
+
+
+FAULTY = {
+    "reward-not-above-start": (run(reward=(0.3, 0.3)), "After 60 steps the mean reward is 0.3"),
+    "reward-fell": (
+        Record(RECIPE, [*run(reward=(0.2, 0.8)).lines, *(line(60 + step, 0.4) for step in range(1, 20))]),
+        "from 0.755, its best, reached at step 60, to 0.4",
+    ),
+    "signal-fading": (run(nonzero_groups_ratio=0.1), "from 70% to 10%, while 43% of the answers are still wrong"),
+    "entropy-collapse": (run(entropy=0.05, nonzero_groups_ratio=0.3), "fell from 0.8 to 0.05 nats"),
+    "clipped": (run(clip_fraction=0.45), "policy loss (clip) removed the gradient of 45%"),
+    "engine-mismatch": (run(inference_logprob_difference=0.3), "differ by 0.3 nats"),
+    "stale": (run(staleness_mean=6.0), "sampled 6.0 optimizer steps before"),
+    "learning-rate-below-bf16": (
+        Record(RECIPE, [line(step, 0.2 + step / 200, learning_rate=1e-7) for step in range(1, STEPS + 1)]),
+        "All 100 steps together move a weight by 1e-05 at most",
+    ),
+    "memorised": (
+        Record(RECIPE, run().lines, evaluated((0.3, 0.3), (0.6, 0.5), (0.95, 0.4))),
+        "0.95 on trained problems and 0.40 on held-out ones, where it was 0.50",
+    ),
+    "component-never-earned": (
+        Record(RECIPE, [each._replace(values={**each.values, "reward/format": 0.0}) for each in run().lines]),
+        "of the component format of the reward",
+    ),
+}
+
+
+def test_every_rule_has_a_faulty_record_here():
+    assert list(FAULTY) == [rule.name for rule in RULES]
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_rule_finds_its_fault_and_no_other_does(name):
+    record, evidence = FAULTY[name]
+    assert names(record) == [name]
+    assert evidence in findings(record)[0].seen
+
+
+def test_several_updates_a_step_move_weights_further():
+    twenty_updates = [
+        line(step, 0.2 + step / 200, learning_rate=1e-7, policy_version=20 * step) for step in range(1, 61)
+    ]
+    assert names(Record(RECIPE, twenty_updates)) == []
+
+
+def test_warnings_of_the_run_come_first_with_their_step():
+    warning = LearningWarning("truncated", 12, "60% of the answers were cut", "sampling.max_new_tokens")
+    found = findings(Record(RECIPE, run(clip_fraction=0.45).lines, warnings=[warning]))
+    assert [(one.rule, one.since) for one in found] == [("truncated", 12), ("clipped", None)]
+    assert found[0].try_ == "Look at sampling.max_new_tokens."
