@@ -16,8 +16,9 @@ from launcher.backends.probe.disk import file_system, spans_machines
 from launcher.backends.probe.vllm import probe
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import replica_python
+from launcher.doctor.files import file_error
 from launcher.doctor.finding import Finding, error
-from launcher.doctor.preflight import missing_packages, packages, unreadable
+from launcher.doctor.preflight import missing_packages, packages
 from launcher.doctor.vllm import vllm_findings
 from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import NamedPath, named_paths
@@ -56,8 +57,8 @@ def _unseen(recipe: Recipe, profile: Profile) -> Iterator[Finding]:
         assert path is not None
         where = f"{place_of(recipe, key)}: {key}: {path}"
         on_host = _source_of(path, profile)
-        if named.mark.read and (why := unreadable(on_host)):
-            yield error("files", f"{where}: {why}", "correct the path")
+        if found := file_error(recipe, named, on_host):
+            yield found
         elif (named.mark.read or key == "evaluate.out") and (why := _of_one_machine(on_host, Path(profile.run_root))):
             yield error("files", f"{where}: {why}, and the nodes do not see it", shared)
         elif profile.container is not None and {",", ":"} & {*str(path)}:

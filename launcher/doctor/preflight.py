@@ -3,7 +3,6 @@ command that starts something refuses all errors at once."""
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from pathlib import Path
 from launcher.backends.local import Machine, inspect
 from launcher.backends.probe.vllm import VllmFacts, probe
 from launcher.cluster.software import replica_python
+from launcher.doctor.files import file_error
 from launcher.doctor.finding import Finding, count, error, note, ok, size, warning
 from launcher.doctor.vllm import inexact_options, vllm_findings
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, needs
 from launcher.plan.gpu_memory import least_host_bytes
 from launcher.plan.summary import make_plan
-from launcher.recipe.load import Recipe, place_of
+from launcher.recipe.load import Recipe
 from launcher.recipe.paths import named_paths
 from megatron_rl.agent.registry import required_extras
 from megatron_rl.config import RunConfig
@@ -48,7 +48,7 @@ class LocalFacts:
     refusals: tuple[str, ...]
     """Reasons why the layout is impossible."""
     absent: tuple[Finding, ...]
-    """One error per file that the recipe reads and that is missing here."""
+    """One error per file that the recipe reads and that is missing or unusable here."""
     least_bytes: int
     """Bytes that all ranks together need at least, on CPUs."""
     vllm: VllmFacts | None = None
@@ -102,25 +102,15 @@ def _missing(extras: Iterable[str]) -> Packages:
 
 
 def absent_files(recipe: Recipe) -> Iterator[Finding]:
-    """Yield an error for each file that a recipe reads and that cannot be read here."""
+    """Yield an error for each file that a recipe reads and that cannot be used here."""
     for named in named_paths(recipe.config):
-        if named.mark.read and named.path is not None and (why := unreadable(named.path)):
-            key = ".".join(named.key)
-            yield error("files", f"{place_of(recipe, key)}: {key}: {named.path}: {why}", "correct the path")
+        if named.path is not None and (found := file_error(recipe, named, named.path)):
+            yield found
     cache = Cache.of(None)
     for need in needs(recipe.config, None):
         if not need.package and not cache.holds(need):
             fetch = f"`{shlex.join(['mrl', 'prefetch', recipe.asked, *recipe.overrides])}` fetches it from the hub"
             yield error("files", f"{need} is neither a file nor a repository in {cache.huggingface}", fetch)
-
-
-def unreadable(path: Path) -> str | None:
-    """Return why this process cannot read a file or directory; None: it can."""
-    try:
-        path.stat()
-    except OSError as refused:
-        return (refused.strerror or str(refused)).lower()
-    return None if os.access(path, os.R_OK) else "no permission to read it"
 
 
 def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:

@@ -18,10 +18,12 @@ from megatron_rl.model.trainable import Trainable
 from megatron_rl.rank.groups import Groups
 
 
-def read_initial_weights(policy: Policy, model: ModelConfig, groups: Groups) -> str | None:
+def read_initial_weights(policy: Policy, model: ModelConfig, groups: Groups, key: str | None = None) -> str | None:
     """Read this rank's part of the weights that a model starts from, without adapters. Collective over all ranks.
 
     Of ranks with the same part only the first may have read it (`load_pretrained`).
+
+    key: of the recipe that names the files; default: that of `model.init`.
 
     Returns the digest of the files; None if no file has the weights.
 
@@ -29,21 +31,26 @@ def read_initial_weights(policy: Policy, model: ModelConfig, groups: Groups) -> 
     """
     if model.init == "huggingface":
         assert model.huggingface is not None  # checked by the configuration
+        key = key or "model.huggingface"
         try:
-            folder = local_folder(model.huggingface, "model.huggingface", CONFIG_FILE)
+            folder = local_folder(model.huggingface, key, CONFIG_FILE)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        return load_pretrained(policy, model, folder)
+        try:
+            return load_pretrained(policy, model, folder)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{key}: {error}") from error
     if model.init != "checkpoint":
         return None
     assert model.checkpoint is not None  # checked by the configuration
+    key = key or "model.checkpoint"
     if wrong := contradictions(model, Path(model.checkpoint)):
-        raise ConfigurationError(f"model.checkpoint: {'; '.join(wrong)}")
+        raise ConfigurationError(f"{key}: {'; '.join(wrong)}")
     try:
         checkpoint = verify(Path(model.checkpoint), groups.control)
-        check_whole(checkpoint.folder, checkpoint.manifest.meta)
+        check_whole(checkpoint.folder, checkpoint.manifest.meta, key)
         initial = Trainable.of(model).initial
         read_weights(policy, checkpoint, initial, groups.data_context, groups.expert_data)
     except CheckpointError as error:
-        raise ConfigurationError(f"model.checkpoint: {error}") from error
+        raise ConfigurationError(f"{key}: {error}") from error
     return checkpoint.manifest.digest

@@ -48,10 +48,7 @@ def build_teacher(
         update={"dtype": own.dtype, "vocab_multiple": own.vocab_multiple, "lora": None, **source}
     )
     policy = build_part(config, tokenizer, platform, model=model)
-    try:
-        read_initial_weights(policy, model, groups)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"distill.teacher: {str(error).removeprefix('model.checkpoint: ')}") from error
+    read_initial_weights(policy, model, groups, "distill.teacher")
     safe_points.agree()
     share_weights(policy, groups)
     return policy.requires_grad_(False)

@@ -15,7 +15,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.adapters import check_adapters, check_base, weights_checksum
+from megatron_rl.checkpoint.adapters import check_adapters, check_base
+from megatron_rl.checkpoint.base_checksum import weights_checksum
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.initial_weights import read_initial_weights

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.checkpoint.adapters import KEY, check_adapters, check_base, check_whole, checksum, checksum_text
+from megatron_rl.checkpoint.adapters import KEY, check_adapters, check_base, check_whole
+from megatron_rl.checkpoint.base_checksum import checksum, checksum_text
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.checkpoint.publish import Manifest, read_manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from importlib import metadata
@@ -19,6 +20,8 @@ from launcher.doctor.finding import Finding
 from launcher.doctor.preflight import arithmetic, collect_local, extras_of, findings, memory, processors
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
+from megatron_rl.checkpoint.publish import Manifest, write_manifest
+from megatron_rl.contract.paths import CARRIED
 from megatron_rl.recipe import extras
 
 GIB = 2**30
@@ -31,6 +34,19 @@ sampling: {max_new_tokens: 8}
 optimizer: {learning_rate: 1e-3}
 training: {steps: 1}
 """
+TEACHER = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +130,31 @@ def test_all_that_a_recipe_lacks_is_reported_at_once(laptop):
     assert "tokenizer" not in said
     code, dry = submitted("../recipes/mine.yaml", "job.memory_gib=16", "--dry-run")
     assert (code, dry.count("would be refused: ")) == (0, 4)
+
+
+def checkpoint(folder: Path, **meta: object) -> str:
+    """Write a checkpoint's manifest. Returns the path of its folder."""
+    folder.mkdir()
+    write_manifest(folder, Manifest(40, "id", 1, None, 0.0, 0.0, meta, {}))
+    return str(folder)
+
+
+def test_a_recipe_that_starts_from_adapters_alone_is_refused_with_the_command_that_merges_them(laptop):
+    adapters = checkpoint(laptop / "adapters", adapters={"rank": 8, "base": "Qwen/Qwen2.5-32B"})
+    said = f"{adapters} holds only adapters of Qwen/Qwen2.5-32B (rank 8): merge them with `mrl convert megatron-to-hf"
+    start = ["demo", "--dry-run", "model.init=checkpoint"]
+    _, student = submitted(*start, f"model.checkpoint={adapters}")
+    assert (
+        f"override 'model.checkpoint={adapters}': model.checkpoint: {said} {adapters} DIR`, and start from" in student
+    )
+    (laptop / "adapters" / CARRIED).mkdir()
+    (laptop / "adapters" / CARRIED / "config.json").write_text(json.dumps(TEACHER))
+    _, of_teacher = submitted("demo", "--dry-run", f"distill.teacher={adapters}")
+    assert f"distill.teacher: {said} {adapters} DIR`, and give distill.teacher=DIR" in of_teacher
+    _, whole = submitted(*start, f"model.checkpoint={checkpoint(laptop / 'whole')}")
+    assert "model.checkpoint: " not in whole
+    _, folder = submitted(*start, f"model.checkpoint={laptop / 'here'}")
+    assert f"model.checkpoint: {laptop}/here is not a checkpoint of mrl: it has no manifest.json" in folder
 
 
 def test_a_run_whose_python_has_no_vllm_is_refused_with_the_command_that_installs_it(laptop):

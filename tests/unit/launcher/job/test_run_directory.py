@@ -83,6 +83,20 @@ def test_change_does_not_alter_what_makes_the_run_itself(tmp_path):
     assert read_resolved(RunDir(tmp_path).resolved).training.steps == 800
 
 
+def test_a_run_cannot_gain_or_lose_adapters_or_take_others(tmp_path):
+    """Its checkpoints hold either all weights or these adapters."""
+    trained(tmp_path / "all")
+    for change in (False, True):
+        assert "model.lora.rank: None -> 4" in refusal(tmp_path / "all", "model.lora.rank=4", change=change)
+    ask(tmp_path / "adapters", "model.lora.rank=4")
+    RunDir(tmp_path / "adapters").metrics.write_text(encode_line(MetricsLine(1, {})) + "\n")
+    assert "model.lora.rank: 4 -> None" in refusal(tmp_path / "adapters", change=True)
+    assert "model.lora.rank: 4 -> 8" in refusal(tmp_path / "adapters", "model.lora.rank=8", change=True)
+    assert "model.lora.rs: False -> True" in refusal(
+        tmp_path / "adapters", "model.lora.rank=4", "model.lora.rs=true", change=True
+    )
+
+
 def chat_run(root: Path, *overrides: str) -> RunDir:
     """A run whose prompts are written by a chat template."""
     return prepare(load_recipe("smollm2-135m-chain-sum", overrides), root, False).run

@@ -14,7 +14,8 @@ from core_helpers import full_forward, stir, tiny_run
 from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.checkpoint.adapters import adapter_record, weights_checksum
+from megatron_rl.checkpoint.adapters import adapter_record
+from megatron_rl.checkpoint.base_checksum import weights_checksum
 from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.contract.paths import RunDir

@@ -12,7 +12,8 @@ from lora_witness import MergedWitness, adapters_of
 from pydantic import ValidationError
 from test_model import EXPERTS, LLAMA, QWEN3
 
-from megatron_rl.checkpoint.adapters import check_adapters, check_whole, weights_checksum
+from megatron_rl.checkpoint.adapters import check_adapters, check_whole
+from megatron_rl.checkpoint.base_checksum import weights_checksum
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import LoraConfig, ModelConfig
 from megatron_rl.model.trainable import Trainable, fill_adapters
