@@ -1,6 +1,6 @@
 """Seconds per GRPO step and generated tokens/s, beside TRL's GRPOTrainer and beside the arithmetic limit.
 
-    python tests/benchmarks/grpo_step.py [--size demo|small|long|smollm2|smollm2-bf16] [--repeats 5]
+    python tests/benchmarks/grpo_step.py [--size demo|small|long|smollm2|smollm2-lora|smollm2-bf16] [--repeats 5]
 
 Both sides start from the same weights and answer the same prompts with the same group size, batch and limits, in fp32
 (smollm2-bf16: products in bf16, updates in fp32) on two cores: mrl with the ranks and threads of the recipe, TRL with

@@ -65,6 +65,12 @@ SIZES = {
         recipe="smollm2-135m-chain-sum",
         changes=("model.dtype=fp32", "grpo.prompts_per_step=8"),  # with 16 TRL takes more than 13 GB
     ),
+    "smollm2-lora": Size(
+        "SmolLM2-135M-Instruct with adapters on sums",
+        steps=2,
+        recipe="smollm2-135m-chain-sum-lora",
+        changes=("model.dtype=fp32", "grpo.prompts_per_step=8"),
+    ),
     "smollm2-bf16": Size(
         "the same in bf16", steps=2, recipe="smollm2-135m-chain-sum", changes=("grpo.prompts_per_step=8",)
     ),
@@ -79,19 +85,23 @@ def floating_point_operations(model: ModelConfig, tokens: int, groups: Iterable[
 
     A group's prompt needs one forward pass, and so does each token of an answer except the last, which predicts
     nothing; logits are needed once per answer token. Query i attends to i + 1 keys. Generation is one such pass;
-    training is another (which on policy also gives the old log-probs) and a backward pass of twice its work. Prefixes
-    that answers share by chance count for each of them.
+    training is another (which on policy also gives the old log-probs) and a backward pass of twice its work. With
+    adapters the backward pass has the work of one, since it needs no gradient of a weight, and the adapters add their
+    own products. Prefixes that answers share by chance count for each of them.
     """
     head_size = model.hidden_size // model.num_attention_heads
     qkv = model.hidden_size * (model.hidden_size + 2 * model.num_query_groups * head_size)
     layer = qkv + model.hidden_size**2 + 3 * model.hidden_size * model.ffn_hidden_size
-    forward = 0.0
+    rank, targets = (model.lora.rank, model.lora.targets) if model.lora else (0, [])
+    adapters = sum(rank * sum(model.linear_sizes()[name]) for name in targets)
+    forward, of_adapters = 0.0, 0.0
     for prompt, answers in groups:
         places = prompt + sum(length - 1 for length in answers)
         seen = _triangle(prompt) + sum(_triangle(prompt + n - 1) - _triangle(prompt) for n in answers)
         forward += model.num_layers * (2 * layer * places + 4 * model.hidden_size * seen)
+        of_adapters += model.num_layers * 2 * adapters * places
         forward += 2 * model.hidden_size * tokens * sum(answers)
-    return forward * (1 + 3)
+    return forward * (1 + 3) if model.lora is None else forward * (1 + 2) + of_adapters * (1 + 3)
 
 
 def _triangle(n: int) -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from grpo_step_sizes import LEARNING_RATE, SIZES
 from grpo_step_turns import Turns
+from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -79,6 +80,7 @@ def main() -> None:
         args=arguments(config, folder),
         train_dataset=Dataset.from_list(json.loads((folder / "prompts.json").read_text(encoding="utf-8"))),
         processing_class=tokenizer,
+        peft_config=adapters(config),
     )
     if turns is not None:
         callback = TakingTurns(turns)
@@ -110,6 +112,19 @@ def arguments(config: RunConfig, folder: Path) -> GRPOConfig:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+    )
+
+
+def adapters(config: RunConfig) -> LoraConfig | None:
+    if (lora := config.model.lora) is None:
+        return None
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.targets,
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rs,
+        task_type="CAUSAL_LM",
     )
 
 
