@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import yaml
 from core_helpers import answer_logprobs
@@ -169,6 +171,35 @@ class Trainer:
         self.refit.close()
         if self.pool is not None:
             self.pool.close(end=True)
+
+
+@torch.no_grad()
+def greedily(folder: Path, prompt: Sequence[int], length: int, vocabulary: int) -> tuple[list[int], list[float]]:
+    """Continue a prompt with transformers, over the tokens of the tokenizer. Returns tokens and log-probs."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens, logprobs = [*prompt], []
+    for _ in range(length):
+        scores = torch.log_softmax(model(torch.tensor([tokens])).logits[0, -1, :vocabulary], dim=-1)
+        tokens.append(int(scores.argmax()))
+        logprobs.append(float(scores[tokens[-1]]))
+    return tokens[len(prompt) :], logprobs
+
+
+def record_answers(file: Path, _rank: int) -> None:
+    """Make a training rank append what it asks of the replicas, and their answers, to a file."""
+    generate = ReplicaPool.generate
+
+    async def recorded(pool: ReplicaPool, request: GenerationRequest) -> list[Completion]:
+        answers = await generate(pool, request)
+        with file.open("a") as lines:
+            for answer in answers:
+                asked = {"prompt": request.prompt_tokens, "temperature": request.sampling.temperature}
+                lines.write(json.dumps(asked | asdict(answer)) + "\n")
+        return answers
+
+    ReplicaPool.generate = recorded  # type: ignore[method-assign]
 
 
 def probe_of(policy: Policy) -> Probe:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-import torch
 from checkpoint_helpers import Ranks
 from hf_helpers import publish
 from vllm_front import Front
-from vllm_training import CLOSE, LAYOUTS, PROMPT, SERVED, Asked, prepare_run, publish_and_ask
+from vllm_training import CLOSE, LAYOUTS, PROMPT, SERVED, Asked, greedily, prepare_run, publish_and_ask
 
 LIMIT_S = 240.0
 
@@ -50,22 +49,8 @@ def test_logprobs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
 
 def test_greedy_answers_are_those_of_transformers_under_the_weights_of_each_version(served: Served) -> None:
     for folder, asked in zip(served.folders, served.asked, strict=True):
-        tokens, logprobs = greedily(folder, len(asked.greedy.tokens), asked.vocabulary)
+        tokens, logprobs = greedily(folder, PROMPT, len(asked.greedy.tokens), asked.vocabulary)
         assert asked.greedy.tokens == tokens
         assert asked.greedy.logprobs == pytest.approx(logprobs, abs=CLOSE)
     first, second = (asked.greedy.tokens for asked in served.asked)
     assert first != second
-
-
-@torch.no_grad()
-def greedily(folder: Path, length: int, vocabulary: int) -> tuple[list[int], list[float]]:
-    """Continue the prompt with transformers, over the tokens of the tokenizer. Returns tokens and log-probs."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens, logprobs = [*PROMPT], []
-    for _ in range(length):
-        scores = torch.log_softmax(model(torch.tensor([tokens])).logits[0, -1, :vocabulary], dim=-1)
-        tokens.append(int(scores.argmax()))
-        logprobs.append(float(scores[tokens[-1]]))
-    return tokens[len(PROMPT) :], logprobs
