@@ -195,7 +195,7 @@ def record_answers(file: Path, _rank: int) -> None:
         answers = await generate(pool, request)
         with file.open("a") as lines:
             for answer in answers:
-                asked = {"prompt": request.prompt_tokens, "temperature": request.sampling.temperature}
+                asked = {"prompt_tokens": request.prompt_tokens, "temperature": request.sampling.temperature}
                 lines.write(json.dumps(asked | asdict(answer)) + "\n")
         return answers
 

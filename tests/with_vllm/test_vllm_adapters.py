@@ -15,6 +15,7 @@ from vllm_front import START_S, Front
 from vllm_training import CLOSE, SERVED, greedily, prepare_run, record_answers
 
 STEPS = 3
+LIMIT_S = 2 * START_S  # a start, and the run after it
 
 
 def test_vllm_answers_with_the_adapters_of_each_version(tmp_path: Path) -> None:
@@ -25,6 +26,7 @@ def test_vllm_answers_with_the_adapters_of_each_version(tmp_path: Path) -> None:
     run = prepare_run(
         tmp_path / "run",
         base,
+        job={"silence_limit_s": int(START_S)},
         model={"lora": {"rank": 8}},
         tokenizer={"type": "characters", "alphabet": ALPHABET, "path": None},
         environment={"args": {"evaluation_problems": 4}},
@@ -36,9 +38,9 @@ def test_vllm_answers_with_the_adapters_of_each_version(tmp_path: Path) -> None:
         evaluation={"every": 0},
         save={"every": 0, "export_hf_every": STEPS},
     )
+    training = Attempt(run, tmp_path / "cache", ranks=1, sabotage=partial(record_answers, heard))
     with Front(run) as front:
-        training = Attempt(run, tmp_path / "cache", ranks=1, sabotage=partial(record_answers, heard))
-        assert training.exit_codes(START_S) == [0], training.logs() + front.text()
+        assert training.exit_codes(LIMIT_S) == [0], training.logs() + front.text()
     lines = lines_of(run.metrics)
     assert [line["policy_version"] for line in lines] == [1, 2, 3]
     assert max(line["inference_logprob_difference_max"] for line in lines) < CLOSE
@@ -54,4 +56,4 @@ def test_vllm_answers_with_the_adapters_of_each_version(tmp_path: Path) -> None:
 
 def continued(folder: Path, answer: dict[str, Any]) -> tuple[list[int], list[float]]:
     """Continue the prompt of an answer with transformers, as far as the answer goes."""
-    return greedily(folder, answer["prompt"], len(answer["tokens"]), VOCAB)
+    return greedily(folder, answer["prompt_tokens"], len(answer["tokens"]), VOCAB)
