@@ -10,7 +10,6 @@ from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import NamedPath
 from megatron_rl.checkpoint.adapters import check_whole
 from megatron_rl.checkpoint.publish import MANIFEST, CheckpointError, read_manifest
-from megatron_rl.errors import ConfigurationError
 
 
 def file_error(recipe: Recipe, named: NamedPath, path: Path) -> Finding | None:
@@ -47,6 +46,6 @@ def _no_initial_weights(recipe: Recipe, key: str, path: Path) -> str | None:
         check_whole(path, read_manifest(path).meta, key)
     except CheckpointError as unusable:
         return f"{key}: {unusable}"
-    except ConfigurationError as refused:
+    except ValueError as refused:
         return str(refused)
     return None
