@@ -5,9 +5,9 @@
 One process on one thread trains the demo's model on recorded answers, again and again on the same ones. A loss is
 compared with the steps of `clip` right before and after its own: a pair is clip, loss, loss, clip, so that a drift of
 the machine's speed cancels. The table has the median of the pairs and a 95 % interval of that median; `clip again`, the
-same loss in a trainer of its own, shows how far the method can tell losses apart. A step is a whole `Trainer.train`:
-packing, forward, loss, backward, Adam. The smaller the model, the more the loss counts in it. With one thread,
-processor time is the time of a step on an idle machine.
+same loss in a trainer of its own, shows how exact the method is. A step is a whole `Trainer.train`: packing, forward,
+loss, backward, Adam. The smaller the model, the more the loss counts in it. With one thread, processor time is the time
+of a step on an idle machine.
 
 Rewards are all different: with `clip` a step leaves out answers without advantage, with an entropy bonus it cannot.
 """
