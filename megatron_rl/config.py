@@ -17,10 +17,11 @@ from pydantic import Field, ValidationError, model_validator
 from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig, Environments
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.checkpoint.config import SaveConfig
-from megatron_rl.contract.paths import RunDir
-from megatron_rl.distill.config import DistillConfig
+from megatron_rl.contract.paths import INFER, TEACHER, RunDir
+from megatron_rl.distill.config import DistillConfig, TeacherReplicas
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.evaluate.config import EvaluateConfig
+from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, pages_of
 from megatron_rl.inference.engine_limits import against_engine
 from megatron_rl.metrics.config import LoggingConfig
@@ -30,6 +31,7 @@ from megatron_rl.recipe.section import FilePath, PathMark, Section
 from megatron_rl.rollout.config import AsyncConfig, CurriculumConfig, EvaluationConfig, ResumeConfig
 from megatron_rl.supervised.config import DataConfig
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
+from megatron_rl.vllm.config import VllmConfig
 
 NAME_WORDS = "letters, digits, dots, dashes and underscores, the first a letter or digit"
 
@@ -148,7 +150,29 @@ class RunConfig(Section):
         """Data-parallel replicas of the training ranks on the most nodes."""
         layout, apart = self.placement.training, self.placement.inference.nodes or 0
         nodes = self.job.most_nodes - (apart if self.placement.mode == "partitioned" else 0)
+        if self.teacher_replicas is not None:
+            nodes -= self.teacher_replicas.nodes
         return data_parallel_size(nodes * self.job.gpus_per_node, layout.tp, layout.pp, layout.cp)
+
+    @property
+    def teacher_replicas(self) -> TeacherReplicas | None:
+        """Replicas of the run that hold its teacher; None: it has none."""
+        return self.distill.replicas if self.distill else None
+
+    @property
+    def teacher_vllm(self) -> VllmConfig | None:
+        """Settings of the vLLM that holds the teacher; None: the run starts none."""
+        replicas = self.teacher_replicas
+        if replicas is None or not capabilities_of(replicas.engine).starts_workers:
+            return None
+        own = self.inference.own_vllm
+        return replicas.vllm or (own.model_copy(update={"args": {}}) if own else VllmConfig())
+
+    @property
+    def started_vllms(self) -> dict[str, VllmConfig]:
+        """Settings of the vLLM of each kind of replica (`contract.paths`) that has it."""
+        found = {INFER: self.inference.own_vllm, TEACHER: self.teacher_vllm}
+        return {kind: vllm for kind, vllm in found.items() if vllm is not None}
 
     @property
     def without_transformer_engine(self) -> str | None:
@@ -306,11 +330,23 @@ class RunConfig(Section):
                 "distill is given, and grpo.dynamic_sampling is enabled, which passes over prompts whose rewards are "
                 "equal: the teacher gives them a signal; leave one of both out"
             )
-        if distill.server is not None and self.sampling.temperature != 1:
+        if distill.is_served and self.sampling.temperature != 1:
+            key = "distill.server" if distill.server else "distill.replicas"
             yield (
-                f"distill.server is given, and sampling.temperature is {self.sampling.temperature:g}: servers report "
-                "log-probs of a text at temperature 1 only; set 1, or leave out distill.server"
+                f"{key} is given, and sampling.temperature is {self.sampling.temperature:g}: servers report "
+                f"log-probs of a text at temperature 1 only; set 1, or leave out {key}"
             )
+        if distill.replicas is None:
+            return
+        if self.job.fewest_nodes < self.job.most_nodes:
+            yield (
+                f"job.nodes {self.job.nodes} is a range, and distill.replicas needs one number: each node has a fixed "
+                "role"
+            )
+        images = {one.image for one in self.started_vllms.values()}
+        if len(images) > 1:
+            names = " and ".join(sorted(map(str, images)))
+            yield f"inference.vllm.image and distill.replicas.vllm.image are {names}: a run has one image with vLLM"
 
     def _transformer_engine_fits(self) -> None:
         training, against = self.training, self.without_transformer_engine

@@ -1,6 +1,6 @@
-"""Entry point of each rank of an inference replica:
+"""Entry point of each rank of a replica, which generates or holds the teacher:
 
-    python -m megatron_rl.replica_main --run-dir RUN_DIR --attempt N --replica K
+    python -m megatron_rl.replica_main --run-dir RUN_DIR --attempt N --replica K | --teacher K
 
 The launcher starts it once per rank of the replica, with RANK, WORLD_SIZE and LOCAL_RANK in the environment, or Slurm's
 variables, and with MRL_START, the number of earlier starts of this replica in this attempt. Exit codes are those of
@@ -16,40 +16,50 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.contract.codes import START_VARIABLE
-from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.paths import NUMBER_OPTIONS, TEACHER, RunDir
 from megatron_rl.rank.entry import Work, run_rank
 from megatron_rl.rank.world import World, die_with_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_rl.replica_main", description="One rank of an inference replica of a GRPO run."
+        prog="python -m megatron_rl.replica_main", description="One rank of a replica of a GRPO run."
     )
     parser.add_argument("--run-dir", type=Path, required=True, help="directory prepared by mrl-submit")
     parser.add_argument("--attempt", type=int, required=True, help="number of this start of the run, from 1")
-    parser.add_argument("--replica", type=int, required=True, help="number of the replica, from 0")
+    which = parser.add_mutually_exclusive_group(required=True)
+    for kind, option in NUMBER_OPTIONS.items():
+        which.add_argument(option, type=int, dest=kind, help=f"number of the replica {kind}-K, from 0")
     options = parser.parse_args(arguments)
     die_with_parent()
     world = World.from_environment()
     run_dir = RunDir(options.run_dir)
-    replica = run_dir.attempt(options.attempt).replica(options.replica)
+    (kind,) = (kind for kind in NUMBER_OPTIONS if getattr(options, kind) is not None)
+    replica = run_dir.attempt(options.attempt).replica(getattr(options, kind), kind)
     start = int(os.environ.get(START_VARIABLE, "0"))
 
     def load() -> Work:
         from megatron_rl.config import read_config
-        from megatron_rl.inference.capabilities import capabilities_of
 
-        config = read_config(run_dir)
-        if capabilities_of(config.inference.engine).starts_workers:
+        config, which = read_config(run_dir), (run_dir, replica, start, world)
+        if kind == TEACHER and config.teacher_vllm is not None:
+            from megatron_rl.vllm.teacher import run_teacher as run_teacher_front
+
+            return partial(run_teacher_front, *which)
+        if kind == TEACHER:
+            from megatron_rl.replica.teacher import run_teacher
+
+            return partial(run_teacher, *which)
+        if config.inference.own_vllm is not None:
             from megatron_rl.vllm.replica import run_replica as run_front
 
-            return partial(run_front, run_dir, replica, start, world)
+            return partial(run_front, *which)
         from megatron_rl.platform.implementation import choose_implementation
 
         choose_implementation(config)  # before megatron-core is imported
         from megatron_rl.replica.attempt import run_replica
 
-        return partial(run_replica, run_dir, replica, start, world)
+        return partial(run_replica, *which)
 
     run_rank(replica, world, load, notifies_host=False)
 

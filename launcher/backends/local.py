@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import Failed
+from launcher.host.attempt.local_ranks import LocalReplicas
 from launcher.host.process.processes import start_time
 from launcher.plan.sizes import Sizes
 from megatron_rl.contract.children import module_command
-from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.paths import INFER, TEACHER, Attempt, RunDir
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.recipe.extras import PACKAGE
 
@@ -137,14 +138,15 @@ class Supervisor:
 
 
 def replica_command(python: str, attempt: Attempt) -> list[str]:
-    """Command of each process of an inference replica. Another Python than this one has other packages and lacks ours,
-    so it gets a folder with a link to ours alone. Raises Failed."""
+    """Command of each process of a replica, without the option of its number. Another Python than this one has other
+    packages and lacks ours, so it gets a folder with a link to ours alone. Raises Failed."""
     if python == sys.executable:
         return module_command(REPLICA_MODULE)
     folder = attempt.packages.absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / PACKAGE.name).symlink_to(PACKAGE.resolve())
+        if not (folder / PACKAGE.name).is_symlink():
+            (folder / PACKAGE.name).symlink_to(PACKAGE.resolve())
     except OSError as error:
         raise Failed(f"{folder}: {error.strerror}: {python} would not find the code of mrl") from error
     return ["env", f"PYTHONPATH={folder}", python, "-P", "-m", REPLICA_MODULE]
@@ -157,7 +159,7 @@ def supervisor_command(
     sizes: Sizes,
     drain_limit_s: float,
     owner: int | None,
-    replica_python: str = sys.executable,
+    pythons: Mapping[str, str] | None = None,
     include: Sequence[str] = (),
 ) -> list[str]:
     """Command that supervises one attempt here.
@@ -166,7 +168,7 @@ def supervisor_command(
         sizes: sizes of the plan.
         drain_limit_s: seconds the ranks have to save when they are asked to leave.
         owner: process id whose death drains the run; None: nobody's does.
-        replica_python: Python of the inference replicas.
+        pythons: kind of replicas -> their Python; default: this one.
         include: directories of code of the user's that the ranks import from.
 
     Raises Failed.
@@ -174,10 +176,14 @@ def supervisor_command(
     supervisor = module_command("launcher.host.supervise")
     supervisor += ["--run-dir", str(run.root.absolute()), "--attempt", str(attempt.number)]
     supervisor += ["--ranks", str(sizes.training_world), "--threads", str(job.threads_per_rank), "--device", job.device]
-    if sizes.partitioned:
-        supervisor += ["--replicas", str(sizes.replicas), "--replica-ranks", str(sizes.replica_processes)]
-        supervisor += ["--replica-gpus", str(sizes.inference_tp)] if sizes.starts_workers else []
-        supervisor += ["--replica-command", shlex.join(replica_command(replica_python, attempt))]
+    for kind, count, processes, gpus in (
+        (INFER, sizes.replicas * sizes.partitioned, sizes.replica_processes, sizes.inference_tp),
+        (TEACHER, sizes.teacher_replicas, sizes.teacher_processes, sizes.teacher_tp),
+    ):
+        if count:
+            command = replica_command((pythons or {}).get(kind, sys.executable), attempt)
+            replicas = LocalReplicas(kind, count, processes, gpus if processes < gpus else 0, command)
+            supervisor += ["--replicas", json.dumps(replicas)]
     supervisor += ["--drain-limit", str(drain_limit_s), "--silence-limit", str(job.silence_limit_s)]
     if owner is not None:
         supervisor += ["--owner", f"{owner}:{start_time(owner)}"]

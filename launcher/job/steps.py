@@ -18,6 +18,7 @@ from launcher.cluster.software import rank_python, replica_image, replica_python
 from launcher.plan.placement import Plan, Step
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE, CLUSTER_VARIABLE, HASH_SEED, RUN_DIR_VARIABLE, SILENCE_VARIABLE
+from megatron_rl.contract.paths import INFER, NUMBER_OPTIONS, OF_REPLICAS, TEACHER
 from megatron_rl.contract.run_records import (
     ATTEMPT,
     CODE,
@@ -50,7 +51,7 @@ LIMITS = 'for of in l n; do ulimit -S -$of "$(ulimit -H -$of)"; done 2>/dev/null
 limits: Slurm passes on those of the login node."""
 
 TRAINING = "megatron_rl.rank_main"
-INFERENCE = "megatron_rl.replica_main"
+REPLICA = "megatron_rl.replica_main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,11 @@ def _wrapping(profile: Profile) -> list[str]:
     wrapper = profile.wrapper
     if wrapper is None:
         return []
-    of = "train:*|infer-*" if wrapper.ranks is None else "|".join(f"train:{rank}" for rank in wrapper.ranks)
+    of = (
+        f"train:*|{INFER}-*|{TEACHER}-*"
+        if wrapper.ranks is None
+        else "|".join(f"train:{rank}" for rank in wrapper.ranks)
+    )
     return [f'case $MRL_STEP:$SLURM_PROCID in {of}) set -- {shlex.join(wrapper.command)} "$@" ;; esac']
 
 
@@ -249,12 +254,23 @@ def with_argv(
     }
 
 
+def kind_of(step: Step) -> str:
+    """Kind of the replica of a step, or TRAIN."""
+    return step.name.partition("-")[0]
+
+
+def image_suffix(config: RunConfig, profile: Profile, kind: str) -> str:
+    """OF_REPLICAS for steps that run in the image of the replicas with vLLM, else empty."""
+    return OF_REPLICAS if kind in config.started_vllms and replica_image(config, profile) else ""
+
+
 def _steps(
     config: RunConfig, profile: Profile, plan: Plan, steps: Sequence[Step], run_dir: Path
 ) -> list[dict[str, Any]]:
     return [
         {
             **asdict(step),
+            "of": image_suffix(config, profile, kind_of(step)),
             "srun": _argv(geometry(config, profile, plan, step, step.name)),
             "command": _command(config, profile, plan, step, run_dir),
         }
@@ -271,7 +287,9 @@ def _command(config: RunConfig, profile: Profile, plan: Plan, step: Step, run_di
     run = ["--run-dir", str(run_dir), "--attempt", ATTEMPT]
     if step.replica is None:
         return [rank_python(profile), "-P", "-m", TRAINING, *run]
-    command = [replica_python(config, profile), "-P", "-m", INFERENCE, *run, "--replica", str(step.replica)]
+    kind = kind_of(step)
+    python, number = replica_python(config, profile, kind), [NUMBER_OPTIONS[kind], str(step.replica)]
+    command = [python, "-P", "-m", REPLICA, *run, *number]
     if step.gpus_per_node == plan.gpus_per_node:
         return command
     # Slurm would give all replicas on a node the same first GPUs.

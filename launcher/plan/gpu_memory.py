@@ -51,9 +51,9 @@ class Memory:
     """Memory of a rank of one role."""
 
     role: str
-    """colocated, training or inference."""
+    """colocated, training, inference or teacher."""
     stage: int | None
-    """Pipeline stage; None for inference ranks."""
+    """Pipeline stage; None for ranks of replicas."""
     phases: tuple[Phase, ...]
     """The fullest moment of each phase."""
     share: float = 1.0
@@ -70,8 +70,12 @@ class Memory:
 
 def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
     """Return the memory of the fullest rank of each role in the layout."""
-    fullest = max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)
-    return [fullest, _inference(config, sizes, vocab)] if sizes.partitioned else [fullest]
+    found = [max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)]
+    if sizes.partitioned:
+        found.append(_inference(config, sizes, vocab))
+    if sizes.teacher_nodes and config.distill and config.distill.parameters:
+        found.append(_teacher(config, sizes, config.distill.parameters))
+    return found
 
 
 def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, stage: int | None) -> Memory:
@@ -117,13 +121,16 @@ def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:
     if config.job.device != "cpu":
         return 0
     rows = vocabulary(config) or 0
-    held = [
-        PROCESS_BYTES + max(sum(term.bytes for term in phase.terms if term.name in LASTING) for phase in one.phases)
+    lasting = {
+        one.role: max(sum(term.bytes for term in phase.terms if term.name in LASTING) for phase in one.phases)
         for one in rank_memories(config, sizes, rows)
-    ]
-    counts = [sizes.training_world, sizes.generating] if sizes.partitioned else [sizes.training_world]
-    beside = sizes.replicas * (PROCESS_BYTES + VLLM_BYTES) if sizes.partitioned and sizes.starts_workers else 0
-    return beside + sum(number * each for number, each in zip(counts, held, strict=True))
+    }
+    counts = {"training": sizes.training_world, "colocated": sizes.training_world, "inference": sizes.generating}
+    counts["teacher"] = sizes.teacher_nodes * sizes.gpus_per_node
+    fronts = sizes.replicas * (sizes.partitioned and sizes.starts_workers)
+    fronts += sizes.teacher_replicas * sizes.teacher_starts_workers
+    held = sum(counts[role] * (PROCESS_BYTES + each) for role, each in lasting.items())
+    return held + fronts * (PROCESS_BYTES + VLLM_BYTES)
 
 
 def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory:
@@ -142,10 +149,8 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
     models = [own]
     if config.grpo.kl_beta > 0 and model.lora is None:  # the base of adapters is their reference
         models.append(Term("reference", size * held.all, f"{size} bytes x {parameters}: the weights of the KL penalty"))
-    if (distill := config.distill) and distill.parameters and distill.server is None:
-        parts = sizes.tp * sizes.pp
-        formula = f"{size} bytes x {in_words(distill.parameters)} parameters / {parts} ranks: distill.teacher"
-        models.append(Term("teacher", size * distill.parameters // parts, formula))
+    if (distill := config.distill) and distill.parameters and not distill.is_served:
+        models.append(_weights_of_teacher(config, "teacher", distill.parameters, sizes.tp * sizes.pp))
     of_choice: dict[Offload, tuple[Term, ...]] = {"none": (gradients, adam), "buffers": (adam,), "optimizer": ()}
     stays = of_choice[config.offload]
 
@@ -190,6 +195,19 @@ def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> Memory:
     vllm = config.inference.own_vllm
     share = vllm.gpu_share if vllm else 1.0
     return Memory("inference", None, (_fullest("generate", config, [terms]),), share)
+
+
+def _teacher(config: RunConfig, sizes: Sizes, parameters: int) -> Memory:
+    held = _weights_of_teacher(config, "weights", parameters, sizes.teacher_tp)
+    share = config.teacher_vllm.gpu_share if config.teacher_vllm else 1.0
+    return Memory("teacher", None, (_fullest("score", config, [(held,)]),), share)
+
+
+def _weights_of_teacher(config: RunConfig, name: str, parameters: int, parts: int) -> Term:
+    """Weights on one of the ranks that share them."""
+    size = WEIGHT_BYTES[config.model.dtype]
+    formula = f"{size} bytes x {in_words(parameters)} parameters / {parts} ranks: distill.teacher"
+    return Term(name, size * parameters // parts, formula)
 
 
 def _fullest(name: str, config: RunConfig, moments: Sequence[tuple[Term, ...]]) -> Phase:

@@ -26,6 +26,8 @@ _KEYS = {
     "inference_nodes": "placement.inference.nodes",
     "asked_inference_tp": "placement.inference.tp",
     "tp_across_nodes": "placement.tp_across_nodes",
+    "teacher_nodes": "distill.replicas.nodes",
+    "teacher_tp": "distill.replicas.tp",
 }
 
 
@@ -81,6 +83,10 @@ def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> list[int | bool]:
         others = range(max(1, value - 8), value + 9)
     elif name == "gpus_per_node":
         others = range(1, (node_gpus or value) + 1)
+    elif name in ("teacher_nodes", "teacher_tp") and not sizes.teacher_nodes:
+        others = ()
+    elif name == "teacher_nodes":
+        others = range(1, sizes.nodes)
     elif name == "inference_nodes":
         others = range(max(0, value - 8), min(value + 17, sizes.nodes))
     else:
@@ -99,6 +105,8 @@ def _simplest(sizes: Sizes, node_gpus: int | None) -> dict[str, Any]:
     plain |= {"sequence_parallel": False, "partitioned": False, "inference_nodes": 0}
     plain["gpus_per_node"] = min(sizes.gpus_per_node, node_gpus or sizes.gpus_per_node)
     plain["asked_inference_tp"] = sizes.asked_inference_tp and 1
+    if sizes.teacher_nodes:
+        plain |= {"nodes": max(2, sizes.nodes), "teacher_nodes": 1, "teacher_tp": 1}
     return {name: value for name, value in plain.items() if value != getattr(sizes, name)}
 
 
@@ -113,7 +121,7 @@ def _distance(old: Sizes, new: Sizes) -> float:
         elif before != after:
             if name == "inference_nodes":  # half of the nodes if none were asked for
                 before, after = before or old.nodes / 2, after or 1
-            odd = name not in ("nodes", "inference_nodes") and after & (after - 1) != 0
+            odd = name not in ("nodes", "inference_nodes", "teacher_nodes") and after & (after - 1) != 0
             total += abs(math.log2(after / before)) + 0.1 + odd / 2
     ranks = new.nodes * new.gpus_per_node / (old.nodes * old.gpus_per_node)
     return total + abs(math.log2(new.tp * new.pp / (old.tp * old.pp))) / 2 + abs(math.log2(ranks)) * 1.5

@@ -9,6 +9,8 @@ is `placement.inference.tp` adjacent ranks.
                   world and a Slurm step of its own, so that losing one does not affect the others. A replica is
                   whole nodes, or one of several that share a node (`Step.gpu_offset`).
 
+In both modes, the last `distill.replicas.nodes` hold replicas of the teacher, likewise a step each.
+
 Spare nodes have no ranks: they replace other nodes when an attempt starts.
 
 If `job.nodes` is a range, each count in it with a valid layout has a plan; an attempt uses the largest that its nodes
@@ -22,10 +24,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from launcher.plan.sizes import LayoutError, Sizes, check
+from megatron_rl.contract.paths import INFER, TEACHER, TRAIN
+from megatron_rl.distill.config import TeacherReplicas
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.rank.config import JobConfig, PlacementConfig
 
-Role = Literal["colocated", "training", "inference"]
+Role = Literal["colocated", "training", "inference", "teacher"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Infer:
-    """Coordinates among the inference replicas."""
+    """Coordinates among the replicas of one role."""
 
     replica: int
     rank: int
@@ -67,7 +71,7 @@ class Step:
     """A Slurm step: the ranks that one srun starts."""
 
     name: str
-    """`train`, `infer-0`, `infer-1`, ..."""
+    """`train`, `infer-0`, `infer-1`, ..., `teacher-0`, ..."""
     role: Role
     nodes: tuple[int, ...]
     """Indices of its nodes among those of the plan."""
@@ -78,7 +82,7 @@ class Step:
     gpu_offset: int
     """First GPU of the step on its node; 0 unless replicas share a node."""
     replica: int | None
-    """Number of the inference replica; None for training."""
+    """Number of the replica among those of its role; None for training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ def place(
     node_gpus: int | None = None,
     model: ModelConfig | None = None,
     engine: str = "native",
+    teacher: TeacherReplicas | None = None,
 ) -> Plan:
     """Return the plan for `job.nodes`, or for its upper end if it is a range.
 
@@ -115,13 +120,14 @@ def place(
         node_gpus: GPUs of each node of the cluster; None: unknown.
         model: also refuse sizes that do not divide this model.
         engine: inference.engine of the recipe.
+        teacher: distill.replicas of the recipe.
 
     Raises:
         LayoutError: the layout is impossible. The message has the arithmetic and the nearest valid layouts.
     """
     limit = node_gpus if job.device == "cuda" else None
     counts = range(job.most_nodes, job.fewest_nodes - 1, -1)
-    sizes = [Sizes.of(job, placement, nodes, engine) for nodes in counts]
+    sizes = [Sizes.of(job, placement, nodes, engine, teacher) for nodes in counts]
     problems = {each.nodes: check(each, limit, model) for each in sizes}
     possible = [each for each in sizes if not problems[each.nodes]]
     for end in (sizes[0], sizes[-1]):
@@ -143,38 +149,54 @@ def _advice(
 
 
 def _plan(job: JobConfig, placement: PlacementConfig, sizes: Sizes) -> Plan:
-    partitioned = placement.mode == "partitioned"
     return Plan(
         mode=placement.mode,
         nodes=sizes.nodes,
         gpus_per_node=job.gpus_per_node,
         spare_nodes=job.spare_nodes,
         sizes=sizes,
-        steps=(_training_step(sizes), *_inference_steps(sizes)) if partitioned else (_training_step(sizes),),
+        steps=(_training_step(sizes), *_inference_steps(sizes), *_teacher_steps(sizes)),
     )
 
 
 def _training_step(sizes: Sizes) -> Step:
     role: Role = "training" if sizes.inference_nodes else "colocated"
     ranks = sizes.gpus_per_node
-    return Step("train", role, tuple(range(sizes.training_nodes)), ranks, ranks, 0, None)
+    return Step(TRAIN, role, tuple(range(sizes.training_nodes)), ranks, ranks, 0, None)
 
 
 def _inference_steps(sizes: Sizes) -> Iterator[Step]:
-    first = sizes.training_nodes * sizes.gpus_per_node
-    for replica in range(sizes.replicas):
-        node, gpu = divmod(first + replica * sizes.inference_tp, sizes.gpus_per_node)
-        gpus = min(sizes.inference_tp, sizes.gpus_per_node)
-        tasks = min(sizes.replica_processes, gpus)
-        nodes = tuple(range(node, node + sizes.inference_tp // gpus))
-        yield Step(f"infer-{replica}", "inference", nodes, tasks, gpus, gpu, replica)
+    if sizes.inference_nodes:
+        replicas = range(sizes.replicas)
+        yield from _replica_steps(
+            sizes, INFER, "inference", sizes.training_nodes, replicas, sizes.inference_tp, sizes.replica_processes
+        )
+
+
+def _teacher_steps(sizes: Sizes) -> Iterator[Step]:
+    first, replicas = sizes.nodes - sizes.teacher_nodes, range(sizes.teacher_replicas)
+    yield from _replica_steps(sizes, TEACHER, "teacher", first, replicas, sizes.teacher_tp, sizes.teacher_processes)
+
+
+def _replica_steps(
+    sizes: Sizes, kind: str, role: Role, first_node: int, replicas: range, tp: int, processes: int
+) -> Iterator[Step]:
+    """Yield the steps of replicas that follow each other from a node on."""
+    gpus = min(tp, sizes.gpus_per_node)
+    for replica in replicas:
+        node, gpu = divmod(first_node * sizes.gpus_per_node + replica * tp, sizes.gpus_per_node)
+        nodes = tuple(range(node, node + tp // gpus))
+        yield Step(f"{kind}-{replica}", role, nodes, min(processes, gpus), gpus, gpu, replica)
 
 
 def _ranks(sizes: Sizes) -> Iterator[Rank]:
     training = sizes.training_world
+    teaching = (sizes.nodes - sizes.teacher_nodes) * sizes.gpus_per_node
     for rank in range(sizes.nodes * sizes.gpus_per_node):
         node, gpu = divmod(rank, sizes.gpus_per_node)
-        if rank >= training:
+        if rank >= teaching:
+            yield Rank(rank, node, gpu, "teacher", None, Infer(*divmod(rank - teaching, sizes.teacher_tp)))
+        elif rank >= training:
             yield Rank(rank, node, gpu, "inference", None, _infer(rank - training, sizes))
         elif sizes.inference_nodes:
             yield Rank(rank, node, gpu, "training", _train(rank, sizes), None)

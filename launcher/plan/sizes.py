@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_rl.distill.config import TeacherReplicas
 from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.rank.config import JobConfig, PlacementConfig, data_parallel_size
@@ -21,7 +22,7 @@ class LayoutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of `job` and `placement`, for a given number of nodes."""
+    """Numbers of `job`, `placement` and `distill.replicas`, for a given number of nodes."""
 
     nodes: int
     gpus_per_node: int
@@ -37,13 +38,26 @@ class Sizes:
     tp_across_nodes: bool
     starts_workers: bool
     """Whether an inference replica is one process that starts the workers on its GPUs itself."""
+    teacher_nodes: int = 0
+    """Nodes that only hold the teacher, the last ones; 0: none."""
+    teacher_tp: int = 1
+    teacher_starts_workers: bool = False
+    """`starts_workers` of the teacher's replicas."""
 
     @classmethod
-    def of(cls, job: JobConfig, placement: PlacementConfig, nodes: int, engine: str = "native") -> Sizes:
+    def of(
+        cls,
+        job: JobConfig,
+        placement: PlacementConfig,
+        nodes: int,
+        engine: str = "native",
+        teacher: TeacherReplicas | None = None,
+    ) -> Sizes:
         """Return the sizes of a recipe on `nodes` nodes.
 
         Args:
             engine: inference.engine of the recipe.
+            teacher: distill.replicas of the recipe.
         """
         training, inference = placement.training, placement.inference
         return cls(
@@ -59,6 +73,9 @@ class Sizes:
             asked_inference_tp=inference.tp,
             tp_across_nodes=placement.tp_across_nodes,
             starts_workers=capabilities_of(engine).starts_workers,
+            teacher_nodes=teacher.nodes if teacher else 0,
+            teacher_tp=teacher.tp if teacher else 1,
+            teacher_starts_workers=teacher is not None and capabilities_of(teacher.engine).starts_workers,
         )
 
     @property
@@ -72,8 +89,17 @@ class Sizes:
         return 1 if self.starts_workers else self.inference_tp
 
     @property
+    def teacher_processes(self) -> int:
+        """Processes that the launcher starts for one replica of the teacher."""
+        return 1 if self.teacher_starts_workers else self.teacher_tp
+
+    @property
+    def teacher_replicas(self) -> int:
+        return self.teacher_nodes * self.gpus_per_node // self.teacher_tp
+
+    @property
     def training_nodes(self) -> int:
-        return self.nodes - self.inference_nodes
+        return self.nodes - self.inference_nodes - self.teacher_nodes
 
     @property
     def training_world(self) -> int:
@@ -82,7 +108,7 @@ class Sizes:
     @property
     def generating(self) -> int:
         """Ranks that generate."""
-        return (self.inference_nodes or self.nodes) * self.gpus_per_node
+        return (self.inference_nodes or self.training_nodes) * self.gpus_per_node
 
     @property
     def model_size(self) -> int:
@@ -138,9 +164,15 @@ def _split(s: Sizes) -> Iterator[str]:
     elif s.partitioned and not s.inference_nodes:
         yield f"placement.mode partitioned needs placement.inference.nodes, the nodes of {s.nodes} that only generate"
     elif s.training_nodes < 1:
+        apart = {"placement.inference.nodes": s.inference_nodes, "distill.replicas.nodes": s.teacher_nodes}
+        names = " and ".join(f"{key} {nodes}" for key, nodes in apart.items() if nodes)
+        counts = " - ".join(str(nodes) for nodes in (s.nodes, *apart.values()) if nodes)
+        verb = "leave" if all(apart.values()) else "leaves"
+        yield f"{names} of job.nodes {s.nodes} {verb} {counts} = {s.training_nodes} nodes to train"
+    elif s.teacher_nodes and s.gpus_per_node % s.teacher_tp:
         yield (
-            f"placement.inference.nodes {s.inference_nodes} of job.nodes {s.nodes} leaves "
-            f"{s.nodes} - {s.inference_nodes} = {s.training_nodes} nodes to train"
+            f"distill.replicas.tp {s.teacher_tp} does not divide job.gpus_per_node {s.gpus_per_node} "
+            f"({_remainder(s.gpus_per_node, s.teacher_tp)}): a replica of the teacher stays on one node"
         )
 
 
@@ -165,7 +197,7 @@ def _training(s: Sizes) -> Iterator[str]:
 def _generating(s: Sizes) -> Iterator[str]:
     key, tp = "placement.inference.tp", s.inference_tp
     if s.generating % tp:
-        nodes = s.inference_nodes or s.nodes
+        nodes = s.inference_nodes or s.training_nodes
         yield (
             f"{key} {tp} does not divide the {nodes} x {s.gpus_per_node} = {s.generating} ranks that generate "
             f"({_remainder(s.generating, tp)})"

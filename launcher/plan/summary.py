@@ -53,7 +53,9 @@ def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
     config = recipe.config
     try:
         node_gpus = profile.gpus_per_node if profile else None
-        return place(config.job, config.placement, node_gpus, config.model, config.inference.engine)
+        return place(
+            config.job, config.placement, node_gpus, config.model, config.inference.engine, config.teacher_replicas
+        )
     except LayoutError as error:
         raise refusal(recipe, error.problems) from error
 
@@ -161,10 +163,16 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
             "dp": sizes.dp,
         },
         "inference": {
-            "nodes": sizes.inference_nodes or sizes.nodes,
+            "nodes": sizes.inference_nodes or sizes.training_nodes,
             "ranks": sizes.generating,
             "replicas": sizes.replicas,
             "tp": sizes.inference_tp,
+        },
+        "teacher": {
+            "nodes": sizes.teacher_nodes,
+            "ranks": sizes.teacher_nodes * sizes.gpus_per_node,
+            "replicas": sizes.teacher_replicas,
+            "tp": sizes.teacher_tp,
         },
         "steps": [asdict(step) for step in plan.steps],
         "batch": asdict(batch(config, plan)),

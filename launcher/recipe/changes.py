@@ -34,6 +34,8 @@ FREE = (
     "job.spare_nodes",
     "placement.mode",
     "placement.inference.nodes",
+    "distill.replicas.nodes",
+    "distill.replicas.tp",
     "placement.offload",
     "harvest",
     "harvest.*",

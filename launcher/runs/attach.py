@@ -36,6 +36,13 @@ def host_of(rank: int, role: str, plan: PlanRecord, nodes: NodeAssignment) -> st
     return hosts[rank // tasks]
 
 
+def of_step(role: str, plan: PlanRecord, *, harvested: bool) -> str:
+    """OF_REPLICAS for a step that runs in the image of the replicas with vLLM, else empty. A harvested replica runs as
+    all others do."""
+    same = "infer-0" if harvested else role
+    return next((step.of for step in plan.steps if step.name == same), "")
+
+
 def harvested(role: str, attempt: Attempt) -> ReplicaState | None:
     """State of a replica that runs in a job of its own; None: the role is no such replica."""
     kind, _, number = role.partition("-")

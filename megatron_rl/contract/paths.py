@@ -13,6 +13,12 @@ from megatron_rl.contract.files import AnyPath, names_in
 
 TRAIN = "train"
 """Step of an attempt whose ranks train."""
+INFER, TEACHER = "infer", "teacher"
+"""Kinds of replicas: those that generate, and those that hold the teacher. Their steps are `infer-0`, `teacher-0`."""
+FOLDERS = {INFER: "replicas", TEACHER: "teachers"}
+"""Kind of replicas -> folder of their files in that of the attempt."""
+NUMBER_OPTIONS = {INFER: "--replica", TEACHER: "--teacher"}
+"""Kind of replicas -> option of `megatron_rl.replica_main` with the number of one."""
 OF_REPLICAS = "-infer"
 """Suffix of names that belong to an image which only the inference replicas run in."""
 CARRIED = "huggingface"
@@ -221,23 +227,24 @@ class Attempt(RankFiles):
         """Empty file: a container image is unpacked on this node. of: OF_REPLICAS for that of the replicas."""
         return self.folder / f"unpacked{of}" / host
 
-    def replica(self, number: int) -> Replica:
-        return Replica(self, number)
+    def replica(self, number: int, kind: str = INFER) -> Replica:
+        return Replica(self, number, kind)
 
-    def replicas(self) -> list[Replica]:
-        """Return the paths of the started replicas, lowest number first. Raises OSError if the folder cannot be
-        listed."""
-        return [Replica(self, number) for number in _numbers(self.folder / "replicas", r"([0-9]+)")]
+    def replicas(self, kind: str = INFER) -> list[Replica]:
+        """Return the paths of the started replicas of a kind, lowest number first. Raises OSError if the folder cannot
+        be listed."""
+        return [Replica(self, number, kind) for number in _numbers(self.folder / FOLDERS[kind], r"([0-9]+)")]
 
 
 class Replica(RankFiles):
-    """Paths of the ranks of one inference replica, a world of its own. A restart of it in the same attempt writes the
-    same files. It drains with the attempt."""
+    """Paths of the ranks of one replica, a world of its own. A restart of it in the same attempt writes the same files.
+    It drains with the attempt."""
 
-    def __init__(self, attempt: Attempt, number: int) -> None:
-        super().__init__(attempt.folder / "replicas" / str(number), attempt.logs, f"infer-{number}")
+    def __init__(self, attempt: Attempt, number: int, kind: str = INFER) -> None:
+        super().__init__(attempt.folder / FOLDERS[kind] / str(number), attempt.logs, f"{kind}-{number}")
         self.attempt = attempt
         self.number = number
+        self.kind = kind
         self.drain = attempt.drain
         self.image = attempt.image
         self.state = self.folder / "state.json"

@@ -68,6 +68,7 @@ class PlanStep(NamedTuple):
     gpus_per_node: int
     srun: list[str] = []  # options
     command: list[str] = []  # of each rank
+    of: str = ""  # paths.OF_REPLICAS if it runs in the image of the replicas with vLLM
     rest: dict[str, Any] = {}
 
 

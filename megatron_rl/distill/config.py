@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import model_validator
 
-from megatron_rl.inference.config import ServerUrl, one_or_several
-from megatron_rl.recipe.section import HubPath, LaterPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from megatron_rl.inference.config import Servers
+from megatron_rl.recipe.section import HubPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from megatron_rl.vllm.config import VllmConfig
 
 
-class TeacherServers(Section):
+class TeacherServers(Servers):
     """Servers that compute the teacher's log-probs, started independently of the run."""
 
     kind: Literal["vllm", "sglang", "mrl"] = "vllm"
     """vllm: `vllm serve TEACHER`. sglang: a server of SGLang. mrl: `mrl serve TEACHER`. The longest sequence of each
     must be at least training.sequence_length + 1 tokens."""
-    urls: Annotated[tuple[ServerUrl, ...], BeforeValidator(one_or_several), Field(min_length=1, strict=False)]
-    """URLs of the servers, or a single one, each with the version of the API: http://HOST:PORT/v1. All ranks must reach
-    them. A sequence goes to the one with the fewest outstanding tokens."""
-    model: Annotated[str, Field(min_length=1)]
-    """Name of the model on the servers."""
-    token_file: LaterPath | None = None
-    """File with the servers' token, on the nodes of the ranks."""
-    token_variable: str | None = None
-    """Environment variable with the servers' token, one of the `secrets` of the cluster profile; instead of
-    token_file."""
     answer_limit_s: PositiveFloat = 600.0
     """Longest wait for the log-probs of one sequence, in seconds. Servers that are away are waited for until
     job.silence_limit_s."""
 
+
+class TeacherReplicas(Section):
+    """Replicas that hold the teacher on nodes of their own. The run starts, watches, restarts and ends them like
+    inference replicas, and they never get other weights."""
+
+    nodes: PositiveInt
+    """Nodes of the job that only hold the teacher, the last ones. All others train and generate as `placement` says."""
+    tp: PositiveInt = 1
+    """GPUs of one replica, which must divide job.gpus_per_node: a node holds job.gpus_per_node / tp replicas. A sequence
+    goes to the replica with the fewest outstanding tokens."""
+    engine: Literal["native", "vllm"] = "native"
+    """native: the engine of this project. vllm: a `vllm serve` per replica, for a teacher of Hugging Face weights; its
+    log-probs are normalised over all rows of the embedding, also those without a token."""
+    vllm: VllmConfig | None = None
+    """How to start vLLM with `engine: vllm`; default: image and Python of `inference.vllm`. A run has one image with
+    vLLM."""
+    answer_limit_s: PositiveFloat = 600.0
+    """Longest wait for the log-probs of one sequence, in seconds; then another replica is asked. Replicas that are away
+    are waited for until job.silence_limit_s."""
+
     @model_validator(mode="after")
-    def _has_one_token(self) -> TeacherServers:
-        if self.token_file is not None and self.token_variable is not None:
-            raise ValueError("token_file and token_variable are both given: keep the one that holds the server's token")
-        if self.kind == "mrl" and self.token_file is None and self.token_variable is None:
-            raise ValueError("mrl serve refuses requests without its token: give token_file or token_variable")
+    def _gives_vllm_its_settings_alone(self) -> Self:
+        if self.vllm is not None and self.engine != "vllm":
+            raise ValueError(f"vllm is given, and engine is {self.engine}: set vllm, or leave the section out")
         return self
 
 
@@ -49,14 +58,28 @@ class DistillConfig(Section):
     teacher: HubPath
     """Model that teaches: name on the hub, directory of Hugging Face weights, package:NAME, or checkpoint directory
     (`.../checkpoints/step-000040`) of a run. Its tokenizer must give every token of the policy the same number. Without
-    `server`, the training ranks hold its weights, split and computed like the policy's, in model.dtype."""
+    `replicas` and `server`, the training ranks hold its weights, split and computed like the policy's, in
+    model.dtype."""
+    replicas: TeacherReplicas | None = None
+    """Replicas of the run that compute the teacher's log-probs, for a teacher too large for the training ranks;
+    default: the ranks do."""
     server: TeacherServers | None = None
-    """Servers that compute the teacher's log-probs, for a teacher too large for the training ranks; default: the ranks
-    do."""
+    """Servers that compute the teacher's log-probs, started independently of the run; default: none."""
     parameters: PositiveInt | None = None
-    """Parameters of the teacher, from which `mrl plan` estimates its memory on the training ranks; default: counted in
-    its config.json where that is on this machine, else not estimated."""
+    """Parameters of the teacher, from which `mrl plan` estimates its memory on the ranks that hold it; default: counted
+    in its config.json where that is on this machine, else not estimated."""
     weight: PositiveFloat = 1.0
     """Weight of the teacher in the advantages."""
     reward_weight: NonNegativeFloat = 1.0
     """Factor of the advantages that rewards give, after their normalisation; 0: the teacher alone."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether replicas or servers hold the teacher, instead of the training ranks."""
+        return self.replicas is not None or self.server is not None
+
+    @model_validator(mode="after")
+    def _is_in_one_place(self) -> Self:
+        if self.replicas is not None and self.server is not None:
+            raise ValueError("replicas and server are both given: keep the one that computes the teacher's log-probs")
+        return self

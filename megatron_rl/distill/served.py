@@ -1,15 +1,14 @@
-"""A teacher on servers that the run did not start."""
+"""A teacher on servers, or on replicas that the run has started."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from itertools import compress
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import torch
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Branch
-from megatron_rl.distill.config import TeacherServers
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import PromptTooLong
 from megatron_rl.inference.openai import EndpointAway, EndpointError
@@ -31,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 64
 """Most sequences that one data-parallel replica has at the servers at a time."""
+LOOK_S = 1.0
+"""Seconds between two looks for replicas that have started."""
 
 
 class ServedTeacher:
@@ -39,7 +39,7 @@ class ServedTeacher:
 
     def __init__(
         self,
-        servers: TeacherServers,
+        servers: Sequence[Endpoint] | Callable[[], Sequence[Endpoint]],
         tokenizer: Tokenizer,
         groups: Groups,
         safe_points: SafePoints,
@@ -48,12 +48,16 @@ class ServedTeacher:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """
+        servers: endpoints of the servers; or of the replicas that run now, which is asked again and again in a thread
+            of its own, and raises NoTeacher if none will run any more.
         limit_s: seconds that all servers may be away.
         transport: for tests.
         """
+        self._running = servers if callable(servers) else None
         self._groups, self._safe_points = groups, safe_points
         self._asks = groups.model.rank() == 0 and groups.context.rank() == 0
-        self._served = ServedPolicy(endpoints_of(servers), tokenizer, limit_s, transport=transport)
+        fixed = () if callable(servers) else servers
+        self._served = ServedPolicy(fixed, tokenizer, limit_s, transport=transport)
         self._last_token, self._end = tokenizer.vocab_size - 1, tokenizer.eos_id
         self._loop = asyncio.new_event_loop()
         if self._asks:
@@ -102,9 +106,10 @@ class ServedTeacher:
         except (EndpointError, UnusableAnswer, PromptTooLong) as error:
             if isinstance(error, EndpointAway):
                 raise
+            key = "distill.replicas" if self._running else "distill.server"
             raise ConfigurationError(
-                f"distill.server: the server cannot report the log-prob of token {self._last_token}, the last one of "
-                f"the policy's tokenizer: {error}"
+                f"{key}: the server cannot report the log-prob of token {self._last_token}, the last one of the "
+                f"policy's tokenizer: {error}"
             ) from error
 
     def _together(self, work: Coroutine[Any, Any, list[float]]) -> list[float]:
@@ -112,7 +117,7 @@ class ServedTeacher:
         Collective. Raises LeaveAgreed, with the work cancelled."""
         task: Future[list[float]] | None = None
         if self._asks:
-            task = asyncio.run_coroutine_threadsafe(work, self._loop)
+            task = asyncio.run_coroutine_threadsafe(self._looking(work), self._loop)
         else:
             work.close()
         seen = -1.0
@@ -127,6 +132,24 @@ class ServedTeacher:
             raise
         return task.result() if task is not None else []
 
+    async def _looking(self, work: Coroutine[Any, Any, list[float]]) -> list[float]:
+        """Do the work, and use the replicas that run meanwhile. Raises NoTeacher."""
+        if self._running is None:
+            return await work
+        looks = asyncio.ensure_future(self._look(self._running))
+        works = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([looks, works], return_when=asyncio.FIRST_COMPLETED)
+            return works.result() if works.done() else looks.result()
+        finally:
+            looks.cancel()
+            works.cancel()
+
+    async def _look(self, running: Callable[[], Sequence[Endpoint]]) -> NoReturn:
+        while True:
+            self._served.use(await asyncio.to_thread(running))
+            await asyncio.sleep(LOOK_S)
+
 
 def _waits(task: Future[list[float]] | None) -> bool:
     """Whether a task is unfinished, after at most POLL_S seconds. Raises its exception."""
@@ -137,19 +160,3 @@ def _waits(task: Future[list[float]] | None) -> bool:
     except TimeoutError:
         return not task.done()
     return False
-
-
-def endpoints_of(servers: TeacherServers) -> list[Endpoint]:
-    """Return the endpoint of each server. A request to one is tried once, since another one may answer."""
-    return [
-        Endpoint(
-            url=url,
-            model=servers.model,
-            kind=servers.kind,
-            token_file=None if servers.token_file is None else Path(servers.token_file).expanduser(),
-            token_variable=servers.token_variable,
-            timeout_s=servers.answer_limit_s,
-            attempts=1,
-        )
-        for url in servers.urls
-    ]

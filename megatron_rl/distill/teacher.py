@@ -14,6 +14,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.inference.vllm_options import CPU_HEAD_SIZES
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.model.flops import training_flops
 from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape
@@ -93,13 +94,35 @@ def against_teacher(config: RunConfig, teacher: TeacherFiles | None, tokenizer: 
             f"distill.teacher {config.distill.teacher} knows {teacher.model.max_position_embeddings} positions, fewer "
             f"than training.sequence_length {config.sequence_length}"
         )
-    if config.distill.server is None:
+    if (replicas := config.distill.replicas) is not None:
+        for reason in teacher.model.undivided(replicas.tp):
+            yield f"distill.replicas.{reason} (distill.teacher {config.distill.teacher}); choose a size that divides it"
+        yield from _against_vllm(config, teacher)
+    elif config.distill.server is None:
         layout = config.placement.training
         for reason in teacher.model.undivided(layout.tp, layout.pp, layout.ep if teacher.model.num_experts else 1):
             yield (
                 f"distill.teacher {config.distill.teacher} is split like the policy (placement.training), but "
-                f"{reason}; choose a layout that divides both, or give distill.server"
+                f"{reason}; choose a layout that divides both, or give distill.replicas"
             )
+
+
+def _against_vllm(config: RunConfig, teacher: TeacherFiles) -> Iterator[str]:
+    """Yield the reasons why vLLM cannot hold a teacher."""
+    if config.distill is None or config.teacher_vllm is None:
+        return
+    name, head = config.distill.teacher, teacher.model.head_size
+    if teacher.is_checkpoint:
+        yield (
+            f"distill.teacher {name} is a checkpoint, and distill.replicas.engine vllm reads Hugging Face weights: "
+            "export it (`mrl convert`), or set native"
+        )
+    if config.job.device == "cpu" and head not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        yield (
+            f"distill.teacher {name} has attention heads of size {head}, and vLLM on a CPU supports {sizes}: set "
+            "distill.replicas.engine to native"
+        )
 
 
 def vocabulary_difference(own: Mapping[str, int], teachers: Mapping[str, int]) -> str | None:

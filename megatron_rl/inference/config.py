@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -163,40 +163,53 @@ def one_or_several(given: object) -> object:
     return (given,) if isinstance(given, str) else given
 
 
-class ServerConfig(Section):
+class Servers(Section):
+    """Servers that were started independently of the run."""
+
+    kind: Literal["vllm", "sglang", "mrl"]
+    urls: Annotated[tuple[ServerUrl, ...], BeforeValidator(one_or_several), Field(min_length=1, strict=False)]
+    """URLs of the servers, or a single one, each with the version of the API: http://HOST:PORT/v1. All ranks must reach
+    them. A request goes to the one with the fewest outstanding tokens."""
+    model: Annotated[str, Field(min_length=1)]
+    """Name of the model on the servers: --served-model-name of vLLM and SGLang, --name of `mrl serve`."""
+    token_file: LaterPath | None = None
+    """File with the servers' token, on the nodes of the ranks."""
+    token_variable: str | None = None
+    """Environment variable with the servers' token, one of the `secrets` of the cluster profile; instead of
+    token_file."""
+    answer_limit_s: PositiveFloat
+    """Longest wait for one answer, in seconds."""
+
+    @model_validator(mode="after")
+    def _are_reached(self) -> Self:
+        if self.token_file is not None and self.token_variable is not None:
+            raise ValueError("token_file and token_variable are both given: keep the one that holds the server's token")
+        if self.kind == "mrl" and self.token_file is None and self.token_variable is None:
+            raise ValueError("mrl serve refuses requests without its token: give token_file or token_variable")
+        if len({*self.urls}) < len(self.urls):
+            raise ValueError("urls names a server twice: give each once")
+        return self
+
+
+class ServerConfig(Servers):
     """Inference servers that sample with the run's weights, which they read after each step."""
 
     kind: Literal["vllm", "sglang", "mrl"]
     """vllm: started with VLLM_SERVER_DEV_MODE=1 on FOLDER/current. sglang: launched on FOLDER/current. mrl: `mrl serve
     FOLDER/current --weights-from FOLDER`."""
-    urls: Annotated[tuple[ServerUrl, ...], BeforeValidator(one_or_several), Field(min_length=1, strict=False)]
-    """URLs of the servers, or a single one, each with the version of the API: http://HOST:PORT/v1. All ranks must reach
-    them. Each reads every version, and a request goes to the one with the fewest outstanding tokens."""
     folder: LaterPath
     """Directory where each version of the weights is written and read, on a file system that ranks and server share;
     /dev/shm where they share a node. Nobody else may have write access."""
     model: Annotated[str, Field(min_length=1)] = "policy"
-    """Name of the model on the server: --served-model-name of vLLM and SGLang, --name of `mrl serve`."""
-    token_file: LaterPath | None = None
-    """File with the server's token, on the nodes of the ranks."""
-    token_variable: str | None = None
-    """Environment variable with the server's token, one of the `secrets` of the cluster profile; instead of
-    token_file."""
     processed_logprobs: bool = False
     """Whether vLLM was started with --logprobs-mode processed_logprobs, which a temperature other than 1 needs."""
     answer_limit_s: PositiveFloat = 3600.0
     """Longest wait for one answer, and for the server to read new weights, in seconds."""
 
     @model_validator(mode="after")
-    def _has_one_token(self) -> ServerConfig:
-        if self.token_file is not None and self.token_variable is not None:
-            raise ValueError("token_file and token_variable are both given: keep the one that holds the server's token")
-        if self.kind == "mrl" and self.token_file is None and self.token_variable is None:
-            raise ValueError("mrl serve refuses requests without its token: give token_file or token_variable")
+    def _processes_only_in_vllm(self) -> Self:
         if self.kind != "vllm" and self.processed_logprobs:
             raise ValueError(f"processed_logprobs is an option of vLLM, and kind is {self.kind}: leave it out")
-        if len({*self.urls}) < len(self.urls):
-            raise ValueError("urls names a server twice: it would read each version twice")
         return self
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import httpx
 
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer
-from megatron_rl.inference.config import ServerConfig
+from megatron_rl.inference.config import Servers
 from megatron_rl.inference.openai import FIRST_PAUSE_S, LOG_EVERY_S, LONGEST_PAUSE_S, EndpointAway, OpenAIInference
 from megatron_rl.inference.openai_bodies import Endpoint, UnusableAnswer
 from megatron_rl.inference.sglang import SGLangInference
@@ -25,20 +25,23 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-def endpoints_of(server: ServerConfig) -> list[Endpoint]:
-    """Return the endpoint of each server. A request to one is tried once, since another one may answer."""
+def endpoints_of(servers: Servers, *, processed_logprobs: bool = False) -> list[Endpoint]:
+    """Return the endpoint of each server. A request to one is tried once, since another one may answer.
+
+    processed_logprobs: see `Endpoint`.
+    """
     return [
         Endpoint(
             url=url,
-            model=server.model,
-            kind=server.kind,
-            token_file=None if server.token_file is None else Path(server.token_file).expanduser(),
-            token_variable=server.token_variable,
-            timeout_s=server.answer_limit_s,
+            model=servers.model,
+            kind=servers.kind,
+            token_file=None if servers.token_file is None else Path(servers.token_file).expanduser(),
+            token_variable=servers.token_variable,
+            timeout_s=servers.answer_limit_s,
             attempts=1,
-            processed_logprobs=server.processed_logprobs,
+            processed_logprobs=processed_logprobs,
         )
-        for url in server.urls
+        for url in servers.urls
     ]
 
 
@@ -53,8 +56,8 @@ def inference_of(
 class _Server:
     """A server as the target of requests."""
 
-    def __init__(self, inference: OpenAIInference) -> None:
-        self.inference = inference
+    def __init__(self, endpoint: Endpoint, inference: OpenAIInference) -> None:
+        self.endpoint, self.inference = endpoint, inference
         self.outstanding = 0
         """Most tokens that it still has to compute, of prompts and answers."""
         self.away_until = 0.0  # monotonic
@@ -84,12 +87,22 @@ class ServedPolicy:
         limit_s: seconds that all servers may be away.
         transport, sleep: for tests.
         """
-        self._servers = [_Server(inference_of(each, tokenizer, transport)) for each in endpoints]
+        self._tokenizer, self._transport = tokenizer, transport
         self._tokens = tokenizer.vocab_size
+        self._servers: list[_Server] = []
+        self.use(endpoints)
         self._limit_s, self._sleep = limit_s, sleep
         self._logged_at = -math.inf
         self.busy_s = 0.0
         """Sum of the seconds that its requests took: it grows with every answer."""
+
+    def use(self, endpoints: Sequence[Endpoint]) -> None:
+        """Send requests to these servers from now on; without any, requests wait. Those that were asked before still
+        answer. Belongs to the loop of the requests."""
+        known = {server.endpoint: server for server in self._servers}
+        self._servers = [
+            known.get(each) or _Server(each, inference_of(each, self._tokenizer, self._transport)) for each in endpoints
+        ]
 
     @property
     def policy_version(self) -> int:
@@ -135,10 +148,14 @@ class ServedPolicy:
         waited = 0.0  # for a server; an answer that is lost may have taken longer
         while True:
             now = time.monotonic()
-            server = min(self._servers, key=lambda each: (max(now, each.away_until), each.outstanding))
-            if (pause := server.away_until - now) > 0:
+            server = min(self._servers, key=lambda each: (max(now, each.away_until), each.outstanding), default=None)
+            if (pause := FIRST_PAUSE_S if server is None else server.away_until - now) > 0:
                 waited += pause
                 await self._sleep(pause)
+            if server not in self._servers:  # others have replaced it
+                if waited > self._limit_s:
+                    raise EndpointAway(f"no server was there for {waited:.0f} s")
+                continue
             server.outstanding += cost
             try:
                 answer = await ask(server.inference)

@@ -124,7 +124,7 @@ def generate_by_server(
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     limit_s = config.job.silence_limit_s
-    endpoints = endpoints_of(server)
+    endpoints = endpoints_of(server, processed_logprobs=server.processed_logprobs)
     served = ServedPolicy(endpoints, tokenizer, limit_s)
     folder = ServedFolder(Path(server.folder).expanduser(), published)
     claim_folder(folder, run_dir, groups.control)

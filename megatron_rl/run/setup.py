@@ -208,7 +208,7 @@ def set_up(
     counters = restore(checkpointer, models, initial_weights, safe_points)
     check_unchanged(run_dir, counters.step, counters.problems, problems)
     models.optimizer.offload()
-    teacher = build_teacher(config, tokenizer, platform, groups, safe_points)
+    teacher = build_teacher(run_dir, attempt, config, tokenizer, platform, groups, safe_points)
 
     trainer = Trainer(
         models.policy,

@@ -1,15 +1,20 @@
-"""The teacher of a run: a frozen model on the training ranks, or servers."""
+"""The teacher of a run: a frozen model on the training ranks, replicas, or servers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.checkpoint.initial_weights import read_initial_weights
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.distill.config import DistillConfig
+from megatron_rl.distill.replicas import TeacherRoster
 from megatron_rl.distill.served import ServedTeacher
 from megatron_rl.distill.teacher import VOCABULARY_FILE, TeacherFiles, against_teacher, teacher_files
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.inference.openai_bodies import Endpoint
+from megatron_rl.inference.served import endpoints_of
 from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.model.hub import local_folder
 from megatron_rl.model.policy import Policy
@@ -21,21 +26,32 @@ from megatron_rl.run.models import build_part, share_weights
 
 
 def build_teacher(
-    config: RunConfig, tokenizer: Tokenizer, platform: Platform, groups: Groups, safe_points: SafePoints
+    run_dir: RunDir,
+    attempt: Attempt,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    platform: Platform,
+    groups: Groups,
+    safe_points: SafePoints,
 ) -> Policy | ServedTeacher | None:
-    """Load the teacher, or connect to its servers; None without `distill`. Collective.
+    """Load the teacher, or connect to its replicas or servers; None without `distill`. Collective.
 
     Raises ConfigurationError if the teacher cannot judge the policy's tokens, its files are missing, or servers refuse;
-    and LeaveAgreed if a rank is asked to leave while servers are awaited.
+    NoTeacher if all replicas are given up; and LeaveAgreed if a rank is asked to leave while servers are awaited.
     """
     if (distill := config.distill) is None:
         return None
     files = _files(distill)
     if problem := next(against_teacher(config, files, _tokenizer_folder(config)), None):
         raise ConfigurationError(problem)
-    if distill.server is not None:
-        safe_points.activity.enter("waiting for the teacher's servers", 0)
-        served = ServedTeacher(distill.server, tokenizer, groups, safe_points, config.job.silence_limit_s)
+    servers: Sequence[Endpoint] | TeacherRoster | None = None
+    if distill.replicas is not None:
+        servers = TeacherRoster(run_dir, attempt, distill.replicas.answer_limit_s)
+    elif distill.server is not None:
+        servers = endpoints_of(distill.server)
+    if servers is not None:
+        safe_points.activity.enter("waiting for the teacher", 0)
+        served = ServedTeacher(servers, tokenizer, groups, safe_points, config.job.silence_limit_s)
         served.check()
         return served
     safe_points.activity.enter("reading the teacher's weights", 0)
@@ -55,11 +71,11 @@ def build_teacher(
 
 
 def _files(distill: DistillConfig) -> TeacherFiles | None:
-    """Return the teacher's files; None if servers have the only ones."""
+    """Return the teacher's files; None if its servers or replicas have the only ones."""
     try:
         return teacher_files(local_folder(distill.teacher, "distill.teacher", CONFIG_FILE))
     except ValueError as error:
-        if distill.server is not None and not isinstance(error, ConfigurationError):
+        if distill.is_served and not isinstance(error, ConfigurationError):
             return None
         raise ConfigurationError(str(error)) from error
 

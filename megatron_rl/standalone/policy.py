@@ -107,7 +107,7 @@ def open_policy(
     threads = threads or max(1, len(os.sched_getaffinity(0)) // world.size)
     with connected(world, device, threads, tp) as (platform, groups):
         policy, digest, version = load_policy(source, platform, groups)
-        ranks, tokenizer = _engine_ranks(world, groups, tp), source.tokenizer
+        ranks, tokenizer = engine_ranks(groups, tp), source.tokenizer
         leaders = dist.new_group([*range(0, world.size, tp)], timeout=IDLE, backend="gloo", group_desc="leaders")
         engine = Engine(policy, source.model, inference, tokenizer.end_ids, max_length, ranks, decode=tokenizer.decode)
         engine.policy_version = version
@@ -116,9 +116,12 @@ def open_policy(
             engine.release_followers()
 
 
-def _engine_ranks(world: StandaloneWorld, groups: Groups, tp: int) -> EngineRanks:
+def engine_ranks(groups: Groups, tp: int) -> EngineRanks:
+    """Return the replica of this rank, `tp` neighbours. Its followers wait for the first rank without limit. Collective
+    over all ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     control, _ = dist.new_subgroups(tp, timeout=IDLE, backend="gloo", group_desc="engine control")
-    return EngineRanks(world.rank // tp, world.size // tp, groups.tensor, control)
+    return EngineRanks(rank // tp, size // tp, groups.tensor, control)
 
 
 def load_policy(source: Source, platform: Platform, groups: Groups) -> tuple[Policy, str, int]:

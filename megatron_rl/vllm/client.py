@@ -113,12 +113,16 @@ class VllmClient:
         except httpx.HTTPError as error:  # also in the middle of an answer
             raise _gone("/inference/v1/generate", error) from error
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probs of all tokens but the first, given those before each. The request precedes all waiting answers."""
+    async def score(self, tokens: Sequence[int], limit_s: float = CONTROL_S) -> list[float]:
+        """Log-probs of all tokens but the first, given those before each. The request precedes all waiting answers.
+
+        limit_s: seconds that it may take.
+        """
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         content = await self._post(
             "/inference/v1/generate",
             {"model": MODEL_NAME, "token_ids": [*tokens], "sampling_params": sampling, "priority": FIRST},
+            limit_s=limit_s,
         )
         try:
             scored = [content["prompt_logprobs"][at][str(token)] for at, token in enumerate(tokens) if at > 0]

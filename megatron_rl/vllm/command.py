@@ -66,11 +66,19 @@ class Sizes:
     rows: int
     """Answers decoded at once."""
     prefill_tokens: int
+    """Tokens of prompts computed at once."""
     cache_tokens: int | None = None
     """Tokens of the cache; default: `rows` sequences of full length on a CPU, and what is left of a GPU's memory."""
     page_tokens: int | None = None
     graphs: bool = True
     """Whether to record decode steps on GPUs."""
+    splits: bool = False
+    """Whether a prompt of more than `prefill_tokens` tokens is split, although nothing else is computed."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one step of the model."""
+        return max(self.prefill_tokens, self.rows if self.splits else self.longest)
 
     @property
     def cache_bytes(self) -> int:
@@ -106,8 +114,7 @@ def serve_command(
         "dtype": DTYPES[sizes.model.dtype],
         "max-model-len": str(sizes.longest),
         "max-num-seqs": str(sizes.rows),
-        # A first prompt is never split: the longest one fits.
-        "max-num-batched-tokens": str(max(sizes.prefill_tokens, sizes.longest)),
+        "max-num-batched-tokens": str(sizes.step_tokens),
         "tensor-parallel-size": str(sizes.tp),
         "generation-config": "vllm",
         "seed": str(seed),
@@ -133,6 +140,16 @@ def replica_command(config: RunConfig, served: Served, python: str, seed: int) -
         "stream-interval": str(STREAM_INTERVAL),
     }
     return serve_command(python, served, sizes_of(config), config.inference.vllm, further, seed)
+
+
+def teacher_command(config: RunConfig, served: Served, sizes: Sizes, python: str, seed: int) -> list[str]:
+    """The command of `vllm serve` for the teacher, whose prompts it scores. seed: see seed_of."""
+    further: Options = {
+        "scheduling-policy": "priority",  # see VllmClient.score
+        "logprobs-mode": "raw_logprobs",
+        "enable-prefix-caching": False,  # a prompt to be scored is computed whole
+    }
+    return serve_command(python, served, sizes, config.teacher_vllm, further, seed)
 
 
 def sizes_of(config: RunConfig) -> Sizes:

@@ -1,22 +1,26 @@
-"""Whole runs that learn from a teacher alone: in every layout, interrupted, and from a server that is lost."""
+"""Whole runs that learn from a teacher alone: in every layout, interrupted, and from a replica or server that is lost."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import yaml
 from commands import Command
 from core_helpers import tiny_model, tiny_run
 from hf_helpers import PUBLISHED, publish
 from loop_helpers import Attempt, lines_of, prepare, reproducible
 from server_helpers import byte_backend
 
-from megatron_rl.contract.paths import RunDir
+from launcher.host.record.evidence import read_replicas
+from megatron_rl.contract.paths import TEACHER, RunDir
 
 STEPS, LIMIT_S = 24, 120.0
 CLOSE = {"rel": 5e-3, "abs": 1e-3}
@@ -100,6 +104,44 @@ def test_the_first_steps_are_the_same_in_every_layout(
     for mine, other in zip(lines_of(run_dir.metrics), lines_of(undisturbed.metrics), strict=False):
         for name in ("teacher_kl", "loss", "grad_norm", "answer_length"):
             assert mine[name] == pytest.approx(other[name], **CLOSE), (name, mine["step"])
+
+
+def process_of_teacher(run_dir: RunDir) -> psutil.Process | None:
+    """Process of the first replica of the teacher, while it runs."""
+    wanted = ["--run-dir", str(run_dir.root), "--attempt", "1", "--teacher", "0"]
+    found = (each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[-6:] == wanted)
+    return next(found, None)
+
+
+def test_a_replica_of_the_teacher_says_the_same_and_its_death_only_costs_time(
+    folder: Path, undisturbed: RunDir
+) -> None:
+    apart = recipe(folder, 1, {}, replicas={"nodes": 1})
+    apart["job"]["nodes"] = 2
+    apart["training"]["steps"] = steps = 8
+    file, run_dir = folder / "apart.yaml", RunDir(folder / "apart")
+    file.write_text(yaml.safe_dump(apart))
+    environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "MRL_CACHE": str(folder / "cache")}
+    run = Command(["mrl-submit", file, "--run-dir", run_dir.root], env=environment, cwd=folder)
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not run_dir.metrics.exists() or len(lines_of(run_dir.metrics)) < 3:
+            assert run.poll() is None and time.monotonic() < deadline, run.communicate(1.0)
+            time.sleep(0.01)
+        teacher = process_of_teacher(run_dir)
+        assert teacher is not None
+        teacher.kill()
+        said = run.communicate(LIMIT_S)
+    finally:
+        run.kill()
+    assert run.returncode == 0, said
+    (state,) = read_replicas(run_dir.attempt(1), TEACHER)
+    assert state.starts == 2 and "SIGKILL" in (state.why or "")
+    assert process_of_teacher(run_dir) is None
+    lines = lines_of(run_dir.metrics)
+    assert len(lines) == steps
+    for mine, other in zip(lines[:3], lines_of(undisturbed.metrics), strict=False):
+        assert mine["teacher_kl"] == pytest.approx(other["teacher_kl"], **CLOSE)
 
 
 class Server:

@@ -3,6 +3,7 @@ training ranks, restart when they end, and end with them."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,11 +17,12 @@ import pytest
 from json_files import read_json
 from run_helpers import FAKE_RANK
 
+from launcher.host.attempt.local_ranks import LocalReplicas
 from launcher.host.process.processes import start_time
 from launcher.host.record.evidence import read_replicas
 from launcher.host.record.ledger import ends_in, read_ledger
 from megatron_rl.contract.attempt_records import Drain
-from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.paths import INFER, RunDir
 from megatron_rl.contract.records import write
 
 FAKE_REPLICA = str(Path(__file__).parents[1] / "helpers" / "fake_replica.py")
@@ -28,19 +30,19 @@ LIMIT_S = 60.0
 
 
 class Partitioned:
-    """A supervisor of one training rank and two replicas of two ranks each.
+    """A supervisor of one training rank and two replicas.
 
     options: further options of the supervisor.
     """
 
-    def __init__(self, root: Path, training: str, replicas: str, *options: str) -> None:
+    def __init__(self, root: Path, training: str, replicas: str, *options: str, ranks: int = 2, gpus: int = 0) -> None:
         self.run = RunDir(root)
         self.attempt = self.run.attempt(1)
         self.attempt.folder.mkdir(parents=True)
         command = [sys.executable, "-m", "launcher.host.supervise", "--run-dir", str(root), "--attempt", "1"]
         command += ["--ranks", "1", "--device", "cpu", "--grace", "0.5", "--silence-limit", "60"]
-        command += ["--replicas", "2", "--replica-ranks", "2", *options]
-        command += ["--replica-command", f"{sys.executable} {FAKE_REPLICA} {replicas}"]
+        kept = LocalReplicas(INFER, 2, ranks, gpus, [sys.executable, FAKE_REPLICA, replicas])
+        command += ["--replicas", json.dumps(kept), *options]
         command += ["--", sys.executable, FAKE_RANK, training]
         self.process = subprocess.Popen(command, start_new_session=True)
 
@@ -76,8 +78,8 @@ class Partitioned:
 def partitioned(tmp_path: Path) -> Iterator[Callable[..., Partitioned]]:
     started: list[Partitioned] = []
 
-    def start(training: str, replicas: str, *options: str) -> Partitioned:
-        started.append(Partitioned(tmp_path, training, replicas, *options))
+    def start(training: str, replicas: str, *options: str, **sizes: int) -> Partitioned:
+        started.append(Partitioned(tmp_path, training, replicas, *options, **sizes))
         return started[-1]
 
     yield start
@@ -105,7 +107,7 @@ def test_replicas_run_beside_the_training_and_end_with_it(partitioned):
 
 def test_a_replica_that_starts_its_workers_is_one_process_that_sees_their_gpus(partitioned, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
-    run = partitioned("long", "serve", "--device", "cuda", "--replica-ranks", "1", "--replica-gpus", "2")
+    run = partitioned("long", "serve", "--device", "cuda", ranks=1, gpus=2)
     places = [run.seen(replica, 0) for replica in (0, 1)]
     assert [seen["WORLD_SIZE"] for seen in places] == ["1", "1"]
     assert [seen["CUDA_VISIBLE_DEVICES"] for seen in places] == ["6,5", "4,3"], "the first is the training's"

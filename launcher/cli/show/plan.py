@@ -32,7 +32,7 @@ def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -
     for memory in summary["memory"]:
         console.print()
         console.print(_memory(config, plan, memory))
-    if config.distill is not None and config.distill.server is None and config.distill.parameters is None:
+    if config.distill is not None and not config.distill.server and config.distill.parameters is None:
         text = "the memory of distill.teacher is not counted: its files are not here; give distill.parameters"
         console.print(Text(f"note: {text}", style="yellow"))
     for warning in warnings(summary):
@@ -87,6 +87,7 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
             if config.generates
             else "",
         ),
+        ("teacher", _teacher(config, plan)),
         *_batch(config, summary["batch"]),
         ("model", _parameters(summary["model"])),
         ("checkpoint", _checkpoint(summary["checkpoint"])),
@@ -96,6 +97,20 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
         if text:
             grid.add_row(name, text)
     return grid
+
+
+def _teacher(config: RunConfig, plan: Plan) -> str:
+    """Where the teacher is; empty without one."""
+    sizes, distill = plan.sizes, config.distill
+    if distill is None:
+        return ""
+    if distill.server:
+        return f"{distill.teacher} at {', '.join(distill.server.urls)} ({distill.server.kind})"
+    if distill.replicas is None:
+        return f"{distill.teacher} on the training ranks, frozen"
+    ranks = sizes.teacher_nodes * sizes.gpus_per_node
+    product = _product({"tp": sizes.teacher_tp, "replicas": sizes.teacher_replicas}, ranks)
+    return f"{product}: {distill.teacher} ({distill.replicas.engine})"
 
 
 def _product(sizes: dict[str, int], ranks: int) -> str:
@@ -206,9 +221,10 @@ def warnings(summary: dict[str, Any]) -> Iterator[str]:
                 f"but has {size(limit)}" if needed > limit else f"of {size(limit)}, which is too close for an estimate"
             )
             largest = max(memory["terms"], key=lambda term: term["bytes"])
+            cure = "raise distill.replicas.tp" if memory["role"] == "teacher" else CURES[largest["name"]]
             yield (
                 f"{where}one {memory['role']} GPU needs about {size(needed)} {verdict}; "
-                f"the largest term is {largest['name']}: {CURES[largest['name']]}"
+                f"the largest term is {largest['name']}: {cure}"
             )
 
 
@@ -225,7 +241,7 @@ CURES = {
     "widened gradients": "raise tp or pp, or use more nodes (optimizer.distributed)",
     "optimizer": "raise tp or pp, use more nodes (optimizer.distributed), or set placement.offload: optimizer",
     "reference": "set grpo.kl_beta to 0, or raise tp",
-    "teacher": "give distill.server, or raise tp or pp",
+    "teacher": "give distill.replicas, or raise tp or pp",
     "activations": "lower training.tokens_per_microbatch and training.sequence_length, set training.recompute: full, "
     "or raise cp",
     "backward": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp or cp",

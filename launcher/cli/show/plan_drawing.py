@@ -13,7 +13,12 @@ from launcher.plan.placement import Plan, Rank
 FOLD = 8
 """Number of equal rows above which most are left out."""
 MARGIN = 11
-STYLES = {"training": ("cyan", "blue"), "colocated": ("cyan", "blue"), "inference": ("green", "yellow")}
+STYLES = {
+    "training": ("cyan", "blue"),
+    "colocated": ("cyan", "blue"),
+    "inference": ("green", "yellow"),
+    "teacher": ("magenta", "red"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +27,13 @@ class Block:
 
     role: str
     group: int
-    """Number of the training or inference replica."""
+    """Number of the replica among those of its role."""
     parts: tuple[tuple[str, int], ...]
     """(letter, number) of its other coordinates, such as ("p", 1) for pipeline stage 1."""
     gpus: int
 
     def label(self, short: bool) -> str:
-        name = "r" if self.role == "inference" else "dp"
+        name = {"inference": "r", "teacher": "t"}.get(self.role, "dp")
         return ("" if short else " ").join([f"{name}{self.group}", *(f"{key}{number}" for key, number in self.parts)])
 
 
@@ -57,7 +62,7 @@ def _blocks(plan: Plan, ranks: Iterator[Rank]) -> Iterator[Block]:
 
     def key(rank: Rank) -> tuple[str, int, tuple[tuple[str, int], ...]]:
         if rank.train is None:
-            assert rank.infer is not None  # every rank trains or generates
+            assert rank.infer is not None  # every rank trains or belongs to a replica
             return rank.role, rank.infer.replica, ()
         parts = [("p", rank.train.pp, sizes.pp), ("c", rank.train.cp, sizes.cp)]
         return rank.role, rank.train.dp, tuple((letter, number) for letter, number, of in parts if of > 1)
@@ -95,6 +100,8 @@ def legend(plan: Plan) -> str:
     what = ["dp: data-parallel replica"]
     if sizes.partitioned:
         what.append("r: inference replica")
+    if sizes.teacher_nodes:
+        what.append("t: replica of the teacher")
     if sizes.pp > 1:
         what.append("p: pipeline stage")
     if sizes.cp > 1:

@@ -23,7 +23,7 @@ from launcher.simulate.idle import Idle, better_split, idle_shares
 from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING
 from megatron_rl.contract.learning import LearningWarning
-from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.paths import FOLDERS, Attempt, Replica, RunDir
 from megatron_rl.contract.records import UnreadableRecord, if_readable, read
 
 
@@ -240,18 +240,22 @@ def _next(data: dict[str, Any]) -> str | None:
 
 
 def replicas_json(attempt: Attempt) -> list[dict[str, Any]]:
-    """Return the state of each inference replica: `state` is answers, starts, waiting or given up; `at` since when
+    """Return the state of each replica: `state` is answers, starts, waiting or given up; `at` since when
     (unix time); `why` how it ended last."""
-    return [_replica_json(state, attempt) for state in read_replicas(attempt)]
+    return [
+        _replica_json(state, attempt.replica(state.replica, kind))
+        for kind in FOLDERS
+        for state in read_replicas(attempt, kind)
+    ]
 
 
-def _replica_json(state: ReplicaState, attempt: Attempt) -> dict[str, Any]:
+def _replica_json(state: ReplicaState, files: Replica) -> dict[str, Any]:
     address = None
     if state.state == REPLICA_RUNNING:
-        address = if_readable(read(ReplicaAddress, attempt.replica(state.replica).listener))
+        address = if_readable(read(ReplicaAddress, files.listener))
     there = address is not None and address.start + 1 >= state.starts
     return {
-        "name": attempt.replica(state.replica).role,
+        "name": files.role,
         "state": ("answers" if there else "starts") if state.state == REPLICA_RUNNING else state.state,
         "at": address.at if address is not None and there else state.at or None,
         "address": f"{address.host}:{address.port}" if address is not None and there else None,

@@ -100,17 +100,24 @@ def _show(recipe: Recipe, sizes: Sizes, root: Path | None, request: Request) -> 
 
 
 def _in_brief(config: RunConfig, sizes: Sizes) -> str:
-    """Describe a run: `demo on 2 CPU processes of this machine`; partitioned: `demo on 3 CPU processes of this machine,
-    2 of which train and 1 only generates`."""
+    """Describe a run: `demo on 2 CPU processes of this machine`; with replicas: `demo on 4 CPU processes of this
+    machine, 2 of which train, 1 only generates and 1 only holds the teacher`."""
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
     text = f"{config.name} on {config.job.world_size} {kind} of this machine"
-    if not sizes.partitioned:
-        return text
-    train, generate = sizes.training_world, sizes.generating
-    return (
-        f"{text}, {train} of which {'trains' if train == 1 else 'train'} and {generate} only "
-        f"{'generates' if generate == 1 else 'generate'}"
+    train, generate, teach = (
+        sizes.training_world,
+        sizes.generating * sizes.partitioned,
+        sizes.teacher_nodes * sizes.gpus_per_node,
     )
+    apart = [
+        f"{count} only {verb + 's' * (count == 1)}{what}"
+        for count, verb, what in ((generate, "generate", ""), (teach, "hold", " the teacher"))
+        if count
+    ]
+    if not apart:
+        return text
+    first, last = [f"{train} of which {'trains' if train == 1 else 'train'}", *apart[:-1]], apart[-1]
+    return f"{text}, {', '.join(first)} and {last}"
 
 
 def _report_finished(config: RunConfig, run: RunDir) -> int:
@@ -154,9 +161,9 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, r
     owner = None if request.detach else os.getpid()
     interruptions = Interruptions()
     with interruptions.caught():
-        python = replica_python(config, None)
+        pythons = {kind: replica_python(config, None, kind) for kind in config.started_vllms}
         include = config.code.include or ()
-        command = supervisor_command(run, attempt, config.job, sizes, drain_limit_s, owner, python, include)
+        command = supervisor_command(run, attempt, config.job, sizes, drain_limit_s, owner, pythons, include)
         supervisor = Supervisor(command)
         follower = Follower(run, attempt, supervisor, drain_limit_s)
         try:

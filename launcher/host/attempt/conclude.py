@@ -33,7 +33,7 @@ from launcher.host.record.logs import ended_by_slurm
 from launcher.host.slurm import queries
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment, Outcome
 from megatron_rl.contract.codes import CRASHED, DRAINED, FINISHED, LOST, NODE_FAILURE, REQUEUE, SIGNALLED
-from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.paths import FOLDERS, Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, if_readable, read, write
 from megatron_rl.contract.run_records import Done
 
@@ -62,7 +62,7 @@ def close(
     outcome = read(Outcome, attempt.outcome)
     drained = isinstance(outcome, Unreadable) or (isinstance(outcome, Outcome) and outcome.outcome == DRAINED)
     request = job.final_request(attempt, read_drain(attempt) or request, drained)
-    verdict = without_replicas(verdict_of(read_evidence(attempt, observed, request)), read_replicas(attempt))
+    verdict = _judge(attempt, observed, request)
     facts = job.facts(attempt, request)
     seconds = round(now - began, 3)
     end = conclude(run, attempt, verdict, request, facts, now, job_id=job.job_id, seconds=seconds)
@@ -157,11 +157,18 @@ def conclude_lost(run: RunDir, now: float, context: JobContext | None = None, un
         _conclude_unseen(run, start, now, context, unseen)
 
 
+def _judge(attempt: Attempt, observed: Observed, request: Drain | None) -> Verdict:
+    """Verdict on an attempt, by all its evidence."""
+    verdict = verdict_of(read_evidence(attempt, observed, request))
+    for kind in FOLDERS:
+        verdict = without_replicas(verdict, read_replicas(attempt, kind), kind)
+    return verdict
+
+
 def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: JobContext | None, unseen: str) -> None:
     attempt = run.attempt(start.attempt)
     request = read_drain(attempt)
-    evidence = read_evidence(attempt, Observed(unseen=unseen), request)
-    verdict = without_replicas(verdict_of(evidence), read_replicas(attempt))
+    verdict = _judge(attempt, Observed(unseen=unseen), request)
     dead = dead_nodes(start.nodes)
     if verdict.outcome in (LOST, DRAINED):
         cause = _cause_of_end(run, start, request, dead)

@@ -1,5 +1,5 @@
-"""Ranks of a local run: processes of this machine, in a world that trains and, if partitioned, one for each inference
-replica. They end with this process."""
+"""Ranks of a local run: processes of this machine, in a world that trains and one for each replica. They end with this
+process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.host.judge.evidence import RankExit
 from launcher.host.process.processes import KILLED_S, Child
 from launcher.host.record.evidence import Observed
 from megatron_rl.contract.codes import HASH_SEED, PARENT_VARIABLE, SILENCE_VARIABLE, START_VARIABLE
-from megatron_rl.contract.paths import Attempt, RankFiles, RunDir
+from megatron_rl.contract.paths import NUMBER_OPTIONS, Attempt, RankFiles, Replica, RunDir
 
 CLOSE_S = 2.0  # seconds for the kernel to end a killed process
 
@@ -30,6 +30,21 @@ WAITING_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
+class LocalReplicas(NamedTuple):
+    """Replicas of a kind."""
+
+    kind: str  # INFER or TEACHER
+    replicas: int
+    ranks: int  # processes of each
+    gpus: int  # GPUs of each, if its process starts the workers on them; 0: each process has one
+    command: Sequence[str]  # command of a rank; --run-dir, --attempt and the option of the number are added
+
+    @property
+    def devices(self) -> int:
+        """GPUs of each; on CPUs processes."""
+        return self.gpus or self.ranks
+
+
 class RankSettings(NamedTuple):
     """Settings for starting the ranks."""
 
@@ -39,10 +54,7 @@ class RankSettings(NamedTuple):
     silence_limit: float  # seconds
     grace: float  # seconds between SIGTERM and SIGKILL
     command: Sequence[str]  # command of a training rank; --run-dir and --attempt are added
-    replicas: int = 0
-    replica_ranks: int = 1  # processes of each replica
-    replica_gpus: int = 0  # GPUs of each replica, if its process starts the workers on them; 0: each process has one
-    replica_command: Sequence[str] = ()  # command of a replica's rank; --replica is added too
+    replicas: Sequence[LocalReplicas] = ()
 
 
 class LocalRanks(Steps):
@@ -55,7 +67,13 @@ class LocalRanks(Steps):
     def __init__(self, run: RunDir, attempt: Attempt, settings: RankSettings) -> None:
         self._run, self._attempt, self._settings = run, attempt, settings
         self._training = _Processes(settings.grace)
-        self.replicas = Replicas(attempt, settings.replicas, self._start_replica, settings.silence_limit)
+        self._first = {}  # kind of replicas -> it, and the number of its first process
+        files, first = [], settings.ranks
+        for of in settings.replicas:
+            files += [attempt.replica(number, of.kind) for number in range(of.replicas)]
+            self._first[of.kind] = of, first
+            first += of.replicas * of.devices
+        self.replicas = Replicas(files, self._start_replica, settings.silence_limit)
 
     def start(self) -> None:
         """Start the training ranks. Raises OSError."""
@@ -101,16 +119,16 @@ class LocalRanks(Steps):
     def _worlds(self) -> list[ReplicaRanks]:
         return [self._training, *self.replicas.ranks]
 
-    def _start_replica(self, number: int, start: int) -> ReplicaRanks:
-        settings = self._settings
-        command = [*settings.replica_command, *self._which(), "--replica", str(number)]
+    def _start_replica(self, files: Replica, start: int) -> ReplicaRanks:
+        settings, (of, first) = self._settings, self._first[files.kind]
+        command = [*of.command, *self._which(), NUMBER_OPTIONS[of.kind], str(files.number)]
         environment = dict(self._environment(), **{START_VARIABLE: str(start)})
-        first = settings.ranks + number * (settings.replica_gpus or settings.replica_ranks)
-        if settings.replica_gpus and settings.device != "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = _gpus(first, settings.replica_gpus)
+        first += files.number * of.devices
+        if of.gpus and settings.device != "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = _gpus(first, of.gpus)
         world = _Processes(settings.grace)
         try:
-            world.start(command, environment, settings.replica_ranks, first, self._attempt.replica(number))
+            world.start(command, environment, of.ranks, first, files)
         except OSError:
             world.close()
             raise

@@ -1,4 +1,5 @@
-"""The inference replicas of an attempt: started beside its training, and again when one ends or falls silent.
+"""The replicas of an attempt, which generate or hold the teacher: started beside its training, and again when one ends
+or falls silent.
 
 What starts the ranks of a replica depends on where the attempt runs (slurm_steps, local_ranks); whether and when it
 starts again is one policy (judge.replica_restarts). A lost replica never ends the training from here: only the ranks
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Sequence
 from typing import Callable
 
 from launcher.host.attempt.interfaces import ReplicaRanks
@@ -27,22 +29,22 @@ from megatron_rl.contract.codes import (
     STACKS_LIMIT_S,
     STACKS_SIGNAL,
 )
-from megatron_rl.contract.paths import Attempt, Replica
+from megatron_rl.contract.paths import Replica
 from megatron_rl.contract.records import write
 
-Start = Callable[[int, int], ReplicaRanks]
-"""(number of a replica, number of its earlier starts) -> its started ranks. Raises OSError."""
+Start = Callable[[Replica, int], ReplicaRanks]
+"""(files of a replica, number of its earlier starts) -> its started ranks. Raises OSError."""
 
 
 class Replicas:
-    """All replicas of an attempt, numbered from 0.
+    """Replicas of an attempt, which start at the first `poll`.
 
     Args:
         silence_limit: seconds after which a silent rank counts as hung; 0: never.
     """
 
-    def __init__(self, attempt: Attempt, count: int, start: Start, silence_limit: float) -> None:
-        self._all = [_Replica(attempt.replica(number), start, silence_limit) for number in range(count)]
+    def __init__(self, files: Sequence[Replica], start: Start, silence_limit: float) -> None:
+        self._all = [_Replica(each, start, silence_limit) for each in files]
 
     def poll(self, now: float) -> None:
         """Start replicas that do not run, end those that hang. All get their turn before the first error is raised:
@@ -92,7 +94,7 @@ class _Replica:
 
     def _start_ranks(self, now: float) -> None:
         forget_start(self._files)
-        self.ranks = self._start(self._files.number, self._starts)
+        self.ranks = self._start(self._files, self._starts)
         self._starts += 1
         self._due, self._began = None, now
         self._hang, self._watch = None, HangWatch(self._files, self._silence_limit)

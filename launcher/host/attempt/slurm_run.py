@@ -45,7 +45,7 @@ from megatron_rl.contract.codes import (
     SILENCE_VARIABLE,
 )
 from megatron_rl.contract.files import FULL
-from megatron_rl.contract.paths import TRAIN
+from megatron_rl.contract.paths import INFER, TEACHER, TRAIN
 
 RETRY_S = 20.0  # seconds of retries on this host before an attempt has begun
 PAUSE_S = 1.0  # seconds between them
@@ -127,11 +127,12 @@ def supervise_attempt(context: JobContext, settings: JobSettings, signals: Signa
         steps.use_code(code_paths(context))
         assignment = preparation.run()
         kept = SlurmReplicas(context, steps, attempt, assignment)
-        if kept.count:
+        generating, teaching = kept.files(INFER), kept.files(TEACHER)
+        if generating or teaching:
             make_token(context.run)
-        replicas = Replicas(attempt, kept.count, kept.start, silence_limit)
+        replicas = Replicas([*generating, *teaching], kept.start, silence_limit)
         runner.tasks.append(lambda now: None if runner.leaving else replicas.poll(now))
-        harvest = Harvest(context, steps, attempt, kept.count, settings.harvest)
+        harvest = Harvest(context, steps, attempt, len(generating), settings.harvest)
         runner.tasks.append(lambda now: None if runner.leaving else harvest.poll(now))
         try:
             code = _train(runner, steps, assignment)

@@ -24,7 +24,7 @@ from launcher.host.slurm import orders
 from launcher.host.slurm.call import submitting_environment
 from megatron_rl.contract.attempt_records import NodeAssignment
 from megatron_rl.contract.codes import ATTEMPT_VARIABLE, START_VARIABLE
-from megatron_rl.contract.paths import TRAIN, Attempt, Replica
+from megatron_rl.contract.paths import Attempt, Replica
 from megatron_rl.contract.records import write
 
 LEAVE_LIMIT_S = 30.0  # seconds from SIGTERM to the kill of a step's srun; Slurm then ends the tasks that are left
@@ -156,14 +156,13 @@ class SlurmReplicas:
     def __init__(self, context: JobContext, steps: SlurmSteps, attempt: Attempt, assignment: NodeAssignment) -> None:
         self._context, self._steps, self._attempt, self._assignment = context, steps, attempt, assignment
 
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return sum(step != TRAIN for step in self._assignment.steps)
+    def files(self, kind: str) -> list[Replica]:
+        """Files of the replicas of a kind, lowest number first."""
+        count = sum(step.startswith(kind + "-") for step in self._assignment.steps)
+        return [self._attempt.replica(number, kind) for number in range(count)]
 
-    def start(self, number: int, start: int) -> ReplicaRanks:
+    def start(self, files: Replica, start: int) -> ReplicaRanks:
         """Start a replica; see replicas.Start. Raises OSError."""
-        files = self._attempt.replica(number)
         if start:
             self._replace_dead(files.role)
         hosts = self._assignment.steps[files.role]

@@ -1,4 +1,4 @@
-"""Pure: whether an inference replica that ended during its attempt starts again, and the verdict on a run without any.
+"""Pure: whether a replica that ended during its attempt starts again, and the verdict on a run without any.
 
 A replica starts again after a pause that doubles with each of its ends. A replica that ran for EARNED_S earns a restart
 back, so one that fails once a day never runs out of them. One that fails repeatedly is given up, and so is one with a
@@ -13,11 +13,13 @@ from typing import NamedTuple
 from launcher.host.judge.verdict import Verdict
 from megatron_rl.contract.attempt_records import ReplicaState
 from megatron_rl.contract.codes import CRASHED, MISCONFIGURED, REPLICA_GIVEN_UP
+from megatron_rl.contract.paths import INFER, TEACHER
 
 RESTARTS = 5  # restarts of a replica in one attempt
 EARNED_S = 1800.0  # seconds of life that earn one of them back
 PAUSE_S = 5.0  # seconds before the first restart
 LONGEST_PAUSE_S = 80.0  # seconds
+NAMES = {INFER: "inference replica", TEACHER: "replica of the teacher"}
 
 
 class Restart(NamedTuple):
@@ -47,14 +49,15 @@ def describe(name: str, verdict: Verdict) -> str:
     return f"{name}{rank}{node}: {verdict.error or verdict.outcome}"
 
 
-def without_replicas(verdict: Verdict, replicas: Sequence[ReplicaState]) -> Verdict:
-    """Replace the verdict on an attempt whose training failed because no replica was left: the replicas' end is the
-    cause. Where each of them had a wrong configuration, so has the run.
+def without_replicas(verdict: Verdict, replicas: Sequence[ReplicaState], kind: str = INFER) -> Verdict:
+    """Replace the verdict on an attempt whose training failed because no replica of a kind was left: the replicas' end
+    is the cause. Where each of them had a wrong configuration, so has the run.
 
     Args:
-        replicas: all replicas of the attempt.
+        replicas: all replicas of that kind of the attempt.
     """
     if verdict.outcome != CRASHED or not replicas or any(each.state != REPLICA_GIVEN_UP for each in replicas):
         return verdict
-    kind = MISCONFIGURED if all(each.misconfigured for each in replicas) else CRASHED
-    return Verdict(kind, verdict.step, f"no inference replica was left: {replicas[0].why}", phase=verdict.phase)
+    outcome = MISCONFIGURED if all(each.misconfigured for each in replicas) else CRASHED
+    error = f"no {NAMES[kind]} was left: {replicas[0].why}"
+    return Verdict(outcome, verdict.step, error, phase=verdict.phase)

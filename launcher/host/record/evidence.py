@@ -34,7 +34,7 @@ from megatron_rl.contract.attempt_records import (
 )
 from megatron_rl.contract.codes import LAST_MOMENT_S, REPLICA_RUNNING, SIGNALLED
 from megatron_rl.contract.files import FULL, names_in
-from megatron_rl.contract.paths import Attempt, RankFiles
+from megatron_rl.contract.paths import INFER, Attempt, RankFiles
 from megatron_rl.contract.records import ABSENT, PATIENCE_S, Unreadable, decode_lines, if_readable, read
 
 _NODES_OWN = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/(?:tmp|var/tmp|dev/shm|run)/[^']*)'")
@@ -105,12 +105,12 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -
     )
 
 
-def read_replicas(attempt: Attempt) -> list[ReplicaState]:
-    """States of the attempt's inference replicas; one whose state cannot be read counts as running."""
+def read_replicas(attempt: Attempt, kind: str = INFER) -> list[ReplicaState]:
+    """States of the attempt's replicas of a kind; one whose state cannot be read counts as running."""
     try:
         return [
             if_readable(read(ReplicaState, replica.state)) or ReplicaState(replica.number, REPLICA_RUNNING, 0, 0.0)
-            for replica in attempt.replicas()
+            for replica in attempt.replicas(kind)
         ]
     except OSError as error:
         print(f"the replicas of the attempt cannot be listed: {error}", file=sys.stderr)

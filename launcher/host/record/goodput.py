@@ -9,7 +9,7 @@ from launcher.host.record.accounting import AttemptTrace, GpuUsage, gpu_usage, i
 from launcher.host.record.ledger import ends_in, read_ledger
 from megatron_rl.contract.attempt_records import Drain, Heartbeat, Marks, TimelineLine
 from megatron_rl.contract.files import write_atomic
-from megatron_rl.contract.paths import TRAIN, Attempt, RunDir
+from megatron_rl.contract.paths import INFER, Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines, write
 from megatron_rl.contract.run_records import Owner, PlanRecord
 
@@ -62,7 +62,7 @@ def gpus_per_node(run: RunDir) -> int:
 def generating_gpus(run: RunDir) -> int:
     """GPUs that only generate; 0 where the plan cannot be read."""
     plan = if_readable(read(PlanRecord, run.plan))
-    replicas = [step for step in plan.steps if step.name != TRAIN] if plan else []
+    replicas = [step for step in plan.steps if step.name.startswith(INFER + "-")] if plan else []
     return sum(len(step.nodes) * step.gpus_per_node for step in replicas)
 
 

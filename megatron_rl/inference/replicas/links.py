@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from statistics import fmean
 from typing import Any
 
 from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP
-from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.paths import Attempt, Replica
 from megatron_rl.contract.records import Absent, Unreadable, if_readable, read
 from megatron_rl.inference.replicas.link import LinkTimings, ReplicaGone, ReplicaLink, ReplicaRefuses
 from megatron_rl.inference.replicas.wire import PROTOCOL, News
@@ -42,7 +42,7 @@ class ReplicaLinks:
         on_news: called with all news of each replica, in order and once.
         on_loss: called with each replica that is lost.
         """
-        self._roster = Roster(attempt, digest)
+        self._roster = Roster(attempt.replicas, digest)
         self._token, self._digest, self._driver, self._timings = token, digest, driver, timings
         self._spawn, self._on_news, self._on_loss = spawn, on_news, on_loss
         self._links: dict[Start, ReplicaLink] = {}
@@ -124,9 +124,12 @@ class ReplicaLinks:
 class Roster:
     """Addresses and states that replicas and the host side write. Reading files may be slow, so it needs a thread."""
 
-    def __init__(self, attempt: Attempt, digest: str) -> None:
-        """digest: see `wire.digest_of`."""
-        self._attempt, self._digest = attempt, digest
+    def __init__(self, listed: Callable[[], Sequence[Replica]], digest: str) -> None:
+        """
+        listed: files of the replicas, as `Attempt.replicas` returns them.
+        digest: see `wire.digest_of`.
+        """
+        self._listed, self._digest = listed, digest
         self._refused: set[Start] = set()
         self._complained: set[str] = set()
 
@@ -136,7 +139,7 @@ class Roster:
         addresses: list[ReplicaAddress] = []
         states: list[ReplicaState | None] = []
         try:
-            for replica in self._attempt.replicas():
+            for replica in self._listed():
                 found = read(ReplicaAddress, replica.listener)
                 if isinstance(found, Unreadable):
                     self._complain(str(found))
@@ -144,7 +147,7 @@ class Roster:
                     addresses.append(found)
                 states.append(if_readable(read(ReplicaState, replica.state)))
         except OSError as error:
-            self._complain(f"{self._attempt.folder} cannot be listed: {error}")
+            self._complain(f"the replicas cannot be listed: {error}")
         return addresses, _all_given_up(states)
 
     def _accepts(self, address: ReplicaAddress) -> bool:

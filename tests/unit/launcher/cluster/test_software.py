@@ -8,9 +8,11 @@ import pytest
 
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, rank_python, replica_image, replica_python
+from launcher.errors import BadInput
 from launcher.fetch.prefetch import needs
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import TEACHER
 
 POD = Profile.model_validate({"gpus_per_node": 8, "run_root": "/r", "python": "/p", "container": {"image": "a:b"}})
 BARE = POD.model_copy(update={"container": None})
@@ -34,6 +36,18 @@ def test_replicas_in_an_image_of_their_own_use_its_python() -> None:
     own = config("inference.vllm.image=c:d")
     assert (replica_image(own, POD), replica_python(own, POD), rank_python(POD)) == ("c:d", "python3", "/p")
     assert replica_python(config("inference.vllm.image=c:d", "inference.vllm.python=/v"), POD) == "/v"
+
+
+def test_a_teacher_in_vllm_has_the_image_of_the_run_s_vllm_and_a_native_one_that_of_the_ranks() -> None:
+    teacher = ("job.nodes=9", "grpo.dynamic_sampling.enabled=false")
+    teacher += ("distill={teacher: some/teacher, replicas: {nodes: 1, engine: vllm}}",)
+    both = config("inference.vllm.image=c:d", *teacher)
+    assert (replica_image(both, POD), replica_python(both, POD, TEACHER)) == ("c:d", "python3")
+    only = config("inference.engine=native", *teacher, "distill.replicas.vllm.image=e:f")
+    assert (replica_image(only, POD), replica_python(only, POD, TEACHER)) == ("e:f", "python3")
+    assert replica_python(only, POD) == "/p", "the replicas that generate are native"
+    with pytest.raises(BadInput, match="a run has one image with vLLM"):
+        config("inference.vllm.image=c:d", *teacher, "distill.replicas.vllm.image=e:f")
 
 
 @pytest.mark.parametrize("profile", [BARE, None])

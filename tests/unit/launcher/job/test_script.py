@@ -435,6 +435,36 @@ def test_replicas_of_vllm_without_an_image_of_their_own_run_as_the_ranks_do(tmp_
     assert {"--container-image=/ranks.sqsh", "/opt/vllm/bin/python"} <= {*infer}
 
 
+TAUGHT = (
+    "distill={teacher: some/teacher, replicas: {nodes: 1, tp: 4}}",
+    "job.nodes=9",
+    "grpo.dynamic_sampling.enabled=false",
+)
+
+
+def test_replicas_of_the_teacher_are_steps_of_their_own_with_their_own_gpus(tmp_path):
+    script = render(a_job("qwen2.5-32b-dapo", *TAUGHT))
+    assert "--outlives-nodes" in script and "#SBATCH --no-kill" in script
+    train, teacher = asked_of_srun(tmp_path, script, "train", "teacher-1")
+    assert {"--ntasks=4", "--ntasks-per-node=4", "--overlap", "--job-name=teacher-1"} <= {*teacher}
+    assert "CUDA_VISIBLE_DEVICES=4,5,6,7" in teacher and teacher[-2:] == ["--teacher", "1"]
+    assert "--container-image=/ranks.sqsh" in teacher
+    assert "--nodes=8" in train
+
+
+def test_a_teacher_in_vllm_runs_in_the_image_with_vllm_and_the_other_replicas_do_not(tmp_path):
+    own = (
+        "inference.engine=native",
+        "distill.replicas.engine=vllm",
+        "distill.replicas.vllm.image=vllm/vllm-openai:v0.32.0",
+    )
+    script = render(a_job("qwen2.5-32b-dapo-partitioned", *TAUGHT, *own))
+    assert "--replica-image vllm/vllm-openai:v0.32.0" in script
+    infer, teacher = asked_of_srun(tmp_path, script, "infer-0", "teacher-0")
+    assert "--container-image=/ranks.sqsh" in infer
+    assert {"--container-image=/vllm.sqsh", "--ntasks=1", "--cpus-per-task=32"} <= {*teacher}
+
+
 def test_pyxis_is_left_to_mount_the_image_where_the_profile_says_so():
     script = render(a_job("qwen2.5-32b-dapo", on=profile(container=Container(image="a:b", named=False))))
     assert "--meet-s 1800" in script, "each node unpacks its own before the check can begin"

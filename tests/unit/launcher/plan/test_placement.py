@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from launcher.plan.placement import Plan, place, rank_kinds
 from launcher.plan.sizes import LayoutError, Sizes
+from megatron_rl.distill.config import TeacherReplicas
 from megatron_rl.rank.config import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
 
 
@@ -23,9 +24,10 @@ def planned(
     inference: dict[str, Any] | None = None,
     node_gpus: int | None = None,
     device: Any = "cuda",
+    teacher: dict[str, Any] | None = None,
     **placement: Any,
 ) -> Plan:
-    """Partitioned if inference nodes are given."""
+    """Partitioned if inference nodes are given. teacher: `distill.replicas`."""
     mode: Any = "partitioned" if inference and "nodes" in inference else "colocated"
     return place(
         JobConfig(nodes=nodes, gpus_per_node=gpus, device=device),
@@ -36,6 +38,7 @@ def planned(
             **placement,
         ),
         node_gpus,
+        teacher=TeacherReplicas(**teacher) if teacher else None,
     )
 
 
@@ -76,6 +79,47 @@ def test_replicas_larger_than_a_node_take_whole_nodes():
         ("infer-0", (1, 2), 8),
         ("infer-1", (3, 4), 8),
     ]
+
+
+@pytest.mark.parametrize("inference", [None, {"nodes": 1}])
+def test_the_last_nodes_hold_the_teacher_in_both_modes(inference):
+    plan = planned(4, 8, {"tp": 4}, inference, teacher={"nodes": 2, "tp": 4})
+    training = 1 if inference else 2
+    assert (plan.sizes.training_nodes, plan.sizes.dp, plan.sizes.teacher_replicas) == (training, 2 * training, 4)
+    teachers = [(step.name, step.nodes, step.tasks_per_node, step.gpu_offset) for step in plan.steps[-4:]]
+    assert teachers == [
+        ("teacher-0", (2,), 4, 0),
+        ("teacher-1", (2,), 4, 4),
+        ("teacher-2", (3,), 4, 0),
+        ("teacher-3", (3,), 4, 4),
+    ]
+    assert Counter(rank.role for rank in plan.ranks)["teacher"] == 16
+    last = plan.ranks[-1]
+    assert last.infer is not None and (last.infer.replica, last.infer.rank) == (3, 3)
+
+
+def test_a_teacher_in_vllm_is_one_process_a_replica():
+    *_, step = planned(2, 8, teacher={"nodes": 1, "tp": 8, "engine": "vllm"}).steps
+    assert (step.name, step.tasks_per_node, step.gpus_per_node) == ("teacher-0", 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "inference", "teacher", "why"),
+    [
+        (1, None, {"nodes": 1}, "distill.replicas.nodes 1 of job.nodes 1 leaves 1 - 1 = 0 nodes to train"),
+        (
+            2,
+            {"nodes": 1},
+            {"nodes": 1},
+            "placement.inference.nodes 1 and distill.replicas.nodes 1 of job.nodes 2 leave",
+        ),
+        (2, None, {"nodes": 1, "tp": 3}, "distill.replicas.tp 3 does not divide job.gpus_per_node 8"),
+    ],
+)
+def test_nodes_of_the_teacher_that_are_not_there_are_refused_with_the_nearest_layouts(nodes, inference, teacher, why):
+    with pytest.raises(LayoutError, match=why) as refused:
+        planned(nodes, 8, None, inference, teacher=teacher)
+    assert "nearest that work" in str(refused.value)
 
 
 def test_one_gpu_is_enough():

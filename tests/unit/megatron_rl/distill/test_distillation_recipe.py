@@ -54,6 +54,19 @@ def numbered(text: str) -> dict[str, int]:
         ),
         ({"distill": {"server": {"urls": "http://a/v1", "model": "m", "kind": "mrl"}}}, "mrl serve refuses requests"),
         ({"distill": {"weight": 0.0}}, "distill.weight"),
+        (
+            {"distill": {"replicas": {"nodes": 1}}, "job": {"nodes": 2}, "sampling": {"temperature": 0.7}},
+            "distill.replicas is given, and sampling.temperature is 0.7",
+        ),
+        (
+            {"distill": {"replicas": {"nodes": 1}}, "job": {"nodes": "2-3"}},
+            "job.nodes 2-3 is a range, and distill.replicas needs one number",
+        ),
+        (
+            {"distill": {"replicas": {"nodes": 1}, "server": {"urls": "http://a/v1", "model": "m"}}},
+            "replicas and server are both given",
+        ),
+        ({"distill": {"replicas": {"nodes": 1, "vllm": {}}}}, "vllm is given, and engine is native"),
     ],
 )
 def test_contradictions_are_refused_with_their_keys(sections: dict[str, Any], error: str) -> None:
@@ -105,6 +118,40 @@ def test_a_teacher_that_does_not_fit_is_refused_at_submission(
     folder = published(tmp_path / "teacher", numbered(vocabulary), **shape)
     with pytest.raises(BadInput, match=rf"override 'distill.teacher=.*distill.teacher .*{error}"):
         asked(folder, *overrides)
+
+
+ON_REPLICAS = ("job.nodes=2", "distill.replicas.nodes=1")
+
+
+def test_the_plan_counts_the_weights_of_a_teacher_on_its_replicas(tmp_path: Path) -> None:
+    folder = published(tmp_path / "teacher", numbered(ALPHABET))
+    recipe = load_recipe("demo", [f"distill.teacher={folder}", *ON_REPLICAS, "distill.replicas.tp=2"])
+    assert recipe.config.distill is not None and recipe.config.distill.parameters is not None
+    plan = plan_json(recipe.config, make_plan(recipe, None), None)
+    assert plan["teacher"] == {"nodes": 1, "ranks": 2, "replicas": 1, "tp": 2}
+    training, teacher = plan["memory"]
+    assert "teacher" not in str(training)
+    weights_of_one = 4 * recipe.config.distill.parameters // 2
+    assert (teacher["role"], teacher["terms"][0]["bytes"]) == ("teacher", weights_of_one)
+
+
+@pytest.mark.parametrize(
+    ("shape", "overrides", "error"),
+    [
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
+            ["distill.replicas.tp=2"],
+            "tp 2 does not divide",
+        ),
+        ({}, ["distill.replicas.engine=vllm"], "has attention heads of size 8, and vLLM on a CPU supports"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_its_replicas_is_refused_at_submission(
+    tmp_path: Path, shape: dict[str, Any], overrides: list[str], error: str
+) -> None:
+    folder = published(tmp_path / "teacher", numbered(ALPHABET), **shape)
+    with pytest.raises(BadInput, match=error):
+        asked(folder, *ON_REPLICAS, *overrides)
 
 
 def test_a_teacher_on_servers_need_not_fit_the_layout(tmp_path: Path) -> None:

@@ -69,6 +69,37 @@ def test_a_request_goes_to_the_server_with_the_fewest_outstanding_tokens() -> No
     assert asyncio.run(run()) == ["a", "b", "b", "b", "a"]
 
 
+def test_requests_wait_for_servers_that_appear_and_follow_their_changes() -> None:
+    async def run() -> list[str]:
+        servers = Servers()
+        a, b = (Endpoint(f"http://{name}/v1", "policy", "vllm", attempts=1) for name in "ab")
+        servers.policy.use([])
+        waiting = asyncio.ensure_future(servers.policy.generate(ask()))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        servers.policy.use([b])
+        await waiting
+        servers.status["b"] = 503
+        servers.policy.use([a, b])
+        await asyncio.gather(*(servers.policy.generate(ask()) for _ in range(2)))
+        servers.policy.use([a])
+        await servers.policy.generate(ask())
+        return servers.asked
+
+    asked = asyncio.run(run())
+    assert asked[0] == "b" and asked[-1] == "a" and asked.count("a") == 3
+
+
+def test_a_request_without_any_server_fails_after_the_limit() -> None:
+    async def run() -> None:
+        servers = Servers(limit_s=0.1)
+        servers.policy.use([])
+        await servers.policy.generate(ask())
+
+    with pytest.raises(EndpointAway, match="no server was there"):
+        asyncio.run(run())
+
+
 def test_a_request_goes_elsewhere_if_a_server_is_away_and_returns_to_it_later() -> None:
     async def run() -> Servers:
         servers = Servers()

@@ -13,7 +13,7 @@ from launcher.host.judge.evidence import RankExit
 from launcher.host.record.evidence import Observed, read_replicas
 from megatron_rl.contract.attempt_records import Heartbeat, RankError, ReplicaAddress
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING, REPLICA_WAITING, STACKS_LIMIT_S
-from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.paths import Attempt, Replica, RunDir
 from megatron_rl.contract.records import ABSENT, read, write
 
 SILENCE_S = 100.0
@@ -49,10 +49,11 @@ class Kept:
         self.attempt: Attempt = RunDir(root).attempt(1)
         self.started: list[tuple[int, int, Scripted]] = []
         self.refuse: set[int] = set()
-        self.replicas = Replicas(self.attempt, count, self._start, SILENCE_S)
+        files = [self.attempt.replica(number) for number in range(count)]
+        self.replicas = Replicas(files, self._start, SILENCE_S)
 
-    def _start(self, number: int, start: int) -> ReplicaRanks:
-        if number in self.refuse:
+    def _start(self, files: Replica, start: int) -> ReplicaRanks:
+        if (number := files.number) in self.refuse:
             raise OSError("no more processes")
         self.started.append((number, start, Scripted()))
         return self.started[-1][2]
