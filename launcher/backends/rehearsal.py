@@ -13,6 +13,7 @@ from typing import Any
 from launcher.plan.placement import RankKind
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.children import module_command
+from megatron_rl.distill.teacher import TeacherFiles
 
 COMMAND = tuple(module_command("megatron_rl.rehearse"))
 LIMIT_S = 600.0  # seconds for one rank
@@ -43,19 +44,24 @@ class Rehearsal:
         return max((sum(held.values()) for held in self.phases.values()), default=0)
 
 
-def rehearse(config: RunConfig, vocab: int, kinds: Sequence[RankKind]) -> list[Rehearsal]:
+def rehearse(
+    config: RunConfig, vocab: int, kinds: Sequence[RankKind], teacher: TeacherFiles | None = None
+) -> list[Rehearsal]:
     """Rehearse one rank of each kind.
 
     Args:
         vocab: size of the vocabulary.
+        teacher: of distillation; None: it is left out.
     """
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda kind: _rehearse(config, vocab, kind), kinds))
+        return list(pool.map(lambda kind: _rehearse(config, vocab, kind, teacher), kinds))
 
 
-def request(config: RunConfig, vocab: int, kind: RankKind) -> str:
+def request(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles | None = None) -> str:
     """Input line of COMMAND for one rank."""
-    asked = {"world": kind.world, "rank": kind.rank, "role": kind.role, "vocab": vocab}
+    asked: dict[str, Any] = {"world": kind.world, "rank": kind.rank, "role": kind.role, "vocab": vocab}
+    if teacher is not None:
+        asked["teacher"] = {"model": teacher.model.model_dump(mode="json"), "tokens": teacher.tokens or vocab}
     return json.dumps({"config": config.model_dump(mode="json"), **asked}) + "\n"
 
 
@@ -66,11 +72,11 @@ def answer(kind: RankKind, said: str) -> Rehearsal:
     return Rehearsal(kind, done["parameters"], done["phases"], failure)
 
 
-def _rehearse(config: RunConfig, vocab: int, kind: RankKind) -> Rehearsal:
+def _rehearse(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles | None) -> Rehearsal:
     try:
         ran = subprocess.run(
             COMMAND,
-            input=request(config, vocab, kind),
+            input=request(config, vocab, kind, teacher),
             capture_output=True,
             text=True,
             errors="replace",

@@ -17,7 +17,7 @@ from launcher.plan.memory_terms import CONTEXT_BYTES
 from launcher.plan.parameters import tokens_known
 from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
-from launcher.recipe.load import load_recipe
+from launcher.recipe.load import load_recipe, teacher_of
 from megatron_rl.contract.codes import EXIT_CRASHED
 from megatron_rl.inference.capabilities import capabilities_of
 
@@ -31,8 +31,9 @@ from megatron_rl.inference.capabilities import capabilities_of
 def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster: str | None, as_json: bool) -> None:
     """Run one rank of each kind (pipeline stage, role) of RECIPE at its true size, on tensors with a shape, a type and
     a device but no data: it generates a token, scores, trains on the fullest micro-batch and updates the weights, with
-    the code of a run. Shows the peak memory of each phase and what holds it, next to the estimate of `mrl plan` for the
-    same code (training.transformer_impl=local). Tokens are assumed to choose all experts equally often.
+    the code of a run. A teacher whose files are here takes part. Shows the peak memory of each phase and what holds it,
+    next to the estimate of `mrl plan` for the same code (training.transformer_impl=local). Tokens are assumed to choose
+    all experts equally often.
 
     RECIPE is the name of a shipped recipe or a YAML file. Needs torch and megatron-core here, but no GPU and no
     weights.
@@ -56,13 +57,17 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     limit = gpu_bytes(config, profile)
     tokens = tokens_known(config) or ASSUMED_VOCABULARY
     vocab = config.model.padded_vocab_size(tokens)
-    done = rehearse(config, tokens, rank_kinds(sizes))
+    teacher = teacher_of(config)
+    kinds = [kind for kind in rank_kinds(sizes) if kind.role != "teacher" or (teacher and not config.teacher_vllm)]
+    done = rehearse(config, tokens, kinds, teacher)
     ours = as_rehearsed(config)
-    ranks = [_row(one, rank_memory(ours, sizes, vocab, one.kind.stage).fullest.tensors) for one in done]
+    ranks = [_row(one, rank_memory(ours, sizes, vocab, one.kind.role, one.kind.stage).fullest.tensors) for one in done]
     fits = all(one.failure is None and (limit is None or one.peak_bytes + CONTEXT_BYTES <= limit) for one in done)
     if as_json:
         click.echo(json.dumps({"ranks": ranks, "fits": fits}, indent=1))
     else:
+        if config.distill is not None and teacher is None and not config.distill.server:
+            click.echo(f"note: the teacher is left out: {config.distill.teacher} is not on this machine", err=True)
         from launcher.cli.show.rehearsal import show  # rich is slow to import
 
         show(config, name, ranks, limit)

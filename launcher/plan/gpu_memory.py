@@ -78,9 +78,13 @@ def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
     return found
 
 
-def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, stage: int | None) -> Memory:
-    """Return the memory of the training ranks of one pipeline stage; None: of inference ranks."""
-    return _inference(config, sizes, vocab) if stage is None else _training(config, sizes, vocab, stage)
+def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, role: str, stage: int | None) -> Memory:
+    """Return the memory of the ranks of a role. stage: pipeline stage of training ranks."""
+    if stage is not None:
+        return _training(config, sizes, vocab, stage)
+    if role == "inference":
+        return _inference(config, sizes, vocab)
+    return _teacher(config, sizes, (config.distill.parameters if config.distill else None) or 0)
 
 
 def as_rehearsed(config: RunConfig) -> RunConfig:

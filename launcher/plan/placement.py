@@ -233,7 +233,7 @@ class RankKind:
 
     role: Role
     stage: int | None
-    """Pipeline stage; None for inference ranks."""
+    """Pipeline stage; None for ranks of replicas."""
     rank: int
     """First rank of this kind within its world: the training world, or a replica."""
     world: int
@@ -242,9 +242,10 @@ class RankKind:
 
 def rank_kinds(sizes: Sizes) -> list[RankKind]:
     """Return one rank of each kind. All stages between the first and the last are alike, and so are the
-    tensor-parallel parts of a stage, the data-parallel replicas, and the inference replicas."""
+    tensor-parallel parts of a stage, the data-parallel replicas, and the replicas of a role."""
     world = sizes.training_world
     role: Role = "training" if sizes.partitioned else "colocated"
     stages = sorted({0, min(1, sizes.pp - 1), sizes.pp - 1})
     kinds = [RankKind(role, stage, stage * (world // sizes.pp), world) for stage in stages]
-    return [*kinds, RankKind("inference", None, 0, sizes.inference_tp)] if sizes.partitioned else kinds
+    kinds += [RankKind("inference", None, 0, sizes.inference_tp)] * sizes.partitioned
+    return kinds + [RankKind("teacher", None, 0, sizes.teacher_tp)] * (sizes.teacher_nodes > 0)

@@ -26,7 +26,7 @@ from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import check_files, environment_arguments, environment_class, with_kept_files
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.distill.teacher import against_teacher, teacher_files
+from megatron_rl.distill.teacher import TeacherFiles, against_teacher, teacher_files
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.recipe.own_code import check_file, kept
@@ -240,16 +240,27 @@ def _check_own_functions(config: RunConfig, run: RunDir, locate: Locate) -> None
             raise BadInput(f"{locate(('grpo', key))[0]}: grpo.{key}: {error}") from error
 
 
+def teacher_of(config: RunConfig, caches: Sequence[Path] = ()) -> TeacherFiles | None:
+    """Return the files of a recipe's teacher; None without one, or if this machine does not have them. Raises
+    ConfigurationError if they hold no model.
+
+    Args:
+        caches: as for `load_recipe`.
+    """
+    folder = find_folder(config.distill.teacher, caches) if config.distill else None
+    return teacher_files(folder) if folder else None
+
+
 def _with_teacher(config: RunConfig, caches: Sequence[Path], locate: Locate, filled: dict[str, str]) -> RunConfig:
     """Check the teacher of a recipe as far as its files are on this machine, and fill in its size. Raises BadInput with
     every problem."""
     if config.distill is None:
         return config
     own = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
-    folder, tokenizer = (path and find_folder(path, caches) for path in (config.distill.teacher, own))
+    tokenizer = find_folder(own, caches) if own else None
     try:
-        teacher = teacher_files(folder) if folder else None
-        problems = [*against_teacher(config, teacher, tokenizer or None)]
+        teacher = teacher_of(config, caches)
+        problems = [*against_teacher(config, teacher, tokenizer)]
     except ValueError as error:
         teacher, problems = None, [str(error)]
     if problems:

@@ -29,8 +29,8 @@ class TeacherReplicas(Section):
     nodes: PositiveInt
     """Nodes of the job that only hold the teacher, the last ones. All others train and generate as `placement` says."""
     tp: PositiveInt = 1
-    """GPUs of one replica, which must divide job.gpus_per_node: a node holds job.gpus_per_node / tp replicas. A sequence
-    goes to the replica with the fewest outstanding tokens."""
+    """GPUs of one replica, which must divide job.gpus_per_node. A node holds job.gpus_per_node / tp replicas, and a
+    sequence goes to the one with the fewest outstanding tokens."""
     engine: Literal["native", "vllm"] = "native"
     """native: the engine of this project. vllm: a `vllm serve` per replica, for a teacher of Hugging Face weights; its
     log-probs are normalised over all rows of the embedding, also those without a token."""

@@ -36,9 +36,14 @@ class TeacherFiles:
     """Tokenizer of the run that the checkpoint belongs to; None if the folder holds the tokenizer's files."""
 
     @property
+    def tokens(self) -> int:
+        """Entries of its vocabulary; 0 if they are not known."""
+        return self.model.vocab_size or len(self.vocabulary() or ())
+
+    @property
     def parameters(self) -> int:
         """Parameters without norms and biases, a thousandth of all."""
-        rows = self.model.vocab_size or len(self.vocabulary() or ())
+        rows = self.tokens
         every_expert = self.model.model_copy(update={"experts_per_token": self.model.num_experts})
         products = training_flops(every_expert, rows, tokens=1, pairs=0, predictions=1) / 6  # 2 forward, 4 backward
         return int(products) + (not self.model.tied_embeddings) * rows * self.model.hidden_size

@@ -21,7 +21,7 @@ from megatron_rl.inference.api import Completion, GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.model.config import Recompute
+from megatron_rl.model.config import ModelConfig, Recompute
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.platform.phantom import Memory, PhantomDevice, PhantomPlatform
@@ -64,6 +64,15 @@ class Rehearsal:
     """Phase, error and place of a failure, as `PhaseFailed` has them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """A teacher that the training ranks hold."""
+
+    model: ModelConfig
+    tokens: int
+    """Entries of its vocabulary."""
+
+
 class Phases:
     """Memory at the peak of each phase of a step."""
 
@@ -89,23 +98,32 @@ class Phases:
             self.peaks[name] = {holder: size for holder, size in peak.held_by.items() if size}
 
 
-def rehearse_rank(config: RunConfig, vocab: int, role: str, groups: Groups, device: PhantomDevice) -> Rehearsal:
+def rehearse_rank(
+    config: RunConfig,
+    vocab: int,
+    role: str,
+    groups: Groups,
+    device: PhantomDevice,
+    teacher: Taught | None = None,
+) -> Rehearsal:
     """Build a rank, and generate and train as far as its role does.
 
     Args:
         vocab: tokens of the tokenizer.
-        role: colocated, training or inference.
+        role: colocated, training, inference or teacher.
         device: entered by the caller.
+        teacher: beside the policy on training ranks, if there is one.
 
     Raises PhaseFailed. Any other exception is a fault of the rehearsal itself.
     """
     phases = Phases(device.memory)
-    rank = _Rank(config, vocab, groups, device, phases)
+    rank = _Rank(config, vocab, groups, device, phases, teacher)
     with phases.phase("build"):
         engine, trainer = rank.build(role)
     if engine:
-        with phases.phase("generate"):
-            generate(engine, config, device.memory)
+        scores = role == "teacher"
+        with phases.phase("score" if scores else "generate"):
+            generate(engine, config, device.memory, scores=scores)
     if trainer:
         with phases.phase("score"):
             score(trainer)
@@ -117,8 +135,17 @@ def rehearse_rank(config: RunConfig, vocab: int, role: str, groups: Groups, devi
 class _Rank:
     """Builds the parts of a rank and attributes memory to each."""
 
-    def __init__(self, config: RunConfig, vocab: int, groups: Groups, device: PhantomDevice, phases: Phases) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab: int,
+        groups: Groups,
+        device: PhantomDevice,
+        phases: Phases,
+        teacher: Taught | None,
+    ) -> None:
         self.parameters = 0
+        self._teacher = teacher
         self._config = config
         self._vocab = vocab
         self._groups = groups
@@ -131,9 +158,10 @@ class _Rank:
         config = self._config
         policy = self._policy("weights", config.training.recompute)
         self.parameters = sum(weight.numel() for weight in policy.parameters())
-        tp = config.placement.inference.tp or config.placement.training.tp
+        alone = role in ("inference", "teacher")
+        tp = (None if alone else config.placement.inference.tp) or config.placement.training.tp
         ranks = EngineRanks.form(self._groups, tp, A_MINUTE)
-        if role == "inference":
+        if alone:
             policy.requires_grad_(False).eval()
             return Engine(policy, config.model, config.inference, {END}, config.training.sequence_length, ranks), None
         trainer = self._trainer(policy)
@@ -157,14 +185,16 @@ class _Rank:
         self._memory.assign("gradients", [buffer.grad_data for buffer in optimizer.buffers])
         self._memory.assign("weights", policy.parameters())  # the optimizer has moved them into its buffers
         safe_points = _SafePoints(self._phases)
-        return Trainer(policy, optimizer, reference, config, self._platform, self._groups, safe_points)
+        teacher = self._policy("teacher", of=self._teacher).requires_grad_(False) if self._teacher else None
+        return Trainer(policy, optimizer, reference, config, self._platform, self._groups, safe_points, teacher=teacher)
 
-    def _policy(self, holder: str, recompute: Recompute = "none") -> Policy:
+    def _policy(self, holder: str, recompute: Recompute = "none", of: Taught | None = None) -> Policy:
+        """Build the policy, or a teacher (`of`)."""
         config = self._config
         with self._memory.held_by(holder):
             policy = build_policy(
-                config.model,
-                self._vocab,
+                of.model if of else config.model,
+                of.tokens if of else self._vocab,
                 self._platform,
                 recompute,
                 sequence_parallel=config.placement.training.sequence_parallel,
@@ -173,11 +203,16 @@ class _Rank:
         return policy
 
 
-def generate(engine: Engine, config: RunConfig, memory: Memory) -> None:
-    """Fill all rows, one of them with a sequence of full length, and decode a token for each."""
+def generate(engine: Engine, config: RunConfig, memory: Memory, *, scores: bool = False) -> None:
+    """Fill all rows, one of them with a sequence of full length, and decode a token for each.
+
+    scores: whether to compute the log-probs of the first prompt, too.
+    """
     length, answer = config.sequence_length, config.sampling.max_new_tokens
     fresh = Sampling(temperature=config.sampling.temperature, max_new_tokens=answer)
-    requests = [engine.submit(GenerationRequest([0] * (length - 1), 1, Sampling(max_new_tokens=1), key=0))]
+    scored = 0 if scores else None
+    longest = GenerationRequest([0] * (length - 1), 1, Sampling(max_new_tokens=1), key=0, prompt_logprobs=scored)
+    requests = [engine.submit(longest)]
     for key in range(1, config.inference.max_batch):  # all prompts differ
         prompt = [key % engine.policy.vocabulary] * max(1, length - answer)
         requests.append(engine.submit(GenerationRequest(prompt, 1, fresh, key)))

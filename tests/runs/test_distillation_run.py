@@ -1,4 +1,4 @@
-"""Whole runs that learn from a teacher alone: in every layout, interrupted, and from a replica or server that is lost."""
+"""Whole runs that learn from a teacher alone: in every layout, interrupted, and while a replica or server is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from server_helpers import byte_backend
 from launcher.host.record.evidence import read_replicas
 from megatron_rl.contract.paths import TEACHER, RunDir
 
-STEPS, LIMIT_S = 24, 120.0
+STEPS, LIMIT_S = 24, 240.0
 CLOSE = {"rel": 5e-3, "abs": 1e-3}
 """Tolerances: Adam amplifies rounding, since it divides by the size of the gradient."""
 

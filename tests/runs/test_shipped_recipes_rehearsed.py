@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -20,6 +22,7 @@ from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import gpu_bytes, make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
+from megatron_rl.distill.teacher import teacher_files
 from megatron_rl.inference.capabilities import capabilities_of
 
 Rehearse = Callable[..., list[tuple[Rehearsal, Memory]]]
@@ -56,7 +59,7 @@ def rehearsed() -> Iterator[Rehearse]:
                 ask.write(request(config, tokens, kind))
                 ask.flush()
                 vocab = config.model.padded_vocab_size(tokens)
-                memory = rank_memory(as_rehearsed(config), sizes, vocab, kind.stage)
+                memory = rank_memory(as_rehearsed(config), sizes, vocab, kind.role, kind.stage)
                 found.append((answer(kind, answers.readline()), memory))
             return found
 
@@ -80,6 +83,25 @@ def test_rehearse_reports_the_memory_of_each_rank_in_every_phase() -> None:
         assert phase["held_by"]["weights"] >= 4 * rank["parameters"]
     assert rank["peak_bytes"] == max(phase["bytes"] for phase in rank["phases"].values())
     assert rank["planned_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.1), "a rank has half of the answers"
+
+
+def test_a_teacher_takes_part_on_the_training_ranks_and_on_its_replicas(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 16, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **shape}))
+
+    def rehearsed(*overrides: str) -> dict[str, Any]:
+        result = CliRunner().invoke(command, ["demo", f"distill.teacher={tmp_path}", *overrides, "--json"])
+        assert result.exit_code == 0, result.output
+        return {rank["role"]: rank for rank in json.loads(result.output)["ranks"]}
+
+    held = weights(teacher_files(tmp_path).model, 16).all * 4
+    beside = rehearsed()["colocated"]
+    assert beside["phases"]["train"]["held_by"]["teacher"] == pytest.approx(held, rel=0.01)
+    apart = rehearsed("job.nodes=2", "distill.replicas.nodes=1")
+    assert "teacher" not in apart["colocated"]["phases"]["train"]["held_by"]
+    assert list(apart["teacher"]["phases"]) == ["build", "score"]
+    assert apart["teacher"]["phases"]["score"]["held_by"]["weights"] == pytest.approx(held, rel=0.01)
 
 
 @pytest.mark.parametrize(

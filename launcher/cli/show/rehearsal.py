@@ -40,7 +40,8 @@ def _table(rank: dict[str, Any], limit: int | None) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
     stage = rank["stage"]
-    kind = "an inference rank" if stage is None else f"a {rank['role']} rank, stage {stage}"
+    article = "an" if rank["role"] == "inference" else "a"
+    kind = f"{article} {rank['role']} rank" + ("" if stage is None else f", stage {stage}")
     table.add_row("", "", f"{kind}: {rank['parameters']:,} parameters")
     for name, phase in rank["phases"].items():
         largest = sorted(phase["held_by"].items(), key=lambda item: -item[1])

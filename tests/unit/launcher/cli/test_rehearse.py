@@ -12,6 +12,7 @@ from launcher.backends.rehearsal import Failure, Rehearsal
 from launcher.cli import rehearse
 from launcher.plan.placement import RankKind
 from megatron_rl.config import RunConfig
+from megatron_rl.distill.teacher import TeacherFiles
 
 GIB = 2**30
 RECIPE = "qwen2.5-32b-dapo"
@@ -25,7 +26,9 @@ def mrl_rehearse(*arguments: str) -> Result:
 def done(monkeypatch: pytest.MonkeyPatch, gib: float, failure: Failure | None = None) -> None:
     """Make the rehearsal return ranks with this peak."""
 
-    def ranks(config: RunConfig, vocab: int, kinds: Sequence[RankKind]) -> list[Rehearsal]:
+    def ranks(
+        config: RunConfig, vocab: int, kinds: Sequence[RankKind], teacher: TeacherFiles | None
+    ) -> list[Rehearsal]:
         held = {"weights": 7 * GIB, "activations": int((gib - 7) * GIB)}
         return [Rehearsal(kind, 4_000_000_000, {"train": held}, failure) for kind in kinds]
 
