@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from commands import Command
+from loop_helpers import lines_of
 
 from launcher.host.attempt.replicas import forget_start
+from launcher.host.record.evidence import read_replicas
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.codes import PARENT_VARIABLE, START_VARIABLE
-from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.paths import INFER, NUMBER_OPTIONS, RunDir
 from megatron_rl.contract.records import read
 
 REPOSITORY = Path(__file__).parents[2]
@@ -23,6 +27,8 @@ PYTHON_VARIABLE = "MRL_VLLM_PYTHON"
 START_S = 600.0
 """Limit of a start, in seconds: its processes import vLLM on a machine that may be busy."""
 END_S = 60.0
+LIMIT_S = 2 * START_S
+"""Limit of a start, and the run after it."""
 
 
 class Front:
@@ -35,19 +41,20 @@ class Front:
         start: int = 0,
         attempt: int = 1,
         *,
+        kind: str = INFER,
         python: str | None = None,
         threads: int = 1,
     ) -> None:
         """python: interpreter of the replica; default: the one with vLLM."""
         self.run = run
-        self.replica = run.attempt(attempt).replica(number)
-        self.log = run.root / f"log.{attempt}.infer-{number}.{start}"
+        self.replica = run.attempt(attempt).replica(number, kind)
+        self.log = run.root / f"log.{attempt}.{kind}-{number}.{start}"
         self._seen: set[psutil.Process] = set()
         forget_start(self.replica)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MRL"))}
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": str(threads)}
         ours = {START_VARIABLE: str(start), PARENT_VARIABLE: str(os.getpid()), "PYTHONPATH": str(REPOSITORY)}
-        which = ["--run-dir", str(run.root), "--attempt", str(attempt), "--replica", str(number)]
+        which = ["--run-dir", str(run.root), "--attempt", str(attempt), NUMBER_OPTIONS[kind], str(number)]
         with self.log.open("w") as log:
             self.process = psutil.Popen(
                 [python or os.environ[PYTHON_VARIABLE], "-P", "-m", "megatron_rl.replica_main", *which],
@@ -109,6 +116,58 @@ class Front:
     def computing(self) -> list[psutil.Process]:
         """Processes of vLLM that compute: the engine's core and its workers."""
         return [each for each in self.children() if each.is_running() and each not in (self.process, self.server())]
+
+
+class LocalRun:
+    """A run under a local supervisor."""
+
+    def __init__(self, root: Path, *words: str) -> None:
+        self.dir = RunDir(root)
+        self.commands: list[Command] = []
+        self.start("mrl-submit", *words, "--run-dir", str(root))
+
+    def start(self, *words: str) -> None:
+        output = os.open(self.dir.root.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        folder = self.dir.root.parent
+        environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
+        self.commands.append(Command(words, stdout=output, stderr=output, cwd=folder, env=environment))
+        os.close(output)
+
+    def end(self) -> int:
+        return self.commands[-1].wait(LIMIT_S)
+
+    @property
+    def step(self) -> int:
+        lines = lines_of(self.dir.metrics) if self.dir.metrics.exists() else []
+        return int(lines[-1]["step"]) if lines else 0
+
+    def wait_for_step(self, step: int, limit_s: float = LIMIT_S) -> None:
+        until(lambda: self.step >= step, f"step {step}\n{self.log()}", limit_s, self.check)
+
+    def check(self) -> None:
+        assert self.commands[-1].poll() is None, f"the run ended with {self.commands[-1].returncode}\n{self.log()}"
+
+    def log(self) -> str:
+        files = [self.dir.root.with_suffix(".out"), *sorted(self.dir.root.glob("logs/attempt-*/*.log"))]
+        return "".join(f"--- {file}\n{file.read_text(errors='replace')[-2000:]}" for file in files if file.exists())
+
+    def drain(self) -> None:
+        self.commands[-1].send_signal(signal.SIGINT)
+        assert self.end() == 130, self.log()
+
+    def front(self, replica: int, kind: str = INFER) -> psutil.Process:
+        """Process of the replica's present start."""
+        wanted = ["--run-dir", str(self.dir.root), "--attempt", str(self.dir.last_attempt())]
+        wanted += [NUMBER_OPTIONS[kind], str(replica)]
+        (found,) = [each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[-6:] == wanted]
+        return found
+
+    def starts(self, replica: int) -> int:
+        return read_replicas(self.dir.attempt(self.dir.last_attempt()))[replica].starts
+
+    def replicas(self) -> int:
+        """Replicas that answered in the newest step."""
+        return int(lines_of(self.dir.metrics)[-1]["system/replicas"])
 
 
 def is_there(process: psutil.Process) -> bool:

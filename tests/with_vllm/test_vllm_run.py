@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from commands import Command
 from exactly_once import fates
 from loop_helpers import lines_of
-from vllm_front import PYTHON_VARIABLE, START_S, until
+from vllm_front import LIMIT_S, PYTHON_VARIABLE, START_S, LocalRun, until
 from vllm_training import CLOSE
 
 from launcher.host.record.evidence import read_replicas
 from launcher.host.record.ledger import ends_in, read_ledger
-from megatron_rl.contract.paths import RunDir
 
 PROMPTS = 8
 SAMPLES = 8
-LIMIT_S = 2 * START_S  # a start, and the run after it
 
 
 def recipe(replicas: int, steps: int, max_lag: int) -> tuple[str, ...]:
@@ -34,57 +30,6 @@ def recipe(replicas: int, steps: int, max_lag: int) -> tuple[str, ...]:
         *(f"grpo.prompts_per_step={PROMPTS}", f"grpo.group_size={SAMPLES}", f"async.max_lag={max_lag}"),
         *(f"training.steps={steps}", "evaluation.every=0", "save.every=20", f"job.silence_limit_s={int(START_S)}"),
     )
-
-
-class LocalRun:
-    """A run under a local supervisor."""
-
-    def __init__(self, root: Path, *words: str) -> None:
-        self.dir = RunDir(root)
-        self.commands: list[Command] = []
-        self.start("mrl-submit", *words, "--run-dir", str(root))
-
-    def start(self, *words: str) -> None:
-        output = os.open(self.dir.root.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        folder = self.dir.root.parent
-        environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
-        self.commands.append(Command(words, stdout=output, stderr=output, cwd=folder, env=environment))
-        os.close(output)
-
-    def end(self) -> int:
-        return self.commands[-1].wait(LIMIT_S)
-
-    @property
-    def step(self) -> int:
-        lines = lines_of(self.dir.metrics) if self.dir.metrics.exists() else []
-        return int(lines[-1]["step"]) if lines else 0
-
-    def wait_for_step(self, step: int, limit_s: float = LIMIT_S) -> None:
-        until(lambda: self.step >= step, f"step {step}\n{self.log()}", limit_s, self.check)
-
-    def check(self) -> None:
-        assert self.commands[-1].poll() is None, f"the run ended with {self.commands[-1].returncode}\n{self.log()}"
-
-    def log(self) -> str:
-        files = [self.dir.root.with_suffix(".out"), *sorted(self.dir.root.glob("logs/attempt-*/*.log"))]
-        return "".join(f"--- {file}\n{file.read_text(errors='replace')[-2000:]}" for file in files if file.exists())
-
-    def drain(self) -> None:
-        self.commands[-1].send_signal(signal.SIGINT)
-        assert self.end() == 130, self.log()
-
-    def front(self, replica: int) -> psutil.Process:
-        """Process of the replica's present start."""
-        wanted = ["--run-dir", str(self.dir.root), "--attempt", str(self.dir.last_attempt()), "--replica", str(replica)]
-        (found,) = [each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[-6:] == wanted]
-        return found
-
-    def starts(self, replica: int) -> int:
-        return read_replicas(self.dir.attempt(self.dir.last_attempt()))[replica].starts
-
-    def replicas(self) -> int:
-        """Replicas that answered in the newest step."""
-        return int(lines_of(self.dir.metrics)[-1]["system/replicas"])
 
 
 @pytest.fixture
