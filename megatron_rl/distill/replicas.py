@@ -9,8 +9,6 @@ from megatron_rl.inference.openai_bodies import Endpoint
 from megatron_rl.inference.replicas.links import Roster
 from megatron_rl.inference.replicas.wire import digest_of
 
-MODEL_NAME = "teacher"
-"""Name of the teacher on its replicas."""
 ROWS = 8
 """Sequences that a replica holds in its cache together."""
 
@@ -36,7 +34,7 @@ class TeacherRoster:
         return [
             Endpoint(
                 url=f"http://{address.host}:{address.port}/v1",
-                model=MODEL_NAME,
+                model="teacher",
                 kind="mrl",
                 token_file=self._token_file,
                 timeout_s=self._answer_limit_s,

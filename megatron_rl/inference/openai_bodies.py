@@ -105,13 +105,13 @@ def scoring_body(tokens: Sequence[int], endpoint: Endpoint) -> dict[str, Any]:
     }
 
 
-def scoring_answer(tokens: Sequence[int], logprobs: Sequence[float], model: str) -> dict[str, Any]:
+def scoring_answer(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
     """Return the part of a response to `scoring_body` that `scores` reads.
 
     logprobs: of each token after the first.
     """
     scored = [{str(token): {"logprob": logprob}} for token, logprob in zip(tokens[1:], logprobs, strict=True)]
-    return {"model": model, "choices": [{"index": 0, "prompt_logprobs": [None, *scored]}]}
+    return {"choices": [{"index": 0, "prompt_logprobs": [None, *scored]}]}
 
 
 def scores(answer: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.publish import CheckpointError
@@ -11,7 +12,7 @@ from megatron_rl.config import RunConfig, read_config
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.contract.paths import Replica, RunDir
-from megatron_rl.distill.replicas import MODEL_NAME, ROWS
+from megatron_rl.distill.replicas import ROWS
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.engine import Engine
@@ -23,14 +24,11 @@ from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.groups import connect, disconnect
 from megatron_rl.rank.world import World
+from megatron_rl.replica.scoring import score_by, scoring_application
 from megatron_rl.replica.serve import answering, recorded, until_run_is_over
-from megatron_rl.server.app import Application
-from megatron_rl.server.guard import ServerLimits
+from megatron_rl.server.engine_thread import EngineThread
 from megatron_rl.standalone.policy import engine_ranks, load_policy
 from megatron_rl.standalone.source import Source, find_source
-
-MOST_WAITING = 10**6
-"""Sequences that may wait. The training ranks limit themselves."""
 
 
 def run_teacher(
@@ -70,7 +68,7 @@ def run_teacher(
     activity.enter("serving", 0)
     if ranks.drives:
         address = ReplicaAddress(replica.number, start, "", 0, world.size, digest, PROTOCOL, time.time())
-        outcome = asyncio.run(_serve(engine, source, longest, token, replica, address, activity, drain))
+        outcome = asyncio.run(_serve(engine, token, replica, address, activity, drain))
         engine.release_followers()
     else:
         engine.follow(activity.waits)
@@ -88,38 +86,23 @@ def _source(config: RunConfig) -> Source:
 
 
 async def _serve(
-    engine: Engine,
-    source: Source,
-    longest: int,
-    token: str,
-    replica: Replica,
-    address: ReplicaAddress,
-    activity: Activity,
-    drain: DrainListener,
+    engine: Engine, token: str, replica: Replica, address: ReplicaAddress, activity: Activity, drain: DrainListener
 ) -> str:
     """Answer until the run is over. Returns FINISHED or DRAINED; raises the error that has ended the engine."""
     failures: list[Exception] = []
-    application = Application(
-        engine,
-        source.tokenizer,
-        model=MODEL_NAME,
-        max_length=longest,
-        tokens=[token],
-        limits=ServerLimits(max_waiting=MOST_WAITING),
-        failed=failures.append,
-    )
+    thread = EngineThread(engine, failures.append)
 
     async def alive() -> None:
         """Give a sign of life between two steps of the engine."""
         if failures:
             raise failures[0]
-        await application.thread.call(activity.beat)
+        await thread.call(activity.beat)
 
-    application.thread.start()
+    thread.start()
     try:
-        async with answering(application, replica, address):
+        async with answering(scoring_application(partial(score_by, thread), token), replica, address):
             await until_run_is_over(replica, drain, alive)
     finally:
-        application.thread.stop("the replica leaves")
-    await asyncio.to_thread(application.thread.join)
+        thread.stop("the replica leaves")
+    await asyncio.to_thread(thread.join)
     return recorded(replica, drain)

@@ -9,19 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
-
 from megatron_rl.config import RunConfig, read_config
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.codes import DRAINED
 from megatron_rl.contract.paths import Replica, RunDir
-from megatron_rl.distill.replicas import MODEL_NAME, ROWS
+from megatron_rl.distill.replicas import ROWS
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.openai_bodies import scoring_answer
 from megatron_rl.inference.replicas.wire import PROTOCOL, digest_of, read_token
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.config import ModelConfig
@@ -30,8 +23,9 @@ from megatron_rl.model.hub import local_folder
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.world import World
+from megatron_rl.replica.scoring import scoring_application
 from megatron_rl.replica.serve import answering, recorded, until_run_is_over
-from megatron_rl.server.connections import guarded
+from megatron_rl.server.engine_thread import EngineGone
 from megatron_rl.vllm.client import VllmClient
 from megatron_rl.vllm.command import Served, Sizes, seed_of, teacher_command, vllm_environment
 from megatron_rl.vllm.plugin import write_version
@@ -118,39 +112,33 @@ def _answer_limit_s(config: RunConfig) -> float:
 
 
 async def _serve(scores: Scores, token: str, replica: Replica, address: ReplicaAddress, drain: DrainListener) -> str:
-    async with answering(scores.application(token), replica, address):
+    async with answering(scoring_application(scores.score, token), replica, address):
         await until_run_is_over(replica, drain, scores.alive)
     await scores.close()
     return recorded(replica, drain)
 
 
 class Scores:
-    """Log-probs of prompts by one vLLM, over HTTP."""
+    """Log-probs of prompts by one vLLM."""
 
     def __init__(self, client: VllmClient, process: VllmProcess, activity: Activity, limit_s: float) -> None:
         """limit_s: seconds that the log-probs of one prompt may take."""
         self._client, self._process, self._activity, self._limit_s = client, process, activity, limit_s
         self._open = 0
 
-    def application(self, token: str) -> ASGIApp:
-        """Return the application, which admits requests with a token. It has the one route of `mrl serve` that the
-        training ranks use."""
-        route = Route("/v1/completions", self._completions, methods=["POST"])
-        return guarded(Starlette(routes=[route]), [token])
-
-    async def _completions(self, request: Request) -> Response:
-        tokens = [int(token) for token in (await request.json())["prompt"]]
+    async def score(self, tokens: list[int]) -> list[float]:
+        """See `replica.scoring.Score`."""
         self._open += 1
         try:
             found = await self._client.score(tokens, self._limit_s)
         except VllmRefused as error:
-            return JSONResponse({"error": {"message": str(error)}}, 400)
+            raise ValueError(str(error)) from error
         except VllmGone as error:
-            return JSONResponse({"error": {"message": str(error)}}, 503)
+            raise EngineGone(str(error)) from error
         finally:
             self._open -= 1
         self._activity.beat()
-        return JSONResponse(scoring_answer(tokens, found, MODEL_NAME))
+        return found
 
     async def alive(self) -> None:
         """Give a sign of life if vLLM has nothing to do and its workers react; while it computes, its answers are one.
