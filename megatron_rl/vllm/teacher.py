@@ -127,7 +127,7 @@ class Scores:
         self._open = 0
 
     async def score(self, tokens: list[int]) -> list[float]:
-        """See `replica.scoring.Score`."""
+        """Implement `replica.scoring.Score`."""
         self._open += 1
         try:
             found = await self._client.score(tokens, self._limit_s)

@@ -100,7 +100,7 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
 
 
 def _teacher(config: RunConfig, plan: Plan) -> str:
-    """Where the teacher is; empty without one."""
+    """Place of the teacher; empty without one."""
     sizes, distill = plan.sizes, config.distill
     if distill is None:
         return ""
