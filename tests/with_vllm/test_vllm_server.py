@@ -28,7 +28,7 @@ from megatron_rl.refit.external import ServerReload, reload_all
 from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.served_folder import ReloadFailed, ServedFolder
 
-START_S = 300.0
+START_S = 600.0
 """Seconds in which a server must answer."""
 MODEL = SIZES | {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 256}
 """Heads of 32, the smallest that vLLM has on a CPU."""

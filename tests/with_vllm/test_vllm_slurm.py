@@ -18,7 +18,7 @@ from lab import Cluster, missing
 from login import Login
 from records import kill_rank, preempt, wait_for_ends
 
-LIMIT_S = START_S
+LIMIT_S = 2 * START_S  # a start, and the run after it
 PROMPTS = 5
 RECIPE = (
     *("demo", "--cluster", "real", "job.nodes=3", "job.gpus_per_node=1", "placement.mode=partitioned"),

@@ -7,16 +7,17 @@ import signal
 import sys
 from io import StringIO
 
-from megatron_rl.vllm.process import VllmProcess
+from megatron_rl.vllm.process import EXIT_S, VllmClosed, VllmGone, VllmProcess
 
 SLEEPS = "__import__('time').sleep(60)"
+SILENT = VllmGone("vLLM does not answer /pause")
 
 
 def test_a_failed_call_is_explained_by_the_end_of_the_process() -> None:
     process = VllmProcess([sys.executable, "-c", SLEEPS], {**os.environ}, StringIO())
     try:
         process._process.send_signal(signal.SIGKILL)
-        assert process.explained("vLLM does not answer /pause").startswith("vLLM has ended (signal SIGKILL)")
+        assert process.explained(SILENT).startswith("vLLM has ended (signal SIGKILL)")
     finally:
         process.end()
 
@@ -24,6 +25,15 @@ def test_a_failed_call_is_explained_by_the_end_of_the_process() -> None:
 def test_a_failed_call_of_a_living_process_keeps_its_message() -> None:
     process = VllmProcess([sys.executable, "-c", SLEEPS], {**os.environ}, StringIO())
     try:
-        assert process.explained("vLLM does not answer /pause") == "vLLM does not answer /pause"
+        assert process.explained(SILENT) == str(SILENT)
+    finally:
+        process.end()
+
+
+def test_the_end_of_a_server_that_has_closed_its_socket_is_awaited_longer() -> None:
+    ends_late = f"__import__('time').sleep({EXIT_S + 1})"
+    process = VllmProcess([sys.executable, "-c", ends_late], {**os.environ}, StringIO())
+    try:
+        assert process.explained(VllmClosed("vLLM has closed its socket")) == "vLLM has ended (exit code 0)"
     finally:
         process.end()
