@@ -108,6 +108,10 @@ class Platform(Protocol):
         """Recorder of decode steps for a model of this dtype; None if the device has none or if `paged_attention`
         depends on values that only the host knows."""
 
+    def release_graphs(self) -> None:
+        """Free all recordings of this process, none of which may be replayed again, and with them what they hold of the
+        communicators whose collectives they contain."""
+
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
         """Whether layouts may copy shared tokens for each branch of a tree, so that packing must count that memory.
 

@@ -84,6 +84,9 @@ class CpuPlatform:
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         return None
 
+    def release_graphs(self) -> None:
+        pass
+
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
         return True
 

@@ -37,6 +37,7 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._recorded: list[torch.cuda.CUDAGraph] = []
 
     def warm_up(self, function: Callable[[], None]) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -50,11 +51,14 @@ class CudaGraphs:
         # thread_local: another thread may be writing a checkpoint, pinning memory and recording events.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             function()
+        self._recorded.append(graph)
         replay: Callable[[], None] = graph.replay
         return replay
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
+        while self._recorded:  # whoever could replay them may still hold them
+            self._recorded.pop().reset()
         self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be reused
 
 
@@ -113,6 +117,10 @@ class CudaPlatform:
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         return self.graphs if self.attention.reads_pages(dtype, page_tokens) else None
+
+    def release_graphs(self) -> None:
+        if "graphs" in vars(self):  # otherwise no engine has asked for the recorder
+            self.graphs.release()
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
         return self.attention.gathers_branches(dtype, in_parts=in_parts)

@@ -55,6 +55,6 @@ def connected(
         yield platform, cut(layout, COLLECTIVE_TIMEOUT)
     except BaseException:
         if world.size == 1:  # destroying NCCL's groups would wait for other ranks, which do not take part
-            disconnect()
+            disconnect(platform)
         raise
-    disconnect()
+    disconnect(platform)

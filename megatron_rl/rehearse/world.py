@@ -39,7 +39,7 @@ def alone_in(world: int, rank: int, layout: TrainingLayout) -> Iterator[Groups]:
         ):
             yield cut(layout, timedelta(minutes=1))
     finally:
-        disconnect()
+        disconnect(None)
 
 
 def _gather_equal_objects(gathered: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:

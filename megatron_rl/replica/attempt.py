@@ -90,5 +90,5 @@ def run_replica(
         follow(commands, engine, weights, activity)
         outcome = DRAINED if drain.asked else FINISHED
     weights.close()
-    disconnect()
+    disconnect(platform)
     return outcome

@@ -90,7 +90,7 @@ def run_attempt(
         once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, Outcome(outcome, step)))
     run.writer.close()
     dist.barrier(groups.control)  # no rank leaves before the outcome is on disk
-    disconnect()
+    disconnect(platform)
     return outcome
 
 

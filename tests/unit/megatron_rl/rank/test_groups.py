@@ -1,8 +1,10 @@
-"""The control group uses gloo, whatever the backend of the device."""
+"""Groups of a rank: their backends, and the order in which they end."""
 
 from __future__ import annotations
 
+import ast
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from parsed import parsed
 
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.platform.cuda import CudaPlatform
+from megatron_rl.rank import standalone_world
 from megatron_rl.rank.config import TrainingLayout
-from megatron_rl.rank.groups import FLIGHT_RECORDER_VARIABLES, Groups, check_divides, watch_collectives
+from megatron_rl.rank.groups import FLIGHT_RECORDER_VARIABLES, Groups, check_divides, disconnect, watch_collectives
+from megatron_rl.rank.standalone_world import StandaloneWorld
+
+ROOT = Path(__file__).parents[4]
 
 
 def test_a_gloo_world_is_its_own_control_group(groups: Groups) -> None:
@@ -72,3 +81,66 @@ def test_layouts_that_do_not_divide_the_ranks_are_refused(ranks: int, layout: di
 
 def test_a_layout_that_divides_the_ranks_is_accepted() -> None:
     check_divides(8, TrainingLayout(tp=2, pp=2, ep=2, sequence_parallel=True))
+
+
+class GraphsAndGroups:
+    """Order in which recordings and communicators of a stand-in for CUDA and torch.distributed come to their end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        tell = self.calls.append
+
+        class Graph:
+            def replay(self) -> None: ...
+
+            def reset(self) -> None:
+                tell("reset a graph")
+
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _device: None)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: tell("wait for the device"))
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: tell("destroy the groups"))
+        monkeypatch.setattr(parallel_state, "destroy_model_parallel", lambda: None)
+
+
+def test_recorded_graphs_end_before_the_communicators_that_they_contain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the engine that could replay them is still there, as with placement.offload none."""
+    order = GraphsAndGroups(monkeypatch)
+    platform = CudaPlatform.__new__(CudaPlatform)
+    platform.device = torch.device("cuda", 0)
+    replays = [platform.graphs.record(lambda: None) for _ in range(2)]
+    disconnect(platform)
+    assert order.calls == ["wait for the device", "reset a graph", "reset a graph", "destroy the groups"]
+    del replays
+
+
+def test_a_device_without_recordings_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = GraphsAndGroups(monkeypatch)
+    disconnect(CudaPlatform.__new__(CudaPlatform))
+    assert order.calls == ["destroy the groups"]
+
+
+def test_a_served_policy_with_recordings_leaves_in_that_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mrl serve`, `evaluate` and `chat` open a world and keep their engine until the end."""
+    order = GraphsAndGroups(monkeypatch)
+    platform = CudaPlatform.__new__(CudaPlatform)
+    platform.device = torch.device("cuda", 0)
+    monkeypatch.setattr(standalone_world, "select", lambda *_: platform)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(standalone_world, "cut", lambda *_: None)
+    with standalone_world.connected(StandaloneWorld.single(), "cuda") as (opened, _):
+        opened.graphs.record(lambda: None)  # type: ignore[attr-defined]  # of a CudaPlatform
+    assert order.calls[-2:] == ["reset a graph", "destroy the groups"]
+
+
+def test_nothing_else_destroys_communicators() -> None:
+    """`disconnect` owns the order, so a rank must have no other way to end its groups."""
+    found = {
+        file.relative_to(ROOT).as_posix()
+        for file in (ROOT / "megatron_rl").rglob("*.py")
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Attribute) and node.attr in ("destroy_process_group", "destroy_model_parallel")
+    }
+    assert found == {"megatron_rl/rank/groups.py"}
