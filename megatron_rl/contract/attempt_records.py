@@ -90,6 +90,7 @@ class Kernels(NamedTuple):
     attention: str  # for people
     fp8: str | None = None  # format of the layers' matrix products; None: the model's own type
     decoding: str = ""  # for people: whether CUDA graphs are used, and why
+    experts: str = ""  # for people: whether the experts of a layer are multiplied all at once, and why not
 
 
 @record()

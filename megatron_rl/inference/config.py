@@ -8,7 +8,6 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_rl.inference.capabilities import capabilities_of
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.recipe.section import (
     LaterPath,
     NonNegativeFloat,
@@ -240,8 +239,8 @@ class InferenceConfig(Section):
     kernels need multiples of 256."""
     cuda_graphs: bool = True
     """Record the GPU work of a decode step once per batch size and replay it, which saves launching each operation. Not
-    used without a kernel for paged caches, with experts, in FP8 or with `engine: megatron`; attempts/NNN/kernels.json
-    records the choice. Set to false to find out whether graphs cause a problem."""
+    used without a kernel for paged caches, with experts that run one by one, in FP8 or with `engine: megatron`;
+    attempts/NNN/kernels.json records the choice. Set to false to find out whether graphs cause a problem."""
     share_prefixes: bool = True
     """Reuse cached keys and values of equal prefixes, such as system prompts and earlier turns. Answers to one prompt
     always share its prefix. With `engine: megatron`: whether answers share anything at all, which megatron-core 0.16.1
@@ -261,15 +260,13 @@ def pages_of(inference: InferenceConfig, page_tokens: int, longest: int) -> tupl
     return inference.max_batch * -(-longest // page_tokens), page_tokens
 
 
-def without_graphs(inference: InferenceConfig, model: ModelConfig, *, fp8: bool) -> str | None:
+def without_graphs(inference: InferenceConfig, *, fp8: bool) -> str | None:
     """Say why decode steps are not recorded, whatever the device and its kernels are; None if they are where those
     allow it."""
     if not capabilities_of(inference.engine).records_steps:
         return f"inference.engine is {inference.engine}"
     if not inference.cuda_graphs:
         return "inference.cuda_graphs is false"
-    if model.num_experts is not None:
-        return "the host decides how many tokens each expert gets"
     if fp8:
         return "layers in FP8 are not recorded"
     return None

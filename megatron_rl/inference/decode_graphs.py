@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable
 
 from megatron_rl.inference.config import InferenceConfig, without_graphs
 from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.experts import experts_one_by_one
 from megatron_rl.model.policy import DTYPES, Policy
 from megatron_rl.platform.api import GraphRecorder, Platform
 
@@ -96,12 +97,19 @@ def padded_rows(rows: int) -> int:
 
 
 def why_not_recorded(
-    platform: Platform, model: ModelConfig, config: InferenceConfig, page_tokens: int, *, fp8: bool
+    platform: Platform, model: ModelConfig, config: InferenceConfig, page_tokens: int, *, fp8: bool, tp: int
 ) -> str | None:
-    """Return why the decode steps of such an engine run operation by operation; None if they are recorded."""
-    against = without_graphs(config, model, fp8=fp8)
-    if against is None and platform.graph_recorder(DTYPES[model.dtype], page_tokens) is None:
+    """Return why the decode steps of such an engine run operation by operation; None if they are recorded.
+
+    tp: tensor-parallel ranks of the engine.
+    """
+    dtype = DTYPES[model.dtype]
+    against = without_graphs(config, fp8=fp8)
+    if against is None and platform.graph_recorder(dtype, page_tokens) is None:
         against = f"this device has no kernel for pages of {page_tokens} tokens in {model.dtype}"
+    if against is None and model.expert_ffn_hidden_size is not None:
+        sequential = experts_one_by_one(platform, dtype, model.hidden_size, model.expert_ffn_hidden_size // tp)
+        against = sequential and f"the host decides how many tokens each expert gets ({sequential})"
     return against
 
 
@@ -109,7 +117,8 @@ def decode_graphs(policy: Policy, model: ModelConfig, config: InferenceConfig, p
     """Return the recorded steps of an engine; None if its steps are not recorded."""
     platform = policy.platform
     recorder = platform.graph_recorder(DTYPES[model.dtype], page_tokens)
-    against = why_not_recorded(platform, model, config, page_tokens, fp8=bool(policy.config.fp8))
+    tp = policy.pg_collection.tp.size()
+    against = why_not_recorded(platform, model, config, page_tokens, fp8=bool(policy.config.fp8), tp=tp)
     return DecodeGraphs(recorder, policy, config.max_batch) if recorder and against is None else None
 
 

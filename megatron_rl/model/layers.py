@@ -23,6 +23,7 @@ from torch.nn.functional import pad, silu
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.model.config import Recompute
+from megatron_rl.model.experts import GroupedExperts, experts_one_by_one, group_experts, sort_on_device
 from megatron_rl.model.lora import Adapters
 from megatron_rl.platform.api import Linears, Platform
 from megatron_rl.platform.attention import Layout
@@ -49,6 +50,10 @@ def packed_block_spec(
     if linears and linears.norm:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = linears.norm
     _set_linears(spec, linears, adapters)
+    if config.num_moe_experts is not None:
+        ffn = (config.moe_ffn_hidden_size or 0) // config.expert_tensor_parallel_size
+        if experts_one_by_one(platform, config.params_dtype, config.hidden_size, ffn) is None:
+            group_experts(_submodules(spec.submodules.mlp))
     layers = get_num_layers_to_build(config, pp_rank=stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
 
@@ -125,6 +130,8 @@ class PackedLayer(TransformerLayer):
         ):
             if not isinstance(norm, Norm):  # a placeholder: the linear computes the norm
                 norm.take_weight(linear)
+        if isinstance(getattr(self.mlp, "experts", None), GroupedExperts):
+            sort_on_device(self.mlp)
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Rotation, packed_seq_params: Layout, **_: Any

@@ -164,7 +164,7 @@ class Adapter:
         output, bias = super().forward(input_)  # type: ignore[misc]  # of megatron-core's linear
         if not self.adapters.on:
             return output, bias
-        kept = input_ if self.adapters.drops is None else self._dropped(input_, self.adapters.drops)
+        kept = input_ if self.adapters.drops is None else self.dropped(input_, self.adapters.drops)
         low = linear(kept, self.lora_A) * self.matrices.lora.scale
         if self._ranks > 1 and not self.explicit_expert_comm:
             low = self._exchanged(low)
@@ -174,36 +174,50 @@ class Adapter:
         """Product A x of this rank's inputs -> of those that B is multiplied with."""
         raise NotImplementedError
 
-    def _dropped(self, inputs: Tensor, seed: int) -> Tensor:
+    def dropped(self, inputs: Tensor, seed: int) -> Tensor:
         """Set a share of the inputs, [tokens, ..., inputs], to 0, and scale the others so that the mean stays.
 
         What is dropped depends on the place of an input in the whole micro-batch, not on the rank that holds it, so
         that it is the same on tensor-parallel ranks, when a layer is recomputed, and after a restart.
         """
-        rows, columns, rank = len(inputs), inputs.shape[-1], self.tp_group.rank()
+        rows, columns = len(inputs), inputs.shape[-1]
         in_parts = self.sequence_parallel and self.split == LORA_B and not self.explicit_expert_comm
-        first_row = rank * rows if in_parts else 0
-        first_column = rank * columns if self.split == LORA_A else 0
+        first_row = self.tp_group.rank() * rows if in_parts else 0
+        first_column, of_pass = self.first_column(inputs), self.of_pass(seed)
+        of_rows = mixed(torch.arange(first_row, first_row + rows, device=inputs.device) + of_pass)
+        of_columns = mixed(torch.arange(first_column, first_column + columns, device=inputs.device) ^ of_pass)
+        return self.thinned(inputs, of_rows[:, None] + of_columns)
+
+    def of_pass(self, seed: int) -> int:
+        """Number of this linear's pass over a micro-batch, different from that of any other."""
+        return zlib.crc32(f"{seed} {self.adapters.microbatch} {self.full_name}".encode())
+
+    def first_column(self, inputs: Tensor) -> int:
+        """Number, in the whole linear, of the first column of this rank's inputs."""
+        return self.tp_group.rank() * inputs.shape[-1] if self.split == LORA_A else 0
+
+    def thinned(self, inputs: Tensor, places: Tensor) -> Tensor:
+        """Set inputs to 0, chosen by the hash of their places, [rows, columns], and scale the others."""
         share = self.matrices.lora.dropout
-        of_pass = zlib.crc32(f"{seed} {self.adapters.microbatch} {self.full_name}".encode())
-        of_rows = _mixed(torch.arange(first_row, first_row + rows, device=inputs.device) + of_pass)
-        of_columns = _mixed(torch.arange(first_column, first_column + columns, device=inputs.device) ^ of_pass)
-        kept = _mixed(of_rows[:, None] + of_columns) >= int(share * 2**32)
+        kept = mixed(places) >= int(share * 2**32)
         return inputs * (kept.to(inputs.dtype) / (1 - share)).view_as(inputs)
 
     def up(self) -> Tensor:
         """[outputs, modules * rank] B of each module in the columns of its A; zeros elsewhere."""
-        width = len(self.matrices.a.sources) * self.matrices.lora.rank
-        if len(self._columns) == 1 and width == self.matrices.lora.rank:
-            return self.lora_B
-        parts = self.lora_B.view(self._blocks, -1, self.lora_B.shape[1]).split(self._rows, dim=1)
+        return self.placed(self.lora_B)
+
+    def placed(self, b: Tensor) -> Tensor:
+        """[..., outputs, rank] B of this linear, or of several like it -> [..., outputs, modules * rank], see `up`."""
+        rank = self.matrices.lora.rank
+        width = len(self.matrices.a.sources) * rank
+        if len(self._columns) == 1 and width == rank:
+            return b
+        parts = b.unflatten(-2, (self._blocks, -1)).split(self._rows, dim=-2)
         placed = [
-            part.new_zeros(*part.shape[:2], width)
-            if column is None
-            else pad(part, (column, width - column - part.shape[2]))
+            part.new_zeros(*part.shape[:-1], width) if column is None else pad(part, (column, width - column - rank))
             for part, column in zip(parts, self._columns, strict=True)
         ]
-        return torch.cat(placed, dim=1).flatten(0, 1)
+        return torch.cat(placed, dim=-2).flatten(-3, -2)
 
     def merged(self) -> Tensor:
         """[outputs, inputs] weight with the adapter, rounded once to the weight's dtype."""
@@ -258,7 +272,7 @@ class RowAdapter(Adapter):
         return exchanged
 
 
-def _mixed(numbers: Tensor) -> Tensor:
+def mixed(numbers: Tensor) -> Tensor:
     """Hash of the lowest 32 bits of each int64 number, uniform below 2^32: MurmurHash3's last step."""
     low = numbers & 0xFFFFFFFF
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):

@@ -13,7 +13,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_rl.model.lora_mapping import is_adapter
 
@@ -33,7 +32,7 @@ def send_no_tokens(mlp: MoELayer, groups: ProcessGroupCollection) -> None:
 
     groups: groups that the layer was built with.
     """
-    mlp.token_dispatcher = MoEAlltoAllTokenDispatcher(
+    mlp.token_dispatcher = type(mlp.token_dispatcher)(
         mlp.num_local_experts,
         mlp.local_expert_indices,
         config=mlp.config,

@@ -18,6 +18,7 @@ from torch.nn.functional import linear, pad
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig, Recompute, RopeScaling
+from megatron_rl.model.experts import GroupedExperts
 from megatron_rl.model.frozen import FrozenPolicy, freezes
 from megatron_rl.model.layers import Rotation, packed_block_spec
 from megatron_rl.model.lora import Adapters
@@ -317,6 +318,9 @@ def build_policy(
     policy = platform.build(make, DTYPES[model.dtype])
     if model.rope_scaling is not None:  # megatron-core supports only a factor
         policy.rotary_pos_emb.inv_freq = stretched(policy.rotary_pos_emb.inv_freq, model.rope_scaling)
+    for module in policy.modules():
+        if isinstance(module, GroupedExperts):
+            module.put_weights_together()
     policy.adapters = adapters
     policy.prepare(vocab_size, platform)
     return policy

@@ -108,6 +108,10 @@ class Platform(Protocol):
         """Recorder of decode steps for a model of this dtype; None if the device has none or if `paged_attention`
         depends on values that only the host knows."""
 
+    def against_grouped_products(self, dtype: torch.dtype) -> str | None:
+        """Return why this device multiplies the experts of a layer one by one; None if it multiplies all at once: see
+        grouped_product.py."""
+
     def release_graphs(self) -> None:
         """Free all recordings of this process, none of which may be replayed again, and with them what they hold of the
         communicators whose collectives they contain."""

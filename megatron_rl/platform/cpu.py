@@ -84,6 +84,9 @@ class CpuPlatform:
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         return None
 
+    def against_grouped_products(self, dtype: torch.dtype) -> str | None:
+        return "a CPU multiplies by one expert after the other"
+
     def release_graphs(self) -> None:
         pass
 

@@ -17,6 +17,7 @@ from megatron_rl.platform.cards import find_card
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.dense_attention import FanOut
 from megatron_rl.platform.flash_kernels import find_paged_kernel, find_varlen_kernel
+from megatron_rl.platform.grouped_product import against_grouped_products
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 
@@ -117,6 +118,9 @@ class CudaPlatform:
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         return self.graphs if self.attention.reads_pages(dtype, page_tokens) else None
+
+    def against_grouped_products(self, dtype: torch.dtype) -> str | None:
+        return against_grouped_products(self.device, dtype)
 
     def release_graphs(self) -> None:
         if "graphs" in vars(self):  # otherwise no engine has asked for the recorder

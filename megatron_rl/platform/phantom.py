@@ -339,6 +339,9 @@ class PhantomPlatform(CudaPlatform):
             self._phantom.move(module, requires_grad=True)
         return module
 
+    def against_grouped_products(self, dtype: torch.dtype) -> str | None:
+        return None if dtype == torch.bfloat16 else "the grouped product needs bf16"
+
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> PhantomGraphs | None:
         return PhantomGraphs() if self.attention.reads_pages(dtype, page_tokens) else None
 

@@ -25,6 +25,8 @@ from megatron_rl.inference.decode_graphs import why_not_recorded
 from megatron_rl.metrics.stats import Tally
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.wandb.mirror import check_installed
+from megatron_rl.model.experts import experts_one_by_one
+from megatron_rl.model.policy import DTYPES
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.implementation import Implementation, choose_implementation
 from megatron_rl.platform.select import select
@@ -98,14 +100,26 @@ def note_kernels(attempt: Attempt, config: RunConfig, made_of: Implementation, p
     """Record the kernels that the device uses in the log and in kernels.json. A failed write is only logged."""
     _, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
     fp8 = made_of.fp8 is not None
-    against = why_not_recorded(platform, config.model, config.inference, page_tokens, fp8=fp8)
+    tp = config.placement.inference.tp or config.placement.training.tp
+    against = why_not_recorded(platform, config.model, config.inference, page_tokens, fp8=fp8, tp=tp)
     decoding = "graphs, one for each number of rows" if against is None else f"operation by operation: {against}"
-    kernels = Kernels(made_of.name, made_of.reason, platform.attention_kernels, made_of.fp8, decoding)
-    logger.info("transformer_impl: %s (%s); attention: %s; fp8: %s; decoding: %s", *kernels)
+    experts = experts_in_words(platform, config)
+    kernels = Kernels(made_of.name, made_of.reason, platform.attention_kernels, made_of.fp8, decoding, experts)
+    logger.info("transformer_impl: %s (%s); attention: %s; fp8: %s; decoding: %s; experts: %s", *kernels)
     try:
         write(attempt.kernels, kernels)
     except OSError as error:
         logger.warning("%s: %s", attempt.kernels, error)
+
+
+def experts_in_words(platform: Platform, config: RunConfig) -> str:
+    """Describe how the training ranks multiply experts, each of which a tensor-parallel group shares."""
+    model = config.model
+    if model.expert_ffn_hidden_size is None:
+        return "none"
+    ffn = model.expert_ffn_hidden_size // config.placement.training.tp
+    against = experts_one_by_one(platform, DTYPES[model.dtype], model.hidden_size, ffn)
+    return "all at once" if against is None else f"one by one: {against}"
 
 
 def write_timeline(run: Run, resumed: int | None = None) -> None:

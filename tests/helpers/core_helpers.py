@@ -6,8 +6,10 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from megatron_rl.model.config import ModelConfig, Recompute
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.platform.cpu import CpuPlatform
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
@@ -82,6 +85,11 @@ def tiny_policy(
     policy = build_policy(model or tiny_model(), VOCAB, platform, recompute)
     stir(policy, scale)
     return policy
+
+
+def grouped_products() -> AbstractContextManager[Any]:
+    """Make a CPU multiply all experts of a layer at once within a `with` block, as GPUs do."""
+    return mock.patch.object(CpuPlatform, "against_grouped_products", lambda *_: None)
 
 
 def quiet_safe_points() -> SafePoints:

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_helpers import Ranks
-from core_helpers import batch_of, quiet_safe_points, random_groups, tiny_model, tiny_run
+from core_helpers import batch_of, grouped_products, quiet_safe_points, random_groups, tiny_model, tiny_run
 from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, whole
 from torch import Tensor
 
@@ -59,6 +60,8 @@ MODELS = {
     "adapters that drop": tiny_model(qk_norm=True, lora=LORA | {"dropout": 0.3}),
     "expert adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": LORA}),
 }
+GROUPED = {"grouped experts": "experts", "grouped adapters": "expert adapters"}
+"""Models whose experts a layout multiplies all at once; one rank multiplies them one by one. By the names of those."""
 
 LAYOUTS = {
     "DP2": ("dense", Layout(dp=2)),
@@ -82,10 +85,16 @@ LAYOUTS = {
     "CP2 adapters": ("adapters", Layout(cp=2)),
     "EP2 adapters": ("expert adapters", Layout(ep=2, dp=2)),
     "EP2 TP2 adapters": ("expert adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "grouped": ("grouped experts", Layout()),
+    "EP2 grouped": ("grouped experts", Layout(ep=2, dp=2)),
+    "EP2 TP2 grouped": ("grouped experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "PP2 DP2 grouped adapters": ("grouped adapters", Layout(pp=2, dp=2)),
+    "EP2 TP2 grouped adapters": ("grouped adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
 QUICK = {
     *("DP2", "TP2 bf16", "TP2 SP", "PP2", "CP2", "EP2 CP2", "TP2 PP2 untied", "EP2 TP2"),
     *("TP2 adapters", "TP2 SP adapters", "TP4 adapters", "PP2 DP2 adapters", "EP2 TP2 adapters"),
+    *("grouped", "EP2 TP2 grouped", "EP2 TP2 grouped adapters"),
 }
 """Each way to split a model, and combinations of two; `make test-slow` runs the others."""
 
@@ -105,7 +114,7 @@ class Seen(NamedTuple):
 
 def recipe(layout: Layout, model: str, *, distributed: bool = True) -> RunConfig:
     return tiny_run(
-        model=MODELS[model].model_dump(),
+        model=MODELS[GROUPED.get(model, model)].model_dump(),
         placement={"training": layout.config.model_dump()},
         job={"gpus_per_node": layout.ranks},
         grpo=EVERYTHING,
@@ -197,11 +206,12 @@ def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:
 
 def layouts_of(rank: int, ranks: int, quick: bool) -> dict[str, Any]:
     """Observations of this rank in the layouts of this number of ranks, quick or slow ones."""
-    return {
-        name: seen(layout, model, layout.groups())
-        for name, (model, layout) in LAYOUTS.items()
-        if layout.ranks == ranks and (name in QUICK) == quick
-    }
+    found = {}
+    for name, (model, layout) in LAYOUTS.items():
+        if layout.ranks == ranks and (name in QUICK) == quick:
+            with grouped_products() if model in GROUPED else nullcontext():
+                found[name] = seen(layout, model, layout.groups())
+    return found
 
 
 def more_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:
@@ -321,6 +331,12 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return math.hypot(*differences) / math.hypot(*(tensor.norm() for tensor in one.values()))
 
 
+def one_by_one(layout: str) -> str:
+    """Model of a layout, with experts one by one."""
+    model = LAYOUTS[layout][0]
+    return GROUPED.get(model, model)
+
+
 EXACT = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name, (model, _) in LAYOUTS.items()
@@ -330,21 +346,21 @@ EXACT = [
 
 @pytest.mark.parametrize("name", EXACT)
 def test_random_weights_are_the_same_in_every_layout(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[LAYOUTS[name][0]].initial
+    expected = alone[one_by_one(name)].initial
     assert in_layout(name).initial.keys() == expected.keys()
     assert all(torch.equal(in_layout(name).initial[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_logprobs_agree(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[LAYOUTS[name][0]].logprobs
+    expected = alone[one_by_one(name)].logprobs
     assert expected.std() > 0.5  # otherwise any values would be close
     torch.testing.assert_close(in_layout(name).logprobs, expected, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_gradients_and_a_step_of_sgd_agree(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[LAYOUTS[name][0]]
+    expected = alone[one_by_one(name)]
     assert distance(expected.gradients, in_layout(name).gradients) < CLOSE
     for key, whole_gradient in expected.gradients.items():  # separately: small ones are lost in the norm of all
         atol = 2 * CLOSE * float(whole_gradient.norm())
@@ -354,7 +370,7 @@ def test_gradients_and_a_step_of_sgd_agree(name: str, in_layout: Any, alone: Any
 
 @pytest.mark.parametrize("name", EXACT)
 def test_losses_of_adam_agree_over_three_steps(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[LAYOUTS[name][0]]
+    expected = alone[one_by_one(name)]
     for step, (ours, theirs) in enumerate(zip(in_layout(name).losses, expected.losses, strict=True)):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), f"step {step + 1}"
     assert distance(expected.after_adam, in_layout(name).after_adam) < 1e-4

@@ -102,7 +102,7 @@ def test_the_choice_is_logged_and_recorded_with_the_attempt(tmp_path: Path, capl
         note_kernels(attempt, run_on_gpus("local"), chosen, platform)
     decoding = "operation by operation: this device has no kernel for pages of 48 tokens in bf16"
     assert read(Kernels, attempt.kernels) == Kernels(
-        LOCAL, "the recipe requests it", "flash-attn 2.8.3", decoding=decoding
+        LOCAL, "the recipe requests it", "flash-attn 2.8.3", decoding=decoding, experts="none"
     )
     first, failed, second = (record.getMessage() for record in caplog.records)
     assert (
@@ -110,7 +110,7 @@ def test_the_choice_is_logged_and_recorded_with_the_attempt(tmp_path: Path, capl
         == second
         == (
             "transformer_impl: local (the recipe requests it); attention: flash-attn 2.8.3; fp8: None; "
-            f"decoding: {decoding}"
+            f"decoding: {decoding}; experts: none"
         )
     )
     assert str(attempt.kernels) in failed
