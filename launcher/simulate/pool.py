@@ -96,6 +96,11 @@ class Pool:
                 self._queue.at(now + self._scenario.faults.replica_restart_s, partial(self._restart, number))
         self.submit(left, now)
 
+    def pause(self, now: float) -> list[Answer]:
+        """Free all rows and return their unfinished answers, in order of prompt and sample."""
+        left = [answer for replica in filter(None, self._replicas) for answer in replica.stop(now)]
+        return sorted(left, key=lambda answer: (answer.ordinal, answer.sample))
+
     def stop(self, now: float) -> list[Answer]:
         """End all replicas and return their unfinished answers, in order of prompt and sample."""
         left, self._homeless = self._homeless, []

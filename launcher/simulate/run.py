@@ -6,7 +6,8 @@
 
 Batch s is made of the ordinals [s P, (s + 1) P) and trained by version s. Ordinals below (version + 1 + max_lag) P are
 admitted, so a token is at most max_lag versions old when it is trained. Answers continue across versions and while
-weights are sent; newly admitted prompts wait for the weights.
+weights are sent; newly admitted prompts wait for the weights. Co-located ranks do not generate while they train:
+unfinished answers of further batches then wait, and resume from their tokens with recomputed caches.
 
 A preemption with enough notice saves, and its unfinished answers resume. Any other end of an attempt goes back to the
 newest checkpoint and repeats what came after it. The loss of an inference node costs only its replicas.
@@ -67,6 +68,7 @@ class _Simulation:
         self._steps: list[SimulatedStep] = []  # not taken back by a failure
         self._batches: dict[int, _Batch] = {}  # admitted and not trained
         self._admitted = 0  # ordinals
+        self._waiting: list[Answer] = []  # of co-located ranks, while they train
         self._checkpoint = 0  # steps that a checkpoint holds
         self._training_since: float | None = None
         self._blocked = False  # whether the training world saves
@@ -112,6 +114,8 @@ class _Simulation:
         if now < self._sent_at and not costs.trains_beside_refit:
             return
         self._training_since = now
+        if self._scenario.split.colocated:
+            self._waiting = self._pool.pause(now)
         seconds = costs.train_s(batch.tokens, batch.squares, batch.longest)
         # The update is the last part of a step. It changes the weights, so it waits until the former ones are sent.
         waits_s = max(0.0, self._sent_at - (now + seconds - costs.step_s))
@@ -150,6 +154,8 @@ class _Simulation:
     def _swap(self, now: float) -> None:
         """Continue with the newest weights, which all replicas have now."""
         self._pool.swap(len(self._steps), now)
+        waiting, self._waiting = self._waiting, []
+        self._pool.submit(waiting, now)
         self._admit(now)
         self._train_if_ready(now)
 
@@ -188,7 +194,7 @@ class _Simulation:
         self._queued_s += faults.queued_s
         if SAVES_IN_GRACE * costs.save_s <= faults.grace_s:
             self._checkpoint = len(self._steps)
-            self._end_attempt(self._pool.stop(now), now, costs.save_s, faults.queued_s)
+            self._end_attempt([*self._waiting, *self._pool.stop(now)], now, costs.save_s, faults.queued_s)
         else:
             self._roll_back(now, faults.queued_s)
 
@@ -218,6 +224,7 @@ class _Simulation:
 
     def _end_attempt(self, left: list[Answer], now: float, saving_s: float, queued_s: float) -> None:
         self._queue.clear()
+        self._waiting = []
         if self._training_since is not None:
             self._trained_s += now - self._training_since
             self._training_since = None

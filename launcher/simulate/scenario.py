@@ -148,7 +148,7 @@ class Scenario:
     costs: Costs
     split: Split
     max_lag: int = 0
-    """Versions that generation may run ahead of training; 0 if co-located."""
+    """Versions that generation may run ahead of training."""
     save_every: int = 0
     """Steps; 0: only when the run is preempted."""
     faults: Faults = Faults()

@@ -46,15 +46,11 @@ class Candidate:
 
     split: Split
     paces: Mapping[int, SimulatedRun]
-    """Steady state by lag, from `pace`; co-located ranks have only lag 0."""
+    """Steady state by lag, from `pace`."""
     lacks_bytes: int
     """Estimated bytes by which the fullest GPU is too small; 0: the split fits."""
     scenarios: Mapping[int, Scenario]
     """Scenario of each pace, without saves and failures."""
-
-    def at(self, lag: int) -> SimulatedRun:
-        """Return the pace at a lag, or at lag 0 if co-located."""
-        return self.paces[0 if self.split.colocated else lag]
 
 
 def compare(assumed: Assumptions, nodes: int, lags: Sequence[int]) -> list[Candidate]:
@@ -69,26 +65,26 @@ def compare(assumed: Assumptions, nodes: int, lags: Sequence[int]) -> list[Candi
 
 
 def best(candidates: Sequence[Candidate], lag: int) -> Candidate | None:
-    """Return the fastest candidate at a lag that fits into the GPUs' memory; co-located ranks count at any lag."""
+    """Return the fastest candidate at a lag that fits into the GPUs' memory."""
     fitting = [one for one in candidates if not one.lacks_bytes]
-    return min(fitting, key=lambda one: one.at(lag).step_s, default=None)
+    return min(fitting, key=lambda one: one.paces[lag].step_s, default=None)
 
 
 def run_with_faults(
     candidates: Sequence[Candidate], lags: Sequence[int], save_every: int | None, faults: Faults, steps: int
 ) -> Iterator[tuple[Scenario, SimulatedRun]]:
-    """Simulate a run on co-located ranks, and at each lag on the fastest split, as far as they fit.
+    """Simulate a run at each lag on co-located ranks, and on the fastest split, as far as they fit.
 
     Args:
         save_every: steps; None: the interval that `save.every: auto` would choose.
         steps: of each run.
     """
     colocated = [one for one in candidates if one.split.colocated and not one.lacks_bytes]
-    choices = [(0, colocated[0])] if colocated else []
+    choices = [(lag, one) for one in colocated for lag in lags]
     partitioned = [one for one in candidates if not one.split.colocated]
     choices += [(lag, fastest) for lag in lags if (fastest := best(partitioned, lag)) is not None]
     for lag, one in choices:
-        every = save_every or _best_save_every(one.scenarios[lag], one.at(lag).step_s, faults)
+        every = save_every or _best_save_every(one.scenarios[lag], one.paces[lag].step_s, faults)
         scenario = replace(one.scenarios[lag], faults=faults, save_every=every)
         yield scenario, simulate(scenario, steps)
 
@@ -133,7 +129,7 @@ def pace(scenario: Scenario) -> SimulatedRun:
 def _candidate(assumed: Assumptions, config: RunConfig, plan: Plan, lags: Sequence[int]) -> Candidate:
     sizes, limit = plan.sizes, gpu_bytes(config, assumed.profile)
     memories = rank_memories(config, sizes, assumed.vocab)
-    scenarios = {lag: scenario_of(assumed, config, plan, lag) for lag in (lags if sizes.partitioned else (0,))}
+    scenarios = {lag: scenario_of(assumed, config, plan, lag) for lag in lags}
     return Candidate(
         split=Split(sizes.training_nodes, sizes.inference_nodes, sizes.replicas),
         paces={lag: pace(scenario) for lag, scenario in scenarios.items()},

@@ -32,7 +32,7 @@ def show_splits(assumed: Assumptions, candidates: Sequence[Candidate], lags: Seq
     table.add_row("", "s", "s", *["step, s", "idle", "idle"] * len(lags), style="dim")
     fastest = {lag: best(candidates, lag) for lag in lags}
     for one in candidates:
-        first = one.at(lags[0])
+        first = one.paces[lags[0]]
         cells = [str(one.split), f"{first.generate_s:,.3g}", f"{first.train_s:,.3g}"]
         for lag in lags:
             cells += _cells(one, lag, one is fastest[lag])
@@ -60,7 +60,7 @@ def splits_json(candidates: Sequence[Candidate], lags: Sequence[int]) -> list[di
             "replicas": one.split.replicas,
             "lacks_bytes": one.lacks_bytes,
             "lags": [
-                {"max_lag": lag, "best": one is fastest[lag], **{name: getattr(one.at(lag), name) for name in PACE}}
+                {"max_lag": lag, "best": one is fastest[lag], **{name: getattr(one.paces[lag], name) for name in PACE}}
                 for lag in lags
             ],
         }
@@ -113,7 +113,8 @@ def runs_json(assumed: Assumptions, faults: Faults, runs: Runs) -> dict[str, Any
 
 
 def _mode(scenario: Scenario) -> str:
-    return "co-located" if scenario.split.colocated else f"lag {scenario.max_lag}"
+    lag = f"lag {scenario.max_lag}"
+    return f"co-located, {lag}" if scenario.split.colocated else lag
 
 
 def _setting(assumed: Assumptions, faults: Faults, runs: Runs) -> str:
@@ -143,7 +144,7 @@ def _table(*heads: str) -> Table:
 
 
 def _cells(one: Candidate, lag: int, fastest: bool) -> list[str]:
-    pace = one.at(lag)
+    pace = one.paces[lag]
     step = f"{pace.step_s:,.3g}{'*' if fastest else ' '}"
     if one.split.colocated:
         return [step, f"{pace.idle_training:.0%}", ""]

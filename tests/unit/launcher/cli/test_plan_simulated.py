@@ -30,14 +30,14 @@ def test_runs_are_shown_co_located_and_at_each_lag():
     assert result.exit_code == 0, result.output
     assert "simulated, not measured: qwen2.5-32b-dapo, estimated for H100" in result.stdout
     assert "6 steps, preempted every 0.05 h with 120 s of notice and 10 min in the queue" in result.stdout
-    rows = [line.split("  ")[0] for line in result.stdout.splitlines()[2:5]]
-    assert rows == ["co-located", "lag 0", "lag 2"]
+    rows = [line.split("  ")[0] for line in result.stdout.splitlines()[2:6]]
+    assert rows == ["co-located, lag 0", "co-located, lag 2", "lag 0", "lag 2"]
 
 
 def test_json_has_the_figures_of_each_run():
     runs = json.loads(mrl_plan(*FAST, "--max-lag", "0,2", "--json").stdout)["runs"]
-    assert [run["mode"] for run in runs] == ["co-located", "lag 0", "lag 2"]
-    assert [run["split"]["inference_nodes"] for run in runs] == [0, 4, 4]
+    assert [run["mode"] for run in runs] == ["co-located, lag 0", "co-located, lag 2", "lag 0", "lag 2"]
+    assert [run["split"]["inference_nodes"] for run in runs] == [0, 0, 4, 4]
     for run in runs:
         assert run["staleness_max"] <= run["max_lag"]
         assert 0 < run["goodput"] < 1

@@ -157,6 +157,16 @@ def test_generation_that_runs_ahead_hides_the_shorter_phase():
     assert by_lag[2].seconds > sum(step.trained_s for step in by_lag[2].steps)
 
 
+def test_co_located_ranks_that_run_ahead_begin_the_next_batch_behind_the_longest_answers():
+    """They generate no faster and do not generate while they train, so only the tail of each batch is gained."""
+    work = replace(WORK, lengths=Lognormal.with_mean(30, 200))
+    by_lag = [simulate(Scenario(work, COSTS, Split(2, 0, 2), max_lag=lag), 30) for lag in range(2)]
+    assert by_lag[1].seconds < 0.95 * by_lag[0].seconds
+    assert [one.staleness_max for one in by_lag] == [0, 1]
+    busy = [one.train_s + one.refit_s + one.generate_s for one in by_lag]
+    assert all(one.step_s >= 0.999 * seconds for one, seconds in zip(by_lag, busy, strict=True))
+
+
 def test_a_lost_replica_loses_no_step_and_a_lost_trainer_those_since_the_checkpoint():
     faults = Faults(node_fails_every_s=400.0, restart_s=5.0, replica_restart_s=5.0)
     done = simulate(Scenario(WORK, COSTS, Split(1, 7, 7), max_lag=1, save_every=4, faults=faults), 60, seed=1)
