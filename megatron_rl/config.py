@@ -221,6 +221,7 @@ class RunConfig(Section):
         if self.environment is not None and self.environments is not None:
             raise ValueError("environments and environment are both given: set one of them to null")
         self._transformer_engine_fits()
+        self._overlap_fits()
         self._adapters_fit()
         if reason := next(itertools.chain(self._against_objective(), self._against_teacher()), None):
             raise ValueError(reason)
@@ -364,6 +365,21 @@ class RunConfig(Section):
             against = "training.recompute is full, which would recompute layers in another precision"
         if against:
             raise ValueError(f"training.fp8 is {training.fp8}, but {against}")
+
+    def _overlap_fits(self) -> None:
+        if not self.optimizer.overlap_param_gather:
+            return
+        updates = 1 if self.supervised else self.grpo.updates_per_pass * self.grpo.iterations
+        if updates == 1:
+            raise ValueError(
+                "optimizer.overlap_param_gather is set, and a step has one update, after which the weights are read at "
+                "once: leave it out, or make several updates per step (grpo.global_batch, grpo.iterations)"
+            )
+        if self.model.num_experts is not None:
+            raise ValueError(
+                "optimizer.overlap_param_gather is set, and model.num_experts too: experts are multiplied all at once, "
+                "which waits for all of their weights; leave it out"
+            )
 
     def _adapters_fit(self) -> None:
         """Raise ValueError if adapters would belong to weights that no later start or export of the run can read, or if

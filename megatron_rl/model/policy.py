@@ -135,6 +135,9 @@ class Policy(GPTModel):
         """Return this rank's part of the output layer; on the last stage."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        holder = self.embedding.word_embeddings if tied and self.pre_process else self.output_layer
+        for wait in holder._forward_pre_hooks.values():  # of DDP, for weights that it still gathers
+            wait(holder, ())
         first = self._tensor.rank() * len(weight)
         group = self._tensor if self._tensor.size() > 1 else None
         return OutputPart(weight, range(min(first, self._tokens), min(first + len(weight), self._tokens)), group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_rl.model.config import Recompute
 from megatron_rl.recipe.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
@@ -36,8 +36,22 @@ class OptimizerConfig(Section):
     """Shard the optimizer state over the data- and context-parallel ranks."""
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce gradients in fp32, whatever `model.dtype` is."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients between data-parallel ranks during the last backward pass of an update instead of after it. A
+    rank that is asked to leave then finishes the pass."""
+    overlap_param_gather: bool = False
+    """Gather updated weights during the forward pass of the next update of the same step instead of before it. Needs
+    `distributed` and `overlap_grad_reduce`, and more than one update per step: after the last one the weights are
+    published at once."""
     max_nonfinite_updates: PositiveInt = 3
     """Consecutive updates with a non-finite gradient that stop the run. Each such update is skipped and counted."""
+
+    @model_validator(mode="after")
+    def _overlap_fits(self) -> OptimizerConfig:
+        needed = {"distributed": self.distributed, "overlap_grad_reduce": self.overlap_grad_reduce}
+        if self.overlap_param_gather and (missing := next((key for key, on in needed.items() if not on), None)):
+            raise ValueError(f"overlap_param_gather needs {missing}: set optimizer.{missing} to true, or leave it out")
+        return self
 
 
 def learning_rate(updates_done: int, total_updates: int, config: OptimizerConfig) -> float:

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import DTYPES, Policy
 from megatron_rl.rank.config import Offload
+from megatron_rl.training import overlap
 from megatron_rl.training.adam_state import adam_tensors, begin, get_step, set_step, sharded_adam_state
 from megatron_rl.training.config import OptimizerConfig, learning_rate
 from megatron_rl.training.offload import HostState, Unused
@@ -40,7 +41,7 @@ class Update:
 class PolicyOptimizer:
     """Optimizer of the policy under data parallelism. Sums gradients over ranks; the caller weights the loss. Calls:
 
-    zero_grad   forward and backward passes   reload   update   offload
+    zero_grad   forward and backward passes   reload   update   offload   ...   overlap.finish_gathering
     """
 
     def __init__(
@@ -57,10 +58,15 @@ class PolicyOptimizer:
         self.ddp = DistributedDataParallel(
             policy.config,
             DistributedDataParallelConfig(
-                grad_reduce_in_fp32=config.grad_reduce_in_fp32, use_distributed_optimizer=config.distributed
+                grad_reduce_in_fp32=config.grad_reduce_in_fp32,
+                use_distributed_optimizer=config.distributed,
+                overlap_grad_reduce=config.overlap_grad_reduce,
+                overlap_param_gather=config.overlap_param_gather,
+                bucket_size=overlap.BUCKET_WEIGHTS,
             ),
             policy,
         )
+        self.overlap = overlap.Overlap(self.ddp)
         for module in policy.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
                 # Transformer Engine's products then add to the gradient buffers that DDP gave the weights.
@@ -78,6 +84,7 @@ class PolicyOptimizer:
                 params_dtype=dtype,
                 bf16=dtype is torch.bfloat16,
                 use_distributed_optimizer=config.distributed,
+                overlap_param_gather=config.overlap_param_gather,
             ),
             [self.ddp],
             use_gloo_process_groups=False,
@@ -124,6 +131,7 @@ class PolicyOptimizer:
 
     def update(self, updates_done: int) -> Update:
         """Sum the gradients over the data-parallel ranks and step if they are finite. Collective."""
+        self.overlap.reduce_rest()
         finalize_model_grads([self.ddp])
         rate = learning_rate(updates_done, self.total_updates, self.config)
         overflow = self.megatron.prepare_grads()

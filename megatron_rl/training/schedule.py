@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,6 +66,7 @@ def forward_backward(
     pipeline: Pipeline,
     *,
     stop: Callable[[], bool],
+    partial_sums: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Add the gradients of the micro-batches' losses to the model's.
 
@@ -74,7 +76,16 @@ def forward_backward(
         loss: scalar with gradient of the predictors [selected, hidden], which the output layer turns into logits, and
             their input. Called only on the last stage.
         stop: called before every micro-batch; True skips the rest.
+        partial_sums: context of all backward passes but the last, see `Overlap.partial`.
     """
+    left = len(inputs)
+
+    def backward(received: Tensor | None, output: Tensor) -> None:
+        nonlocal left
+        left -= 1
+        with partial_sums() if left else nullcontext():
+            _backward(received, output, pipeline)
+
     started: deque[tuple[Tensor | None, Tensor]] = deque()  # input and output of this stage
     for number, each in enumerate(inputs):
         if stop():
@@ -87,9 +98,9 @@ def forward_backward(
             pipeline.send_forward(output.detach())
         started.append((received, output))
         if len(started) > pipeline.behind:
-            _backward(*started.popleft(), pipeline)
+            backward(*started.popleft())
     while started:
-        _backward(*started.popleft(), pipeline)
+        backward(*started.popleft())
     pipeline.flush()
 
 

@@ -156,6 +156,7 @@ class Trainer:
                     )
                 )
             self.between_steps = len(updates) == len(planned)
+        self.optimizer.overlap.finish_gathering()
         device = self._device_stats(mine if self.groups.reports else [], len(planned))
         loss = self._loss_stats(losses) if any(update.inputs for update in planned) else None
         return StepStats(seen, loss, _update_stats(updates, self.optimizer.host_bytes), device, environments)
@@ -285,7 +286,14 @@ class Trainer:
         first = unfinished_s is None  # later updates always finish: a half-done step cannot be saved
         replica = self.groups.data.rank(), self.groups.context.rank()
         with self.policy.dropout(self.config.training.seed, self.policy_version, *replica):
-            forward_backward(self.policy, update.inputs, loss, self._pipeline, stop=lambda: self._leaves() and first)
+            forward_backward(
+                self.policy,
+                update.inputs,
+                loss,
+                self._pipeline,
+                stop=lambda: self._leaves() and first and not self.optimizer.overlap.reduces,
+                partial_sums=self.optimizer.overlap.partial,
+            )
         weights_change()
         self.safe_points.agree(unfinished_s)
         with self.safe_points.phase("offload"):

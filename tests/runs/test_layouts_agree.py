@@ -33,6 +33,7 @@ from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import shares
 from megatron_rl.run.models import build_models
 from megatron_rl.training import optimizer as optimizer_module
+from megatron_rl.training import overlap
 from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
 from megatron_rl.training.trainer import Trainer
 
@@ -62,6 +63,10 @@ MODELS = {
 }
 GROUPED = {"grouped experts": "experts", "grouped adapters": "expert adapters"}
 """Models whose experts a layout multiplies all at once; one rank multiplies them one by one. By the names of those."""
+OVERLAPPED = {"overlapped": "dense", "overlapped experts": "experts", "overlapped untied": "untied"}
+"""Models whose data-parallel ranks reduce gradients during backward passes, and gather weights during forward ones. One
+rank does neither."""
+PLAIN = GROUPED | OVERLAPPED
 
 LAYOUTS = {
     "DP2": ("dense", Layout(dp=2)),
@@ -85,6 +90,10 @@ LAYOUTS = {
     "CP2 adapters": ("adapters", Layout(cp=2)),
     "EP2 adapters": ("expert adapters", Layout(ep=2, dp=2)),
     "EP2 TP2 adapters": ("expert adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "DP2 overlapped": ("overlapped", Layout(dp=2)),
+    "TP2 DP2 overlapped": ("overlapped", Layout(tp=2, dp=2, sequence_parallel=True)),
+    "PP2 DP2 overlapped": ("overlapped untied", Layout(pp=2, dp=2)),
+    "EP2 TP2 overlapped": ("overlapped experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     "grouped": ("grouped experts", Layout()),
     "EP2 grouped": ("grouped experts", Layout(ep=2, dp=2)),
     "EP2 TP2 grouped": ("grouped experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
@@ -94,7 +103,7 @@ LAYOUTS = {
 QUICK = {
     *("DP2", "TP2 bf16", "TP2 SP", "PP2", "CP2", "EP2 CP2", "TP2 PP2 untied", "EP2 TP2"),
     *("TP2 adapters", "TP2 SP adapters", "TP4 adapters", "PP2 DP2 adapters", "EP2 TP2 adapters"),
-    *("grouped", "EP2 TP2 grouped", "EP2 TP2 grouped adapters"),
+    *("TP2 DP2 overlapped", "PP2 DP2 overlapped", "grouped", "EP2 TP2 grouped", "EP2 TP2 grouped adapters"),
 }
 """Each way to split a model, and combinations of two; `make test-slow` runs the others."""
 
@@ -114,12 +123,17 @@ class Seen(NamedTuple):
 
 def recipe(layout: Layout, model: str, *, distributed: bool = True) -> RunConfig:
     return tiny_run(
-        model=MODELS[GROUPED.get(model, model)].model_dump(),
+        model=MODELS[PLAIN.get(model, model)].model_dump(),
         placement={"training": layout.config.model_dump()},
         job={"gpus_per_node": layout.ranks},
         grpo=EVERYTHING,
         sampling={"max_new_tokens": 7, "temperature": 0.8},
-        optimizer={"learning_rate": 1e-3, "distributed": distributed},
+        optimizer={
+            "learning_rate": 1e-3,
+            "distributed": distributed,
+            "overlap_grad_reduce": model in OVERLAPPED,
+            "overlap_param_gather": distributed and model in OVERLAPPED and PLAIN[model] != "experts",
+        },
         training={"tokens_per_microbatch": 60, "recompute": "selective" if layout.sequence_parallel else "none"},
     )
 
@@ -209,7 +223,8 @@ def layouts_of(rank: int, ranks: int, quick: bool) -> dict[str, Any]:
     found = {}
     for name, (model, layout) in LAYOUTS.items():
         if layout.ranks == ranks and (name in QUICK) == quick:
-            with grouped_products() if model in GROUPED else nullcontext():
+            small = mock.patch.object(overlap, "BUCKET_WEIGHTS", 2000)  # otherwise one bucket holds all weights
+            with grouped_products() if model in GROUPED else nullcontext(), small:
                 found[name] = seen(layout, model, layout.groups())
     return found
 
@@ -331,10 +346,10 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return math.hypot(*differences) / math.hypot(*(tensor.norm() for tensor in one.values()))
 
 
-def one_by_one(layout: str) -> str:
-    """Model of a layout, with experts one by one."""
+def plain_model(layout: str) -> str:
+    """Model of a layout, without what its ranks do differently."""
     model = LAYOUTS[layout][0]
-    return GROUPED.get(model, model)
+    return PLAIN.get(model, model)
 
 
 EXACT = [
@@ -346,21 +361,21 @@ EXACT = [
 
 @pytest.mark.parametrize("name", EXACT)
 def test_random_weights_are_the_same_in_every_layout(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[one_by_one(name)].initial
+    expected = alone[plain_model(name)].initial
     assert in_layout(name).initial.keys() == expected.keys()
     assert all(torch.equal(in_layout(name).initial[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_logprobs_agree(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[one_by_one(name)].logprobs
+    expected = alone[plain_model(name)].logprobs
     assert expected.std() > 0.5  # otherwise any values would be close
     torch.testing.assert_close(in_layout(name).logprobs, expected, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_gradients_and_a_step_of_sgd_agree(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[one_by_one(name)]
+    expected = alone[plain_model(name)]
     assert distance(expected.gradients, in_layout(name).gradients) < CLOSE
     for key, whole_gradient in expected.gradients.items():  # separately: small ones are lost in the norm of all
         atol = 2 * CLOSE * float(whole_gradient.norm())
@@ -370,7 +385,7 @@ def test_gradients_and_a_step_of_sgd_agree(name: str, in_layout: Any, alone: Any
 
 @pytest.mark.parametrize("name", EXACT)
 def test_losses_of_adam_agree_over_three_steps(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[one_by_one(name)]
+    expected = alone[plain_model(name)]
     for step, (ours, theirs) in enumerate(zip(in_layout(name).losses, expected.losses, strict=True)):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), f"step {step + 1}"
     assert distance(expected.after_adam, in_layout(name).after_adam) < 1e-4
