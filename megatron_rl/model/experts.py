@@ -101,14 +101,20 @@ class GroupedDispatcher(MoEAlltoAllTokenDispatcher):
 
     ends: Tensor
     """[local experts] int32: rows up to the end of each expert, in descending order of experts."""
+    sent: Order
+    """Of the rows as they leave this rank."""
+    received: Order | None
+    """By expert, of the rows as they come from several ranks."""
+    of_sources: Tensor | None
+    """[ranks, local experts]: rows that each rank sends to each expert; None where no order is needed."""
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Count tokens as megatron-core does, and keep the counts on the device before it copies them to the host."""
         counts: Tensor = super().preprocess(routing_map)
         self.ends = counts.to(routing_map.device).flip(0).cumsum(0).int()
-        self._of_sources = None
+        self.of_sources = None
         if self._exchanges and self.num_local_experts > 1:
-            self._of_sources = self.num_global_tokens_per_local_expert.to(routing_map.device)
+            self.of_sources = self.num_global_tokens_per_local_expert.to(routing_map.device)
         return counts
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,9 +126,9 @@ class GroupedDispatcher(MoEAlltoAllTokenDispatcher):
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
         chosen = self.config.moe_router_topk
         experts = routing_map.to(probs.dtype).topk(chosen, dim=1).indices.sort(dim=1).values
-        self._sent = Order(experts.flatten() if self._exchanges else -experts.flatten(), chosen)
-        rows = self._sent.sort(hidden_states.view(-1, self.hidden_shape[-1]))
-        return rows, self._sent.pick(probs.gather(1, experts))
+        self.sent = Order(experts.flatten() if self._exchanges else -experts.flatten(), chosen)
+        rows = self.sent.sort(hidden_states.view(-1, self.hidden_shape[-1]))
+        return rows, self.sent.pick(probs.gather(1, experts))
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of all ranks, sorted by local expert; `ends`; their probabilities."""
@@ -133,18 +139,18 @@ class GroupedDispatcher(MoEAlltoAllTokenDispatcher):
                 output_split_sizes=self.output_splits_tp.tolist(),
             )
             global_input_tokens, global_probs = gather(global_input_tokens), gather(global_probs)
-        self._received = None
-        if self._of_sources is not None:
-            sources, local = self._of_sources.shape
-            experts = torch.arange(local, device=self._of_sources.device).flip(0).repeat(sources)
-            keys = experts.repeat_interleave(self._of_sources.flatten(), output_size=len(global_input_tokens))
-            self._received = Order(keys)
-            global_input_tokens, global_probs = map(self._received.sort, (global_input_tokens, global_probs))
+        self.received = None
+        if self.of_sources is not None:
+            sources, local = self.of_sources.shape
+            experts = torch.arange(local, device=self.of_sources.device).flip(0).repeat(sources)
+            keys = experts.repeat_interleave(self.of_sources.flatten(), output_size=len(global_input_tokens))
+            self.received = Order(keys)
+            global_input_tokens, global_probs = map(self.received.sort, (global_input_tokens, global_probs))
         return global_input_tokens, self.ends, global_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        if self._received is not None:
-            hidden_states = self._received.restore(hidden_states)
+        if self.received is not None:
+            hidden_states = self.received.restore(hidden_states)
         if self.tp_size > 1:
             summed: Tensor = reduce_scatter_to_sequence_parallel_region(
                 hidden_states.to(self.probs.dtype),
@@ -155,9 +161,7 @@ class GroupedDispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        restored = self._sent.restore(permutated_local_input_tokens).view(self.hidden_shape)
-        del self._sent, self._received, self._of_sources  # a layer that waits for its backward pass needs none of them
-        return restored
+        return self.sent.restore(permutated_local_input_tokens).view(self.hidden_shape)
 
     @property
     def _exchanges(self) -> bool:

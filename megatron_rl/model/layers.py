@@ -161,7 +161,7 @@ class PackedLayer(TransformerLayer):
         try:
             out: Tensor = self.mlp(normed)[0]
         finally:
-            self.mlp.token_dispatcher.probs = None
+            vars(self.mlp.token_dispatcher).update(probs=None, sent=None, received=None, of_sources=None)
         return out
 
     def through(

@@ -113,12 +113,12 @@ def test_dropped_inputs_are_a_share_of_all_and_repeat(platform: Any, groups: Any
     for other in (gradients(0, 2), gradients(0, 1, microbatch=1)):
         assert not torch.allclose(other[name], first[name])
     linear = policy.decoder.layers[0].mlp.linear_fc2
-    kept = linear._dropped(torch.ones(500, 1, 48), seed=3)
+    kept = linear.dropped(torch.ones(500, 1, 48), seed=3)
     assert sorted(kept.unique().tolist()) == pytest.approx([0, 1 / 0.75])
     assert (kept == 0).float().mean() == pytest.approx(0.25, abs=0.02)
     assert kept.std(dim=0).min() > 0
     assert kept.std(dim=2).min() > 0
-    other = policy.decoder.layers[1].mlp.linear_fc2._dropped(torch.ones(500, 1, 48), seed=3)
+    other = policy.decoder.layers[1].mlp.linear_fc2.dropped(torch.ones(500, 1, 48), seed=3)
     assert ((kept == 0) & (other == 0)).float().mean() == pytest.approx(0.0625, abs=0.01)
 
 
