@@ -203,15 +203,15 @@ def start(config: RunConfig, sizes: Sizes, held: Weights) -> Iterator[Term]:
 
 def prefill(config: RunConfig, sizes: Sizes) -> Term:
     """Memory of the widest point of one layer, without a backward pass: either the feed-forward network (first output,
-    activated gate, product) or a norm (three times in fp32). Experts need at most eight tensors of their routed tokens:
-    sorted once and twice, their outputs, back in order, and in fp32."""
+    activated gate, product) or a norm (three times in fp32). Experts need three tensors of their routed tokens: sorted,
+    their outputs, and back in order; in fp32, where they run one by one, at most eight."""
     model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
     length = config.sequence_length
     prompt = max(1, length - config.sampling.max_new_tokens)
     tokens = min(config.inference.prefill_tokens, length + (config.inference.max_batch - 1) * prompt)
     each = max(4 * model.ffn_hidden_size // tp * size, (3 * FP32_BYTES - 3 * size) * model.hidden_size)
     if model.experts_per_token:
-        each = model.experts_per_token * 8 * size * model.hidden_size
+        each = model.experts_per_token * (3 if model.dtype == "bf16" else 8) * size * model.hidden_size
     each += 4 * size * model.hidden_size
     return Term("prefill", tokens * each, f"{in_words(tokens)} tokens x {in_words(each)} bytes of one layer")
 

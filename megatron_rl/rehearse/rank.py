@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,7 +30,7 @@ from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.refit.engine import build_engine
+from megatron_rl.refit.engine import build_engine, build_inference_policy
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.training.batch import Agreed, training_batch, update_batch, update_part
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
@@ -156,14 +156,15 @@ class _Rank:
 
     def build(self, role: str) -> tuple[Engine | None, Trainer | None]:
         config = self._config
-        policy = self._policy("weights", config.training.recompute)
-        self.parameters = sum(weight.numel() for weight in policy.parameters())
         alone = role in ("inference", "teacher")
         tp = (None if alone else config.placement.inference.tp) or config.placement.training.tp
         ranks = EngineRanks.form(self._groups, tp, A_MINUTE)
         if alone:
-            policy.requires_grad_(False).eval()
+            policy = self._built("weights", lambda: build_inference_policy(config, self._vocab, self._platform, ranks))
+            self.parameters = sum(weight.numel() for weight in policy.parameters())
             return Engine(policy, config.model, config.inference, {END}, config.training.sequence_length, ranks), None
+        policy = self._policy("weights", config.training.recompute)
+        self.parameters = sum(weight.numel() for weight in policy.parameters())
         trainer = self._trainer(policy)
         if role == "training" or not config.generates:
             return None, trainer
@@ -191,14 +192,16 @@ class _Rank:
     def _policy(self, holder: str, recompute: Recompute = "none", of: Taught | None = None) -> Policy:
         """Build the policy, or a teacher (`of`)."""
         config = self._config
+        model, vocab = (of.model, of.tokens) if of else (config.model, self._vocab)
+        parallel = config.placement.training.sequence_parallel
+        return self._built(
+            holder, lambda: build_policy(model, vocab, self._platform, recompute, sequence_parallel=parallel)
+        )
+
+    def _built(self, holder: str, build: Callable[[], Policy]) -> Policy:
+        """Build a policy whose memory is the holder's."""
         with self._memory.held_by(holder):
-            policy = build_policy(
-                of.model if of else config.model,
-                of.tokens if of else self._vocab,
-                self._platform,
-                recompute,
-                sequence_parallel=config.placement.training.sequence_parallel,
-            )
+            policy = build()
         self._memory.assign(holder, policy.parameters())  # the platform's own builds hold weights
         return policy
 

@@ -73,7 +73,7 @@ def run_teacher(
     else:
         engine.follow(activity.waits)
         outcome = DRAINED if drain.asked else FINISHED
-    disconnect()
+    disconnect(platform)
     return outcome
 
 
