@@ -102,9 +102,9 @@ class GroupedDispatcher(MoEAlltoAllTokenDispatcher):
     ends: Tensor
     """[local experts] int32: rows up to the end of each expert, in descending order of experts."""
     sent: Order
-    """Of the rows as they leave this rank."""
+    """Order in which rows leave this rank."""
     received: Order | None
-    """By expert, of the rows as they come from several ranks."""
+    """Order by expert of the rows that came from several ranks; None if they came in it."""
     of_sources: Tensor | None
     """[ranks, local experts]: rows that each rank sends to each expert; None where no order is needed."""
 

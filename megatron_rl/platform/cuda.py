@@ -58,7 +58,7 @@ class CudaGraphs:
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
-        while self._recorded:  # whoever could replay them may still hold them
+        while self._recorded:  # their engines may still hold them
             self._recorded.pop().reset()
         self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be reused
 

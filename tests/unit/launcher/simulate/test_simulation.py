@@ -158,7 +158,7 @@ def test_generation_that_runs_ahead_hides_the_shorter_phase():
 
 
 def test_co_located_ranks_that_run_ahead_begin_the_next_batch_behind_the_longest_answers():
-    """They generate no faster and do not generate while they train, so only the tail of each batch is gained."""
+    """Only the tail of each batch is gained: the ranks do not generate while they train."""
     work = replace(WORK, lengths=Lognormal.with_mean(30, 200))
     by_lag = [simulate(Scenario(work, COSTS, Split(2, 0, 2), max_lag=lag), 30) for lag in range(2)]
     assert by_lag[1].seconds < 0.95 * by_lag[0].seconds

@@ -70,7 +70,7 @@ def test_updates_are_those_without_overlap(
 def test_gradients_are_reduced_once_each_and_before_the_backward_pass_ends(
     platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch, recompute: Recompute
 ) -> None:
-    """From the second update on: megatron-core learns in the first one how often each weight's hook is called."""
+    """The first update is left out: in it megatron-core learns how often each weight's hook is called."""
     optimizer = optimizer_of(platform, monkeypatch, recompute, **OVERLAPPED)
     pass_over(optimizer)
     optimizer.update(0)
