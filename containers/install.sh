@@ -5,20 +5,22 @@
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 
-versions() {
-    python3 -c 'import importlib.metadata as m
-print(*(f"{name}=={m.version(name)}" for name in ("torch", "transformer-engine", "apex", "numpy")))'
-}
+# The image's own constraints pin every package it was built with, such as packaging==23.2, which megatron-core is too new
+# for. Only the builds that no index has must stay; pins.py reads them from what is installed.
+unset PIP_CONSTRAINT
+pins=$(mktemp)
+trap 'rm -f "$pins"' EXIT
+python3 "$here/pins.py" >"$pins"
 
 wheel=$(printf '%s\n' "$@" | sort -V | tail -n 1)
-before=$(versions)
-pip install --no-cache-dir -c "$here/constraints.txt" "${wheel}[train,huggingface,math,wandb,serve]"
-after=$(versions)
-if [[ $before != "$after" ]]; then
-    echo "pip replaced packages that were built for this image: $before -> $after" >&2
+pip install --no-cache-dir -c "$pins" -c "$here/constraints.txt" "${wheel}[train,huggingface,math,wandb,serve]"
+if ! python3 "$here/pins.py" | diff "$pins" - >&2; then
+    echo "pip replaced packages that were built for this image, see above" >&2
     exit 1
 fi
-# Imports of the ranks and of `mrl serve`, so that a missing library fails this build and not a job.
+# Imports of the ranks and of `mrl serve`, so that a missing library fails this build and not a job; then everything that
+# they call on a GPU, as far as it can be imported without one.
 python3 -c 'import megatron.core, megatron_rl.run.attempt, transformers, math_verify, megatron_rl.server.app'
-echo "added mrl and its libraries to $before"
+python3 -m megatron_rl.platform.gpu_calls flash-attn transformer-engine
+echo "added mrl and its libraries to $(grep '^torch==' "$pins")"
 [[ -z ${VLLM:-} ]] || bash "$here/install-vllm.sh"

@@ -69,6 +69,7 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
         found += software.compute_node(facts.node, profile, demand)
     if facts.rank is not None and profile.container is not None:
         found.append(software.first_rank(facts.rank, demand))
+        found += software.kernels(facts.rank, config)
     if config is not None:
         found += inexact_options(config)
     if config is not None and profile.container is not None and config.started_vllms:

@@ -14,6 +14,8 @@ from launcher.doctor.cluster import Cluster
 from launcher.doctor.demand import Demand
 from launcher.doctor.finding import Finding, count, error, note, ok, span, warning
 from launcher.host.image.reference import ImageError, is_path, parse
+from megatron_rl.config import RunConfig
+from megatron_rl.platform.cards import without_fp8
 
 OLDEST_SLURM = (20, 11)  # srun --overlap, --exact
 OLDEST_PYTHON = (3, 9)
@@ -138,6 +140,20 @@ def first_rank(rank: RankFacts, demand: Demand) -> Finding:
         return error("container", f"{rank.versions}, and torch sees no GPU", "enroot's hook 98-nvidia.sh provides it")
     gpus = f", {count(rank.gpus, 'GPU')}" if rank.gpus else ""
     return ok("container", f"a rank in it communicates and writes to run_root: {rank.versions}{gpus}, CPUs {rank.cpus}")
+
+
+def kernels(rank: RankFacts, config: RunConfig | None) -> Iterator[Finding]:
+    """Findings about the packages that a rank in the container calls on its GPU, and about FP8."""
+    for fits, text in rank.packages:
+        if fits:
+            yield ok("kernels", text)
+        else:
+            yield warning(
+                "kernels", text, "containers/README.md builds an image that has it; without it steps are slower"
+            )
+    fp8 = config.training.fp8 if config else "none"
+    if rank.capability and fp8 != "none" and (against := without_fp8("its GPU", rank.capability)):
+        yield error("kernels", f"training.fp8 is {fp8}, but {against}", "training.fp8=none")
 
 
 def accounting(facts: SlurmFacts, cluster: Cluster) -> Finding:

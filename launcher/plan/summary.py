@@ -12,6 +12,7 @@ from launcher.plan.placement import Plan, place, rank_rows
 from launcher.plan.sizes import LayoutError
 from launcher.recipe.load import Recipe, refusal
 from megatron_rl.config import RunConfig
+from megatron_rl.platform.cards import find_card, without_fp8
 from megatron_rl.rank.config import Offload
 
 ASSUMED_VOCABULARY = 152064
@@ -48,16 +49,21 @@ def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
         profile: of the cluster; None: this machine.
 
     Raises:
-        BadInput: the layout is impossible. Each problem names its file and line, or its override.
+        BadInput: the layout is impossible, or the cluster's GPUs lack FP8. Each problem names its file and line, or its
+            override.
     """
     config = recipe.config
     try:
         node_gpus = profile.gpus_per_node if profile else None
-        return place(
+        plan = place(
             config.job, config.placement, node_gpus, config.model, config.inference.engine, config.teacher_replicas
         )
     except LayoutError as error:
         raise refusal(recipe, error.problems) from error
+    card = find_card(profile.gpu_type) if profile else None
+    if card and config.training.fp8 != "none" and (against := without_fp8(card.name, card.capability)):
+        raise refusal(recipe, [f"training.fp8 is {config.training.fp8}, but {against}"])
+    return plan
 
 
 def batch(config: RunConfig, plan: Plan) -> Batch:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.cards import find_card
+from megatron_rl.platform.cards import find_card, without_fp8
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.dense_attention import FanOut
 from megatron_rl.platform.flash_kernels import find_paged_kernel, find_varlen_kernel
@@ -87,6 +87,10 @@ class CudaPlatform:
         torch.set_float32_matmul_precision("highest")  # NVIDIA's image allows TF32 for fp32
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
+        if made_of.fp8 is not None:
+            name, capability = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
+            if against := without_fp8(name, capability):
+                raise UnsupportedPlatform(f"training.fp8 is {made_of.fp8}, but {against}")
         self.made_of = made_of
         self.transformer_overrides = made_of.transformer_overrides
 

@@ -5,13 +5,13 @@ Choose before importing megatron-core, which looks for Transformer Engine only t
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.platform import gpu_calls
 
 TRANSFORMER_ENGINE = "transformer_engine"
 LOCAL = "local"
@@ -55,17 +55,14 @@ def choose_implementation(config: RunConfig) -> Implementation:
         reason = "the recipe requests it" if asked != "auto" else "it is installed"
         return Implementation(TRANSFORMER_ENGINE, reason, None if fp8 == "none" else fp8)
     if asked != "auto":
-        raise ConfigurationError(f"training.transformer_impl is {asked}, but {against}: use an image that has it")
+        raise ConfigurationError(f"training.transformer_impl is {asked}, but {against}")
     if fp8 != "none":
-        raise ConfigurationError(f"training.fp8 is {fp8}, but {against}: use an image that has it")
+        raise ConfigurationError(f"training.fp8 is {fp8}, which needs Transformer Engine, but {against}")
     return Implementation(LOCAL, against)
 
 
 @cache
 def _missing() -> str | None:
-    """Return why Transformer Engine cannot be imported; None if it can."""
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
-        return f"Transformer Engine cannot be imported ({error})"
-    return None
+    """Import Transformer Engine. Return why it cannot be used, and which release can; None if it can."""
+    fit = gpu_calls.check_package(gpu_calls.TRANSFORMER_ENGINE)
+    return None if fit.fits and not fit.unchecked else str(fit)

@@ -7,7 +7,8 @@ It also must not find Apex and Transformer Engine, which NVIDIA's images contain
 latter before because its linears are used. If it can import them, it uses their norm for the last layer and their Adam,
 whatever the layers are made of: a CPU can run neither, and a checkpoint of one device would lack state that the other
 needs. So Adam is always torch's, and without Transformer Engine's linears a run has the same modules everywhere. Code
-that needs one of their kernels can import it after this.
+that needs one of their kernels can import it after this. Nor must it find nvidia-resiliency-ext, whose checkpoints mrl
+does not use: beside releases before 0.6, which NVIDIA's images have, megatron-core 0.19 cannot be imported.
 
 Warnings of megatron-core, and of torch.distributed about it, are hidden: there are thirty at the head of every log, and
 users can do nothing about them. PYTHONWARNINGS=default shows them.
@@ -53,7 +54,7 @@ def not_found(*names: str) -> Iterator[None]:
 
 
 _compile = torch.compile
-_NOT_FOUND = ("wandb", "transformer_engine", "apex", "amp_C")
+_NOT_FOUND = ("wandb", "transformer_engine", "apex", "amp_C", "nvidia_resiliency_ext")
 _NEVER_FOUND = "transformer_engine.pytorch.optimizers"
 
 if not sys.warnoptions:

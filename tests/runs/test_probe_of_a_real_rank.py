@@ -39,6 +39,14 @@ def test_probe_reports_versions_and_usable_cpus_and_leaves_no_files(on, tmp_path
     assert not list(tmp_path.glob(".mrl-doctor-*"))
 
 
+def test_probe_reports_the_packages_that_gpus_use(on, tmp_path):
+    found = probe(on, None, tmp_path, gpus=True)
+    assert found.failure is None
+    assert (False, "flash-attn is not installed: install flash-attn 2.7.4 or later") in found.packages
+    assert any(fits and text.startswith("torch ") for fits, text in found.packages)
+    assert found.capability is None
+
+
 def test_faults_of_the_container_are_reported(on, tmp_path):
     (tmp_path / "bin" / "srun").write_text(
         "#!/bin/sh\ncat >&2 <<E\nslurmstepd: error: pyxis: printing enroot log file:\n"

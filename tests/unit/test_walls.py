@@ -44,6 +44,7 @@ LIGHT = (
     "megatron_rl.model.flops",
     "megatron_rl.model.hf_config",
     "megatron_rl.platform.cards",
+    "megatron_rl.platform.gpu_calls",
 )
 """Modules of megatron_rl that the launcher may import, besides the `config` of every room."""
 

@@ -3,6 +3,8 @@ limited time."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +17,14 @@ from launcher.cluster.software import rank_python
 from launcher.host.image.cache import find
 from launcher.host.image.reference import ImageError
 from launcher.host.record.logs import reason_of_container
+from megatron_rl.platform import gpu_calls
 
 RUN_S = 900  # seconds for the step itself: a node unpacks the image and imports from it
 
-# Program for the container's Python, as text, since torch is not imported here. Argument: a file to write. Further
-# output of the image does no harm.
+# Program for the container's Python, as text, since torch is not imported here. Arguments: a file to write, and with a
+# GPU the source of gpu_calls.py, which the image may lack. Further output of the image does no harm.
 PROGRAM = """
-import os, sys
+import json, os, sys, types
 print("mrl.cpus=" + ",".join(map(str, sorted(os.sched_getaffinity(0)))))
 import megatron.core, torch, torch.distributed as dist
 print("mrl.versions=torch %s, megatron-core %s" % (torch.__version__, megatron.core.__version__))
@@ -33,6 +36,12 @@ dist.all_reduce(one)
 assert one.item() == 1.0
 with open(sys.argv[1], "w") as file:
     file.write("written")
+if gpu:
+    print("mrl.capability=" + json.dumps(torch.cuda.get_device_capability()))
+if sys.argv[2:]:
+    calls = sys.modules["gpu_calls"] = types.ModuleType("gpu_calls")
+    exec(sys.argv[2], vars(calls))
+    print("mrl.calls=" + json.dumps([[fit.fits, str(fit)] for fit in calls.check_packages()]))
 print("mrl.done=yes")
 """
 
@@ -51,6 +60,10 @@ class RankFacts:
     """Number of GPUs that torch sees."""
     cpus: str = ""
     """Processors that it may run on, joined by commas."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability of its GPU; None without one."""
+    packages: tuple[tuple[bool, str], ...] = ()
+    """Of each package that GPUs use: whether its calls fit, and the sentence to show. Empty without a GPU."""
 
 
 def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) -> RankFacts:
@@ -71,14 +84,25 @@ def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) 
         return RankFacts(unasked=f"{reference or profile.container.image} is not imported yet")
     canary = directory / f".mrl-doctor-{secrets.token_hex(6)}"
     try:
-        answer = ask_in_container(profile, file, gpus, [rank_python(profile), "-c", PROGRAM, str(canary)])
+        program = [rank_python(profile), "-c", PROGRAM]
+        calls = [inspect.getsource(gpu_calls)] if gpus else []
+        answer = ask_in_container(profile, file, gpus, [*program, str(canary), *calls])
         if not answer.known:
             return RankFacts(failure=answer.failure)
         lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
         said = dict(line.removeprefix("mrl.").split("=", 1) for line in lines if line.startswith("mrl."))
         if "done" not in said or not canary.exists():
             return RankFacts(failure=f"what it wrote to {directory} is not there")
-        return RankFacts(None, None, said["versions"], int(said["gpus"]), said["cpus"])
+        capability = json.loads(said.get("capability", "null"))
+        return RankFacts(
+            None,
+            None,
+            said["versions"],
+            int(said["gpus"]),
+            said["cpus"],
+            tuple(capability) if capability else None,
+            tuple((fits, text) for fits, text in json.loads(said.get("calls", "[]"))),
+        )
     finally:
         canary.unlink(missing_ok=True)
 

@@ -234,3 +234,22 @@ def test_a_rank_in_the_container_reports_its_findings():
     assert shown("container", rank=replace(worked, gpus=0)).startswith("error: torch 2.8")
     assert shown("container", rank=RankFacts(failure="boom")) == "error: a rank in it failed: boom"
     assert shown("container", rank=RankFacts(unasked="x")).startswith("note: not started")
+
+
+def test_packages_that_its_gpu_lacks_are_named_with_a_release_and_slow_the_run_down():
+    rank = RankFacts(
+        packages=((True, "torch 2.8 accepts all calls"), (False, "flash-attn is not installed: install it"))
+    )
+    assert shown("kernels", rank=rank).splitlines() == [
+        "ok: torch 2.8 accepts all calls",
+        "warning: flash-attn is not installed: install it",
+    ]
+
+
+@pytest.mark.parametrize(("capability", "errors"), [((8, 0), 1), ((9, 0), 0)])
+def test_fp8_is_refused_on_a_gpu_without_it(capability, errors):
+    asked = recipe("training.fp8=hybrid", "model.dtype=bf16", "job.device=cuda")
+    findings = examine(facts("25.05", rank=RankFacts(capability=capability)), asked, profile(**BOX))
+    texts = [one.text for one in findings if one.topic == "kernels"]
+    assert len(texts) == errors
+    assert all(text.startswith("training.fp8 is hybrid, but its GPU has compute capability 8.0") for text in texts)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cluster.choice import load_clusters
+from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.plan.placement import place
 from launcher.plan.sizes import LayoutError
@@ -167,6 +168,22 @@ def test_a_refusal_points_at_the_line_or_the_override(tmp_path, monkeypatch):
     assert first_problem("placement.training.tp=4").startswith("override 'placement.training.tp=4': placement.training")
     (tmp_path / "my.yaml").write_text(text.replace("gpus_per_node: 2", "gpus_per_node: 5"))
     assert first_problem().startswith(f"my.yaml:{line}: job.gpus_per_node 5 is more than the 4 GPUs")
+
+
+@pytest.mark.parametrize(("gres", "refused"), [("a100", True), ("h100", False), ("gpu", False), ("l40s", False)])
+def test_fp8_is_refused_where_the_profile_names_gpus_without_it(gres, refused):
+    """Other GPUs are asked when the ranks start."""
+    profile = Profile(gpus_per_node=8, run_root="/x", gres=gres)
+    recipe = load_recipe("qwen2.5-32b-dapo", ["training.fp8=hybrid"])
+    if not refused:
+        assert make_plan(recipe, profile)
+        return
+    with pytest.raises(BadInput) as caught:
+        make_plan(recipe, profile)
+    (problem,) = caught.value.problems
+    assert problem.startswith(
+        "override 'training.fp8=hybrid': training.fp8 is hybrid, but A100 has compute capability 8.0"
+    )
 
 
 @examples(10)

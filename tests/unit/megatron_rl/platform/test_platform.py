@@ -16,6 +16,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform import cpu, cuda
 from megatron_rl.platform.api import DeviceUse, UnsupportedPlatform
 from megatron_rl.platform.cuda import CudaPlatform
+from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
 from megatron_rl.platform.select import check_megatron_version, select
 from megatron_rl.rank.config import JobConfig
 
@@ -72,6 +73,23 @@ def test_a_gpu_computes_fp32_without_tf32_and_loads_a_checkpoint_of_a_cpu(gpu: C
     """NVIDIA's image allows TF32. A checkpoint has the generator states of the device that wrote it."""
     assert torch.get_float32_matmul_precision() == "highest"
     gpu.set_rng_state({"cpu": torch.get_rng_state()})
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)])
+def test_fp8_is_refused_on_a_gpu_without_it(
+    gpu: CudaPlatform, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fits: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    asked = Implementation(TRANSFORMER_ENGINE, "", "hybrid")
+    if fits:
+        assert CudaPlatform(local_rank=0, threads=1, made_of=asked).made_of is asked
+    else:
+        with pytest.raises(
+            UnsupportedPlatform, match=r"training\.fp8 is hybrid, but NVIDIA X has compute capability 8\.0"
+        ):
+            CudaPlatform(local_rank=0, threads=1, made_of=asked)
+    assert CudaPlatform(local_rank=0, threads=1)
 
 
 class NvmlError(Exception):

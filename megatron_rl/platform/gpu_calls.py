@@ -1,0 +1,211 @@
+"""Calls of packages that only GPUs use, and a check that the installed releases accept them:
+
+    python3 -m megatron_rl.platform.gpu_calls [DISTRIBUTION]...
+
+prints one line per package, and ends with 1 if a call does not fit or a named package is missing. It needs no GPU, and
+only the standard library until it imports the packages, so that `mrl doctor --deep` can send it into any image.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCall:
+    """A function that is called, a class that is instantiated, or one that is only derived from or passed on."""
+
+    package: str
+    """Distribution that contains it."""
+    module: str
+    name: str
+    """Its name in the module; a method after its class, such as DotProductAttention.forward."""
+    positional: int = 0
+    """Positional arguments, without `self`."""
+    keywords: tuple[str, ...] = ()
+    since: str = ""
+    """First release in which the project calls it."""
+
+
+FLASH_ATTN, TRANSFORMER_ENGINE = "flash-attn", "transformer-engine"
+
+GPU_CALLS = (
+    GpuCall(FLASH_ATTN, "flash_attn", "flash_attn_varlen_func", 7, ("causal",)),
+    GpuCall(
+        FLASH_ATTN,
+        "flash_attn",
+        "flash_attn_with_kvcache",
+        3,
+        ("block_table", "cache_seqlens", "causal", "num_splits"),
+    ),
+    GpuCall(
+        TRANSFORMER_ENGINE,
+        "transformer_engine.pytorch",
+        "DotProductAttention",
+        0,
+        (
+            "attention_dropout",
+            "attn_mask_type",
+            "kv_channels",
+            "num_attention_heads",
+            "num_gqa_groups",
+            "qkv_format",
+        ),
+    ),
+    GpuCall(
+        TRANSFORMER_ENGINE,
+        "transformer_engine.pytorch",
+        "DotProductAttention.forward",
+        3,
+        ("cu_seqlens_kv", "cu_seqlens_q", "max_seqlen_kv", "max_seqlen_q", "pad_between_seqs"),
+    ),
+    GpuCall("megatron-core", "megatron.core.extensions.transformer_engine", "TELayerNormColumnParallelLinear"),
+    GpuCall("megatron-core", "megatron.core.extensions.transformer_engine", "TERowParallelLinear"),
+    GpuCall("torch", "torch.cuda", "CUDAGraph"),
+    GpuCall("torch", "torch.cuda", "graph", 3, ("capture_error_mode",)),
+    GpuCall("torch", "torch.cuda", "graph_pool_handle"),
+    GpuCall("torch", "torch.cuda", "power_draw", 1),
+    GpuCall(
+        "torch",
+        "torch.nn.attention.flex_attention",
+        "BlockMask.from_kv_blocks",
+        4,
+        ("BLOCK_SIZE", "mask_mod", "seq_lengths"),
+    ),
+    GpuCall(
+        "torch",
+        "torch.nn.attention.flex_attention",
+        "flex_attention",
+        3,
+        ("block_mask", "enable_gqa", "kernel_options"),
+    ),
+    GpuCall("torch", "torch.nn.attention.varlen", "varlen_attn", 7, ("enable_gqa", "window_size"), since="2.12"),
+    GpuCall(
+        "torch",
+        "torch.nn.attention.varlen",
+        "varlen_attn",
+        7,
+        ("block_table", "enable_gqa", "num_splits", "seqused_k", "window_size"),
+        since="2.13",
+    ),
+)
+
+RELEASES = {FLASH_ATTN: "2.7.4", "megatron-core": "0.16.1", "torch": "2.7", TRANSFORMER_ENGINE: "2.4"}
+"""Oldest release of each package that accepts all calls."""
+DRIVER = "libcuda.so.1"
+"""Library of the GPU's driver, which no image contains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Result for one package."""
+
+    package: str
+    version: str | None
+    """Its release; None: not installed."""
+    problems: tuple[str, ...] = ()
+    """Calls that it does not accept, or why it cannot be imported."""
+    unchecked: bool = False
+    """Whether it cannot be imported because this machine has no driver for GPUs."""
+
+    @property
+    def fits(self) -> bool:
+        return self.version is not None and not self.problems
+
+    def __str__(self) -> str:
+        newer = f"install {self.package} {RELEASES[self.package]} or later"
+        if self.version is None:
+            return f"{self.package} is not installed: {newer}"
+        if self.problems:
+            return f"{self.package} {self.version}: {'; '.join(self.problems)}: {newer}"
+        if self.unchecked:
+            return f"{self.package} {self.version} is not checked: this machine has no driver for GPUs"
+        return f"{self.package} {self.version} accepts all calls"
+
+
+def check_packages(calls: Iterable[GpuCall] = GPU_CALLS) -> list[Fit]:
+    """Import the packages and check their calls, in the order of the calls."""
+    by_package: dict[str, list[GpuCall]] = {}
+    for call in calls:
+        by_package.setdefault(call.package, []).append(call)
+    return [_check(package, theirs) for package, theirs in by_package.items()]
+
+
+def check_package(package: str) -> Fit:
+    """Import one package and check its calls."""
+    (fit,) = check_packages(call for call in GPU_CALLS if call.package == package)
+    return fit
+
+
+def _check(package: str, calls: Iterable[GpuCall]) -> Fit:
+    version = _version(package)
+    if version is None:
+        return Fit(package, None)
+    used = [call for call in calls if release_of(version) >= release_of(call.since)]
+    problems = list(dict.fromkeys(problem for call in used if (problem := problem_of(call, _load))))
+    of_driver = [problem for problem in problems if DRIVER in problem]
+    return Fit(package, version, tuple(one for one in problems if one not in of_driver), bool(of_driver))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Numbers of a release, such as (2, 8, 0) of 2.8.0a0+5228986c39.nv25.6. A pre-release counts as its release."""
+    return tuple(int(number) for number in re.split(r"[^\d.]", version)[0].split(".") if number)
+
+
+def _load(call: GpuCall) -> Any:
+    if call.package == "megatron-core":
+        with contextlib.suppress(ImportError):  # as a rank imports it; an image need not contain mrl
+            importlib.import_module("megatron_rl.platform.megatron_core")
+    module = importlib.import_module(call.module)
+    if vars(module).get("HAVE_TE") is False and _version(TRANSFORMER_ENGINE):
+        raise ImportError("it lacks parts of the installed Transformer Engine, which megatron-core imports")
+    return functools.reduce(getattr, call.name.split("."), module)
+
+
+def problem_of(call: GpuCall, load: Callable[[GpuCall], Any]) -> str | None:
+    """Say why a call would fail; None if it would not.
+
+    load: returns the function or class that is called.
+    """
+    try:
+        found = load(call)
+    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+        return f"{call.module} cannot be imported ({error})"
+    except AttributeError:
+        return f"{call.module} has no {call.name}"
+    if not (call.positional or call.keywords):
+        return None
+    signature = inspect.signature(found)
+    parameters = [one for one in signature.parameters.values() if one.name != "self"]
+    try:
+        signature.replace(parameters=parameters).bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
+    except TypeError as error:
+        return f"{call.module}.{call.name}: {error}"
+    return None
+
+
+def main(required: Sequence[str]) -> int:
+    fits = check_packages()
+    for fit in fits:
+        print(fit)  # noqa: T201
+    return int(any(fit.problems or (fit.version is None and fit.package in required) for fit in fits))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

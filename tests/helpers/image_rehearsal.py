@@ -1,0 +1,119 @@
+"""Rehearses containers/install.sh and install-vllm.sh without their image: pip resolves as it would there, beside metadata
+of the image's distributions, and installs nothing.
+
+    python tests/helpers/image_rehearsal.py [pytorch-25.06] [pytorch-25.11] [vllm]
+
+asks the package index and writes images/NAME.resolved.json, which tests compare with the constraints. Both scripts end
+with their first import, since nothing was installed. Needs Python 3.12; takes minutes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+CONTAINERS = ROOT / "containers"
+IMAGES = Path(__file__).parent / "images"
+EXTRAS = ("train", "huggingface", "math", "wandb", "serve")
+"""Extras of mrl that install.sh names."""
+NAMES = ("pytorch-25.06", "pytorch-25.11", "vllm")
+
+
+def asked_for() -> list[Requirement]:
+    """What mrl requires with those extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [text for extra in EXTRAS for text in project["optional-dependencies"][extra]]
+    return [Requirement(text) for text in [*project["dependencies"], *extras]]
+
+
+def inputs(name: str) -> str:
+    """Digest of everything that a resolution depends on, besides the index."""
+    if name == "vllm":
+        parts = [(CONTAINERS / file).read_text(encoding="utf-8") for file in ("constraints-vllm.txt", "install-vllm.sh")]
+    else:
+        files = [CONTAINERS / "constraints.txt", CONTAINERS / "pins.py", IMAGES / f"{name}.json"]
+        parts = [*(file.read_text(encoding="utf-8") for file in files), *sorted(map(str, asked_for()))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def image(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((IMAGES / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def resolved(name: str) -> dict[str, Any]:
+    return image(f"{name}.resolved")
+
+
+def environment(folder: Path, name: str) -> Path:
+    """Create a virtual environment with stand-ins for the distributions of an image, and return its `bin`."""
+    subprocess.run(["python3.12", "-m", "venv", str(folder / "venv")], check=True)
+    found = folder / "venv" / "bin"
+    if name == "vllm":
+        return found
+    described = image(name)
+    subprocess.run([found / "python", "-m", "pip", "install", "--quiet", f"pip=={described['pip']}"], check=True)
+    packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
+    for distribution, version in described["distributions"].items():
+        if distribution == "pip":
+            continue
+        requires = described["torch_requires"] if distribution == "torch" else []
+        metadata = [f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}"]
+        info = packages / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        lines = [*metadata, *(f"Requires-Dist: {one}" for one in requires)]
+        (info / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (info / "RECORD").touch()
+        (info / "INSTALLER").write_text("pip\n", encoding="utf-8")
+    return found
+
+
+def rehearse(name: str, folder: Path) -> dict[str, Any]:
+    """Run the script, and return what pip would install. Raises CalledProcessError if pip finds no resolution."""
+    found = environment(folder, name)
+    report, constraint = folder / "report.json", folder / "constraint.txt"
+    script = [str(CONTAINERS / "install-vllm.sh")]
+    environ = os.environ | {"PATH": f"{found}:{os.environ['PATH']}", "PIP_DRY_RUN": "1", "PIP_REPORT": str(report)}
+    environ |= {"VLLM_ENVIRONMENT": str(folder / "vllm"), "PIP_QUIET": "1"}
+    if name != "vllm":
+        pins = [f"{one}=={version}" for one, version in image(name)["distributions"].items()]
+        constraint.write_text("\n".join(pins) + "\n", encoding="utf-8")
+        environ["PIP_CONSTRAINT"] = str(constraint)  # as in the image
+        build = [found / "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
+        subprocess.run(build, check=True)
+        (wheel,) = folder.glob("mrl-*.whl")
+        script = [str(CONTAINERS / "install.sh"), str(wheel)]
+    done = subprocess.run(["bash", *script], env=environ, stdout=sys.stderr, check=False)
+    if not report.exists():
+        raise subprocess.CalledProcessError(done.returncode, script)
+    installed = json.loads(report.read_text(encoding="utf-8"))["install"]
+    metadata = {one["metadata"]["name"]: one["metadata"] for one in installed if one["metadata"]["name"] != "mrl"}
+    return {
+        "inputs": inputs(name),
+        "installed": {package: one["version"] for package, one in sorted(metadata.items())},
+        "requires": {package: one.get("requires_dist", []) for package, one in sorted(metadata.items())},
+    }
+
+
+def main(names: list[str]) -> None:
+    if not shutil.which("python3.12"):
+        raise SystemExit("the images have Python 3.12, and there is no python3.12 here")
+    for name in names or NAMES:
+        with tempfile.TemporaryDirectory() as folder:
+            found = rehearse(name, Path(folder))
+        (IMAGES / f"{name}.resolved.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
