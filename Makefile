@@ -54,11 +54,8 @@ test-vllm: $(READY) $(VLLM_READY) ## tests with the real vLLM, which is installe
 test-verifiers: $(READY) $(VERIFIERS_READY) ## tests with the real verifiers, which is installed into .venv-verifiers; minutes
 	MRL_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python $(BIN)/pytest --timeout 1800 tests/with_verifiers
 
-test-gpu: ## GPU tests, and figures to tests/benchmarks/results; GPU_PYTHON needs torch for CUDA
-	$(GPU_PYTHON) -m pytest --timeout 1800 tests/gpu
-	$(GPU_PYTHON) tests/benchmarks/gpu_step.py --size 0.5b
-	$(GPU_PYTHON) tests/benchmarks/gpu_step.py --size 7b
-	$(GPU_PYTHON) tests/benchmarks/gpu_decode.py
+test-gpu: ## GPU tests and speeds, half an hour, results to tests/benchmarks/results; GPU_PYTHON needs torch for CUDA
+	$(GPU_PYTHON) tests/gpu/suite.py
 
 slurm-lab: $(READY) ## a shell with a real Slurm of ten nodes on this machine; it ends with the shell
 	@$(BIN)/python tests/slurm/lab.py shell

@@ -12,6 +12,7 @@ from launcher.plan.placement import Plan, place, rank_rows
 from launcher.plan.sizes import LayoutError
 from launcher.recipe.load import Recipe, refusal
 from megatron_rl.config import RunConfig
+from megatron_rl.model.config import too_small_head
 from megatron_rl.platform.cards import find_card, without_fp8
 from megatron_rl.rank.config import Offload
 
@@ -49,8 +50,8 @@ def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
         profile: of the cluster; None: this machine.
 
     Raises:
-        BadInput: the layout is impossible, or the cluster's GPUs lack FP8. Each problem names its file and line, or its
-            override.
+        BadInput: the layout is impossible, or GPUs cannot do what the recipe asks of them. Each problem names its file
+            and line, or its override.
     """
     config = recipe.config
     try:
@@ -60,6 +61,8 @@ def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
         )
     except LayoutError as error:
         raise refusal(recipe, error.problems) from error
+    if config.job.device == "cuda" and (against := too_small_head(config.model.head_size)):
+        raise refusal(recipe, [against])
     card = find_card(profile.gpu_type) if profile else None
     if card and config.training.fp8 != "none" and (against := without_fp8(card.name, card.capability)):
         raise refusal(recipe, [f"training.fp8 is {config.training.fp8}, but {against}"])

@@ -53,6 +53,20 @@ class SupervisedConfig(Section):
     """Seed of the initial weights and of the order of examples; independent of `training.seed`."""
 
 
+LEAST_GPU_HEAD = 16
+"""Smallest attention head that FlexAttention's kernel supports. It attends in fp32, and where answers share much."""
+
+
+def too_small_head(size: int) -> str | None:
+    """Say why GPUs cannot attend with heads of this size; None if they can."""
+    if size >= LEAST_GPU_HEAD:
+        return None
+    return (
+        f"model.head_dim is {size} (by default model.hidden_size / model.num_attention_heads), and attention on a GPU "
+        f"needs {LEAST_GPU_HEAD} or more"
+    )
+
+
 EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
 """Linears of a feed-forward network, or of each expert, by their names in transformers."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *EXPERT_LINEARS)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_rl.model.config import too_small_head
 from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cards import find_card, without_fp8
@@ -141,6 +142,8 @@ class CudaPlatform:
         return self.attention.description
 
     def linears(self, config: TransformerConfig) -> Linears | None:
+        if against := too_small_head(config.kv_channels):
+            raise UnsupportedPlatform(against)
         # Imported here and below, because the health check does not need megatron-core.
         if self.made_of.name == TRANSFORMER_ENGINE:
             from megatron_rl.platform.te_linears import te_linears

@@ -40,6 +40,7 @@ FLASH_ATTN, TRANSFORMER_ENGINE = "flash-attn", "transformer-engine"
 
 GPU_CALLS = (
     GpuCall(FLASH_ATTN, "flash_attn", "flash_attn_varlen_func", 7, ("causal",)),
+    GpuCall(FLASH_ATTN, "flash_attn", "flash_attn_varlen_func", 7, ("block_table", "causal")),
     GpuCall(
         FLASH_ATTN,
         "flash_attn",

@@ -1,4 +1,5 @@
-"""Tests here use the GPU's platform, and nothing of the CPU's is patched in their process."""
+"""Tests here use the GPU's platform, and nothing of the CPU's is patched in their process. suite.py runs them in
+order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Kernels of a GPU agree with a formula in float64, and Transformer Engine's linears with megatron-core's. Skipped
-without a GPU; run by hand with
-
-    pytest tests/gpu
-"""
+"""Kernels of a GPU agree with a formula in float64, and Transformer Engine's linears with megatron-core's."""
 
 from __future__ import annotations
 
@@ -14,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_helpers import NEEDS_CUDA
 from torch import Tensor
 
 from megatron_rl.platform import flash_kernels
 from megatron_rl.platform.attention import Layout, PackedSequences, whole_sequences
+from megatron_rl.platform.gpu_calls import TRANSFORMER_ENGINE, check_package
 from megatron_rl.platform.tree_attention import tree_layout
 from megatron_rl.platform.varlen_attention import varlen_layout
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = NEEDS_CUDA
 
 GPU = torch.device("cuda", 0)
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 128
@@ -74,9 +72,9 @@ def test_a_flash_kernel_agrees_with_the_formula(find: str, packed: PackedSequenc
     try:
         kernel = getattr(flash_kernels, find)()
     except (ImportError, OSError) as error:
-        pytest.skip(str(error))
+        pytest.skip(f"{error}: flash-attn 2.7.4, Transformer Engine 2.4 or torch 2.12 has such a kernel")
     if kernel is None:
-        pytest.skip("this torch knows no grouped queries")
+        pytest.skip(f"torch {torch.__version__} has no grouped queries here: 2.12 has")
     compare(varlen_layout(packed, GPU, kernel.attend), packed, torch.bfloat16, 2e-2)
 
 
@@ -134,7 +132,9 @@ print("the same")
 
 
 def test_layers_of_transformer_engine_agree_with_local_ones() -> None:
-    pytest.importorskip("transformer_engine.pytorch")
+    fit = check_package(TRANSFORMER_ENGINE)
+    if not fit.fits:
+        pytest.skip(str(fit))
     environment: dict[str, Any] = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
     done = subprocess.run(
         [sys.executable, "-c", TWINS], env=environment, capture_output=True, text=True, timeout=300, check=False

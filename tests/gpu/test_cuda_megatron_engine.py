@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import END, tiny_model, tiny_policy
-from gpu_helpers import DEVICE, NEEDS_GPU
+from gpu_helpers import NEEDS_CUDA
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, GenerationRequest, RankEngine
@@ -16,7 +16,7 @@ from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.megatron_engine import MegatronEngine
 
-pytestmark = [NEEDS_GPU, pytest.mark.skipif(DEVICE == "cpu", reason="flash-attn runs on GPUs alone")]
+pytestmark = NEEDS_CUDA
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=24)
 PROMPTS = [[1, 10, 2, 12], [7], [*range(13)] * 30, [9, 9]]

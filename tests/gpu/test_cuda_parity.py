@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import END, VOCAB, packed, tiny_model, tiny_policy, tiny_run, trajectory
-from gpu_helpers import DEVICE, NEEDS_GPU, metrics, run_recipe
+from core_helpers import END, VOCAB, packed, tiny_policy, tiny_run, trajectory
+from gpu_helpers import DEVICE, NEEDS_GPU, gpu_model, metrics, run_recipe
 from transformers_witness import in_their_names, witness
 
 from megatron_rl.algorithms.logprobs import predicted_logprobs
@@ -20,6 +20,7 @@ from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, forward_backward
 
+pytest.importorskip("transformers")
 pytestmark = NEEDS_GPU
 
 SEQUENCES = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [3] * 30]
@@ -30,7 +31,7 @@ BF16 = 5e-2
 @pytest.mark.parametrize(("dtype", "off"), [("fp32", 1e-4), ("bf16", BF16)])
 @pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "qkv_bias": False}], ids=["qwen2.5", "qwen3"])
 def test_logits_are_the_references(platform: Any, groups: Any, dtype: str, off: float, fields: dict[str, Any]) -> None:
-    model = tiny_model(dtype=dtype, **fields)
+    model = gpu_model(dtype=dtype, **fields)
     policy = tiny_policy(platform, model, scale=0.1)
     twin = witness(policy, model).eval()
     tokens = torch.tensor([token for sequence in SEQUENCES for token in sequence], device=platform.device)
@@ -43,7 +44,7 @@ def test_logits_are_the_references(platform: Any, groups: Any, dtype: str, off: 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_gradients_are_the_references_if_answers_share_their_prompt(platform: Any, groups: Any, recompute: Any) -> None:
-    model = tiny_model()
+    model = gpu_model()
     policy = tiny_policy(platform, model, recompute=recompute)
     twin = witness(policy, model)
     prompt, answers = [1, 2, 3, 4, 5], [[6, 7, END], [6, 8, 9, END], [10]]
@@ -70,7 +71,7 @@ def test_gradients_are_the_references_if_answers_share_their_prompt(platform: An
 
 
 def test_greedy_tokens_are_the_references_likeliest(platform: Any, groups: Any) -> None:
-    model = tiny_model()
+    model = gpu_model()
     policy = tiny_policy(platform, model).requires_grad_(False).eval()
     twin = witness(policy, model).eval()
     engine = Engine(policy, model, InferenceConfig(max_batch=2), {END})
@@ -92,7 +93,10 @@ def test_greedy_tokens_are_the_references_likeliest(platform: Any, groups: Any) 
 
 def test_a_checkpoint_of_a_cpu_resumes_alike_on_both(tmp_path: Path) -> None:
     """The same answers to the same prompts with the same random numbers, and an equal gradient."""
-    taught = {"init": "supervised", "supervised": {"steps": 40, "batch_size": 16, "learning_rate": 3e-3}}
+    taught = gpu_model().model_dump() | {
+        "init": "supervised",
+        "supervised": {"steps": 40, "batch_size": 16, "learning_rate": 3e-3},
+    }
     recipe = tiny_run(model=taught, grpo={"prompts_per_step": 8}, save={"every": 1}).model_dump()
     steps = recipe["training"]["steps"]
 

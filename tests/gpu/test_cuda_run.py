@@ -1,25 +1,22 @@
-"""A run on a GPU: one rank, no patches, bf16 and fp32. Skipped without a GPU; run by hand with
+"""A run on a GPU: one rank, no patches, bf16 and fp32."""
 
-pytest tests/gpu
-"""
+from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-import yaml
+from gpu_helpers import DEVICE, NEEDS_CUDA, NEEDS_GPU, metrics, run_recipe
 
 from megatron_rl.contract.paths import RunDir
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = NEEDS_GPU
 
 
-def recipe(**overrides: object) -> dict:
-    config = {
+def recipe(**overrides: object) -> dict[str, Any]:
+    config: dict[str, Any] = {
         "name": "gpu",
         "job": {"nodes": 1, "gpus_per_node": 1, "device": "cuda"},
         "model": {
@@ -50,24 +47,11 @@ def recipe(**overrides: object) -> dict:
     return config
 
 
-def start_rank(root: Path, attempt: int, expected: int = 0) -> None:
-    command = [sys.executable, "-m", "megatron_rl.rank_main", "--run-dir", str(root), "--attempt", str(attempt)]
-    environment = os.environ | {"MRL_CACHE": str(root.parent / "cache")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == expected, done.stdout[-3000:] + done.stderr[-3000:]
-
-
-def metrics(root: Path) -> list[dict]:
-    return [json.loads(line) for line in RunDir(root).metrics.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_on_the_gpu_trains_and_its_engine_agrees_with_the_trainer(tmp_path: Path, dtype: str) -> None:
-    root = tmp_path / "run"
-    root.mkdir()
-    RunDir(root).resolved.write_text(yaml.safe_dump(recipe(model__dtype=dtype)))
-    start_rank(root, 1)
-    lines = metrics(root)
+    run_dir = RunDir(tmp_path / "run")
+    run_recipe(run_dir, recipe(model__dtype=dtype), 1, DEVICE)
+    lines = metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, 61))
     first, last = (sum(line["mean_reward"] for line in part) / 10 for part in (lines[:10], lines[-10:]))
     assert last > first + 0.05
@@ -77,18 +61,16 @@ def test_a_run_on_the_gpu_trains_and_its_engine_agrees_with_the_trainer(tmp_path
 
 
 def test_a_resumed_run_on_the_gpu_has_the_same_prompts_and_rewards(tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for root, steps in ((whole, 40), (cut, 20)):
-        root.mkdir()
-        RunDir(root).resolved.write_text(yaml.safe_dump(recipe(training__steps=steps)))
-        start_rank(root, 1)
-    RunDir(cut).resolved.write_text(yaml.safe_dump(recipe(training__steps=40)))
-    start_rank(cut, 2)
+    whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
+    run_recipe(whole, recipe(training__steps=40), 1, DEVICE)
+    run_recipe(cut, recipe(training__steps=20), 1, DEVICE)
+    run_recipe(cut, recipe(training__steps=40), 2, DEVICE)
     for a, b in zip(metrics(whole), metrics(cut), strict=True):
         assert a["first_ordinal"] == b["first_ordinal"]
         assert a["mean_reward"] == pytest.approx(b["mean_reward"], abs=0.1)
 
 
+@NEEDS_CUDA
 def test_nothing_is_patched_on_cuda() -> None:
     code = (
         "import sys, torch; before = torch.Tensor.type, torch.Tensor.cuda;"

@@ -12,24 +12,69 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from core_helpers import tiny_model
 
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.model.config import ModelConfig
 
 DEVICE = os.environ.get("MRL_GPU_TESTS_ON", "cuda")
 NEEDS_GPU = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU")
+NEEDS_CUDA = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="its kernels need a GPU")
+SHARED = DEVICE == "cuda" and torch.cuda.device_count() == 1
+"""Whether two ranks have to share one GPU. NCCL refuses that, so gloo carries their collectives."""
+OVER_GLOO = """
+import sys
+from megatron_rl.platform.cuda import CudaPlatform
+CudaPlatform.backend = "gloo"
+"""
+RANK = """
+from megatron_rl.rank_main import main
+main(sys.argv[1:])
+"""
 
 
-def run_recipe(run_dir: RunDir, recipe: dict[str, Any], attempt: int, device: str) -> None:
-    """Run the one rank of a recipe to its end."""
+def gpu_model(**fields: Any) -> ModelConfig:
+    """The tiny model with heads of 16, the least that FlexAttention supports on a GPU."""
+    return tiny_model(**{"hidden_size": 64, "ffn_hidden_size": 96, **fields})
+
+
+def run_recipe(run_dir: RunDir, recipe: dict[str, Any], attempt: int, device: str, ranks: int = 1) -> None:
+    """Run the ranks of a recipe to their end."""
     run_dir.root.mkdir(exist_ok=True)
-    job = {**recipe["job"], "device": device}
+    job = {**recipe["job"], "device": device, "gpus_per_node": ranks}
     run_dir.resolved.write_text(yaml.safe_dump({**recipe, "job": job}), encoding="utf-8")
-    command = [sys.executable, "-m", "megatron_rl.rank_main", "--run-dir", str(run_dir.root)]
-    environment = os.environ | {"MRL_CACHE": str(run_dir.root.parent / "cache")}
-    done = subprocess.run(
-        [*command, "--attempt", str(attempt)], env=environment, capture_output=True, text=True, timeout=900, check=False
+    shared = device == "cuda" and ranks > 1 and SHARED
+    program = (OVER_GLOO if shared else "import sys") + RANK
+    run_ranks(
+        [sys.executable, "-c", program, "--run-dir", str(run_dir.root), "--attempt", str(attempt)],
+        ranks,
+        900,
+        MRL_CACHE=str(run_dir.root.parent / "cache"),
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def run_ranks(command: list[str], ranks: int, limit_s: float, **variables: str) -> list[str]:
+    """Run a command once for each rank, all on the first GPU if there is only one, and return their outputs."""
+    processes = [
+        subprocess.Popen(
+            command,
+            env=os.environ
+            | variables
+            | {"RANK": str(rank), "LOCAL_RANK": "0" if SHARED else str(rank), "WORLD_SIZE": str(ranks)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=limit_s)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output[-3000:]
+    return outputs
 
 
 def metrics(run_dir: RunDir) -> list[dict[str, Any]]:

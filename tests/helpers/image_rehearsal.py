@@ -1,5 +1,5 @@
-"""Rehearses containers/install.sh and install-vllm.sh without their image: pip resolves as it would there, beside metadata
-of the image's distributions, and installs nothing.
+"""Rehearses containers/install.sh and install-vllm.sh without their image: pip resolves as it would there, beside
+metadata of the image's distributions, and installs nothing.
 
     python tests/helpers/image_rehearsal.py [pytorch-25.06] [pytorch-25.11] [vllm]
 
@@ -40,7 +40,9 @@ def asked_for() -> list[Requirement]:
 def inputs(name: str) -> str:
     """Digest of everything that a resolution depends on, besides the index."""
     if name == "vllm":
-        parts = [(CONTAINERS / file).read_text(encoding="utf-8") for file in ("constraints-vllm.txt", "install-vllm.sh")]
+        parts = [
+            (CONTAINERS / file).read_text(encoding="utf-8") for file in ("constraints-vllm.txt", "install-vllm.sh")
+        ]
     else:
         files = [CONTAINERS / "constraints.txt", CONTAINERS / "pins.py", IMAGES / f"{name}.json"]
         parts = [*(file.read_text(encoding="utf-8") for file in files), *sorted(map(str, asked_for()))]
@@ -82,10 +84,17 @@ def environment(folder: Path, name: str) -> Path:
 def rehearse(name: str, folder: Path) -> dict[str, Any]:
     """Run the script, and return what pip would install. Raises CalledProcessError if pip finds no resolution."""
     found = environment(folder, name)
-    report, constraint = folder / "report.json", folder / "constraint.txt"
+    report, constraint, tools = folder / "report.json", folder / "constraint.txt", folder / "tools"
+    tools.mkdir()
+    # Not by variables: a pip that builds a source distribution would hand them on to the pip of the build.
+    dry = f'#!/bin/sh\nexec {{python}} -m pip "$@" --dry-run --quiet --report {report}\n'
+    venv = f'#!/bin/sh\n{found}/python "$@" || exit\n[ "$2" = venv ] || exit 0\ncp {tools}/pip-of-vllm "$3/bin/pip"\n'
+    texts = {"pip": dry.format(python=found / "python"), "pip-of-vllm": dry.format(python=folder / "vllm/bin/python")}
+    for tool, text in {**texts, "python3": venv}.items():
+        (tools / tool).write_text(text, encoding="utf-8")
+        (tools / tool).chmod(0o755)
     script = [str(CONTAINERS / "install-vllm.sh")]
-    environ = os.environ | {"PATH": f"{found}:{os.environ['PATH']}", "PIP_DRY_RUN": "1", "PIP_REPORT": str(report)}
-    environ |= {"VLLM_ENVIRONMENT": str(folder / "vllm"), "PIP_QUIET": "1"}
+    environ = os.environ | {"PATH": f"{tools}:{found}:{os.environ['PATH']}", "VLLM_ENVIRONMENT": str(folder / "vllm")}
     if name != "vllm":
         pins = [f"{one}=={version}" for one, version in image(name)["distributions"].items()]
         constraint.write_text("\n".join(pins) + "\n", encoding="utf-8")
@@ -102,7 +111,10 @@ def rehearse(name: str, folder: Path) -> dict[str, Any]:
     return {
         "inputs": inputs(name),
         "installed": {package: one["version"] for package, one in sorted(metadata.items())},
-        "requires": {package: one.get("requires_dist", []) for package, one in sorted(metadata.items())},
+        "requires": {
+            package: [text for text in one.get("requires_dist", []) if "extra ==" not in text]
+            for package, one in sorted(metadata.items())
+        },
     }
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
-import tomllib
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
+from image_rehearsal import CONTAINERS, EXTRAS, ROOT, asked_for, image, inputs, resolved
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from megatron_rl.inference.vllm_options import VLLM_VERSIONS
 
-ROOT = Path(__file__).parents[2]
-CONTAINERS = ROOT / "containers"
 SCRIPTS = sorted([*CONTAINERS.glob("*.sh"), *CONTAINERS.glob("*.sbatch")])
 OF_THE_IMAGE = {
     "torch",
@@ -33,16 +35,10 @@ def pins() -> dict[str, str]:
     return {match[1].lower().replace("_", "-"): match[2] for match in found if match}
 
 
-def asked_for() -> list[Requirement]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    installed = ("train", "huggingface", "math", "wandb", "serve", "prefetch")
-    return [Requirement(text) for extra in installed for text in extras[extra]]
-
-
 def test_every_library_is_pinned_within_the_ranges_of_the_package_or_comes_with_the_image():
+    of_launcher = {"click", "jinja2", "pydantic", "pyyaml", "rich"}  # any release will do
     for requirement in asked_for():
-        if requirement.name not in OF_THE_IMAGE:
+        if requirement.name not in OF_THE_IMAGE | of_launcher:
             assert requirement.specifier.contains(pins()[requirement.name]), requirement
 
 
@@ -130,7 +126,7 @@ def test_the_newest_wheel_is_installed_with_all_processors_and_without_a_gpu(bui
 @pytest.mark.parametrize(("imports", "code"), [("exit 0", 0), ("exit 1", 1)])
 def test_an_image_that_cannot_import_the_newest_wheel_is_discarded(tmp_path, imports, code):
     (tmp_path / "bin").mkdir()
-    python = f'#!/bin/sh\ncase "$2" in *metadata*) echo torch==2 ;; *megatron.core*) {imports} ;; esac\n'
+    python = f'#!/bin/sh\ncase "$*" in *pins.py) echo torch==2 ;; *megatron.core*) {imports} ;; esac\n'
     for name, text in {"pip": '#!/bin/sh\necho "$@"\n', "python3": python}.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
@@ -146,7 +142,10 @@ def test_an_image_that_cannot_import_the_newest_wheel_is_discarded(tmp_path, imp
 def install(tmp_path):
     """Run install.sh with stand-ins for its Python and pip, which note their arguments; return (exit code, notes)."""
     note = f'echo "$0 $@ ${{PIP_CONSTRAINT:-free}}" >>{tmp_path}/notes'
-    answer = 'case "$2" in *metadata*) echo torch==2 ;; esac'
+    answer = f"""case "$*" in
+    *pins.py) if [ "$REPLACED" = yes ]; then echo "torch==$(wc -l <{tmp_path}/notes)"; else echo torch==2; fi ;;
+    *gpu_calls*) [ "$UNFIT" != yes ] || exit 1 ;;
+    esac"""
     venv = f'[ "$2" != venv ] || {{ mkdir -p "$3/bin" && cp {tmp_path}/bin/* "$3/bin"; }}'
     (tmp_path / "bin").mkdir()
     for name, text in {"pip": "", "python3": f"{answer}; {venv}", "python": '[ "$BROKEN" != yes ]'}.items():
@@ -161,6 +160,20 @@ def install(tmp_path):
         return done.returncode, (tmp_path / "notes").read_text()
 
     return run
+
+
+def test_the_constraints_of_the_image_do_not_apply_and_its_own_builds_stay(install, tmp_path):
+    code, notes = install()
+    (of_pip,) = (line for line in notes.splitlines() if line.startswith(f"{tmp_path}/bin/pip install"))
+    assert code == 0 and of_pip.endswith(" free")
+    assert re.search(r"-c /tmp/\S+ -c \S+/constraints.txt ", of_pip)
+    assert install(REPLACED="yes")[0] == 1
+
+
+def test_an_image_whose_packages_do_not_accept_the_calls_is_discarded(install):
+    code, notes = install(UNFIT="yes")
+    assert code == 1
+    assert "-m megatron_rl.platform.gpu_calls flash-attn transformer-engine" in notes
 
 
 def test_vllm_gets_an_environment_of_its_own_without_the_pins_of_the_image(install, tmp_path):
@@ -195,3 +208,68 @@ def test_a_failed_build_leaves_no_image(build, tmp_path, srun):
 def test_missing_files_are_reported(build, tmp_path):
     assert "say where the image goes" in build("").stderr
     assert "make one first" in build("", IMAGE=str(tmp_path / "mrl.sqsh")).stderr
+
+
+IMAGES = ("pytorch-25.06",)
+
+
+def pinned(distributions: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """What pins.py prints beside these distributions."""
+    for name, version in distributions.items():
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    found = [PathDistribution(folder) for folder in tmp_path.glob("*.dist-info")]
+    script = runpy.run_path(str(CONTAINERS / "pins.py"))
+    monkeypatch.setitem(script["pins"].__globals__, "distributions", lambda: found)
+    return dict(pin.split("==") for pin in script["pins"]())
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_builds_of_an_image_are_pinned_and_no_package_that_mrl_needs_newer(name, monkeypatch, tmp_path):
+    found = pinned(image(name)["distributions"], monkeypatch, tmp_path)
+    assert {
+        "apex",
+        "flash-attn",
+        "numpy",
+        "pytorch-triton",
+        "torch",
+        "torchvision",
+        "transformer-engine",
+    } <= found.keys()
+    assert found["torch"] == image(name)["distributions"]["torch"]
+    assert not {"packaging", "fsspec", "huggingface-hub", "tokenizers", "requests"} & found.keys()
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_resolution_on_record_is_of_the_present_constraints(name):
+    assert resolved(name)["inputs"] == inputs(name), f"record it: python tests/helpers/image_rehearsal.py {name}"
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_resolution_satisfies_every_requirement_and_keeps_the_builds_of_the_image(name, monkeypatch, tmp_path):
+    """pip found it; this checks it, and that nothing else was pinned than what must be."""
+    before, added = image(name)["distributions"], resolved(name)["installed"]
+    own = pinned(before, monkeypatch, tmp_path)
+    after = {canonicalize_name(one): version for one, version in {**before, **added}.items()}
+    assert not {canonicalize_name(one) for one in added} & own.keys()
+    for one, version in pins().items():
+        assert after.get(canonicalize_name(one), version) == version
+    wanted = [*asked_for(), *(Requirement(text) for texts in resolved(name)["requires"].values() for text in texts)]
+    environment = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
+    for requirement in wanted:
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            version = after[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(Version(version), prereleases=True), f"{requirement}: {version}"
+
+
+def test_the_constraints_of_the_image_itself_would_not_resolve():
+    """Packages that pip replaces there, although the image's own constraints pin them."""
+    replaced = {canonicalize_name(one) for one in resolved("pytorch-25.06")["installed"]}
+    assert {"packaging", "fsspec"} <= replaced & {
+        canonicalize_name(one) for one in image("pytorch-25.06")["distributions"]
+    }
+
+
+def test_the_script_installs_the_extras_that_were_rehearsed():
+    assert f"[{','.join(EXTRAS)}]" in (CONTAINERS / "install.sh").read_text()

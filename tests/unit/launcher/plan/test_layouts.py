@@ -170,6 +170,13 @@ def test_a_refusal_points_at_the_line_or_the_override(tmp_path, monkeypatch):
     assert first_problem().startswith(f"my.yaml:{line}: job.gpus_per_node 5 is more than the 4 GPUs")
 
 
+def test_heads_that_gpus_cannot_attend_with_are_refused():
+    small = ["job.nodes=1", "job.gpus_per_node=2", "model.num_attention_heads=8"]
+    assert make_plan(load_recipe("demo", small), None)
+    with pytest.raises(BadInput, match=r"model\.head_dim is 8 .* needs 16 or more"):
+        make_plan(load_recipe("demo", [*small, "job.device=cuda"]), None)
+
+
 @pytest.mark.parametrize(("gres", "refused"), [("a100", True), ("h100", False), ("gpu", False), ("l40s", False)])
 def test_fp8_is_refused_where_the_profile_names_gpus_without_it(gres, refused):
     """Other GPUs are asked when the ranks start."""

@@ -118,9 +118,12 @@ def test_the_flash_kernels_call_flash_attn_as_its_release_is_called(installed: A
     query, key, value = qkv(3)
     lengths = torch.tensor([3], dtype=torch.int32)
     assert flash_kernels._flash_attn().attend(query, key, value, lengths, 3) is query
-    flash_kernels._paged_flash_attn().attend(query, key[:, None], value[:, None], lengths[:, None], lengths, 3)
+    paged, pages, table = flash_kernels._paged_flash_attn(), (key[:, None], value[:, None]), lengths[:, None]
+    paged.attend(query, *pages, table, lengths, 3, 16)
+    paged.attend_chunks(query, *pages, table, lengths, lengths, 3, 3)
     assert given[0] == {"causal": True}
-    assert given[1]["block_table"].shape == (1, 1)
+    assert (given[1]["block_table"] is table, given[1]["num_splits"]) == (True, 16)
+    assert given[2] == {"causal": True, "block_table": table}
 
 
 @pytest.mark.parametrize("version", [version for name, version in SOURCES if name == TRANSFORMER_ENGINE])

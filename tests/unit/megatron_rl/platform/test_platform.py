@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -90,6 +90,13 @@ def test_fp8_is_refused_on_a_gpu_without_it(
         ):
             CudaPlatform(local_rank=0, threads=1, made_of=asked)
     assert CudaPlatform(local_rank=0, threads=1)
+
+
+def test_heads_that_flex_attention_does_not_support_are_refused(gpu: CudaPlatform) -> None:
+    """The demo's have 16, those of most tests 8."""
+    assert gpu.linears(cast(Any, SimpleNamespace(kv_channels=16, tensor_model_parallel_size=2))) is None
+    with pytest.raises(UnsupportedPlatform, match=r"model\.head_dim is 8 .*, and attention on a GPU needs 16 or more"):
+        gpu.linears(cast(Any, SimpleNamespace(kv_channels=8)))
 
 
 class NvmlError(Exception):

@@ -1,0 +1,174 @@
+"""Runs the tests of a GPU part by part, the most basic first, and writes their results after each part.
+
+    python tests/gpu/suite.py [--results FOLDER] [--seconds 1800] [--device cuda|cpu] [PART...]
+
+A table has one line a part; failures and the reasons of skipped tests follow. FOLDER gets one file, replaced after each
+part, so that a machine that is taken away loses the part in progress alone. Needs torch for CUDA, pytest, hypothesis,
+and what `pip install '.[train,huggingface]'` installs, mrl's own metadata included, but no plugin of pytest. With
+--device cpu the tests that can do so run on a CPU, and the others say why not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+GPU, HELPERS, BENCHMARKS = (ROOT / "tests" / name for name in ("gpu", "helpers", "benchmarks"))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tests that belong together."""
+
+    name: str
+    limit_s: int
+    """Seconds after which it is cut off."""
+    tests: tuple[str, ...] = ()
+    """Files in tests/gpu."""
+    script: tuple[str, ...] = ()
+    """Benchmark in tests/benchmarks, and its arguments."""
+
+
+PARTS = (
+    Part("parity", 300, ("test_cuda_parity.py", "test_cuda_run.py", "test_cuda_two_ranks.py")),
+    Part("kernels", 240, ("test_cuda_kernels.py",)),
+    Part("decode", 240, ("test_cuda_decode.py", "test_cuda_megatron_engine.py")),
+    Part("graphs", 240, ("test_cuda_graphs.py", "test_cuda_exit.py")),
+    Part("offload", 90, ("test_cuda_offload.py",)),
+    Part("learning", 400, ("test_cuda_learns.py",)),
+    Part("decode-speed", 180, script=("gpu_decode.py", "--size", "7b")),
+    Part("step-speed", 180, script=("gpu_step.py", "--size", "0.5b")),
+)
+"""In the order of running."""
+
+
+def run(part: Part, device: str, seconds: float, results: Path) -> dict[str, Any]:
+    """Run a part for at most so many seconds, and return its results."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.jsonl"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu_report"]
+        command += [str(GPU / name) for name in part.tests]
+        if part.script:
+            script, *arguments = part.script if device == "cuda" else (part.script[0], "--size", "tiny")
+            command = [sys.executable, str(BENCHMARKS / script), *arguments]
+            command += ["--device", device, "--results", str(results)]
+        environment = os.environ | {"MRL_GPU_TESTS_ON": device, "MRL_GPU_REPORT": str(report)}
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, HELPERS, os.environ.get("PYTHONPATH", "")]))
+        began = time.monotonic()
+        code, output = _run(command, environment, min(part.limit_s, seconds))
+        lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
+    tests = [json.loads(line) for line in lines]
+    counts = Counter(test["outcome"] for test in tests)
+    failed = counts["failed"] + (code not in (0, 1, None)) + (code == 1 and not counts["failed"])
+    return {
+        "part": part.name,
+        "seconds": round(time.monotonic() - began, 1),
+        "passed": counts["passed"],
+        "failed": failed,
+        "skipped": counts["skipped"],
+        "cut": code is None,
+        "output": output if failed or code is None or part.script else "",
+        "tests": tests,
+    }
+
+
+def _run(command: Sequence[str], environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
+    """Return the exit code, None after a cut, and the end of the output."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # ranks that the tests started too
+            process.wait()
+            code = None
+        log.seek(0)
+        return code, log.read()[-6000:]
+
+
+def machine() -> dict[str, Any]:
+    """Card, versions and packages, found in a process of its own, because the GPU belongs to the tests."""
+    program = """
+import json, sys, torch
+from megatron_rl.platform.gpu_calls import check_packages
+found = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda, "card": "none"}
+if torch.cuda.is_available():
+    found |= {"card": torch.cuda.get_device_name(0), "cards": torch.cuda.device_count()}
+print(json.dumps(found | {"packages": [str(fit) for fit in check_packages()]}))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    return (
+        json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"card": "none", "failure": done.stderr}
+    )
+
+
+def line_of(result: dict[str, Any]) -> str:
+    """Line of the table."""
+    numbers = "".join(f"{result[name]:9}" for name in ("passed", "failed", "skipped"))
+    return f"{result['part']:14}{numbers}{result['seconds']:10.1f}{'  cut off' if result['cut'] else ''}"
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """Failures and reasons of skipped tests."""
+    skips = Counter(test["reason"] for test in result["tests"] if test["outcome"] == "skipped")
+    failures = [f"{test['test']}\n{test['reason']}" for test in result["tests"] if test["outcome"] == "failed"]
+    if not failures and (result["failed"] or result["cut"]):
+        failures = [f"{result['part']}: {result['output']}"]
+    return [*(f"  {count} skipped: {reason}" for reason, count in skips.items()), *failures]
+
+
+def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {', '.join(part.name for part in parts)}")
+    parser.add_argument("--results", type=Path, default=BENCHMARKS / "results", help="folder of the file of results")
+    parser.add_argument("--seconds", type=float, default=1800, help="time for all parts together")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    asked = parser.parse_args(arguments)
+    if unknown := set(asked.parts) - {part.name for part in parts}:
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; parts are {', '.join(part.name for part in parts)}")
+    deadline, date = time.monotonic() + asked.seconds, datetime.now(UTC)
+    found: dict[str, Any] = {"benchmark": "gpu-tests", "date": date.isoformat(timespec="seconds"), "machine": machine()}
+    card = "-".join(found["machine"]["card"].lower().split())
+    asked.results.mkdir(parents=True, exist_ok=True)
+    file = asked.results / f"gpu-tests-{card}-{date:%Y-%m-%dT%H%M%SZ}.json"
+    results: list[dict[str, Any]] = []
+    print(json.dumps(found["machine"], indent=1))
+    print(f"{'part':14}{'passed':>9}{'failed':>9}{'skipped':>9}{'seconds':>10}", flush=True)
+    for part in parts:
+        if asked.parts and part.name not in asked.parts:
+            continue
+        left = deadline - time.monotonic()
+        if left <= 0:
+            print(f"{part.name:14}not started: the {asked.seconds:g} seconds are over")
+            continue
+        results.append(run(part, asked.device, left, asked.results))
+        print(line_of(results[-1]), flush=True)
+        half = file.with_suffix(".part")
+        half.write_text(json.dumps(found | {"parts": results}, indent=1) + "\n", encoding="utf-8")
+        half.replace(file)
+    for result in results:
+        for note in notes_of(result):
+            print(note)
+        if result["part"].endswith("-speed"):
+            print(result["output"])
+    print(file)
+    return int(any(result["failed"] or result["cut"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
