@@ -80,7 +80,7 @@ class CudaAttention:
     def description(self) -> str:
         """Description of the kernels, for people."""
         if self.varlen is None:
-            return "FlexAttention: Transformer Engine, flash-attn and torch 2.12 are all missing"
+            return "FlexAttention, since flash-attn 2.7.4, Transformer Engine 2.4 and torch 2.12 are all missing"
         pages = f"pages by {self.pages.name}" if self.pages else "pages gathered"
         return f"{self.varlen.name}; {pages}; FlexAttention if much is shared, in fp32, and under cp"
 

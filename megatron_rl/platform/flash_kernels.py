@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_rl.platform.gpu_calls import FLASH_ATTN, TRANSFORMER_ENGINE, check_package
+
 logger = logging.getLogger(__name__)
 
 PAGE_MULTIPLE = 256
@@ -83,7 +85,16 @@ def _first(*finders: Callable[[], Kernel | None]) -> Kernel | None:
     return None
 
 
+def _require(package: str) -> None:
+    """Raise ImportError if an installed package does not accept the calls below."""
+    fit = check_package(package)
+    if fit.problems:
+        logger.warning("%s; it is not used", fit)
+        raise ImportError(str(fit))
+
+
 def _transformer_engine() -> VarlenKernel:
+    _require(TRANSFORMER_ENGINE)
     import transformer_engine
     from transformer_engine.pytorch import DotProductAttention
 
@@ -115,6 +126,7 @@ def _transformer_engine() -> VarlenKernel:
 
 
 def _flash_attn() -> VarlenKernel:
+    _require(FLASH_ATTN)
     import flash_attn
 
     def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
@@ -143,6 +155,7 @@ def _torch() -> VarlenKernel | None:
 
 
 def _paged_flash_attn() -> PagedKernel:
+    _require(FLASH_ATTN)
     import flash_attn
 
     def attend(

@@ -52,7 +52,7 @@ PARTS = (
     Part("decode-speed", 180, script=("gpu_decode.py", "--size", "7b")),
     Part("step-speed", 180, script=("gpu_step.py", "--size", "0.5b")),
 )
-"""In the order of running."""
+"""Parts in their order."""
 
 
 def run(part: Part, device: str, seconds: float, results: Path) -> dict[str, Any]:

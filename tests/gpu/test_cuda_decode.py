@@ -42,7 +42,7 @@ def cached() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def by_definition(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
-    """In float64."""
+    """Attention in float64."""
     rows = []
     for row, length in enumerate(lengths.tolist()):
         key, value = (pages[table[row].long()].flatten(0, 2)[:length].double() for pages in (keys, values))

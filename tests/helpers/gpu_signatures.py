@@ -125,7 +125,7 @@ def _text(arguments: ast.arguments, drop: int) -> str:
 def unpacked(folder: Path, package: str, version: str, options: tuple[str, ...]) -> Path:
     """Download a release and return the folder of its Python modules."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *options]
-    # Without this variable flash-attn's setup.py wants a compiler for CUDA to tell its version.
+    # Without this variable flash-attn's setup.py needs CUDA's compiler to report its version.
     environment = os.environ | {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
     subprocess.run([*command, f"{package}=={version}"], check=True, env=environment)
     (archive,) = [file for file in folder.iterdir() if file.is_file()]

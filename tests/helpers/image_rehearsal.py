@@ -31,7 +31,7 @@ NAMES = ("pytorch-25.06", "pytorch-25.11", "vllm")
 
 
 def asked_for() -> list[Requirement]:
-    """What mrl requires with those extras."""
+    """Requirements of mrl with those extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [text for extra in EXTRAS for text in project["optional-dependencies"][extra]]
     return [Requirement(text) for text in [*project["dependencies"], *extras]]

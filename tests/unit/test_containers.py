@@ -210,11 +210,11 @@ def test_missing_files_are_reported(build, tmp_path):
     assert "make one first" in build("", IMAGE=str(tmp_path / "mrl.sqsh")).stderr
 
 
-IMAGES = ("pytorch-25.06",)
+IMAGES = ("pytorch-25.06", "pytorch-25.11")
 
 
 def pinned(distributions: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """What pins.py prints beside these distributions."""
+    """Pins that pins.py prints beside these distributions."""
     for name, version in distributions.items():
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
@@ -241,7 +241,7 @@ def test_the_builds_of_an_image_are_pinned_and_no_package_that_mrl_needs_newer(n
     assert not {"packaging", "fsspec", "huggingface-hub", "tokenizers", "requests"} & found.keys()
 
 
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("name", [*IMAGES, "vllm"])
 def test_the_resolution_on_record_is_of_the_present_constraints(name):
     assert resolved(name)["inputs"] == inputs(name), f"record it: python tests/helpers/image_rehearsal.py {name}"
 

@@ -63,7 +63,7 @@ class RankFacts:
     capability: tuple[int, int] | None = None
     """CUDA's compute capability of its GPU; None without one."""
     packages: tuple[tuple[bool, str], ...] = ()
-    """Of each package that GPUs use: whether its calls fit, and the sentence to show. Empty without a GPU."""
+    """Whether the calls of each package that GPUs use fit, and the sentence to show. Empty without a GPU."""
 
 
 def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) -> RankFacts:

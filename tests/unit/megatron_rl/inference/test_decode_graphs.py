@@ -286,4 +286,4 @@ def test_unrecorded_steps_have_a_reason(model: Any, inference: Any, fp8: bool, w
 
 def test_cpu_records_nothing(platform: Any) -> None:
     found = why_not_recorded(platform, MODEL, InferenceConfig(), 16, fp8=False, tp=1)
-    assert found == "this device has no kernel for pages of 16 tokens in fp32"
+    assert found and found.startswith("this device has no kernel for pages of 16 tokens in fp32; on a GPU flash-attn")

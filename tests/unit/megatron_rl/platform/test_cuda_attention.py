@@ -250,7 +250,7 @@ def test_flex_attention_is_used_without_any_kernel_for_variable_lengths(
     assert find_varlen_kernel() is None
     attention = CudaAttention(None)
     assert isinstance(attention.layout(whole_sequences([3, 4]), CPU, torch.bfloat16), TreeLayout)
-    assert "Transformer Engine, flash-attn and torch 2.12 are all missing" in attention.description
+    assert "flash-attn 2.7.4, Transformer Engine 2.4 and torch 2.12 are all missing" in attention.description
 
 
 def test_a_package_with_a_missing_library_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,9 @@ def test_the_flash_kernels_call_transformer_engine_as_its_release_is_called(inst
     name = "transformer_engine.pytorch.DotProductAttention"
     forward = stand_in(signatures[f"{name}.forward"], lambda _, query, *rest, **keywords: query.flatten(1))
     create = stand_in(signatures[name], lambda *_, **__: functools.partial(forward, None))
-    installed(TRANSFORMER_ENGINE, "transformer_engine.pytorch", DotProductAttention=functools.partial(create, None))
+    attention: Any = functools.partial(create, None)
+    attention.forward = forward
+    installed(TRANSFORMER_ENGINE, "transformer_engine.pytorch", DotProductAttention=attention)
     query, key, value = qkv(3)
     attended = flash_kernels._transformer_engine().attend(query, key, value, torch.tensor([0, 3]), 3)
     assert attended.shape == query.shape
@@ -148,6 +150,17 @@ def test_a_release_without_a_parameter_is_named_with_one_that_has_it(installed: 
         "'block_table': install flash-attn 2.7.4 or later"
     )
     assert not fit.fits
+
+
+def test_a_package_that_does_not_fit_is_passed_over_with_a_warning(
+    installed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(FLASH_ATTN, "flash_attn")
+    with caplog.at_level("WARNING"):
+        assert flash_kernels._first(flash_kernels._paged_flash_attn) is None
+    (warning,) = caplog.messages
+    assert warning.startswith("flash-attn 2.7.4.post1: flash_attn has no flash_attn_varlen_func; ")
+    assert warning.endswith("install flash-attn 2.7.4 or later; it is not used")
 
 
 @pytest.mark.parametrize(
