@@ -121,9 +121,8 @@ def rehearse_rank(
     with phases.phase("build"):
         engine, trainer = rank.build(role)
     if engine:
-        scores = role == "teacher"
-        with phases.phase("score" if scores else "generate"):
-            generate(engine, config, device.memory, scores=scores)
+        with phases.phase("score" if role == "teacher" else "generate"):
+            generate(engine, config, device.memory)
     if trainer:
         with phases.phase("score"):
             score(trainer)
@@ -206,16 +205,12 @@ class _Rank:
         return policy
 
 
-def generate(engine: Engine, config: RunConfig, memory: Memory, *, scores: bool = False) -> None:
-    """Fill all rows, one of them with a sequence of full length, and decode a token for each.
-
-    scores: whether to compute the log-probs of the first prompt, too.
-    """
+def generate(engine: Engine, config: RunConfig, memory: Memory) -> None:
+    """Fill all rows, one of them with a sequence of full length, and decode a token for each. Log-probs of prompts are
+    left out, since the host reads their values."""
     length, answer = config.sequence_length, config.sampling.max_new_tokens
     fresh = Sampling(temperature=config.sampling.temperature, max_new_tokens=answer)
-    scored = 0 if scores else None
-    longest = GenerationRequest([0] * (length - 1), 1, Sampling(max_new_tokens=1), key=0, prompt_logprobs=scored)
-    requests = [engine.submit(longest)]
+    requests = [engine.submit(GenerationRequest([0] * (length - 1), 1, Sampling(max_new_tokens=1), key=0))]
     for key in range(1, config.inference.max_batch):  # all prompts differ
         prompt = [key % engine.policy.vocabulary] * max(1, length - answer)
         requests.append(engine.submit(GenerationRequest(prompt, 1, fresh, key)))

@@ -54,7 +54,8 @@ def rehearse(
     taught = None
     if teacher is not None:
         model = ModelConfig.model_validate(teacher["model"])
-        taught = Taught(model.model_copy(update={"dtype": config.model.dtype, "lora": None}), teacher["tokens"])
+        own = {"dtype": config.model.dtype, "vocab_multiple": config.model.vocab_multiple, "lora": None}
+        taught = Taught(model.model_copy(update=own), teacher["tokens"])
     if role == "teacher":
         assert taught is not None, "a replica of the teacher has its shape"
         config, vocab, taught = _of_teacher(config, taught), taught.tokens, None

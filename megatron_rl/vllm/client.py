@@ -178,7 +178,8 @@ class VllmClient:
         except httpx.HTTPError as error:
             raise _gone(path, error) from error
         if not response.is_success:
-            raise VllmRefused(f"vLLM fails at {path}: HTTP {response.status_code}: {_message(response.text)}")
+            message = f"vLLM fails at {path}: HTTP {response.status_code}: {_message(response.text)}"
+            raise VllmRefused(message, response.status_code)
         return _json(response.text) if response.text else {}
 
 

@@ -43,7 +43,14 @@ class VllmClosed(VllmGone):
 
 
 class VllmRefused(RuntimeError):
-    """vLLM answers that it could not do something."""
+    """vLLM answers that it could not do something.
+
+    status: of HTTP; from 500 on, the request is not to blame.
+    """
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class VllmProcess:

@@ -131,10 +131,9 @@ class Scores:
         self._open += 1
         try:
             found = await self._client.score(tokens, self._limit_s)
-        except VllmRefused as error:
-            raise ValueError(str(error)) from error
-        except VllmGone as error:
-            raise EngineGone(str(error)) from error
+        except (VllmRefused, VllmGone) as error:
+            of_request = isinstance(error, VllmRefused) and error.status < 500
+            raise (ValueError if of_request else EngineGone)(str(error)) from error
         finally:
             self._open -= 1
         self._activity.beat()

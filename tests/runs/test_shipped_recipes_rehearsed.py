@@ -97,11 +97,11 @@ def test_a_teacher_takes_part_on_the_training_ranks_and_on_its_replicas(tmp_path
 
     held = weights(teacher_files(tmp_path).model, 16).all * 4
     beside = rehearsed()["colocated"]
-    assert beside["phases"]["train"]["held_by"]["teacher"] == pytest.approx(held, rel=0.01)
+    assert beside["phases"]["train"]["held_by"]["teacher"] == pytest.approx(held, rel=0.02)
     apart = rehearsed("job.nodes=2", "distill.replicas.nodes=1")
     assert "teacher" not in apart["colocated"]["phases"]["train"]["held_by"]
     assert list(apart["teacher"]["phases"]) == ["build", "score"]
-    assert apart["teacher"]["phases"]["score"]["held_by"]["weights"] == pytest.approx(held, rel=0.01)
+    assert apart["teacher"]["phases"]["score"]["held_by"]["weights"] == pytest.approx(held, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""The replicas of a partitioned job: one that hangs, and one whose node dies, are started again beside the training."""
+"""The replicas of a job: one that is killed, one that hangs, and one whose node dies are started again beside the
+training."""
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -35,6 +37,27 @@ def ends_in_order(login: Login, run: Run) -> None:
     assert run.ends() == [("stopped", "cancelled")], run.log()
     assert [line["attempt"] for line in run.metrics()] == [1] * len(run.metrics())
     assert not login.lab.run("squeue", "--noheader", "--steps", "--jobs", run.job).strip()
+
+
+@pytest.mark.slow
+def test_replicas_of_the_teacher_restart_beside_the_training_and_the_others(login: Login) -> None:
+    login.confine(1, 3)
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 16, "hidden_act": "silu"}
+    teacher = login.share / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **shape}))
+    run = submit(login, "placement.inference.nodes=1", f"distill.teacher={teacher}", "distill.replicas.nodes=1")
+    wait_for_start(run, "teacher-0", 0)
+    wait_for_start(run, "infer-0", 0)
+    seen = run.seen()["teacher-0.0"]
+    assert (seen["host"], seen["replica"]) == ("node03", None), "it is no replica that generates"
+    assert kill_rank(run, 0, "teacher-0", signal.SIGKILL)
+    wait_for_start(run, "teacher-0", 1)
+    assert starts(run, "infer-0") == 0
+    lines = login.call("mrl", "status", run.dir.root).stdout
+    assert "teacher-0: starts on node03" in lines and "SIGKILL" in lines
+    ends_in_order(login, run)
 
 
 @pytest.mark.slow

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from core_helpers import CPU, PADDED_VOCAB, build_run, full_forward, quiet_safe_points, random_groups, tiny_run
+from core_helpers import (
+    CPU,
+    PADDED_VOCAB,
+    build_run,
+    full_forward,
+    quiet_safe_points,
+    random_groups,
+    tiny_run,
+    trajectory,
+)
 from hf_helpers import SIZES, publish
 from loop_helpers import lines_of, prepare
 from vllm_front import PYTHON_VARIABLE, START_S, Front, LocalRun, is_there, until
@@ -60,8 +68,7 @@ def test_the_log_probs_of_vllm_are_those_of_the_frozen_teacher(
     frozen = build_run(recipe(teacher, None), platform, groups).trainer.teacher
     assert frozen is not None and not isinstance(frozen, ServedTeacher)
     asked = [one for group in random_groups(6, 4, longest=20) for one in group.trajectories]
-    full = [*range(PADDED_VOCAB - 2)] * LONGEST  # a sequence of full length
-    asked[0] = replace(asked[0], tokens=full[:LONGEST], loss_mask=[False] + [True] * (LONGEST - 1))
+    asked.append(trajectory([1], [place % (PADDED_VOCAB - 2) for place in range(LONGEST - 1)]))  # of full length
     expected = []
     for one in asked:
         logprobs = torch.log_softmax(full_forward(frozen, one.tokens)[:-1].float(), -1)
