@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -91,8 +92,8 @@ def command(
     RECIPE is the name of a shipped recipe or a YAML file.
 
     Step times are simulated, answer by answer. Speeds come from the card's data sheet, times the share of it that runs
-    usually reach; lengths are lognormal. --measured RUN takes both from a run instead, which is more exact. Evaluation
-    and dynamic sampling are not counted.
+    usually reach; lengths are lognormal. --measured RUN takes both from a run instead, which is more exact. The fastest
+    splits have an error bar, with the source of each part. Evaluation and dynamic sampling are not counted.
 
     --simulate runs all steps, with checkpoints, preemptions and failing nodes: co-located, and at each lag on the
     fastest split.
@@ -108,7 +109,7 @@ def command(
     plan = make_plan(asked, profile)
     # Imported here because these are slow to import.
     from launcher.runs.find import find
-    from launcher.simulate.assume import CPU_UNKNOWN, assume
+    from launcher.simulate.assume import CPU_UNKNOWN, assume, parts_of
     from launcher.simulate.scenario import NEVER, Faults
     from launcher.simulate.splits import compare
 
@@ -134,17 +135,20 @@ def command(
         _simulate(assumed, candidates, max_lag, faults, steps, as_json)
         return
     summary = plan_json(asked.config, plan, profile)
+    parts = parts_of(assumed, run) if assumed else ()
     if as_json:
-        from launcher.cli.show.splits import splits_json
+        from launcher.cli.show.splits import error_bars, splits_json
 
-        click.echo(json.dumps(summary | {"splits": splits_json(candidates, max_lag)}, indent=1))
+        bars = [asdict(each) for each in error_bars(candidates, max_lag, parts)]
+        splits = {"splits": splits_json(candidates, max_lag), "error_bars": bars, "parts": [*map(asdict, parts)]}
+        click.echo(json.dumps(summary | splits, indent=1))
         return
     from launcher.cli.show.plan import show
     from launcher.cli.show.splits import show_splits
 
     show(asked.config, plan, summary, name)
     if assumed:
-        show_splits(assumed, candidates, max_lag)
+        show_splits(assumed, candidates, max_lag, parts)
 
 
 def _simulate(

@@ -163,14 +163,15 @@ def _bubble(config: RunConfig, sizes: Sizes, work: Work) -> float:
 
 
 def _update_s(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -> float:
-    """Seconds to reduce gradients and gather weights between data-parallel ranks, and to move off-loaded optimizer
-    state to the GPU and back."""
-    size = WEIGHT_BYTES[config.model.dtype]
-    each = (FP32_BYTES if config.optimizer.grad_reduce_in_fp32 else size) + size
-    sent = each * held.all if sizes.dp * sizes.cp > 1 else 0
-    moved = 2 * offloaded_bytes(config, sizes, vocab)
+    """Seconds to reduce gradients and gather weights between data-parallel ranks, as far as no pass hides that, and to
+    move off-loaded optimizer state to the GPU and back."""
+    size, optimizer = WEIGHT_BYTES[config.model.dtype], config.optimizer
     updates = config.grpo.updates_per_pass * config.grpo.iterations
-    return updates * (sent / (NETWORK_BYTES_PER_S * NETWORK_SHARE) + moved / HOST_BYTES_PER_S)
+    reduced = 0 if optimizer.overlap_grad_reduce else updates * (FP32_BYTES if optimizer.grad_reduce_in_fp32 else size)
+    gathered = size * (1 if optimizer.overlap_param_gather else updates)
+    sent = (reduced + gathered) * held.all if sizes.dp * sizes.cp > 1 else 0
+    moved = 2 * updates * offloaded_bytes(config, sizes, vocab)
+    return sent / (NETWORK_BYTES_PER_S * NETWORK_SHARE) + moved / HOST_BYTES_PER_S
 
 
 def _refit_s(sizes: Sizes, whole: int) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launcher.simulate.error_bar import Part, error_bar
 from launcher.simulate.result import SimulatedRun
 from launcher.simulate.scenario import NEVER, Faults, Scenario
 from launcher.simulate.splits import Assumptions, Candidate, best
@@ -24,7 +25,9 @@ FIGURES = (
 """Attributes of a simulated run that --json prints."""
 
 
-def show_splits(assumed: Assumptions, candidates: Sequence[Candidate], lags: Sequence[int]) -> None:
+def show_splits(
+    assumed: Assumptions, candidates: Sequence[Candidate], lags: Sequence[int], parts: Sequence[Part]
+) -> None:
     """Print the step times, with the fastest split at each lag marked."""
     console = Console(highlight=False)
     heads = [head for lag in lags for head in (f"lag {lag}", "trainers", "engines")]
@@ -48,6 +51,40 @@ def show_splits(assumed: Assumptions, candidates: Sequence[Candidate], lags: Seq
     ]
     for note in notes:
         console.print(Text(note, style="dim"))
+    _show_error_bars(console, error_bars(candidates, lags, parts), parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBar:
+    """Error bar of the fastest split at a lag."""
+
+    max_lag: int
+    split: str
+    step_s: float
+    least_s: float
+    most_s: float
+
+
+def error_bars(candidates: Sequence[Candidate], lags: Sequence[int], parts: Sequence[Part]) -> list[ErrorBar]:
+    found = []
+    for lag in lags:
+        if (fastest := best(candidates, lag)) is not None:
+            bounds = error_bar(fastest.scenarios[lag], parts)
+            found.append(ErrorBar(lag, str(fastest.split), fastest.paces[lag].step_s, *bounds))
+    return found
+
+
+def _show_error_bars(console: Console, bars: Sequence[ErrorBar], parts: Sequence[Part]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for each in bars:
+        seconds = f"{each.step_s:,.3g} s a step, between {each.least_s:,.3g} and {each.most_s:,.3g}"
+        table.add_row(f"lag {each.max_lag}, {each.split}", seconds)
+    for part in parts:
+        factors = "" if part.fast == part.slow else f": {part.fast:g} to {part.slow:g} x"
+        table.add_row(part.name, part.basis + factors)
+    console.print()
+    console.print(Text("error bar of the fastest, and the sources of its parts", style="bold"))
+    console.print(table)
 
 
 def splits_json(candidates: Sequence[Candidate], lags: Sequence[int]) -> list[dict[str, Any]]:

@@ -82,6 +82,15 @@ def test_the_table_has_a_row_for_each_split_and_marks_the_fastest():
     assert sum("*" in row for row in rows[3:11]) == 2
 
 
+def test_the_fastest_splits_have_an_error_bar_and_their_parts_a_source():
+    shown = mrl_plan(*RECIPE).output.partition("error bar of the fastest")[2].splitlines()[1:]
+    assert [line.partition(" ")[0] for line in shown] == ["lag", "lag", "generate", "train", "refit"]
+    found = json.loads(mrl_plan(*RECIPE, "--json").output)
+    assert [bar["max_lag"] for bar in found["error_bars"]] == [0, 1]
+    assert all(bar["least_s"] < bar["step_s"] < bar["most_s"] for bar in found["error_bars"])
+    assert ["data sheet" in part["basis"] for part in found["parts"]] == [True, True, False]
+
+
 def test_splits_as_json_have_the_idle_share_of_each_role():
     found = splits(*RECIPE, "--max-lag", "0,2")
     colocated, *apart = found
