@@ -23,7 +23,7 @@ WORK = Work(prompts=4, group_size=4, prompt_tokens=10, lengths=Lognormal.with_me
 
 
 def scenario(lag: int = 0) -> Scenario:
-    return Scenario(WORK, COSTS, Split(2, 0, 2), lag)
+    return Scenario(WORK, COSTS, Split(2, 0, 1), lag)
 
 
 def test_each_part_counts_by_its_own_factors() -> None:
