@@ -206,7 +206,7 @@ class VllmLeader:
         """Note the error that ends the replica, with vLLM's own reason."""
         if self.failure is None:
             gone = isinstance(error, VllmGone | VllmRefused)
-            self.failure = VllmGone(self._process.explained(error)) if gone else error
+            self.failure = VllmGone(self._process.explained(str(error))) if gone else error
         self._streams.news.set()
 
     async def _step(self, step: dict[str, Any]) -> None:

@@ -23,8 +23,6 @@ END_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 EXIT_S = 5.0
 """Seconds in which vLLM's server ends after a call of it has failed because a process of vLLM was killed."""
-CLOSED_EXIT_S = 30.0
-"""The same after it has closed its socket: it is certain to end, and on a busy machine that takes longer."""
 READ_S = 2.0
 """Seconds to read the rest of the output of a process that has ended."""
 
@@ -94,16 +92,16 @@ class VllmProcess:
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         raise VllmGone(self._with_reason(f"vLLM has ended ({how})"))
 
-    def explained(self, failure: Exception) -> str:
+    def explained(self, message: str) -> str:
         """The message of a failed call, or how vLLM has ended, which says more; with the error that its output reports,
         if any."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSED_EXIT_S if isinstance(failure, VllmClosed) else EXIT_S)
+            self._process.wait(EXIT_S)
         try:
             self.check()
         except VllmGone as ended:
             return str(ended)
-        return self._with_reason(str(failure))
+        return self._with_reason(message)
 
     def _with_reason(self, message: str) -> str:
         why = reason_in(list(self._lines))

@@ -148,7 +148,7 @@ class Scores:
         try:
             await self._client.reach_workers()
         except VllmClosed as error:
-            raise VllmGone(self._process.explained(error)) from error
+            raise VllmGone(self._process.explained(str(error))) from error
         except VllmGone:
             return  # the host side ends a replica that stays silent
         self._activity.beat()

@@ -7,10 +7,10 @@ import signal
 import sys
 from io import StringIO
 
-from megatron_rl.vllm.process import EXIT_S, VllmClosed, VllmGone, VllmProcess
+from megatron_rl.vllm.process import VllmProcess
 
 SLEEPS = "__import__('time').sleep(60)"
-SILENT = VllmGone("vLLM does not answer /pause")
+SILENT = "vLLM does not answer /pause"
 
 
 def test_a_failed_call_is_explained_by_the_end_of_the_process() -> None:
@@ -25,15 +25,6 @@ def test_a_failed_call_is_explained_by_the_end_of_the_process() -> None:
 def test_a_failed_call_of_a_living_process_keeps_its_message() -> None:
     process = VllmProcess([sys.executable, "-c", SLEEPS], {**os.environ}, StringIO())
     try:
-        assert process.explained(SILENT) == str(SILENT)
-    finally:
-        process.end()
-
-
-def test_the_end_of_a_server_that_has_closed_its_socket_is_awaited_longer() -> None:
-    ends_late = f"__import__('time').sleep({EXIT_S + 1})"
-    process = VllmProcess([sys.executable, "-c", ends_late], {**os.environ}, StringIO())
-    try:
-        assert process.explained(VllmClosed("vLLM has closed its socket")) == "vLLM has ended (exit code 0)"
+        assert process.explained(SILENT) == SILENT
     finally:
         process.end()
