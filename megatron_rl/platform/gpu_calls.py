@@ -90,6 +90,7 @@ GPU_CALLS = (
         ("block_mask", "enable_gqa", "kernel_options"),
     ),
     GpuCall("torch", "torch.nn.attention.varlen", "varlen_attn", 7, ("enable_gqa", "window_size"), since="2.12"),
+    GpuCall("torch", "torch.nn.functional", "grouped_mm", 2, ("offs",), since="2.10"),
     GpuCall(
         "torch",
         "torch.nn.attention.varlen",

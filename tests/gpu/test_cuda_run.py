@@ -38,7 +38,7 @@ def recipe(**overrides: object) -> dict[str, Any]:
         "sampling": {"max_new_tokens": 3},
         "grpo": {"prompts_per_step": 16, "group_size": 16, "kl_beta": 0.001, "importance": {"upper": 2.0}},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 20},
-        "training": {"steps": 60, "seed": 0},
+        "training": {"steps": 40, "seed": 0},
         "save": {"every": 20},
     }
     for path, value in overrides.items():
@@ -48,13 +48,12 @@ def recipe(**overrides: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_run_on_the_gpu_trains_and_its_engine_agrees_with_the_trainer(tmp_path: Path, dtype: str) -> None:
+def test_the_engine_of_a_run_on_the_gpu_agrees_with_its_trainer(tmp_path: Path, dtype: str) -> None:
     run_dir = RunDir(tmp_path / "run")
-    run_recipe(run_dir, recipe(model__dtype=dtype), 1, DEVICE)
+    run_recipe(run_dir, recipe(model__dtype=dtype, training__steps=20), 1, DEVICE)
     lines = metrics(run_dir)
-    assert [line["step"] for line in lines] == list(range(1, 61))
-    first, last = (sum(line["mean_reward"] for line in part) / 10 for part in (lines[:10], lines[-10:]))
-    assert last > first + 0.05
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert all(line["grad_norm"] > 0 for line in lines)
     # bf16 keeps 8 bits: a log-prob near 3 is off by about 0.01.
     assert max(line["inference_logprob_difference"] for line in lines) < (1e-5 if dtype == "fp32" else 2e-2)
     assert all(line["skipped_updates"] == 0 for line in lines)

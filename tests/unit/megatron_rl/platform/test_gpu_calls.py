@@ -31,6 +31,7 @@ from megatron_rl.platform.gpu_calls import (
 
 OF_OBJECTS = {
     "torch.nn.attention.flex_attention.flex_attention",  # called after torch.compile
+    "torch.nn.functional.grouped_mm",  # looked up, because not every torch has it
     "transformer_engine.pytorch.DotProductAttention.forward",
 }
 """Calls whose arguments the source does not show beside the name."""
