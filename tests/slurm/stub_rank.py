@@ -133,7 +133,7 @@ def reduce():
 
 def serve():
     first_start = attempt.folder / "replica-{}-started".format(options.replica)
-    if asked.get("replica_dies") == options.replica and not first_start.exists():
+    if asked.get("replica_dies", -1) == options.replica and not first_start.exists():
         first_start.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -45,7 +45,7 @@ def test_replicas_of_the_teacher_restart_beside_the_training_and_the_others(logi
     shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 16, "hidden_act": "silu"}
     teacher = login.share / "teacher"
-    teacher.mkdir()
+    teacher.mkdir(parents=True)
     (teacher / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **shape}))
     run = submit(login, "placement.inference.nodes=1", f"distill.teacher={teacher}", "distill.replicas.nodes=1")
     wait_for_start(run, "teacher-0", 0)
