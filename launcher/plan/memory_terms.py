@@ -183,7 +183,7 @@ def decode_graphs(config: RunConfig, vocab: int) -> Iterator[Term]:
     logit, two copies in fp32, and probabilities with their sums in fp64; with top-p also the sorted tokens, with top-k
     or min-p also the remaining probabilities."""
     _, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
-    without = without_graphs(config.inference, fp8=config.training.fp8 != "none")
+    without = without_graphs(config.inference)
     if config.job.device == "cpu" or config.model.dtype == "fp32" or page_tokens % PAGE_TOKENS["cuda"] or without:
         return
     sampling, rows = config.sampling, config.inference.max_batch

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.platform.attention import Layout
+from megatron_rl.platform.layer_kernels import Slots
 from megatron_rl.platform.paged_attention import PagedAttention
 
 
@@ -47,6 +48,13 @@ class KeyValueCache:
             of_heads = (page[:, None] * len(self._heads) + self._heads) * self._page_tokens + offset[:, None]
             slots = of_heads.flatten()
         return torch.cat((slots, slots + self._first_value))
+
+    def slots(self, layer: int, index: Tensor) -> Slots | None:
+        """Return the places of the chunks `index` in one layer (from 1); None if a place has only one head."""
+        if self._gathered:
+            return None
+        keys, values = self.keys[layer - 1], self.values[layer - 1]
+        return Slots(keys.flatten(0, 1), values.flatten(0, 1), index[: len(index) // 2])
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values, [tokens, kv_heads, head_size], of one layer (from 1) to the chunks `index`."""
@@ -108,4 +116,10 @@ class DecodeLayout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.cache.write(layer, self.target, key, value)
+        return self.attend_written(layer, query)
+
+    def slots(self, layer: int) -> Slots | None:
+        return self.cache.slots(layer, self.target)
+
+    def attend_written(self, layer: int, query: Tensor) -> Tensor:
         return self.pages.attend(query, self.cache.keys[layer - 1], self.cache.values[layer - 1])

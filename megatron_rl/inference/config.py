@@ -239,7 +239,7 @@ class InferenceConfig(Section):
     kernels need multiples of 256."""
     cuda_graphs: bool = True
     """Record the GPU work of a decode step once per batch size and replay it, which saves launching each operation. Not
-    used without a kernel for paged caches, with experts that run one by one, in FP8 or with `engine: megatron`;
+    used without a kernel for paged caches, with experts that run one by one or with `engine: megatron`;
     attempts/NNN/kernels.json records the choice. Set to false to find out whether graphs cause a problem."""
     share_prefixes: bool = True
     """Reuse cached keys and values of equal prefixes, such as system prompts and earlier turns. Answers to one prompt
@@ -260,13 +260,11 @@ def pages_of(inference: InferenceConfig, page_tokens: int, longest: int) -> tupl
     return inference.max_batch * -(-longest // page_tokens), page_tokens
 
 
-def without_graphs(inference: InferenceConfig, *, fp8: bool) -> str | None:
+def without_graphs(inference: InferenceConfig) -> str | None:
     """Say why decode steps are not recorded, whatever the device and its kernels are; None if they are where those
     allow it."""
     if not capabilities_of(inference.engine).records_steps:
         return f"inference.engine is {inference.engine}"
     if not inference.cuda_graphs:
         return "inference.cuda_graphs is false"
-    if fp8:
-        return "layers in FP8 are not recorded"
     return None

@@ -97,14 +97,14 @@ def padded_rows(rows: int) -> int:
 
 
 def why_not_recorded(
-    platform: Platform, model: ModelConfig, config: InferenceConfig, page_tokens: int, *, fp8: bool, tp: int
+    platform: Platform, model: ModelConfig, config: InferenceConfig, page_tokens: int, *, tp: int
 ) -> str | None:
     """Return why the decode steps of such an engine run operation by operation; None if they are recorded.
 
     tp: tensor-parallel ranks of the engine.
     """
     dtype = DTYPES[model.dtype]
-    against = without_graphs(config, fp8=fp8)
+    against = without_graphs(config)
     if against is None and platform.graph_recorder(dtype, page_tokens) is None:
         against = (
             f"this device has no kernel for pages of {page_tokens} tokens in {model.dtype}; on a GPU flash-attn 2.7.4 "
@@ -121,7 +121,7 @@ def decode_graphs(policy: Policy, model: ModelConfig, config: InferenceConfig, p
     platform = policy.platform
     recorder = platform.graph_recorder(DTYPES[model.dtype], page_tokens)
     tp = policy.pg_collection.tp.size()
-    against = why_not_recorded(platform, model, config, page_tokens, fp8=bool(policy.config.fp8), tp=tp)
+    against = why_not_recorded(platform, model, config, page_tokens, tp=tp)
     return DecodeGraphs(recorder, policy, config.max_batch) if recorder and against is None else None
 
 

@@ -28,6 +28,7 @@ from megatron_rl.inference.top_logprobs import prompt_scores
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.frozen import FrozenPolicy
+from megatron_rl.model.fused import FusedPolicy
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import Layout, whole_sequences
 from megatron_rl.platform.paged_attention import PagedChunks, PagedRows
@@ -74,7 +75,7 @@ class ModelRunner:
         """Scores of the prompt that the newest plan scores."""
         self.cache: KeyValueCache | None = None
         """Allocated when it is first needed."""
-        self._frozen: FrozenPolicy | None = None  # built when it is first needed
+        self._frozen: FrozenPolicy | FusedPolicy | None = None  # built when it is first needed
         self._tokens_until_sync = policy.tokens_between_syncs
 
     @torch.inference_mode()
@@ -192,7 +193,8 @@ class ModelRunner:
         """[tokens, vocab] or [selected, vocab], see `Policy.forward`."""
         frozen = self._frozen = self._frozen or self.policy.frozen()
         forward = self.policy if frozen is None else frozen.logits
-        return self.policy.whole_logits(forward(tokens, positions, layout, select))
+        with self.policy.without_fp8():
+            return self.policy.whole_logits(forward(tokens, positions, layout, select))
 
 
 def slots_written(prefills: Sequence[Prefill], page_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig, Recompute, RopeScaling
 from megatron_rl.model.experts import GroupedExperts
 from megatron_rl.model.frozen import FrozenPolicy, freezes
+from megatron_rl.model.fused import FusedPolicy, why_not_fused
 from megatron_rl.model.layers import Rotation, packed_block_spec
 from megatron_rl.model.lora import Adapters
 from megatron_rl.platform.api import Platform
@@ -71,12 +73,23 @@ class Policy(GPTModel):
         count = len(tokens) if select is None else len(select)
         return self.output().logits(pad(predictors, (0, 0, 0, -len(predictors) % multiple)))[:count]
 
-    def frozen(self) -> FrozenPolicy | None:
-        """Copy the current weights into a faster `forward` for generation; None if there is no faster way."""
-        if not freezes(self, self._platform):
-            return None
+    def frozen(self) -> FrozenPolicy | FusedPolicy | None:
+        """Prepare the current weights for a faster `forward` in generation; None if there is no faster way."""
         rotations = self._cosines, self._sines
-        return FrozenPolicy(self, self.output().weight[: self._tokens], rotations)
+        if freezes(self, self._platform):
+            return FrozenPolicy(self, self.output().weight[: self._tokens], rotations)
+        kernels = self._platform.layer_kernels
+        return FusedPolicy(self, kernels, rotations) if kernels and why_not_fused(self) is None else None
+
+    @contextmanager
+    def without_fp8(self) -> Iterator[None]:
+        """Multiply in the model's dtype within a `with` block. Generation does: a decode step would spend more time on
+        rounding each weight to FP8 again than on multiplying it, and could not be recorded."""
+        fp8, self.config.fp8 = self.config.fp8, None
+        try:
+            yield
+        finally:
+            self.config.fp8 = fp8
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Leave adapters out of all products within a `with` block: the policy is then its base, the initial one. No-op

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform.attention import Layout, PackedSequences
+from megatron_rl.platform.layer_kernels import LayerKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
+from megatron_rl.platform.tensor_sum import TensorSum
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig  # slow to import, and not needed to select a device
@@ -103,6 +106,14 @@ class Platform(Protocol):
 
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
         """Whether pages of this size store the tokens of a head contiguously, which is best for gathering."""
+
+    @property
+    def layer_kernels(self) -> LayerKernels | None:
+        """Kernels between the products of a layer in generation; None if the training layers generate as well."""
+
+    def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
+        """Return the sum of products over the ranks of a group in generation, the same for each engine. Collective the
+        first time."""
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         """Recorder of decode steps for a model of this dtype; None if the device has none or if `paged_attention`

@@ -21,9 +21,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
+from megatron_rl.platform.layer_kernels import LayerKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 from megatron_rl.platform.part_attention import part_layout
 from megatron_rl.platform.sparse_attention import sparse_attention
+from megatron_rl.platform.tensor_sum import CollectiveSum, OneRank, TensorSum
 from megatron_rl.platform.whole_linears import whole_linears
 
 _FACTORIES = frozenset({"arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like"})
@@ -52,6 +54,7 @@ class CpuPlatform:
     rows_multiple = 16
     transfers_beside_collectives = True
     computes_on_host = True
+    layer_kernels: LayerKernels | None = None  # FrozenPolicy generates
     page_tokens = 16
     transformer_overrides: dict[str, Any] = {
         "use_cpu_initialization": True,
@@ -74,6 +77,9 @@ class CpuPlatform:
 
     def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
         return None
+
+    def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
+        return OneRank() if group.size() == 1 else CollectiveSum(group)
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32  # required by torch's sparse kernels

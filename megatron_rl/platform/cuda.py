@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.model.config import too_small_head
 from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linears, UnsupportedPlatform
@@ -20,7 +21,9 @@ from megatron_rl.platform.dense_attention import FanOut
 from megatron_rl.platform.flash_kernels import find_paged_kernel, find_varlen_kernel
 from megatron_rl.platform.grouped_product import against_grouped_products
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
+from megatron_rl.platform.layer_kernels import LayerKernels, find_layer_kernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
+from megatron_rl.platform.tensor_sum import TensorSum, tensor_sum
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -102,6 +105,21 @@ class CudaPlatform:
         return CudaAttention(find_varlen_kernel(), pages=find_paged_kernel())
 
     @cached_property
+    def layer_kernels(self) -> LayerKernels | None:
+        return find_layer_kernels()
+
+    @cached_property
+    def _sums(self) -> dict[tuple[str, torch.dtype], TensorSum]:
+        """Sums by group and dtype. Recordings refer to their memory, so they live as long as the process."""
+        return {}
+
+    def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
+        key = str(group.group_name), dtype
+        if key not in self._sums:
+            self._sums[key] = tensor_sum(group, dtype, self.device)
+        return self._sums[key]
+
+    @cached_property
     def graphs(self) -> CudaGraphs:
         """Recorder of all engines of this process: cuBLAS keeps a workspace for every stream it has seen."""
         return CudaGraphs(self.device)
@@ -139,7 +157,8 @@ class CudaPlatform:
 
     @property
     def attention_kernels(self) -> str:
-        return self.attention.description
+        layers = self.layer_kernels.name if self.layer_kernels else "training layers"
+        return f"{self.attention.description}; between products of generation: {layers}"
 
     def linears(self, config: TransformerConfig) -> Linears | None:
         if against := too_small_head(config.kv_channels):

@@ -8,7 +8,7 @@ are contiguous.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_rl.platform.flash_kernels import ChunkAttend, PagedAttend
+from megatron_rl.platform.layer_kernels import Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,17 @@ class PagedAttention(Protocol):
         tokens, [pages, page_tokens, kv_heads, head_size], or [pages, kv_heads, page_tokens, head_size] if they are
         gathered -> [rows, heads * head_size]
         """
+
+
+@runtime_checkable
+class InPlaceLayout(Protocol):
+    """A layout of single new tokens whose keys and values a kernel may write to the cache itself."""
+
+    def slots(self, layer: int) -> Slots | None:
+        """Places of the new tokens in the cache of one layer (from 1); None if `attend` has to write them."""
+
+    def attend_written(self, layer: int, query: Tensor) -> Tensor:
+        """Attend in one layer after the keys and values were written: as `Layout.attend`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import transformer_block
 from torch import Tensor, UntypedStorage
@@ -37,7 +38,9 @@ from megatron_rl.platform.cuda import CudaPlatform
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.flash_kernels import PagedKernel, VarlenKernel
 from megatron_rl.platform.implementation import UNASKED
+from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.megatron_patches import patch_multi_tensor
+from megatron_rl.platform.tensor_sum import CollectiveSum, OneRank, TensorSum
 
 ACCELERATOR = torch.device("lazy", 0)
 """An accelerator that this build of torch knows only by name. Gradients are computed as on a CPU."""
@@ -327,6 +330,7 @@ class PhantomPlatform(CudaPlatform):
             _attend_in_trees,
             PagedKernel("phantom", _attend_in_pages, _attend_in_chunks),
         )
+        self.layer_kernels = TorchKernels("a phantom")
         self.made_of = UNASKED
         self._phantom = phantom
 
@@ -341,6 +345,9 @@ class PhantomPlatform(CudaPlatform):
 
     def against_grouped_products(self, dtype: torch.dtype) -> str | None:
         return None if dtype == torch.bfloat16 else "the grouped product needs bf16"
+
+    def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
+        return OneRank() if group.size() == 1 else CollectiveSum(group)
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> PhantomGraphs | None:
         return PhantomGraphs() if self.attention.reads_pages(dtype, page_tokens) else None

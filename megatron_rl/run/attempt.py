@@ -99,9 +99,8 @@ def run_attempt(
 def note_kernels(attempt: Attempt, config: RunConfig, made_of: Implementation, platform: Platform) -> None:
     """Record the kernels that the device uses in the log and in kernels.json. A failed write is only logged."""
     _, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
-    fp8 = made_of.fp8 is not None
     tp = config.placement.inference.tp or config.placement.training.tp
-    against = why_not_recorded(platform, config.model, config.inference, page_tokens, fp8=fp8, tp=tp)
+    against = why_not_recorded(platform, config.model, config.inference, page_tokens, tp=tp)
     decoding = "graphs, one for each number of rows" if against is None else f"operation by operation: {against}"
     experts = experts_in_words(platform, config)
     kernels = Kernels(made_of.name, made_of.reason, platform.attention_kernels, made_of.fp8, decoding, experts)

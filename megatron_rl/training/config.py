@@ -93,4 +93,6 @@ class TrainingConfig(Section):
     records the choice. Weights and checkpoints are the same."""
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     """Matrix products in FP8, with one scale per tensor from its current maximum. hybrid: E5M2 for gradients, E4M3
-    otherwise. e4m3: E4M3 everywhere. Generation and scoring use the same precision. Needs Transformer Engine."""
+    otherwise. e4m3: E4M3 everywhere. Scoring uses the same precision. Generation is in bf16, because a decode step
+    would round each weight again: log-probs of sampling then differ from the trainer's by the rounding of FP8, as
+    `inference_logprob_difference` shows and `grpo.importance` corrects. Needs Transformer Engine."""

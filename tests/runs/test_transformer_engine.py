@@ -60,7 +60,12 @@ USED = (
     + "import transformer_engine.pytorch\n"
     + ALONE
     + """
+from core_helpers import END
+from megatron_rl.inference.api import GenerationRequest
+from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.engine import Engine
 from megatron_rl.model.parallel import _boxes
+from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.model.megatron_gpt import megatron_gpt
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
 from megatron_rl.platform.te_linears import NormedColumnLinear, RowLinear, te_linears
@@ -133,7 +138,19 @@ eight.load_state_dict(half.state_dict())
 assert te_stand_in.products_in_fp8 == 0
 (exact, keys, _), (rounded, same, _) = trained(half), trained(eight)
 assert keys == same
+products, platform.computes_on_host = te_stand_in.products_in_fp8, False
+answers = []
+for kernels in (None, TorchKernels("a test")):
+    platform.layer_kernels = kernels
+    engine = Engine(eight, model, InferenceConfig(), {END})
+    request = GenerationRequest([1, 2, 3], 2, Sampling(max_new_tokens=5, min_new_tokens=5, temperature=0.0), 0)
+    engine.submit(request)
+    while engine.busy:
+        engine.step()
+    answers += [len(each.tokens) for each in engine.take(request.id)]
 print(json.dumps({
+    "generated": te_stand_in.products_in_fp8 - products,
+    "answers": answers,
     "gradients in place": gradients_in_place,
     "products": te_stand_in.products_in_fp8,
     "apart": ((exact[0] - rounded[0]).float().norm() / exact[0].float().norm()).item(),
@@ -172,5 +189,7 @@ def test_model_of_its_linears_has_the_weights_checkpoint_and_training_of_one_wit
     said, errors = run(USED)
     assert said["gradients in place"] == 3 * 2 * 4 * 4, errors  # models, layers, linears, micro-batches
     assert said["products"] == 2 * 4 * 4  # layers, linears, micro-batches
+    assert said["generated"] == 0, "a decode step would round each weight again"
+    assert said["answers"] == [5] * 2 * 2
     assert 0.005 < said["apart"] < 0.2
     assert said["shapes"]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from core_helpers import END, stir, tiny_model, tiny_policy
+from core_helpers import END, full_forward, stir, tiny_model, tiny_policy
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.transformer import transformer_block
 from operation_recorder import OperationRecorder
 
 from megatron_rl.inference.api import GenerationRequest
@@ -23,6 +26,7 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.cpu import CpuPlatform
+from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedRows, gathered_attention
 
 MODEL = tiny_model()
@@ -36,6 +40,7 @@ class RecordingPlatform(CpuPlatform):
 
     tokens_between_syncs = 3
     computes_on_host = False
+    layer_kernels = TorchKernels("a test")
 
     def __init__(self) -> None:
         super().__init__(threads=1)
@@ -268,22 +273,42 @@ def test_padded_sizes_are_few_and_at_most_a_quarter_too_large() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "inference", "fp8", "why"),
+    ("model", "inference", "why"),
     [
-        ({}, {}, False, None),
-        ({}, {"cuda_graphs": False}, False, "inference.cuda_graphs is false"),
-        ({}, {"engine": "megatron"}, False, "inference.engine is megatron"),
-        ({}, {}, True, "layers in FP8"),
-        (EXPERTS, {}, False, None),
-        (EXPERTS | {"expert_ffn_hidden_size": 20}, {}, False, "tokens each expert gets .* 32 x 20 on a rank"),
+        ({}, {}, None),
+        ({}, {"cuda_graphs": False}, "inference.cuda_graphs is false"),
+        ({}, {"engine": "megatron"}, "inference.engine is megatron"),
+        (EXPERTS, {}, None),
+        (EXPERTS | {"expert_ffn_hidden_size": 20}, {}, "tokens each expert gets .* 32 x 20 on a rank"),
     ],
 )
-def test_unrecorded_steps_have_a_reason(model: Any, inference: Any, fp8: bool, why: str | None) -> None:
+def test_unrecorded_steps_have_a_reason(model: Any, inference: Any, why: str | None) -> None:
     config = InferenceConfig(**inference)
-    found = why_not_recorded(RecordingPlatform(), tiny_model(**model), config, 256, fp8=fp8, tp=1)
+    found = why_not_recorded(RecordingPlatform(), tiny_model(**model), config, 256, tp=1)
     assert found is None if why is None else re.search(why, found or "")
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_generation_beside_training_in_fp8_is_in_bf16_and_recorded(
+    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    """A step in FP8 would round each weight again. Training after it is in FP8."""
+    in_fp8 = mock.Mock(return_value=nullcontext())
+    monkeypatch.setattr(transformer_block, "get_fp8_context", in_fp8)
+    platform = RecordingPlatform()
+    platform.layer_kernels = TorchKernels("a test") if fused else None
+    policy = tiny_policy(platform)
+    policy.config.fp8, policy.config.fp8_recipe = "hybrid", "tensorwise"
+    engine = engine_of(policy)
+    engine.submit(ask([1, 2, 3], 2, min_new_tokens=9))
+    run(engine, 10**6)
+    assert recorder_of(policy).recorded > 0
+    in_fp8.assert_not_called()
+    assert policy.hidden_shape(5) == (16, 1, MODEL.hidden_size), "training pads the tokens of FP8 products"
+    full_forward(policy, [1, 2, 3])
+    in_fp8.assert_called()
+
+
 def test_cpu_records_nothing(platform: Any) -> None:
-    found = why_not_recorded(platform, MODEL, InferenceConfig(), 16, fp8=False, tp=1)
+    found = why_not_recorded(platform, MODEL, InferenceConfig(), 16, tp=1)
     assert found and found.startswith("this device has no kernel for pages of 16 tokens in fp32; on a GPU flash-attn")

@@ -26,6 +26,7 @@ from megatron_rl.platform.cpu import CpuPlatform
 from megatron_rl.platform.cuda import CudaPlatform
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.flash_kernels import find_paged_kernel, find_varlen_kernel
+from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -113,9 +114,10 @@ def test_pages_pressure_pieces_and_shared_prefixes_change_no_answer(
 
 
 class ReadsPages(CpuPlatform):
-    """A CPU that attends like a GPU with flash-attn."""
+    """A CPU that generates like a GPU with flash-attn."""
 
     computes_on_host = False
+    layer_kernels = TorchKernels("a test")
 
     def __init__(self) -> None:
         super().__init__(threads=1)

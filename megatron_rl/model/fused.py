@@ -1,0 +1,119 @@
+"""Generation on a GPU with a policy's own weights, and few kernels.
+
+A decode step of a few rows consists of hundreds of short kernels, each of which costs the GPU some microseconds beside
+its memory traffic. Layers that also train take about 28; here a layer takes eleven, or twelve if keys are split:
+
+    qkv | rotation, cache | attention | joining splits | projection | sum over ranks | sum, norm
+    gate and value | activation | output | sum over ranks | sum, norm
+
+The weights are those of the training layers, referenced and in the model's dtype, whatever multiplies them in training:
+Transformer Engine's linears, possibly in FP8, are not used. Results differ from the training forward by rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megatron_rl.model.layers import Norm
+from megatron_rl.platform.attention import Layout
+from megatron_rl.platform.layer_kernels import LayerKernels, Norms
+from megatron_rl.platform.paged_attention import InPlaceLayout
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_rl.model.policy import Policy
+
+
+def why_not_fused(policy: Policy) -> str | None:
+    """Return why `FusedPolicy` does not support a policy on its GPU; None if it does."""
+    if policy.config.num_moe_experts is not None:
+        return "the model has experts"
+    if policy.adapters is not None:
+        return "the model has adapters"
+    tensor_parallel = policy.pg_collection.tp.size()
+    if policy.pg_collection.pp.size() > 1 or policy.config.sequence_parallel:
+        return "the engine has the layout of the training"
+    if policy.config.num_query_groups < tensor_parallel:
+        return f"{tensor_parallel} ranks share {policy.config.num_query_groups} key/value heads"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """Weights of a layer on this rank."""
+
+    number: int
+    """Number of the layer, from 1."""
+    norm: Tensor
+    """[hidden]"""
+    qkv: Tensor
+    """[(heads + 2 * kv_heads) * head_size, hidden]"""
+    qkv_bias: Tensor | None
+    head_norms: Norms | None
+    proj: Tensor
+    """[hidden, heads * head_size]"""
+    mlp_norm: Tensor
+    """[hidden]"""
+    gate_and_value: Tensor
+    """[2 * ffn, hidden]"""
+    out: Tensor
+    """[hidden, ffn]"""
+
+
+class FusedPolicy:
+    """The weights of a policy that `why_not_fused` accepts. They may change in place, and move."""
+
+    def __init__(self, policy: Policy, kernels: LayerKernels, rotations: tuple[Tensor, Tensor]) -> None:
+        """rotations: cosines and sines of all positions, see `Rotation`."""
+        self._policy = policy
+        self._kernels = kernels
+        self._rotations = rotations
+        self._eps: float = policy.config.layernorm_epsilon
+        self._kv_heads: int = policy.decoder.layers[0].self_attention.num_query_groups_per_partition
+        self._sum = policy.platform.tensor_sum(policy.pg_collection.tp, policy.config.params_dtype)
+        self._layers = [_layer(layer, self._eps) for layer in policy.decoder.layers]
+        final: Tensor = policy.decoder.final_layernorm.weight
+        self._next_norms = [*(layer.norm for layer in self._layers[1:]), final]
+
+    def logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
+        """Compute what `Policy.forward` does."""
+        kernels, eps = self._kernels, self._eps
+        hidden = self._policy.embedding(tokens[None], positions[None])[:, 0].contiguous()
+        cosines, sines = (each.index_select(0, positions) for each in self._rotations)
+        normed = kernels.norm(hidden, self._layers[0].norm, eps)
+        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
+            heads = linear(normed, layer.qkv, layer.qkv_bias)
+            attended = self._attended(layer, heads, cosines, sines, layout)
+            hidden, normed = kernels.add_and_norm(hidden, self._sum.product(attended, layer.proj), layer.mlp_norm, eps)
+            activated = kernels.swiglu(linear(normed, layer.gate_and_value))
+            hidden, normed = kernels.add_and_norm(hidden, self._sum.product(activated, layer.out), next_norm, eps)
+        return self._policy.output().logits(normed if select is None else normed.index_select(0, select))
+
+    def _attended(self, layer: FusedLayer, heads: Tensor, cosines: Tensor, sines: Tensor, layout: Layout) -> Tensor:
+        """[tokens, (heads + 2 * kv_heads) * head_size] -> [tokens, heads * head_size]"""
+        rotation = cosines, sines, self._kv_heads, layer.head_norms
+        if isinstance(layout, InPlaceLayout) and (slots := layout.slots(layer.number)):
+            query, _, _ = self._kernels.rotate(heads, *rotation, slots)
+            return layout.attend_written(layer.number, query)
+        return layout.attend(layer.number, *self._kernels.rotate(heads, *rotation, None))
+
+
+def _layer(layer: TransformerLayer, eps: float) -> FusedLayer:
+    attention, mlp = layer.self_attention, layer.mlp
+    norms = attention.q_layernorm, attention.k_layernorm
+    return FusedLayer(
+        layer.layer_number,
+        layer.input_layernorm.weight,
+        attention.linear_qkv.weight,
+        attention.linear_qkv.bias,
+        Norms(norms[0].weight, norms[1].weight, eps) if isinstance(norms[0], Norm) else None,
+        attention.linear_proj.weight,
+        layer.pre_mlp_layernorm.weight,
+        mlp.linear_fc1.weight,
+        mlp.linear_fc2.weight,
+    )
