@@ -27,7 +27,9 @@ from megatron_rl.inference.broadcast import INLINE, PlanBroadcast
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.scheduler import StepPlan
+from megatron_rl.model.fused import FusedPolicy
 from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
@@ -51,13 +53,15 @@ class Layout:
     sequence_parallel: bool = False
     adapters: bool = False
     """Whether the model has adapters, which are trained alone."""
+    fused: bool = False
+    """Whether the engine has a forward of its own, as on a GPU."""
 
     @property
     def name(self) -> str:
         of_training = (
             f"TP{self.tp} PP{self.pp} EP{self.ep}" + " SP" * self.sequence_parallel + " adapters" * self.adapters
         )
-        return f"{of_training} -> TP{self.engine}"
+        return f"{of_training} -> TP{self.engine}" + " fused" * self.fused
 
 
 LAYOUTS = {
@@ -65,6 +69,7 @@ LAYOUTS = {
         Layout(engine=2, tp=2),
         Layout(engine=1, tp=2),
         Layout(engine=2, tp=2, sequence_parallel=True),
+        Layout(engine=2, tp=2, sequence_parallel=True, fused=True),
         Layout(engine=2, pp=2),
         Layout(engine=2),
         Layout(engine=1, ep=2),
@@ -134,12 +139,14 @@ def answers(engine: Engine, ranks: EngineRanks) -> dict[int, list[Completion]]:
 
 def see(layout: Layout, world: int) -> Seen:
     config = recipe(layout, world)
-    platform = select(config.job)
+    platform: Any = select(config.job)
+    platform.layer_kernels = TorchKernels("a test") if layout.fused else None
     groups = Groups.from_megatron(LIMIT)
     ranks = EngineRanks.form(groups, layout.engine, LIMIT)
     platform.seed(3)
     trained = build_policy(config.model, VOCAB, platform, sequence_parallel=layout.sequence_parallel)
     engine, refit = build_engine(trained, config, VOCAB, {END}, platform, groups, ranks)
+    assert isinstance(engine.policy.frozen(), FusedPolicy) == layout.fused
     if isinstance(refit, ReshardedWeights):  # in several rounds, since the model is smaller than one
         refit = ReshardedWeights(trained, engine, groups, round_bytes=5000)
     for version in (1, 2):
