@@ -10,6 +10,7 @@ from launcher.plan.gpu_memory import checkpoint_bytes, offloaded_bytes
 from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES
 from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
+from launcher.simulate.decode import PREFILL_MFU, decode_speed
 from launcher.simulate.lengths import Lognormal
 from launcher.simulate.scenario import Costs, DecodeSpeed, Work
 from megatron_rl.config import RunConfig
@@ -20,12 +21,6 @@ from megatron_rl.platform.cards import Card
 TRAINING_MFU = 0.35
 """Share of the peak FLOP/s that forward and backward passes reach. Megatron-LM's README reports 0.41 to 0.48 for
 pre-training on H100s; packed answers of unequal lengths fill less."""
-PREFILL_MFU = 0.4
-"""Share of the peak FLOP/s that prefill reaches: a rule of thumb."""
-DECODE_OVERHEAD = 1.6
-"""Seconds of a decoding step over those that its memory reads take: the aim of tests/benchmarks/gpu_decode.py."""
-ALL_REDUCE_S = 15e-6
-"""Seconds of a small all-reduce within a node, a rule of thumb. A tensor-parallel layer needs two."""
 NETWORK_BYTES_PER_S = 50e9
 """Bandwidth between a GPU and other nodes: one adapter of 400 Gb/s per GPU."""
 NETWORK_SHARE = 0.5
@@ -89,7 +84,7 @@ def estimate_costs(
     forward_flops = training_flops(model, vocab, tokens=1, pairs=0, predictions=0) / 3  # training takes three passes
     saved = checkpoint_bytes(config, vocab)
     return Costs(
-        decode=_decode_speed(config, sizes, engine, card),
+        decode=decode_speed(config, sizes, engine, card, work),
         rows=_rows(config, work),
         prefill_token_s=forward_flops / (sizes.inference_tp * card.bf16_flops * PREFILL_MFU),
         train_token_s=per_token,
@@ -108,6 +103,7 @@ def corrected(costs: Costs, by: Correction) -> Costs:
     decode = DecodeSpeed(
         tuple((rows, seconds * by.generate) for rows, seconds in costs.decode.points),
         costs.decode.cached_token_s * by.generate,
+        costs.decode.alone_token_s * by.generate,
     )
     return replace(
         costs,
@@ -118,26 +114,6 @@ def corrected(costs: Costs, by: Correction) -> Costs:
         step_s=costs.step_s * by.train + by.other_s,
         refit_s=costs.refit_s * by.refit,
     )
-
-
-def _decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card) -> DecodeSpeed:
-    """Speed of decoding steps, each of which reads the dense weights, the experts that any row needs, and the
-    caches."""
-    model, size = config.model, WEIGHT_BYTES[config.model.dtype]
-    layers, heads = model.num_layers, -(-model.num_query_groups // sizes.inference_tp)
-    sync = 2 * layers * ALL_REDUCE_S * (sizes.inference_tp > 1)
-    share = (model.experts_per_token or 0) / (model.num_experts or 1)
-
-    def seconds(rows: int) -> float:
-        asked = 1 - (1 - share) ** rows  # share of the experts that any row needs, if all are chosen equally often
-        read = size * (engine.dense + engine.experts * asked) / card.memory_bytes_per_s
-        computed = 2 * rows * (engine.dense + engine.experts * share) / (card.bf16_flops * PREFILL_MFU)
-        return DECODE_OVERHEAD * max(read, computed) + sync
-
-    most = config.inference.max_batch
-    counts = sorted({1, most, *(2**power for power in range(1, most.bit_length()))})
-    cached = 2 * size * layers * heads * model.head_size / card.memory_bytes_per_s
-    return DecodeSpeed(tuple((rows, seconds(rows)) for rows in counts), DECODE_OVERHEAD * cached)
 
 
 def _rows(config: RunConfig, work: Work) -> int:

@@ -32,7 +32,9 @@ class DecodeSpeed:
     points: tuple[tuple[int, float], ...]
     """(rows, seconds) with empty caches, rows rising. Times between two points, and beyond the last, are on a line."""
     cached_token_s: float
-    """Additional seconds for each token in the cache of any row."""
+    """Additional seconds for each token in the cache of any row, if many rows are read at the same time."""
+    alone_token_s: float = 0.0
+    """Additional seconds for each token in the cache of a single row."""
 
     def step_s(self, rows: int) -> float:
         """Seconds of a decoding step with empty caches."""
@@ -43,14 +45,18 @@ class DecodeSpeed:
         (few, low), (many, high) = points[above - 1], points[above]
         return low + (high - low) * (rows - few) / (many - few)
 
+    def read_s(self, rows: int) -> float:
+        """Additional seconds for each token in the caches of these rows, which are read at the same time."""
+        return max(self.cached_token_s, self.alone_token_s / rows)
+
     def seconds(self, rows: int, cached: float, steps: float) -> float:
         """Seconds of `steps` decoding steps of the same rows, whose caches hold `cached` tokens in all at the start."""
-        return steps * (self.step_s(rows) + self.cached_token_s * (cached + rows * steps / 2))
+        return steps * (self.step_s(rows) + self.read_s(rows) * (cached + rows * steps / 2))
 
     def steps(self, rows: int, cached: float, seconds: float) -> float:
         """Decoding steps, possibly fractional, that fit into `seconds`: the inverse of `seconds`."""
-        first = self.step_s(rows) + self.cached_token_s * cached
-        growth = self.cached_token_s * rows
+        first = self.step_s(rows) + self.read_s(rows) * cached
+        growth = self.read_s(rows) * rows
         return 2 * seconds / (first + math.sqrt(first**2 + 2 * growth * seconds))
 
 

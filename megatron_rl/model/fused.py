@@ -1,7 +1,7 @@
 """Generation on a GPU with a policy's own weights, and few kernels.
 
 A decode step of a few rows consists of hundreds of short kernels, each of which costs the GPU some microseconds beside
-its memory traffic. Layers that also train take about 28; here a layer takes eleven, or twelve if keys are split:
+its memory traffic. Layers that also train take 20; here a layer takes eleven, or twelve if keys are split:
 
     qkv | rotation, cache | attention | joining splits | projection | sum over ranks | sum, norm
     gate and value | activation | output | sum over ranks | sum, norm
