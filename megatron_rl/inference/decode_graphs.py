@@ -1,7 +1,8 @@
 """Recorded decode steps: the host starts all work of a token with one call, instead of operation by operation.
 
-A step of 64 layers has about 1,800 kernel launches. For a few rows the host needs five times as long to launch them as
-the device needs to run them. A recording replays the sizes, addresses and numbers that the host passed then. So
+A step of 64 layers launches some 850 kernels (tests/benchmarks/decode_launches.py). For a few rows the host needs
+several times as long to launch them as the device needs to run them. A recording replays the sizes, addresses and
+numbers that the host passed then. So
 
 - a step computes one of a few numbers of rows, padded up from the actual number. Padding rows write to a page of the
   cache that no sequence has, and do not advance;
@@ -40,6 +41,7 @@ class DecodeGraphs:
         self._most_rows = most_rows
         self._replays: dict[Hashable, Step | None] = {}  # None: the key has come once
         self._addresses: tuple[int, ...] = ()  # of the weights at the time of the first recording
+        self._reasons: set[str] = set()  # why steps could not be recorded, as logged
 
     def size(self, rows: int) -> int:
         """Return the padded number of rows, see `padded_rows`."""
@@ -65,9 +67,13 @@ class DecodeGraphs:
         try:
             return self._recorder.record(step)
         except RuntimeError as error:
-            logger.warning(
-                "a decode step cannot be recorded and stays slow; inference.cuda_graphs=false would not try: %s", error
-            )
+            reason = str(error).partition("\n")[0]  # torch appends advice and its own stack
+            if reason not in self._reasons:
+                self._reasons.add(reason)
+                logger.warning(
+                    "decode steps cannot be recorded and stay slow; inference.cuda_graphs=false would not try: %s",
+                    reason,
+                )
             return step
 
     def keep_for_weights(self) -> None:

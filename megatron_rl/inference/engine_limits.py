@@ -85,15 +85,13 @@ def _nodes_apart(job: JobConfig) -> str:
 
 
 def _megatron(asked: Asked) -> Iterator[str]:
-    inference, fp8 = asked.inference, asked.training.fp8
+    inference = asked.inference
     if asked.job.device == "cpu":
         yield "job.device is cpu, and that engine needs GPUs"
     if asked.model.dtype == "fp32":
         yield "model.dtype is fp32, and flash-attn needs bf16"
     if asked.model.num_experts is not None:
         yield "model.num_experts is set, and that engine was not tested with experts"
-    if fp8 != "none":
-        yield f"training.fp8 is {fp8}, and that engine would generate in bf16"
     if (beyond := beyond_megatron(asked.sampling)) is not None:
         yield f"that engine does not support {beyond}"
     if asked.page_tokens % 256 > 0:

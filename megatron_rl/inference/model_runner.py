@@ -9,6 +9,7 @@ number of that token. The plans assign pages to rows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
@@ -28,10 +29,12 @@ from megatron_rl.inference.top_logprobs import prompt_scores
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.frozen import FrozenPolicy
-from megatron_rl.model.fused import FusedPolicy
+from megatron_rl.model.fused import FusedPolicy, why_not_fused
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import Layout, whole_sequences
 from megatron_rl.platform.paged_attention import PagedChunks, PagedRows
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -53,6 +56,8 @@ class ModelRunner:
         """
         self.policy = policy
         self._page_tokens = pages[1]
+        if policy.platform.layer_kernels and (against := why_not_fused(policy)):
+            logger.info("generation uses the training layers, which take more kernels: %s", against)
         self._graphs = decode_graphs(policy, model, config, self._page_tokens)
         spare_page = pages[0] if self._graphs else None
         self._rows = RowState(policy, config.max_batch, max_length, self._page_tokens, end_ids, spare_page)

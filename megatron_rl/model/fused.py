@@ -13,8 +13,9 @@ Transformer Engine's linears, possibly in FP8, are not used. Results differ from
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -22,14 +23,10 @@ from megatron_rl.model.layers import Norm
 from megatron_rl.platform.attention import Layout
 from megatron_rl.platform.layer_kernels import LayerKernels, Norms
 from megatron_rl.platform.paged_attention import InPlaceLayout
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    from megatron_rl.model.policy import Policy
+from megatron_rl.platform.tensor_sum import TensorSum
 
 
-def why_not_fused(policy: Policy) -> str | None:
+def why_not_fused(policy: GPTModel) -> str | None:
     """Return why `FusedPolicy` does not support a policy on its GPU; None if it does."""
     if policy.config.num_moe_experts is not None:
         return "the model has experts"
@@ -68,14 +65,19 @@ class FusedLayer:
 class FusedPolicy:
     """The weights of a policy that `why_not_fused` accepts. They may change in place, and move."""
 
-    def __init__(self, policy: Policy, kernels: LayerKernels, rotations: tuple[Tensor, Tensor]) -> None:
-        """rotations: cosines and sines of all positions, see `Rotation`."""
+    def __init__(
+        self, policy: GPTModel, kernels: LayerKernels, total: TensorSum, rotations: tuple[Tensor, Tensor]
+    ) -> None:
+        """
+        total: sum over the policy's tensor-parallel ranks.
+        rotations: cosines and sines of all positions, see `Rotation`.
+        """
         self._policy = policy
         self._kernels = kernels
         self._rotations = rotations
         self._eps: float = policy.config.layernorm_epsilon
         self._kv_heads: int = policy.decoder.layers[0].self_attention.num_query_groups_per_partition
-        self._sum = policy.platform.tensor_sum(policy.pg_collection.tp, policy.config.params_dtype)
+        self._sum = total
         self._layers = [_layer(layer, self._eps) for layer in policy.decoder.layers]
         final: Tensor = policy.decoder.final_layernorm.weight
         self._next_norms = [*(layer.norm for layer in self._layers[1:]), final]
@@ -92,7 +94,8 @@ class FusedPolicy:
             hidden, normed = kernels.add_and_norm(hidden, self._sum.product(attended, layer.proj), layer.mlp_norm, eps)
             activated = kernels.swiglu(linear(normed, layer.gate_and_value))
             hidden, normed = kernels.add_and_norm(hidden, self._sum.product(activated, layer.out), next_norm, eps)
-        return self._policy.output().logits(normed if select is None else normed.index_select(0, select))
+        of_rank: Tensor = self._policy.output().logits(normed if select is None else normed.index_select(0, select))
+        return of_rank
 
     def _attended(self, layer: FusedLayer, heads: Tensor, cosines: Tensor, sines: Tensor, layout: Layout) -> Tensor:
         """[tokens, (heads + 2 * kv_heads) * head_size] -> [tokens, heads * head_size]"""

@@ -17,6 +17,7 @@ def megatron_gpt(policy: Policy, model: ModelConfig) -> GPTModel:
     policy: dense, without pipeline or sequence parallelism.
     """
     config = transformer_config(model, policy.platform, policy.pg_collection)
+    config.fp8 = None  # generation is in the model's dtype, see `Policy.without_fp8`
     config.use_cpu_initialization = True  # otherwise it allocates on the GPU, whatever the default device
     config.perform_initialization = False
     with torch.device("meta"):

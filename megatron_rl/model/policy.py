@@ -79,7 +79,10 @@ class Policy(GPTModel):
         if freezes(self, self._platform):
             return FrozenPolicy(self, self.output().weight[: self._tokens], rotations)
         kernels = self._platform.layer_kernels
-        return FusedPolicy(self, kernels, rotations) if kernels and why_not_fused(self) is None else None
+        if kernels is None or why_not_fused(self) is not None:
+            return None
+        total = self._platform.tensor_sum(self._tensor, self.config.params_dtype)
+        return FusedPolicy(self, kernels, total, rotations)
 
     @contextmanager
     def without_fp8(self) -> Iterator[None]:

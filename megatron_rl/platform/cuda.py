@@ -21,7 +21,7 @@ from megatron_rl.platform.dense_attention import FanOut
 from megatron_rl.platform.flash_kernels import find_paged_kernel, find_varlen_kernel
 from megatron_rl.platform.grouped_product import against_grouped_products
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
-from megatron_rl.platform.layer_kernels import LayerKernels, find_layer_kernels
+from megatron_rl.platform.layer_kernels import LayerKernels, TorchKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 from megatron_rl.platform.tensor_sum import TensorSum, tensor_sum
 
@@ -242,3 +242,12 @@ def _power(device: torch.device) -> float | None:
         return torch.cuda.power_draw(device) / 1000
     except (RuntimeError, nvml.NVMLError):
         return None
+
+
+def find_layer_kernels() -> LayerKernels:
+    """Return Triton's kernels, or, if it cannot be imported, torch's operators with the reason in their name."""
+    try:
+        from megatron_rl.platform.triton_kernels import TritonKernels
+    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+        return TorchKernels(f"Triton cannot be imported: {error}")
+    return TritonKernels()

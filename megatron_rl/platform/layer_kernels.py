@@ -101,12 +101,3 @@ class TorchKernels:
             slots.keys.index_copy_(0, slots.index, key)
             slots.values.index_copy_(0, slots.index, value)
         return query, key, value
-
-
-def find_layer_kernels() -> LayerKernels:
-    """Return Triton's kernels, or, if it cannot be imported, torch's operators with the reason in their name."""
-    try:
-        from megatron_rl.platform.triton_kernels import TritonKernels
-    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
-        return TorchKernels(f"Triton cannot be imported: {error}")
-    return TritonKernels()

@@ -45,6 +45,7 @@ LIGHT = (
     "megatron_rl.model.hf_config",
     "megatron_rl.platform.cards",
     "megatron_rl.platform.gpu_calls",
+    "megatron_rl.platform.kernel_speed",
 )
 """Modules of megatron_rl that the launcher may import, besides the `config` of every room."""
 

@@ -254,14 +254,18 @@ def test_step_that_cannot_be_recorded_runs_directly(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(_function: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
 
     recorder = OperationRecorder()
     monkeypatch.setattr(recorder, "record", fails)
     graphs, done = DecodeGraphs(recorder, policy, 8), []
-    for _ in range(3):
-        graphs.run("a step", lambda: done.append("a token"))
-    assert len(done) == 3
+    for key in ("a step", "a step of more rows"):
+        for _ in range(3):
+            graphs.run(key, lambda: done.append("a token"))
+    graphs.drop()
+    graphs.run("a step", lambda: done.append("a token"))
+    graphs.run("a step", lambda: done.append("a token"))
+    assert len(done) == 8
     assert ["inference.cuda_graphs=false" in each for each in caplog.messages] == [True], "the warning must appear once"
 
 

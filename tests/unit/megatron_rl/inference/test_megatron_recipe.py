@@ -18,7 +18,6 @@ from megatron_rl.contract.paths import RunDir
         (["job.device=cpu"], "job.device is cpu, and that engine needs GPUs"),
         (["model.dtype=fp32"], "model.dtype is fp32"),
         (["model.num_experts=8", "model.experts_per_token=2", "model.expert_ffn_hidden_size=64"], "model.num_experts"),
-        (["training.fp8=hybrid"], "training.fp8 is hybrid"),
         (["sampling.min_p=0.1"], "sampling.min_p"),
         (["sampling.min_new_tokens=4"], "sampling.min_new_tokens"),
         (["sampling.top_k=50", "sampling.top_p=0.9"], "sampling.top_k together with top_p"),

@@ -67,7 +67,7 @@ def test_logits_are_those_of_the_training_forward(
 
 @torch.inference_mode()
 def test_in_bf16_logits_are_as_exact_as_the_training_forwards(platform: Any, groups: Any) -> None:
-    """With torch's operators: Triton's interpreter cuts off instead of rounding to bf16."""
+    """Uses torch's operators: Triton's interpreter cuts off instead of rounding to bf16."""
     kernels = TorchKernels("a test")
     exact, policy = (tiny_policy(FusesLayers(kernels), tiny_model(dtype=dtype)) for dtype in ("fp32", "bf16"))
     exact.load_state_dict(policy.state_dict())

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.platform.layer_kernels import LayerKernels, Norms, Slots, TorchKernels, find_layer_kernels
+from megatron_rl.platform.cuda import find_layer_kernels
+from megatron_rl.platform.layer_kernels import LayerKernels, Norms, Slots, TorchKernels
 
 MODULE = "megatron_rl.platform.triton_kernels"
 TOKENS, KV_HEADS, QUERIES = 5, 2, 3
