@@ -99,6 +99,9 @@ GPU_CALLS = (
         ("block_table", "enable_gqa", "num_splits", "seqused_k", "window_size"),
         since="2.13",
     ),
+    GpuCall("torch", "torch.distributed._symmetric_memory", "enable_symm_mem_for_group", 1),
+    GpuCall("torch", "torch.distributed._symmetric_memory", "empty", 1, ("device", "dtype")),
+    GpuCall("torch", "torch.distributed._symmetric_memory", "rendezvous", 2),
 )
 
 RELEASES = {FLASH_ATTN: "2.7.4", "megatron-core": "0.16.1", "torch": "2.7", TRANSFORMER_ENGINE: "2.4"}

@@ -7,6 +7,7 @@ symmetric memory), and the switch adds in fp32: some 5 us. Both figures are rule
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from typing import Any, Protocol
@@ -93,7 +94,9 @@ def _why_no_multicast(dtype: torch.dtype, device: torch.device) -> str | None:
     if dtype not in (torch.bfloat16, torch.float32):
         return f"multicast adds no {dtype}"
     try:
-        from torch.distributed._symmetric_memory import DeviceType, _SymmetricMemory  # and defines the operators
+        importlib.import_module("torch.distributed._symmetric_memory")  # defines the operators
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import _SymmetricMemory
     except ImportError as error:
         return f"torch {torch.__version__} has no symmetric memory ({error})"
     if not hasattr(torch.ops.symm_mem, "multimem_all_reduce_"):

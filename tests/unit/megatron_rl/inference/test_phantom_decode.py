@@ -59,7 +59,7 @@ def test_host_waits_at_most_once_in_eight_tokens(
     anywhere except in `_read` raises an error here."""
     reads = Reads()
     monkeypatch.setattr(row_state, "_read", reads)
-    model = tiny_model(dtype="bf16", num_layers=1, max_position_embeddings=LONGEST)
+    model = tiny_model(dtype="bf16", head_dim=16, num_layers=1, max_position_embeddings=LONGEST)
     with PhantomDevice(GPU) as gpu:
         policy = build_policy(model, VOCAB, PhantomPlatform(gpu))
         config = InferenceConfig(max_batch=3)
@@ -89,7 +89,7 @@ def test_host_waits_at_most_once_in_eight_tokens(
 
 @pytest.mark.parametrize("of_page", [64, 256], ids=["gathered", "read in place"])
 def test_pieces_and_cached_prefixes_are_computed_on_the_device(platform: Any, groups: Any, of_page: int) -> None:
-    model = tiny_model(dtype="bf16", num_layers=1, max_position_embeddings=7 * of_page)
+    model = tiny_model(dtype="bf16", head_dim=16, num_layers=1, max_position_embeddings=7 * of_page)
     with PhantomDevice(GPU) as gpu:
         policy = build_policy(model, VOCAB, PhantomPlatform(gpu))
         config = InferenceConfig(max_batch=4, prefill_tokens=2 * of_page)
