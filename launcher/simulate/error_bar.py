@@ -27,9 +27,10 @@ class Part:
 def estimated_parts(card: str) -> tuple[Part, ...]:
     """Parts of a step on a card of which only the data sheet is known.
 
-    The factors are a judgement. Decoding takes 1.2 to 2.5 times its memory reads, where 1.6 is estimated. Training
-    reaches 0.25 to 0.48 of the peak, where 0.35 is estimated and Megatron-LM's README reports up to 0.48. Transfers
-    reach 0.25 to 0.8 of the network's bandwidth, where 0.5 is estimated.
+    The factors are a judgement. Decoding takes 0.75 to 1.6 times the estimate (decode.py), whose bandwidth, time of a
+    kernel and time of a sum are rules of thumb. Training reaches 0.25 to 0.48 of the peak, where 0.35 is estimated and
+    Megatron-LM's README reports up to 0.48. Transfers reach 0.25 to 0.8 of the network's bandwidth, where 0.5 is
+    estimated.
     """
     return (
         Part("generate", f"data sheet of {card}, memory bandwidth", 0.75, 1.6),
