@@ -57,9 +57,12 @@ class VllmClient:
     VllmRefused if it answers with an error."""
 
     def __init__(self, socket: Path) -> None:
+        # No connection is used twice: after a call that fails, vLLM's server answers and then closes the connection,
+        # and a next call that already uses it would break off.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.AsyncClient(
             base_url="http://vllm",
-            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None)),
+            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=limits),
             trust_env=False,
         )
 

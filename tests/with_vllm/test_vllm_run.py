@@ -66,9 +66,9 @@ def test_drained_run_resumes_and_trains_each_prompt_once(tmp_path: Path, started
     assert_exact(run, steps, max_lag)
 
 
-FAULTS = {"front": "SIGKILL", "server": "vLLM has ended (signal SIGKILL)", "engine": "vLLM has "}
-"""Process that is killed, and a part of the reason that is reported. After its engine vLLM's server closes its socket,
-and ends some seconds later: the reason is one or the other."""
+FAULTS = {"front": "SIGKILL", "server": "vLLM has ended (signal SIGKILL)", "engine": "VllmGone: vLLM "}
+"""Process that is killed, and a part of the reason that is reported. After its engine has died vLLM's server refuses
+calls, closes its socket and ends, within seconds: the reason is one of these."""
 
 
 def test_training_continues_while_the_processes_of_a_replica_die_one_after_the_other(

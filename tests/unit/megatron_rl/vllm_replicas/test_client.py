@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import re
+from pathlib import Path
 
 import pytest
 
 from megatron_rl.inference.config import Sampling
-from megatron_rl.vllm.client import Piece, VllmStats, piece_of, sampling_params, stats_in, versions_in
-from megatron_rl.vllm.process import VllmGone, reason_in
+from megatron_rl.vllm.client import Piece, VllmClient, VllmStats, piece_of, sampling_params, stats_in, versions_in
+from megatron_rl.vllm.process import VllmGone, VllmRefused, reason_in
 
 
 def test_a_choice_has_tokens_log_probs_and_at_the_end_versions() -> None:
@@ -99,3 +102,25 @@ def test_too_little_memory_for_the_cache_is_the_reason_of_a_start_that_failed() 
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
     ]
     assert reason_in(lines) == memory
+
+
+def test_a_call_after_a_failed_one_is_answered_although_the_server_closes_the_connection(tmp_path: Path) -> None:
+    async def fail_then_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the first call of a connection, and none after it."""
+        request = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(re.search(rb"(?i)content-length: (\d+)", request)[1]))
+        status = b"200 OK" if b"/resume" in request else b"500 Internal Server Error"
+        writer.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+        await reader.read(1)  # the next call, or the client's end of the connection
+        writer.close()
+
+    async def call() -> None:
+        client = VllmClient(tmp_path / "socket")
+        async with await asyncio.start_unix_server(fail_then_close, tmp_path / "socket"):
+            with pytest.raises(VllmRefused, match="/update_weights: HTTP 500"):
+                await client.update(3, load=True)
+            await client.resume()
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(call(), 20))
