@@ -73,6 +73,7 @@ class ServerReload:
             base_url=root_of(self._server.url),
             headers=authorization(self._server.token_file, self._server.token_variable),
             timeout=httpx.Timeout(self._server.timeout_s, connect=CONNECT_S),
+            limits=httpx.Limits(max_keepalive_connections=0),  # vLLM's server closes one after a call that fails
             trust_env=False,  # a proxy of the environment does not lead to the job's own nodes
             transport=self._transport,
         )
