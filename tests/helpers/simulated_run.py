@@ -142,7 +142,7 @@ class Simulation:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attempt_module, "select", lambda *_: self.platform)
             patch.setattr(attempt_module, "connect", lambda *_: self.groups)
-            patch.setattr(attempt_module, "disconnect", lambda: None)
+            patch.setattr(attempt_module, "disconnect", lambda platform: None)
             patch.setattr(run_module, "build_environment", lambda *_: _Agent())
             patch.setattr(run_module, "build_models", self._build_models)
             patch.setattr(generation_module, "build_engine", lambda policy, *_: _engine(policy))

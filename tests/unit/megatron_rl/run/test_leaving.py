@@ -148,7 +148,7 @@ def test_no_rank_disconnects_before_all_have_met_after_the_outcome(
         "finish_export": lambda run: None,
         "save_metrics": lambda run: None,
         "write_timeline": lambda run, resumed=None: None,
-        "disconnect": lambda: events.append(("disconnects", attempt.outcome.exists())),
+        "disconnect": lambda platform: events.append(("disconnects", attempt.outcome.exists())),
     }.items():
         monkeypatch.setattr(attempt_module, name, stand_in)
     monkeypatch.setattr(
