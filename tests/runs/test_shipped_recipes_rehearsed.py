@@ -222,7 +222,8 @@ def test_planted_faults_are_reported_with_phase_and_place() -> None:
     assert shape["phase"] == "train"
     assert "size" in shape["error"]
     assert "megatron_rl/training/trainer.py" in shape["where"]
-    assert (error["phase"], error["error"]) == ("generate", "ZeroDivisionError: division by zero")
+    # The layers that train run first where answers are scored: generation has its own.
+    assert (error["phase"], error["error"]) == ("score", "ZeroDivisionError: division by zero")
     assert tokens["phase"] == "build"
     assert "model.vocab_size 14 is less than" in tokens["error"]
     assert "megatron_rl/model/policy.py" in tokens["where"]
