@@ -144,6 +144,7 @@ def test_the_json_has_one_row_per_gpu():
     )
     record = json.loads(result.output)
     assert len(record.pop("splits")) == 2
+    assert len(record.pop("error_bars")) == 2 and len(record.pop("parts")) == 3
     assert record == json.loads(json.dumps(plan_json(asked.config, plan, profile)))
     assert len(record["ranks"]) == 64
     first, last = record["ranks"][0], record["ranks"][-1]
