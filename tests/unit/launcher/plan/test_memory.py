@@ -277,7 +277,7 @@ def test_activations_are_what_autograd_keeps(recompute, dtype, fields, groups):
         torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens] + [129] * 128 + [tokens] * 127).int()
     )
     for layers in (2, 4):
-        model = tiny_model(num_layers=layers, max_position_embeddings=tokens, dtype=dtype, **fields)
+        model = tiny_model(num_layers=layers, head_dim=16, max_position_embeddings=tokens, dtype=dtype, **fields)
         with PhantomDevice() as device:
             platform = PhantomPlatform(device)
             policy = build_policy(model, VOCAB, platform, recompute)

@@ -236,6 +236,7 @@ def test_plan_keeps_keys_for_people():
         "gpus_per_node": 8,
         "srun": ["-N2"],
         "command": ["true"],
+        "of": "",
     }
     plan = {
         "version": 1,
