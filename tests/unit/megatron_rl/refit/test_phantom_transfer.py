@@ -44,7 +44,7 @@ class GroupOfTwo:
 def test_the_host_does_not_wait_between_two_rounds(platform: Any, groups: Any) -> None:
     with PhantomDevice(GPU, reads_ones=True) as gpu:
         phantom = PhantomPlatform(gpu)
-        policy = build_policy(tiny_model(dtype="bf16"), VOCAB, phantom)
+        policy = build_policy(tiny_model(dtype="bf16", head_dim=16), VOCAB, phantom)
         weights = weights_by_box(policy)
         for rank, end in enumerate((Sender(weights, ROUND_BYTES), Receiver(weights, phantom.host_memory, ROUND_BYTES))):
             group: Any = GroupOfTwo(gpu, rank)

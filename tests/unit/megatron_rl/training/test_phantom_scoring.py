@@ -27,7 +27,9 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize("longest", [7, 200], ids=["trees under a mask", "trees branch by branch"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_scoring_stays_on_the_gpu_and_reads_no_value(platform: Any, groups: Any, dtype: str, longest: int) -> None:
-    config = tiny_run(model={"dtype": dtype, "max_position_embeddings": 256}, sampling={"max_new_tokens": 200})
+    config = tiny_run(
+        model={"dtype": dtype, "head_dim": 16, "max_position_embeddings": 256}, sampling={"max_new_tokens": 200}
+    )
     rollouts = batch_of(random_groups(4, 4, longest=longest), 0, 4)
     with PhantomDevice(GPU) as gpu:
         platform = PhantomPlatform(gpu)
@@ -86,7 +88,9 @@ def test_only_gradients_and_routing_remain_after_a_pass_over_experts(
     platform: Any, groups: Any, recompute: Recompute
 ) -> None:
     """Attention and linears alone would keep hundreds of bytes per token."""
-    model = tiny_model(num_experts=4, experts_per_token=2, expert_ffn_hidden_size=16, qkv_bias=False, dtype="bf16")
+    model = tiny_model(
+        num_experts=4, experts_per_token=2, expert_ffn_hidden_size=16, qkv_bias=False, dtype="bf16", head_dim=16
+    )
     length = model.max_position_embeddings
     with PhantomDevice() as device, balanced_routing():
 
