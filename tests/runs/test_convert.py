@@ -70,6 +70,7 @@ def test_weights_converted_to_a_checkpoint_and_back_are_unchanged(tmp_path: Path
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_incomplete_weights_are_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
     shards = sorted(published.glob("*.safetensors"))
     broken = tmp_path / "hf"

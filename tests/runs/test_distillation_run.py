@@ -113,6 +113,7 @@ def process_of_teacher(run_dir: RunDir) -> psutil.Process | None:
     return next(found, None)
 
 
+@pytest.mark.slow
 def test_a_replica_of_the_teacher_says_the_same_and_its_death_only_costs_time(
     folder: Path, undisturbed: RunDir
 ) -> None:

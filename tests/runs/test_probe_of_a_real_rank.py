@@ -39,6 +39,7 @@ def test_probe_reports_versions_and_usable_cpus_and_leaves_no_files(on, tmp_path
     assert not list(tmp_path.glob(".mrl-doctor-*"))
 
 
+@pytest.mark.slow
 def test_probe_reports_the_packages_that_gpus_use(on, tmp_path):
     found = probe(on, None, tmp_path, gpus=True)
     assert found.failure is None

@@ -85,6 +85,7 @@ def test_rehearse_reports_the_memory_of_each_rank_in_every_phase() -> None:
     assert rank["planned_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.1), "a rank has half of the answers"
 
 
+@pytest.mark.slow
 def test_a_teacher_takes_part_on_the_training_ranks_and_on_its_replicas(tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 16, "hidden_act": "silu"}

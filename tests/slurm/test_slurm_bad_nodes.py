@@ -46,6 +46,7 @@ def test_job_without_a_spare_node_moves_to_other_nodes_and_avoids_the_bad_one(lo
 
 
 @together
+@pytest.mark.slow
 def test_bad_node_is_not_avoided_if_too_few_would_be_left(login: Login) -> None:
     """The job would wait for ever. Meanwhile the node is repaired here."""
     login.confine(4, 5)

@@ -57,6 +57,7 @@ def test_run_that_crashes_after_a_new_checkpoint_restarts_later_and_then_on_othe
 
 
 @together
+@pytest.mark.slow
 def test_run_with_the_same_crash_on_two_nodes_is_held_until_it_is_resumed(login: Login) -> None:
     login.confine(4, 6)
     taken = login.take("node06")

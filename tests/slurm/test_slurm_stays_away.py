@@ -36,6 +36,7 @@ def test_draining_job_cancelled_with_scancel_stays_cancelled(login: Login) -> No
 
 
 @together
+@pytest.mark.slow
 def test_draining_job_cancelled_by_mrl_stays_cancelled(login: Login) -> None:
     run = is_saving(login)
     login.call("mrl", "cancel", run.dir.root)

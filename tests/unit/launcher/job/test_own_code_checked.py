@@ -44,6 +44,7 @@ def test_unusable_function_is_refused_before_anything_starts(recipe: Recipe, tmp
     assert "mine.yaml:3: grpo.policy_loss: a token of weight 0 has a loss" in found
 
 
+@pytest.mark.slow
 def test_functions_of_several_keys_are_checked_each_by_its_own_rule(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LOSS + "def advantages(answers, config):\n    return answers.rewards\n")
     both = load_recipe(recipe.asked, [f"grpo.baseline={tmp_path}/mine.py:advantages"])
