@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import LearningWarning, number
-
-WINDOW = 10
-"""Steps at either end of a record that are compared."""
+from megatron_rl.contract.learning import WINDOW, LearningWarning, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,7 @@ class Record:
         """Return the value of a recipe key, such as `grpo.policy_loss`; None if it, or its section, is null."""
         value: Any = self.recipe
         for part in name.split("."):
-            value = value.get(part) if value else None
+            value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
     def first(self, name: str) -> float | None:

@@ -12,8 +12,8 @@ from math import sqrt
 from statistics import fmean, variance
 from typing import NamedTuple
 
-from launcher.explain.record import WINDOW, Record
-from megatron_rl.contract.learning import SOLVED, number
+from launcher.explain.record import Record
+from megatron_rl.contract.learning import SOLVED, WINDOW, number, printable
 
 ENTROPY_LEFT = 0.1
 """Share of the first steps' entropy below which it has collapsed, unless the problems are solved: a policy that solves
@@ -50,7 +50,7 @@ class Finding(NamedTuple):
     rule: str
     seen: str
     """Evidence: one sentence with numbers."""
-    try_: str
+    advice: str
     """One or more sentences that name keys of the recipe."""
     since: int | None = None
     """First step, if the rule knows it."""
@@ -60,7 +60,7 @@ class Rule(NamedTuple):
     name: str
     find: Callable[[Record], str | None]
     """Evidence; None if the rule does not apply."""
-    try_: str
+    advice: str
 
 
 def _reward_not_above_start(record: Record) -> str | None:
@@ -196,8 +196,8 @@ def _component_never_earned(record: Record) -> str | None:
     ]
     if not never:
         return None
-    those = "component" if len(never) == 1 else "components"
-    return f"No answer of {len(record.lines)} steps has earned anything of the {those} {', '.join(never)} of the reward"
+    those = f"{'component' if len(never) == 1 else 'components'} {printable(', '.join(never))}"
+    return f"No answer of {len(record.lines)} steps has earned anything of the {those} of the reward"
 
 
 RULES = (
@@ -265,4 +265,4 @@ def findings(record: Record) -> list[Finding]:
     """Return what the rules find, the warnings of the run first."""
     warned = [Finding(each.name, each.seen, f"Look at {each.look}.", each.since) for each in record.warnings]
     found = [(rule, rule.find(record)) for rule in RULES]
-    return [*warned, *(Finding(rule.name, seen, rule.try_) for rule, seen in found if seen is not None)]
+    return [*warned, *(Finding(rule.name, seen, rule.advice) for rule, seen in found if seen is not None)]

@@ -179,7 +179,12 @@ def _dropped_prompts(recent: Recent) -> Found:
 
 
 def _most(reasons: Counter[str]) -> str:
-    return ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
+    return ", ".join(f"{count} x {printable(reason)}" for reason, count in reasons.most_common(3))
+
+
+def printable(text: str) -> str:
+    """Return a text of a task or a model with its control characters escaped: a terminal would obey them."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def _skipped_updates(recent: Recent) -> Found:

@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from launcher.explain.record import WINDOW, Record
+from launcher.explain.record import Record
 from launcher.explain.rules import RULES, Finding
 from megatron_rl.contract.learning import RULES as WARNING_RULES
+from megatron_rl.contract.learning import WINDOW
 from megatron_rl.contract.paths import RunDir
 
 WIDTH = 110
@@ -42,7 +43,7 @@ def explanation_lines(run: RunDir, record: Record, found: Sequence[Finding], *, 
     lines[1] += f"   (means of the first and the last {WINDOW} steps)"
     for one in found:
         lines += ["", one.rule if one.since is None else f"{one.rule}, since step {one.since}"]
-        lines += [*_wrapped("seen", one.seen + "."), *_wrapped("try", one.try_)]
+        lines += [*_wrapped("seen", one.seen + "."), *_wrapped("try", one.advice)]
     quiet = [name for name in rule_names() if name not in {one.rule for one in found}]
     if not found:
         lines += ["", f"none of {len(quiet)} rules finds anything that keeps it from learning"]
@@ -55,7 +56,7 @@ def explanation_json(run: RunDir, record: Record, found: Sequence[Finding]) -> d
     return {
         "run": str(run.root),
         "step": len(record.lines),
-        "findings": [{"rule": one.rule, "since": one.since, "seen": one.seen, "try": one.try_} for one in found],
+        "findings": [{"rule": one.rule, "since": one.since, "seen": one.seen, "try": one.advice} for one in found],
         "rules": rule_names(),
     }
 

@@ -128,4 +128,14 @@ def test_warnings_of_the_run_come_first_with_their_step():
     warning = LearningWarning("truncated", 12, "60% of the answers were cut", "sampling.max_new_tokens")
     found = findings(Record(RECIPE, run(clip_fraction=0.45).lines, warnings=[warning]))
     assert [(one.rule, one.since) for one in found] == [("truncated", 12), ("clipped", None)]
-    assert found[0].try_ == "Look at sampling.max_new_tokens."
+    assert found[0].advice == "Look at sampling.max_new_tokens."
+
+
+def test_names_of_a_task_cannot_control_the_terminal():
+    hostile = [each._replace(values={**each.values, "reward/\x1b[2J\nx": 0.0}) for each in run().lines]
+    (found,) = findings(Record(RECIPE, hostile))
+    assert "\\x1b[2J\\nx" in found.seen and found.seen.isprintable()
+
+
+def test_a_key_below_something_that_is_no_section_is_absent():
+    assert Record({"model": 3}, []).key("model.dtype") is None

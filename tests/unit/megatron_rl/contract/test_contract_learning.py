@@ -184,3 +184,9 @@ ODD = st.one_of(
 )
 def test_no_record_breaks_a_rule(values: list[dict[str, Any]]) -> None:
     warnings_of(MetricsLine(number, each) for number, each in enumerate(values, 1))
+
+
+def test_a_reason_cannot_control_the_terminal() -> None:
+    lost = {**LOST, "failed_rollouts_by_reason": {"\x1b]0;title\x07\nno error": 6}}
+    (warning,) = warnings_of(record(0, WINDOW, **lost))
+    assert "\\x1b]0;title\\x07\\nno error" in warning.seen and warning.seen.isprintable()
