@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.hf.export import Exported
 from megatron_rl.checkpoint.save import Published
 from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
-from megatron_rl.metrics.names import StepReport
+from megatron_rl.metrics.metric import StepReport
 from megatron_rl.metrics.report import step_lines
 from megatron_rl.rank.entry import gc_between_steps
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed

@@ -1,4 +1,4 @@
-"""mrl help: describe a command, or a key of a recipe."""
+"""mrl help: describe a command, a key of a recipe, or a metric."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from launcher.cli.completion import complete_key
 from launcher.cli.main import COMMANDS
 
 
-@click.command("help", short_help="Describe a command, or a key of a recipe.")
-@click.argument("name", metavar="[COMMAND|KEY|SECTION]", required=False, shell_complete=complete_key)
+@click.command("help", short_help="Describe a command, a key of a recipe, or a metric.")
+@click.argument("name", metavar="[COMMAND|KEY|SECTION|METRIC]", required=False, shell_complete=complete_key)
 @click.option("--markdown", is_flag=True, help="Print the reference of all keys, docs/keys.md.")
+@click.option("--metrics", is_flag=True, help="Print the reference of all metrics, docs/metrics.md.")
 @click.pass_context
-def command(context: click.Context, name: str | None, markdown: bool) -> None:
+def command(context: click.Context, name: str | None, markdown: bool, metrics: bool) -> None:
     """Print the help of COMMAND, or the list of commands.
 
     For a KEY of recipes, such as grpo.kl_beta: what it takes, its default, its meaning, and the shipped recipes that
-    set it. For a SECTION, such as grpo: all of its keys.
+    set it. For a SECTION, such as grpo: all of its keys. For a METRIC, such as truncated_ratio: its meaning, unit and
+    good range, and what to do outside of it.
 
     \b
-    Exit codes: 0 printed  2 there is no such command or key
+    Exit codes: 0 printed  2 there is no such command, key or metric
     """
+    if metrics:
+        from launcher.cli.show.metrics import metrics_page
+
+        click.echo(metrics_page(), nl=False)
+        return
     if markdown:
         from launcher.cli.show.keys import Keys
 
@@ -33,9 +40,13 @@ def command(context: click.Context, name: str | None, markdown: bool) -> None:
         click.echo(group.get_help(root))
         return
     from launcher.cli.show.keys import Keys, key_path  # slow to import
+    from launcher.cli.show.metrics import metric_lines
     from launcher.recipe.suggest import did_you_mean
 
     keys, path = Keys(), key_path(name)
+    if name not in COMMANDS and path not in keys.known and (entry := metric_lines(name)):
+        click.echo("\n".join(entry))
+        return
     if len(path) > 1 and path not in keys.known:
         raise click.UsageError(f"recipes have no key {name}{did_you_mean(path, keys.known)}", context)
     if name in COMMANDS or path not in keys.known:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatron_rl.contract.attempt_records import TimelineLine
 from megatron_rl.errors import ConfigurationError, TaskFailed
-from megatron_rl.metrics.names import PROMPT_TOO_LONG, TIMED, StepReport, metrics_of
+from megatron_rl.metrics.metric import StepReport
+from megatron_rl.metrics.names import PROMPT_TOO_LONG, TIMED, metrics_of
 from megatron_rl.metrics.stats import Tally
 from megatron_rl.metrics.timeline import Timeline
 

@@ -10,6 +10,7 @@ import pytest
 
 from launcher.cli.main import COMMANDS
 from launcher.cli.show.keys import Keys
+from launcher.cli.show.metrics import metrics_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,3 +64,7 @@ def test_no_page_installs_another_project_called_mrl(page):
 
 def test_the_reference_of_keys_is_current():
     assert (ROOT / "docs" / "keys.md").read_text() == Keys().markdown(), "run `mrl help --markdown > docs/keys.md`"
+
+
+def test_the_reference_of_metrics_is_current():
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page(), "run `mrl help --metrics > docs/metrics.md`"

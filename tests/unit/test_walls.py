@@ -41,6 +41,8 @@ LIGHT = (
     "megatron_rl.checkpoint.interval",
     "megatron_rl.checkpoint.publish",
     "megatron_rl.distill.teacher",
+    "megatron_rl.metrics.metric",
+    "megatron_rl.metrics.names",
     "megatron_rl.model.flops",
     "megatron_rl.model.hf_config",
     "megatron_rl.platform.cards",

@@ -17,7 +17,8 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
-from megatron_rl.metrics.names import TIMED, StepReport, check_name, metrics_of
+from megatron_rl.metrics.metric import StepReport
+from megatron_rl.metrics.names import TIMED, check_name, metrics_of
 from megatron_rl.metrics.stats import Tally
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer

@@ -22,7 +22,8 @@ from megatron_rl.contract.records import Unreadable, read_lines
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics import writer as writer_module
 from megatron_rl.metrics.config import LoggingConfig
-from megatron_rl.metrics.names import STEP_METRICS, TIMED, StepReport, check_name, metrics_of
+from megatron_rl.metrics.metric import StepReport
+from megatron_rl.metrics.names import STEP_METRICS, TIMED, check_name, metrics_of
 from megatron_rl.metrics.report import MOST_REASONS, AllAnswersLost, step_lines
 from megatron_rl.metrics.stats import (
     BatchStats,
