@@ -55,7 +55,7 @@ def train_step(run: Run) -> None:
     batch = run.driver.collect(run.next_ordinal)
     if not run.platform.transfers_beside_collectives:
         run.refit.finish()
-    stats = run.trainer.train(batch, step, weights_change=run.refit.finish)
+    stats = run.trainer.train(batch, step, weights_change=run.refit.finish, record=run.record)
     with run.safe_points.phase("refit"):
         run.refit.publish(run.trainer.policy_version)
     run.step, run.next_ordinal, run.drawn, run.curriculum = step, batch.next_ordinal, batch.drawn, batch.curriculum
@@ -106,6 +106,7 @@ def save(run: Run) -> None:
 def begin_save(run: Run) -> None:
     """Start a checkpoint of the current step. Blocks until its tensors are copied to host memory."""
     run.writer.sync()
+    run.record.flush()
     needed = run.driver.begin_checkpoint(run.step, run.next_ordinal)
     run.checkpointer.save(run.step, run.sharded_state(), run.counters(), needed)
     run.saved = run.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -38,3 +39,30 @@ class Lags(click.ParamType):
         if lags[-1] > MOST_LAG:
             self.fail(f"{lags[-1]} is not between 0 and {MOST_LAG}", param, ctx)
         return tuple(lags)
+
+
+class Bounds(click.ParamType):
+    """A number, or two with a colon between them, of which one may be missing: `0`, `0.5:1`, `100:`, `:-1`."""
+
+    name = "number or from:to"
+
+    def __init__(self, *, whole: bool = False) -> None:
+        """whole: whether the numbers have no decimals."""
+        self._number = int if whole else float
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
+        if not isinstance(value, str):
+            first, last = value
+            return first, last
+        parts = value.split(":")
+        try:
+            if len(parts) > 2 or not any(parts):
+                raise ValueError
+            first = self._number(parts[0]) if parts[0] else -math.inf
+            last = self._number(parts[-1]) if parts[-1] else math.inf
+        except ValueError:
+            kind = "whole number" if self._number is int else "number"
+            self.fail(f"{value!r} is neither a {kind} nor two with a colon between them, such as 0:1", param, ctx)
+        if not first <= last:
+            self.fail(f"{value!r}: the first number is larger than the last", param, ctx)
+        return first, last

@@ -27,6 +27,7 @@ COMMANDS = {
     "rehearse": "",
     "requeue": "",
     "resume": "continue restart",
+    "rollouts": "answers completions generations samples",
     "serve": "",
     "serve-agent": "",
     "status": "info show state",

@@ -255,7 +255,7 @@ RULES = (
     Rule(
         "component-never-earned",
         _component_never_earned,
-        "Look at answers in rollouts/samples: the prompt may not say what the component wants, or its function never "
+        "Look at answers (mrl rollouts RUN): the prompt may not say what the component wants, or its function never "
         "finds it. A few worked examples teach a format (training.objective: supervised).",
     ),
 )

@@ -59,22 +59,34 @@ def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
     """Append one line in a single write, to a file with one writer at a time. A torn last line, left by a crash, is
     terminated first and stays a line of its own.
 
-    Raises OSError and restores the file, so that the call can be repeated. If the restoration fails too, the line may
-    be torn or, if only the flush failed, complete.
+    Raises OSError as `append_bytes` does.
 
     Args:
         line: without a line break.
         durable: whether it must survive a power failure.
     """
-    data = (line + "\n").encode("utf-8")
+    _append(path, (line + "\n").encode("utf-8"), durable, after=b"\n")
+
+
+def append_bytes(path: AnyPath, data: bytes) -> None:
+    """Append to a file with one writer at a time, in a single write.
+
+    Raises OSError and restores the file, so that the call can be repeated. If the restoration fails too, the data may
+    be torn or, if only the flush failed, complete.
+    """
+    _append(path, data, durable=False, after=b"")
+
+
+def _append(path: AnyPath, data: bytes, durable: bool, after: bytes) -> None:
+    """Append as `append_bytes` does. after: byte that must come before the data, unless the file is empty."""
     end: int | None = None
     try:
         with Path(path).open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
-            if size:
+            if size and after:
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    data = b"\n" + data
+                if file.read(1) != after:
+                    data = after + data
             end = size
             while data:
                 data = data[file.write(data) :]  # one write, unless the disk fills up during it

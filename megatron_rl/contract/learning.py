@@ -255,7 +255,7 @@ RULES = (
     Rule("lost-answers", _lost_answers, "logs/latest, environment.reward_timeout_s and the reward function"),
     Rule("dropped-prompts", _dropped_prompts, "async.on_overdue, training.sequence_length and sampling.max_new_tokens"),
     Rule("skipped-updates", _skipped_updates, "optimizer.learning_rate and optimizer.clip_grad"),
-    Rule("nonfinite-loss", _nonfinite_loss, "optimizer.learning_rate, model.dtype and rollouts/"),
+    Rule("nonfinite-loss", _nonfinite_loss, "optimizer.learning_rate, model.dtype and mrl rollouts"),
     Rule("nonfinite-tokens", _nonfinite_tokens, "the engine that samples (inference.engine) and model.dtype"),
     Rule(
         "learning-rate",
@@ -271,13 +271,13 @@ RULES = (
     Rule(
         "constant-rewards",
         _constant_rewards,
-        "the reward function, optimizer.learning_rate and rollouts/",
+        "the reward function, optimizer.learning_rate and mrl rollouts",
     ),
     Rule("no-signal", _no_signal, "sampling.temperature, grpo.group_size and how hard the problems are"),
     Rule("truncated", _truncated, "sampling.max_new_tokens, sampling.stop and the chat template (environment.args)"),
     Rule("zero-gradient", _zero_gradient, "grpo.overlong, grpo.eps_low and grpo.eps_high"),
     Rule("zero-learning-rate", _zero_learning_rate, "optimizer.learning_rate, decay and min_learning_rate"),
-    Rule("reward-not-rising", _reward_not_rising, "optimizer.learning_rate, grpo.prompts_per_step and rollouts/"),
+    Rule("reward-not-rising", _reward_not_rising, "optimizer.learning_rate, grpo.prompts_per_step and mrl rollouts"),
 )
 
 

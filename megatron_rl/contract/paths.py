@@ -100,10 +100,6 @@ class RunDir:
         the job can create anything."""
         return self.root.with_name(self.root.name + ".log")
 
-    def samples(self, step: int) -> Path:
-        """Sample rollouts of one step, as text."""
-        return self.root / "rollouts" / "samples" / f"step-{step:06d}.txt"
-
     def checkpoint(self, step: int) -> Path:
         """Folder of one published checkpoint."""
         return self.checkpoints / f"step-{step:06d}"
@@ -218,6 +214,8 @@ class Attempt(RankFiles):
         self.timeline = self.folder / "timeline.jsonl"
         """TimelineLine, one per stretch of time. A line has the seconds of all ranks since the line before it; the
         first line has those since `began`."""
+        self.rollouts = self.folder / "rollouts"
+        """Folder of the groups that the ranks trained on: see `rollout_records`."""
 
     def health(self, host: str) -> Path:
         """NodeHealth of one node."""

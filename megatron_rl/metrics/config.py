@@ -28,10 +28,16 @@ class LoggingConfig(Section):
     """Samples, histograms and experiment trackers."""
 
     samples_every: NonNegativeInt = 10
-    """Steps between sample rollouts written as text; 0 writes none."""
+    """Steps between groups that are recorded with all their tokens (`mrl rollouts`); 0 records none. Rewards and
+    lengths are recorded of every group."""
     samples: PositiveInt = 4
-    """Rollouts written each time."""
+    """Groups recorded with their tokens each time."""
     histograms_every: NonNegativeInt = 50
     """Steps between TensorBoard histograms; 0 writes none."""
     wandb: WandbConfig | None = None
     """Weights & Biases; default: off."""
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps, 0 for never, happens after this step."""
+    return every > 0 and (step == 1 or step % every == 0)

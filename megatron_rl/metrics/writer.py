@@ -1,7 +1,7 @@
 """Writer of metrics.jsonl, TensorBoard, W&B and one log line per step. Rank 0 alone writes.
 
-On a full disk the record waits for room: a save that fills the disk frees the space when it fails. TensorBoard, samples
-and the timeline, which are only for people, are left out with a warning.
+On a full disk the record waits for room: a save that fills the disk frees the space when it fails. TensorBoard and the
+timeline, which are only for people, are left out with a warning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.contract.files import once_there_is_room, write_atomic
 from megatron_rl.contract.learning import Watch
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, append, encode_line, read_lines
-from megatron_rl.metrics.config import LoggingConfig
+from megatron_rl.metrics.config import LoggingConfig, is_due
 from megatron_rl.metrics.names import check_name
 from megatron_rl.metrics.wandb.mirror import Mirror
 
@@ -35,9 +35,6 @@ class RolloutView(Protocol):
     def histograms(self) -> Mapping[str, Sequence[float]]:
         """TensorBoard name -> values."""
 
-    def texts(self, limit: int) -> list[str]:
-        """Return whole groups as text, at most `limit` of them."""
-
 
 class Writer:
     """Interface of the training loop. This base class, for ranks other than 0, writes nothing."""
@@ -52,7 +49,7 @@ class Writer:
         """Write the seconds since the last line."""
 
     def rollouts(self, step: int, view: RolloutView) -> None:
-        """Write histograms and samples of a step's rollouts, if due."""
+        """Write histograms of a step's rollouts, if due."""
 
     def sync(self) -> None:
         """Flush the record to disk: a checkpoint must never be newer than the record."""
@@ -114,14 +111,9 @@ class MetricsWriter(Writer):
             append(self._timeline, line)
 
     def rollouts(self, step: int, view: RolloutView) -> None:
-        if _due(step, self._config.histograms_every):
+        if is_due(step, self._config.histograms_every):
             with self._optional("TensorBoard"):
                 self._tensorboard.histograms(step, view.histograms())
-        if _due(step, self._config.samples_every):
-            path = self._run_dir.samples(step)
-            with self._optional("a sample of the rollouts"):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, "".join(view.texts(self._config.samples)))
 
     def sync(self) -> None:
         """Also flush TensorBoard's event queue: a killed run would lose events of steps that it never repeats."""
@@ -178,10 +170,6 @@ def cut_back(path: Path, last_step: int | None) -> list[MetricsLine]:
         )
     write_atomic(path, "".join(encode_line(line) + "\n" for line in kept))
     return kept
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and (step == 1 or step % every == 0)
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, Any]:

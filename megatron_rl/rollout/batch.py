@@ -24,6 +24,8 @@ class RolloutBatch:
     next_ordinal: int
     dropped: Mapping[int, str] = field(default_factory=dict)
     """Ordinal -> reason, for ordinals that this driver settled without training."""
+    passed_over: Sequence[TrajectoryGroup] = ()
+    """Finished groups among `dropped`."""
     dropped_tokens: int = 0
     """Tokens of unfinished answers that were cancelled as overdue."""
     failures: Mapping[str, int] = field(default_factory=dict)

@@ -146,6 +146,7 @@ class RolloutDriver:
             first_ordinal=ordinals.start,
             next_ordinal=ordinals.stop,
             dropped=dropped,
+            passed_over=passed_over,
             dropped_tokens=dropped_tokens,
             failures=failures,
             rounds=rounds,

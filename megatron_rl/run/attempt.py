@@ -86,6 +86,7 @@ def run_attempt(
         finish_export(run)
     run.exporter.close()
     run.driver.close()
+    run.record.flush()
     write_timeline(run)
     if world.rank == 0:
         step = run.step if outcome == FINISHED else run.checkpointer.published

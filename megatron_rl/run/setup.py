@@ -34,6 +34,7 @@ from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.curriculum import CurriculumState
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
+from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.rollout.window import Drawn
 from megatron_rl.run.generation import Generation, NoRefit, generate_here
 from megatron_rl.run.models import Models, build_models
@@ -122,6 +123,7 @@ class Run:
     checkpointer: Checkpointer
     exporter: Exporter
     writer: Writer
+    record: RolloutRecord
     step: int
     """Last finished step."""
     next_ordinal: int
@@ -279,6 +281,14 @@ def set_up(
         checkpointer=checkpointer,
         exporter=Exporter(run_dir, config.save, leads=dist.get_rank() == 0),
         writer=writer,
+        record=RolloutRecord(
+            attempt,
+            dist.get_rank(),
+            config.logging,
+            tokenizer,
+            prompts_per_step=config.grpo.prompts_per_step,
+            every_group=not config.supervised,
+        ),
         step=counters.step,
         next_ordinal=counters.next_ordinal,
         drawn=drawn,

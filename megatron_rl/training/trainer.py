@@ -38,6 +38,7 @@ from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.training.batch import (
     TrainingBatch,
     UpdateBatch,
@@ -97,11 +98,18 @@ class Trainer:
         own_policy_loss(config.grpo)  # an unusable one is refused before the first step
         own_baseline(config.grpo)
 
-    def train(self, rollouts: RolloutBatch, step: int, weights_change: Callable[[], None] = lambda: None) -> StepStats:
+    def train(
+        self,
+        rollouts: RolloutBatch,
+        step: int,
+        weights_change: Callable[[], None] = lambda: None,
+        record: RolloutRecord | None = None,
+    ) -> StepStats:
         """Run all passes and updates over one batch. Return what this rank counted: on the ranks of a replica, which
         all need its batch, only the one that `Groups.reports` counts. Collective.
 
         weights_change: called on all ranks before each update. It may block; an exception ends the step.
+        record: receives the groups, once they are trained on.
 
         Raises LeaveAgreed if a rank was asked to leave: before the first update with everything unchanged. Later the
         step is finished if there is time, otherwise `between_steps` is false and nothing can be saved.
@@ -142,6 +150,9 @@ class Trainer:
                     reference = self.score(self.reference, batch, first_pass)
             teacher = self._teacher_logprobs(batch, mine[: grpo.updates_per_pass])
             self.platform.synchronize()
+        recorded = None
+        if record is not None and record.is_sampled(step):
+            recorded = torch.zeros_like(batch.inference_logprobs) if before is None else before
 
         losses: list[LossStats] = []
         updates: list[Update] = []
@@ -152,13 +163,26 @@ class Trainer:
             with self.safe_points.phase("train"):
                 updates.append(
                     self._update(
-                        batch, update, before, of_answers, reference, teacher, losses, unfinished_s, weights_change
+                        batch,
+                        update,
+                        before,
+                        of_answers,
+                        reference,
+                        teacher,
+                        recorded if before is None else None,
+                        losses,
+                        unfinished_s,
+                        weights_change,
                     )
                 )
             self.between_steps = len(updates) == len(planned)
         self.optimizer.overlap.finish_gathering()
         device = self._device_stats(mine if self.groups.reports else [], len(planned))
         loss = self._loss_stats(losses) if any(update.inputs for update in planned) else None
+        if record is not None:
+            if recorded is not None and before is None and self.groups.context.size() > 1:
+                dist.all_reduce(recorded, group=self.groups.context)
+            record.add(step, rollouts, self.groups.reports, batch.advantages, recorded)
         return StepStats(seen, loss, _update_stats(updates, self.optimizer.host_bytes), device, environments)
 
     def _chosen(self, batch: TrainingBatch, positions: Sequence[int], step: int) -> list[list[int]]:
@@ -225,6 +249,7 @@ class Trainer:
         of_answers: Tensor | None,
         reference: Tensor | None,
         teacher: Tensor | None,
+        recorded: Tensor | None,
         losses: list[LossStats],
         unfinished_s: float | None,
         weights_change: Callable[[], None],
@@ -236,6 +261,7 @@ class Trainer:
             of_answers: [trained tokens] see `TrainedTokens.answer_log_ratios`.
             reference: [trained tokens] log-probs of the reference policy, if there is one.
             teacher: [trained tokens] log-probs of the teacher, if there is one.
+            recorded: [trained tokens] receives the log-probs of the tokens that this rank predicts, unless None.
             unfinished_s: see SafePoints.agree.
             weights_change: see `train`.
         """
@@ -256,6 +282,8 @@ class Trainer:
             weights, advantages = update.per_sequence[:, sequence]
             inference = batch.inference_logprobs[index]
             old = logprobs.detach() if before is None else before[index]
+            if recorded is not None:
+                recorded[index] = logprobs.detach()
             if batch.current is not None and self.config.grpo.importance is None:
                 # Log-probs of older weights are known from the engine alone.
                 old = torch.where(batch.current[index], old, inference)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from loop_helpers import lines_of
 from optional import needs
 
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.rollout_records import read_rollouts
 
 pytestmark = needs("gymnasium")
 
@@ -46,13 +45,8 @@ def test_episodes_of_several_turns_are_played_rewarded_and_trained_on(tmp_path: 
 
 def episodes_of(run_dir: RunDir, step: int) -> list[tuple[str, list[str]]]:
     """First observation and responses of each episode of a step."""
-    found, prompt = [], ""
-    for line in run_dir.samples(step).read_text(encoding="utf-8").splitlines():
-        if asked := re.fullmatch(r"prompt \d+: (.*)", line):
-            prompt = ast.literal_eval(asked[1]).strip()
-        elif said := re.fullmatch(r"  reward \S+  \S+  (.*)", line):
-            found.append((prompt, ast.literal_eval(said[1]).split("\n")))
-    return found
+    groups = read_rollouts(run_dir, step, step)
+    return [(group.prompt.strip(), answer.text.split("\n")) for group in groups for answer in group.answers]
 
 
 def played(first: str, responses: list[str]) -> float:

@@ -153,10 +153,16 @@ def seen(layout: Layout, model: str, groups: Groups) -> Seen:
     after_sgd = boxes(policy, lambda weight: weight)
 
     trainer, _ = build(config, groups)
-    losses = []
+    losses, recorded, expected = [], KeptLogprobs(), None
     for step in range(1, STEPS + 1):
-        tally = Tally()
-        trainer.train(share_of(config, groups, seed=step), step).put(tally)
+        tally, share = Tally(), share_of(config, groups, seed=step)
+        if step == STEPS:
+            expected = scored(trainer, share)
+        trainer.train(share, step, record=recorded).put(tally)
+        if expected is not None and groups.reports:
+            trained = recorded.logprobs != 0  # the rest has no advantage
+            assert trained.any()
+            assert torch.allclose(recorded.logprobs[trained], expected[trained], atol=1e-4)
         total = dict(tally.reduce(groups.control))
         del total["batch.packed_tokens"]  # depends on how the layout packs prompts
         losses.append(total)
@@ -168,6 +174,18 @@ def seen(layout: Layout, model: str, groups: Groups) -> Seen:
         losses,
         boxes(trainer.policy, lambda weight: weight),
     )
+
+
+class KeptLogprobs:
+    """Stands in for a `RolloutRecord` of which every step is sampled."""
+
+    logprobs: Tensor
+
+    def is_sampled(self, step: int) -> bool:
+        return True
+
+    def add(self, step: int, batch: RolloutBatch, trained: bool, advantages: Tensor, logprobs: Tensor) -> None:
+        self.logprobs = logprobs.clone()
 
 
 def gradient_of(weight: Tensor) -> Tensor:
@@ -207,7 +225,7 @@ def gradient(trainer: Trainer, rollouts: RolloutBatch) -> None:
     trainer.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite, so that it is not applied
     batch, update = one_update(trainer, rollouts)
     reference = trainer.score(trainer.reference, batch, update.inputs)
-    trainer._update(batch, update, None, None, reference, None, [], None, lambda: None)
+    trainer._update(batch, update, None, None, reference, None, None, [], None, lambda: None)
 
 
 def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:

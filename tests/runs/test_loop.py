@@ -23,6 +23,7 @@ from megatron_rl.checkpoint.publish import read_manifest
 from megatron_rl.contract.attempt_records import Outcome
 from megatron_rl.contract.codes import DRAINED, EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, FINISHED
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.rollout_records import read_rollouts
 from megatron_rl.metrics.names import STEP_METRICS
 
 STEPS = 24
@@ -110,11 +111,21 @@ def test_tensorboard_shows_histograms_and_evaluations(scalars: EventAccumulator)
     assert [event.step for event in scalars.Scalars("eval/held_out/greedy_accuracy")] == [0, 8, 16, 24]
 
 
-def test_sample_rollouts_can_be_read(undisturbed: RunDir) -> None:
-    assert [undisturbed.samples(step).exists() for step in (1, 6, 7, 12)] == [True, True, False, True]
-    text = undisturbed.samples(12).read_text()
-    assert text.startswith("prompt 55: '")
-    assert "reward" in text
+def test_the_groups_of_every_step_are_recorded_and_the_tokens_of_sampled_ones(undisturbed: RunDir) -> None:
+    groups = [*read_rollouts(undisturbed, 1, STEPS)]
+    assert [(group.step, group.ordinal) for group in groups] == [(1 + n // 5, n) for n in range(5 * STEPS)]
+    for step, line in enumerate(lines_of(undisturbed.metrics), 1):
+        rewards = [reward for group in groups if group.step == step for reward in group.rewards]
+        assert sum(rewards) / len(rewards) == pytest.approx(line["mean_reward"], abs=1e-6)
+    sampled = [group for group in groups if group.answers]
+    assert sorted({group.step for group in sampled}) == [1, 6, 12, 18, 24]
+    sequences = [sequence for group in sampled for answer in group.answers for sequence in answer.sequences]
+    assert all(
+        sequence.pieces[:3] == [*group.prompt][:3] for group in sampled for sequence in group.answers[0].sequences
+    )
+    pairs = [pair for one in sequences for pair in zip(one.logprobs, one.trained_logprobs, strict=True)]
+    scored = [(engine, trainer) for engine, trainer in pairs if trainer]
+    assert scored and all(engine == pytest.approx(trainer, abs=2e-4) for engine, trainer in scored)
 
 
 def test_finished_run_has_an_outcome_and_its_last_checkpoint(undisturbed: RunDir) -> None:

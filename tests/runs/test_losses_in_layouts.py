@@ -111,7 +111,7 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
         of_answers = answer_log_ratios(difference, batch.trajectory_lengths, grpo.importance.level)
     reference = trainer.score(trainer.reference, batch, update.inputs) if trainer.reference else None
     losses: list[Any] = []
-    trainer._update(batch, update, before, of_answers, reference, None, losses, None, lambda: None)
+    trainer._update(batch, update, before, of_answers, reference, None, None, losses, None, lambda: None)
     tally = Tally()
     tally.add("loss", trainer._loss_stats(losses).loss)
     return Seen(tally.reduce(groups.control)["loss"], boxes(trainer.policy, lambda weight: weight.main_grad))

@@ -8,6 +8,7 @@ import pytest
 from learning_helpers import install_shuffled, mean_rewards, train
 
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.rollout_records import read_rollouts
 from megatron_rl.environments.calculator import Calculator
 
 pytestmark = pytest.mark.slow
@@ -31,9 +32,8 @@ RECIPE = (
 
 def calls(run_dir: RunDir, step: int) -> float:
     """Share of conversations that start with a call."""
-    lines = run_dir.samples(step).read_text(encoding="utf-8").splitlines()
-    said = [line.rpartition("  ")[2] for line in lines if line.startswith("  reward")]
-    return sum(each.startswith("'[") for each in said) / len(said)
+    said = [answer.text for group in read_rollouts(run_dir, step, step) for answer in group.answers]
+    return sum(each.startswith("[") for each in said) / len(said)
 
 
 def test_a_tiny_model_learns_to_call_the_calculator(tmp_path: Path) -> None:

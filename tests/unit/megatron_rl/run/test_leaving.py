@@ -50,6 +50,7 @@ class Leaving:
             groups=SimpleNamespace(control=world()),
             checkpointer=saver,
             writer=Writer(),
+            record=SimpleNamespace(flush=lambda: None),
             driver=SimpleNamespace(begin_checkpoint=lambda step, next_ordinal: lambda: None),
             sharded_state=lambda: sharded_state(1.0),
             counters=dict,
@@ -135,6 +136,7 @@ def test_no_rank_disconnects_before_all_have_met_after_the_outcome(
     nothing = SimpleNamespace(close=lambda: None, stop=lambda: None)
     saved = SimpleNamespace(under_way=None, wait=lambda final: None)
     run = SimpleNamespace(step=4, checkpointer=saved, driver=nothing, writer=nothing, exporter=nothing)
+    run.record = SimpleNamespace(flush=lambda: None)
     run.generation = SimpleNamespace(end=lambda: None)
     events: list[tuple[str, bool]] = []
     for name, stand_in in {

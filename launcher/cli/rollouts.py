@@ -1,0 +1,108 @@
+"""mrl rollouts: prompts and answers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice, starmap
+
+import click
+
+from launcher.cli.arguments import Bounds
+from launcher.cli.completion import complete_run
+
+SHOWN = 5
+
+
+@click.command("rollouts", short_help="Show prompts and answers of a run, with their rewards.")
+@click.argument("run", required=False, shell_complete=complete_run)
+@click.option(
+    "--step",
+    type=Bounds(whole=True),
+    help="Step, or steps: 120, 100:120, 100:. Default: the newest with sampled groups.",
+)
+@click.option("--environment", metavar="ID", help="Only problems of this environment.")
+@click.option("--problem", metavar="DIGEST", help="Only this problem, named as the output names it, or by its start.")
+@click.option("--signal/--no-signal", default=None, help="Only groups whose rewards differ, or only those that do not.")
+@click.option("--lost", is_flag=True, help="Only groups that lost answers.")
+@click.option("--reward", type=Bounds(), help="Only answers with this reward, or from:to.")
+@click.option("--reason", metavar="REASON", help="Only answers with this finish reason: stop, length, ...")
+@click.option("--length", type=Bounds(whole=True), help="Only answers of this many tokens, or from:to.")
+@click.option("--text", help="Only groups with this text in their prompt or, if sampled, in an answer.")
+@click.option("-n", "most", type=click.IntRange(0), default=SHOWN, show_default=True, help="Groups at most; 0: all.")
+@click.option("--tokens", is_flag=True, help="List the tokens of each answer with the log-probs of engine and trainer.")
+@click.option("--full", is_flag=True, help="Show long answers in full.")
+@click.option(
+    "--by-problem", is_flag=True, help="Instead of groups, list the problems: those that never had signal first."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object per group, or per problem.")
+def command(
+    run: str | None,
+    step: tuple[float, float] | None,
+    environment: str | None,
+    problem: str | None,
+    signal: bool | None,
+    lost: bool,
+    reward: tuple[float, float] | None,
+    reason: str | None,
+    length: tuple[float, float] | None,
+    text: str | None,
+    most: int,
+    tokens: bool,
+    full: bool,
+    by_problem: bool,
+    as_json: bool,
+) -> None:
+    """Show groups of RUN: a prompt, and the answers to it with reward and advantage. Nothing of the run changes; it may
+    be running.
+
+    RUN is a run's name, its directory, its job id, or nothing for the newest. Rewards and lengths are recorded of every
+    group; texts and tokens of logging.samples groups every logging.samples_every steps.
+
+    \b
+    mrl rollouts mine --step 120 --reward 0 -n 5      answers of step 120 that earned nothing
+    mrl rollouts mine --step 1: --problem 3fa9 -n 0   one problem over all steps
+    mrl rollouts mine --step 1: --by-problem          which problems never had signal
+    \b
+    Exit codes: 0 printed  1 nothing is recorded, or nothing fits  2 no such run
+    """
+    from launcher.cli.show.history import newest_line
+    from launcher.cli.show.rollouts import PROBLEM_HEADING, group_json, group_lines, problem_json, problem_line
+    from launcher.errors import Failed
+    from launcher.runs.find import find
+    from launcher.runs.rollouts import Wanted, histories, newest_sampled, selected
+    from megatron_rl.contract.records import Absent, Unreadable
+    from megatron_rl.contract.rollout_records import read_rollouts
+
+    found = find(run)
+    line = newest_line(found.metrics)
+    if isinstance(line, Unreadable):
+        raise Failed(str(line))
+    if isinstance(line, Absent):
+        raise Failed(f"{found.root.name} has not finished a step yet: {found.metrics} does not exist or is empty")
+    newest = line.step
+    if step is not None:
+        first, last = max(1, step[0]), min(newest, step[1])
+        if first > last:
+            raise Failed(f"{found.root.name} has no step {step[0]:g} yet: its newest is {newest}")
+        groups = read_rollouts(found, int(first), int(last))
+    else:
+        groups = read_rollouts(found, 1, newest) if by_problem else iter(newest_sampled(found, newest))
+    fitting = selected(groups, Wanted(environment, problem, signal, lost, reward, reason, length, text))
+    texts: Iterator[str]
+    if by_problem:
+        rows = histories(group for group, _ in fitting)
+        heading = "" if as_json else PROBLEM_HEADING
+        texts = map(problem_json if as_json else problem_line, rows)
+    else:
+        heading = ""
+        texts = starmap(group_json if as_json else partial(group_lines, tokens=tokens, full=full), fitting)
+    shown = [*islice(texts, most or None)]
+    if not shown:
+        raise Failed(
+            f"{found.root.name}: no recorded group fits. --step asks for other steps, 1 to {newest}; only sampled "
+            "groups have texts (logging.samples_every)"
+        )
+    click.echo("\n".join([*([heading] if heading else []), *shown]))
+    if len(shown) == most and next(texts, None) is not None:
+        click.echo("more fit: -n 0 shows all", err=True)

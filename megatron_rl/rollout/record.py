@@ -1,0 +1,177 @@
+"""Record of the groups of each step: see contract/rollout_records.py."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
+from megatron_rl.contract.files import append_bytes
+from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.rollout_records import (
+    NOT_FINITE,
+    PROMPT_LIMIT,
+    AnswerLine,
+    GroupLine,
+    SequenceLine,
+    group_json,
+    member,
+    rollouts_file,
+)
+from megatron_rl.metrics.config import LoggingConfig, is_due
+from megatron_rl.model.pieces import Pieces
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.rollout.batch import RolloutBatch
+
+FLUSH_S = 10.0
+"""Seconds for which groups may wait for others, with which they are compressed."""
+DIGITS = 4
+"""Decimal places of log-probs and advantages."""
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutRecord:
+    """Writes the groups of a rank. A killed attempt loses those since the last flush, whose steps are repeated unless
+    a checkpoint has them; before a checkpoint they are flushed."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        rank: int,
+        config: LoggingConfig,
+        tokenizer: Tokenizer,
+        *,
+        prompts_per_step: int,
+        every_group: bool = True,
+    ) -> None:
+        """
+        every_group: whether groups are recorded that are not sampled, without their tokens.
+        """
+        self._attempt, self._rank, self._config = attempt, rank, config
+        self._pieces = Pieces(tokenizer)
+        self._stride = max(1, prompts_per_step // config.samples)
+        self._every_group = every_group
+        self._waiting: dict[str, list[str]] = {}
+        self._flushed = time.monotonic()
+        self._left_out = False
+
+    def is_sampled(self, step: int) -> bool:
+        """Whether some groups of the step are recorded with their tokens; the same on all ranks."""
+        return is_due(step, self._config.samples_every)
+
+    def add(
+        self, step: int, batch: RolloutBatch, trained: bool, advantages: Tensor | None, logprobs: Tensor | None
+    ) -> None:
+        """Add the groups of a step.
+
+        Args:
+            trained: whether this rank records the groups that its replica trains on; it records those it passed over
+                in any case.
+            advantages: [trajectories] of the groups to train on.
+            logprobs: [trained tokens] log-probs of the trainer before the updates, if the step is sampled.
+        """
+        lines = [*self._trained(step, batch, advantages, logprobs)] if trained and advantages is not None else []
+        if self._every_group:
+            lines += (_line(step, group, [0.0] * len(group.trajectories), why) for group, why in _passed_over(batch))
+        if lines:
+            path = rollouts_file(self._attempt, self._rank, step)
+            self._waiting.setdefault(path, []).extend(group_json(line) + "\n" for line in lines)
+        if time.monotonic() - self._flushed > FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the groups that wait. Groups that cannot be written are left out with a warning."""
+        waiting, self._waiting, self._flushed = self._waiting, {}, time.monotonic()
+        try:
+            if waiting:
+                self._attempt.rollouts.mkdir(parents=True, exist_ok=True)
+            for path, lines in waiting.items():
+                append_bytes(path, member("".join(lines)))
+        except OSError as error:
+            if not self._left_out:
+                logger.warning("a part of the record of rollouts is left out: %s", error)
+            self._left_out = True
+
+    def _trained(
+        self, step: int, batch: RolloutBatch, advantages: Tensor, logprobs: Tensor | None
+    ) -> Iterator[GroupLine]:
+        of_answers = iter(advantages.tolist())
+        token = 0
+        for position, group in zip(batch.positions, batch.groups, strict=True):
+            tokens = sum(sequence.loss_mask.count(True) for sequence in _sequences(group))
+            answers: list[AnswerLine] = []
+            sampled = position % self._stride == 0 and position // self._stride < self._config.samples
+            if logprobs is not None and sampled:
+                scores = iter(logprobs[token : token + tokens].tolist())
+                answers = [self._answer(answer, scores) for answer in group.trajectories]
+            token += tokens
+            its = [next(of_answers) for _ in group.trajectories]
+            if answers or self._every_group:
+                yield _line(step, group, its, "", answers)
+
+    def _answer(self, answer: Trajectory, scores: Iterator[float]) -> AnswerLine:
+        """scores: log-probs of the trainer for its trained tokens and further ones."""
+        return AnswerLine(
+            text=answer.text,
+            components=dict(answer.components),
+            tool_calls=answer.tool_calls,
+            output=answer.output,
+            sequences=[self._sequence(sequence, scores) for sequence in answer.sequences],
+        )
+
+    def _sequence(self, sequence: Branch, scores: Iterator[float]) -> SequenceLine:
+        return SequenceLine(
+            tokens=sequence.tokens,
+            pieces=self._pieces.of(sequence.tokens),
+            turns=[[turn.start, turn.stop] for turn in sequence.turns],
+            trained=sequence.loss_mask,
+            logprobs=_rounded(sequence.logprobs),
+            trained_logprobs=_rounded(next(scores) if trained else 0.0 for trained in sequence.loss_mask),
+            versions=sequence.versions,
+        )
+
+
+def _line(
+    step: int,
+    group: TrajectoryGroup,
+    advantages: Sequence[float],
+    passed_over: str = "",
+    answers: Sequence[AnswerLine] = (),
+) -> GroupLine:
+    problem, sampled = group.problem, [version for version in group.versions if version >= 0]
+    return GroupLine(
+        step=step,
+        ordinal=group.ordinal,
+        problem=hashlib.sha256(f"{problem.environment}\n{problem.prompt}".encode("utf-8", "replace")).hexdigest()[:12],
+        prompt=problem.prompt[:PROMPT_LIMIT],
+        rewards=_rounded(answer.reward for answer in group.trajectories),
+        advantages=_rounded(advantages),
+        lengths=[answer.answer_length for answer in group.trajectories],
+        finish_reasons=[answer.finish_reason for answer in group.trajectories],
+        lowest_version=min(sampled, default=-1),
+        highest_version=max(sampled, default=-1),
+        environment=problem.environment,
+        failures=dict(group.failures),
+        passed_over=passed_over,
+        answers=list(answers),
+    )
+
+
+def _passed_over(batch: RolloutBatch) -> Iterator[tuple[TrajectoryGroup, str]]:
+    for group in batch.passed_over:
+        yield group, batch.dropped[group.ordinal]
+
+
+def _sequences(group: TrajectoryGroup) -> Iterator[Branch]:
+    for answer in group.trajectories:
+        yield from answer.sequences
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [round(value, DIGITS) if math.isfinite(value) else NOT_FINITE for value in values]
