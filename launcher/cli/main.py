@@ -25,6 +25,7 @@ COMMANDS = {
     "prefetch": "download fetch pull",
     "recipes": "",
     "rehearse": "",
+    "report": "dashboard html page view",
     "requeue": "",
     "resume": "continue restart",
     "rollouts": "answers completions generations samples",

@@ -79,6 +79,8 @@ class RunDir:
         """EvaluationResult of a job that evaluates another run's checkpoint; the answers are in the same folder."""
         self.evaluation_results = self.root / "evaluations"
         """Folder of the results of `mrl evaluate` for this run: an EvaluationResult and its answers for each."""
+        self.report = self.root / "report.html"
+        """Page of the run, written by `mrl report`."""
         self.bank = self.root / "rollouts" / "bank"
         """Folder of the answers that are generated and not yet trained on."""
         self.tensorboard = self.root / "tensorboard"

@@ -13,7 +13,16 @@ from parsed import parsed
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ("launcher", "megatron_rl", "tests")
-TEXTS = ("*.md", "docs/*.md", "containers/*.md", "slurm/*", "launcher/**/*.yaml", "launcher/**/*.j2", "Makefile")
+TEXTS = (
+    "*.md",
+    "docs/*.md",
+    "containers/*.md",
+    "slurm/*",
+    "launcher/**/*.yaml",
+    "launcher/**/*.j2",
+    "launcher/**/*.js",
+    "Makefile",
+)
 
 OPENERS = {
     *("Of", "That", "See", "To", "By", "For", "In", "With", "From", "Beside", "As", "At", "On", "Until", "Than"),

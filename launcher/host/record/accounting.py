@@ -48,6 +48,15 @@ class AttemptTrace(NamedTuple):
     seen: float | None = None  # last sign of life of rank 0
 
 
+class Span(NamedTuple):
+    """Time of an attempt without a gap, in unix time."""
+
+    start: float
+    end: float
+    seconds: dict[str, float]  # category -> GPU-seconds of the GPUs that train; those that are 0 may be missing
+    generating: dict[str, float]  # the same of the GPUs that only generate
+
+
 class AttemptUsage(NamedTuple):
     """GPU-seconds of one attempt."""
 
@@ -57,6 +66,7 @@ class AttemptUsage(NamedTuple):
     start: float
     end: float  # end of the charged time: of a running attempt, the last line of its timeline
     seconds: dict[str, float]  # GPU-seconds of each of CATEGORIES; without queue they sum to gpus * (end - start)
+    spans: list[Span] = []  # the same over time, without queue, in order
 
 
 class GpuUsage(NamedTuple):
@@ -129,7 +139,7 @@ def gpu_usage(
         later = [step for step in map(_resumed, traced[place + 1 :]) if step is not None]
         _charge_attempt(account, trace, min(later) if later else sys.maxsize, goes_on)
         number = None if line.attempt == IN_QUEUE else line.attempt
-        usages.append(AttemptUsage(number, gpus, queued_at, start, closed, account.seconds))
+        usages.append(AttemptUsage(number, gpus, queued_at, start, closed, account.seconds, account.spans))
     return GpuUsage(usages)
 
 
@@ -145,9 +155,12 @@ class _Account:
         self.gpus, self.at, self.end = gpus, start, end
         self.generating = generating  # number of the GPUs that only generate
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
+        self.spans: list[Span] = []
 
     def until(self, at: float, category: str) -> None:
-        self.seconds[category] += self.gpus * self._pass(at)
+        apart = min(self.generating, self.gpus)
+        start, span = self.at, self._pass(at)
+        self._charge(start, {category: span * (self.gpus - apart)}, {category: span * apart})
 
     def line(self, line: TimelineLine, ranks: int, fate: Mapping[str, str]) -> None:
         """Charge a line of the timeline.
@@ -155,25 +168,41 @@ class _Account:
         Args:
             fate: category -> category that gets its seconds instead.
         """
-        span = self._pass(line.at)
+        start, span = self.at, self._pass(line.at)
         recorded = sum(line.seconds.values()) / ranks
         known = min(span, recorded)
         busy = min(ranks, self.gpus)
         apart = min(self.generating, self.gpus - busy)
-        self.seconds[fate.get(WAIT, WAIT)] += (self.gpus - busy - apart) * known
-        for name, seconds in line.seconds.items():
-            passed = seconds / ranks * (known / recorded) if recorded else 0.0
+        seconds: dict[str, float] = {}
+        generating: dict[str, float] = {}
+        _add(seconds, fate.get(WAIT, WAIT), (self.gpus - busy - apart) * known)
+        for name, its in line.seconds.items():
+            passed = its / ranks * (known / recorded) if recorded else 0.0
             name = name if name in self.seconds else WAIT  # a newer version has more categories
             mine, theirs = (WAIT, GENERATE) if apart and name == GENERATE else (name, WAIT)
-            self.seconds[fate.get(mine, mine)] += passed * busy
-            self.seconds[fate.get(theirs, theirs)] += passed * apart
-        self.seconds[LOST] += self.gpus * (span - known)  # a line is missing
+            _add(seconds, fate.get(mine, mine), passed * busy)
+            _add(generating, fate.get(theirs, theirs), passed * apart)
+        _add(seconds, LOST, (self.gpus - apart) * (span - known))  # a line is missing
+        _add(generating, LOST, apart * (span - known))
+        self._charge(start, seconds, generating)
+
+    def _charge(self, start: float, seconds: Mapping[str, float], generating: Mapping[str, float]) -> None:
+        """Charge the time from `start` to the present one."""
+        for part in (seconds, generating):
+            for name, its in part.items():
+                self.seconds[name] += its
+        if self.at > start:
+            self.spans.append(Span(start, self.at, dict(seconds), dict(generating)))
 
     def _pass(self, at: float) -> float:
         """Advance to `at`. Returns the seconds passed."""
         at = min(max(at, self.at), self.end)
         passed, self.at = at - self.at, at
         return passed
+
+
+def _add(seconds: dict[str, float], name: str, its: float) -> None:
+    seconds[name] = seconds.get(name, 0.0) + its
 
 
 def _charge_attempt(account: _Account, trace: AttemptTrace, kept: int, goes_on: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,9 @@ def test_the_sums_hold_and_nothing_is_negative_whatever_the_clocks_say(run, now,
         held = sum(seconds for name, seconds in row.seconds.items() if name != "queue")
         assert held == pytest.approx(row.gpus * (row.end - row.start))
         assert row.seconds["queue"] == pytest.approx(row.gpus * (row.start - row.queued_at))
+        assert all(before.end == after.start for before, after in pairwise(row.spans))
+        spent = [seconds for span in row.spans for part in span[2:] for seconds in part.values()]
+        assert (sum(spent), min(spent, default=0.0) >= 0) == (pytest.approx(held), True)
     assert sum(usage.total.values()) == pytest.approx(sum(sum(row.seconds.values()) for row in usage.attempts))
 
 

@@ -1,0 +1,83 @@
+"""Pure: curves of a page, with few points whatever the number of steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+BUCKETS = 400
+"""Parts of a long curve; each keeps its minimum and its maximum. A chart is some 500 pixels wide."""
+SMOOTHED_OVER = 25
+"""Parts of a run, one of which is averaged for a smoothed curve."""
+DIGITS = 5
+"""Significant digits of a number in the page."""
+
+Value = float | None
+
+
+class Curve(NamedTuple):
+    """One line of a chart."""
+
+    label: str
+    values: list[Value]
+    """One per step of the chart; None where the metric is absent."""
+
+
+class Points(NamedTuple):
+    """Curves over the same steps."""
+
+    steps: list[int]
+    columns: list[list[Value]]
+
+
+def downsample(steps: Sequence[int], columns: Sequence[Sequence[Value]], buckets: int = BUCKETS) -> Points:
+    """Keep in each of `buckets` equal parts of the steps the first one, and those where a column is lowest and highest.
+
+    Peaks stay visible this way, and each column keeps its own values: nothing is averaged. All steps stay where there
+    are at most two per bucket.
+    """
+    count = len(steps)
+    if count <= 2 * buckets:
+        kept = list(range(count))
+    else:
+        chosen = {0, count - 1}
+        for part in range(buckets):
+            low, high = part * count // buckets, (part + 1) * count // buckets
+            for column in columns:
+                known = [at for at in range(low, high) if column[at] is not None]
+                if known:
+                    chosen.add(min(known, key=lambda at: column[at] or 0.0))
+                    chosen.add(max(known, key=lambda at: column[at] or 0.0))
+        kept = sorted(chosen)
+    return Points([steps[at] for at in kept], [[rounded(column[at]) for at in kept] for column in columns])
+
+
+def smoothed(values: Sequence[Value]) -> list[Value]:
+    """Mean of each value and its neighbours, over a window of a SMOOTHED_OVER-th of the run, cut at both ends."""
+    half = len(values) // (2 * SMOOTHED_OVER)
+    sums = [0.0, *accumulate(value or 0.0 for value in values)]
+    counts = [0, *accumulate(value is not None for value in values)]
+    found: list[Value] = []
+    for at in range(len(values)):
+        low, high = max(0, at - half), min(len(values), at + half + 1)
+        known = counts[high] - counts[low]
+        found.append((sums[high] - sums[low]) / known if known else None)
+    return found
+
+
+def rounded(value: Value) -> Value:
+    """The value with DIGITS significant digits; None if it is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{DIGITS}g}")
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Linearly interpolated quantile of one or more values."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

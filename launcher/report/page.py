@@ -1,0 +1,176 @@
+"""Puts the data of a run into one self-contained HTML file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from launcher.recipe.changes import flat
+from launcher.report.report import RunReport
+from launcher.report.usage import STACKED
+
+FOLDER = Path(__file__).with_name("page")
+STYLES = ("vendor/uPlot.min.css", "page.css")
+SCRIPTS = ("vendor/uPlot.iife.min.js", "dom.js", "charts.js", "usage.js", "start.js")
+
+HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""Characters that are invisible, or change the order or the meaning of those around them: controls except line feed
+and tab, directional marks, surrogates without a partner, tags."""
+
+
+def run_page(report: RunReport, now: float, live: bool = False) -> str:
+    """Return the page of a run.
+
+    Args:
+        now: unix time of the data.
+        live: whether a server of `mrl report --follow` shows it, which it asks for newer data.
+    """
+    data = {
+        "run": report.name,
+        "categories": STACKED,
+        "groups": report.groups,
+        "evaluations": report.evaluations,
+        "timeline": report.timeline,
+    }
+    return _render("run.html.j2", {"curves": data}, live, report=report, now=now, recipe=flat(report.values))
+
+
+def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -> str:
+    """Render a template with styles, scripts and data inside, and a policy that allows nothing else."""
+    styles = [_file(name) for name in STYLES]
+    scripts = [_file(name) for name in SCRIPTS]
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {' '.join(_hash(text) for text in scripts)}",
+            f"style-src {' '.join(_hash(text) for text in styles)}",
+            "img-src data:",
+            f"connect-src {_SELF if live else _NONE}",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    return (
+        _templates()
+        .get_template(template)
+        .render(
+            policy=policy,
+            styles=[Markup(text) for text in styles],
+            scripts=[Markup(text) for text in scripts],
+            data={name: Markup(json_block(value)) for name, value in data.items()},
+            live=live,
+            **values,
+        )
+    )
+
+
+_SELF, _NONE = "'self'", "'none'"
+
+
+def json_block(value: Any) -> str:
+    """JSON that is safe inside a <script> element: without <, >, &, line separators and lone surrogates."""
+    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _plain(value: Any) -> Any:
+    """Objects of named fields as dictionaries. Lists of numbers or texts are returned as they are: there are many."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: _plain(its) for name, its in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {name: _plain(its) for name, its in value.items()}
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], (int, float, str, type(None))):
+            return value
+        return [_plain(one) for one in value]
+    return value
+
+
+def visible(text: str) -> str:
+    """Text with an escape such as \\u202e for each HIDDEN character."""
+    return HIDDEN.sub(lambda found: f"\\u{{{ord(found[0]):x}}}", text)
+
+
+@cache
+def _file(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8").strip()
+
+
+@cache
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "date": _date,
+        "duration": duration,
+        "number": _number,
+        "short": lambda value: f"{value:.2g}" if abs(value) < 100 else f"{value:,.0f}",
+        "percent": lambda share: f"{share:.1%}" if 0 < share < 0.095 else f"{share:.0%}",
+        "count": _count,
+        "device_time": _device_time,
+        "value": _value,
+    }
+    return environment
+
+
+def _date(at: float) -> str:
+    return time.strftime("%d %B %Y, %H:%M", time.localtime(at)).lstrip("0")
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: `48 s`, `12 min`, `3.4 h`, `2.1 days`."""
+    for unit, size, digits in (("days", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):
+        if seconds >= 2 * size or (unit == "h" and seconds >= size):
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _count(value: float) -> str:
+    """Format a large number: `1,200`, `36k`, `5.6M`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 10 * size or (unit != "k" and value >= size):
+            return f"{value / size:.3g}{unit}"
+    return f"{value:,.0f}"
+
+
+def _device_time(seconds: float, device: str) -> str:
+    """Format `412.6 GPU-hours`, `3.8 process-minutes`."""
+    unit, size = ("hours", 3600) if seconds >= 3600 else ("minutes", 60)
+    return f"{seconds / size:,.1f} {device}-{unit}"
+
+
+def _value(value: Any) -> str:
+    """Format a value of a recipe, as in YAML."""
+    if isinstance(value, str):
+        return value if value else '""'
+    return json.dumps(value, ensure_ascii=False)

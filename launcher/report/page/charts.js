@@ -1,0 +1,179 @@
+"use strict";
+/* Curves over the steps of a run, drawn by uPlot. All charts share one range of steps and one cursor. */
+mrl.charts = (() => {
+  const HEIGHT = 190;
+  const drawn = [];
+  const sync = uPlot.sync("steps");
+  let zooming = false;
+
+  /* Chart of {title, unit, meaning, steps, curves, smooth, band, log, markers}, drawn once it is near the window. */
+  function chart(data, { apart = false } = {}) {
+    const plot = mrl.element("div", { class: "plot", role: "img", "aria-label": summary(data) });
+    const readout = mrl.element("span", { class: "readout", "aria-hidden": "true" });
+    const head = mrl.element("header", {}, mrl.element("h4", {}, data.title));
+    const unit = data.unit === "share" ? "" : data.unit;
+    if (unit) head.append(mrl.element("span", { class: "unit" }, unit));
+    head.append(readout);
+    const card = mrl.element("figure", { class: "chart" }, head);
+    if (data.meaning) card.append(mrl.element("p", { class: "meaning" }, data.meaning));
+    card.append(plot, legend(data));
+    const draw = () => {
+      if (!plot.uplot) plot.uplot = make(data, plot, readout, apart);
+    };
+    watcher.observe(plot);
+    plot.draw = draw;
+    return card;
+  }
+
+  const watcher = new IntersectionObserver(
+    (entries) => {
+      for (const entry of entries) {
+        if (entry.isIntersecting) {
+          watcher.unobserve(entry.target);
+          entry.target.draw();
+        }
+      }
+    },
+    { rootMargin: "600px" },
+  );
+
+  function summary(data) {
+    const parts = data.curves.map((curve) => {
+      const known = data.steps.map((step, at) => [step, curve.values[at]]).filter((pair) => pair[1] !== null);
+      if (!known.length) return `${curve.label}: no values`;
+      const [first, last] = [known[0], known[known.length - 1]];
+      const value = (pair) => mrl.number(pair[1], data.unit);
+      return `${curve.label}: ${value(first)} at step ${first[0]}, ${value(last)} at step ${last[0]}`;
+    });
+    return `${data.title}. ${parts.join("; ")}`;
+  }
+
+  function legend(data) {
+    const list = mrl.element("ul", { class: "legend" });
+    const several = data.curves.length > 1;
+    data.curves.forEach((curve, at) => {
+      if (several) list.append(mrl.element("li", {}, mrl.swatch(mrl.color(`c${at % 8}`)), curve.label));
+    });
+    if (data.left_out) list.append(mrl.element("li", {}, `${data.left_out} more in metrics.jsonl`));
+    return list;
+  }
+
+  function make(data, plot, readout, apart) {
+    const series = [{}];
+    const columns = [data.steps];
+    const several = data.curves.length > 1;
+    data.curves.forEach((curve, at) => {
+      const color = curve.color || mrl.color(`c${at % 8}`);
+      series.push({
+        label: curve.label,
+        stroke: data.smooth.length ? faded(color, 0.3) : color,
+        width: data.smooth.length ? 1 : 1.6,
+        spanGaps: data.markers,
+        points: data.markers ? { show: true, size: 6, fill: color } : { show: data.steps.length < 3 },
+      });
+      columns.push(curve.values);
+    });
+    data.smooth.forEach((values, at) => {
+      series.push({ label: "smoothed", stroke: mrl.color(`c${at % 8}`), width: 2, points: { show: false } });
+      columns.push(values);
+    });
+    const bands = [];
+    if (data.band) {
+      for (const edge of [1, 0]) {
+        series.push({ stroke: "transparent", width: 0, points: { show: false } });
+        columns.push(data.band[edge]);
+      }
+      bands.push({ series: [series.length - 2, series.length - 1], fill: faded(mrl.color("c0"), 0.13) });
+    }
+    const axis = {
+      stroke: mrl.color("soft"),
+      font: `11px ${mrl.color("sans")}`,
+      grid: { stroke: mrl.color("line"), width: 1 },
+      ticks: { show: false },
+    };
+    const options = {
+      width: Math.max(200, plot.clientWidth),
+      height: HEIGHT,
+      series,
+      bands,
+      padding: [8, 16, 0, 0],
+      cursor: { sync: apart ? undefined : { key: "steps" }, points: { size: 6 }, focus: { prox: -1 } },
+      scales: {
+        x: { time: false },
+        y: data.log && positive(data) ? { distr: 3, log: 10 } : { range: (u, low, high) => range(low, high, data.unit) },
+      },
+      axes: [
+        { ...axis, size: 28, values: (u, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en") : "")) },
+        {
+          ...axis,
+          size: (u, values) => 14 + 6.4 * Math.max(3, ...(values || []).map((text) => (text ? text.length : 0))),
+          values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : mrl.number(tick, data.unit))),
+        },
+      ],
+      hooks: {
+        setCursor: [(u) => { readout.textContent = reading(data, u.cursor.idx, several); }],
+        setScale: [(u, key) => { if (key === "x" && !apart) zoom(u); }],
+      },
+    };
+    const made = new uPlot(options, columns, plot);
+    if (!apart) {
+      sync.sub(made);
+      drawn.push(made);
+    }
+    new ResizeObserver(() => {
+      if (plot.clientWidth && plot.clientWidth !== made.width) made.setSize({ width: plot.clientWidth, height: HEIGHT });
+    }).observe(plot);
+    return made;
+  }
+
+  function reading(data, at, several) {
+    if (at === null || at === undefined) return "";
+    const values = data.curves.map((curve) => {
+      const text = mrl.number(curve.values[at], data.unit);
+      return several ? `${curve.label} ${text}` : text;
+    });
+    return `step ${data.steps[at].toLocaleString("en")}: ${values.slice(0, 3).join(", ")}`;
+  }
+
+  /* Same steps in all charts. */
+  function zoom(source) {
+    if (zooming) return;
+    zooming = true;
+    const { min, max } = source.scales.x;
+    const whole = min <= source.data[0][0] && max >= source.data[0][source.data[0].length - 1];
+    for (const other of drawn) {
+      if (other === source) continue;
+      const steps = other.data[0];
+      other.setScale("x", whole ? { min: steps[0], max: steps[steps.length - 1] } : { min, max });
+    }
+    zooming = false;
+  }
+
+  function range(low, high, unit) {
+    if (low === null || high === null) return [0, 1];
+    if (low === high) return low === 0 ? [0, 1] : [Math.min(0, 1.2 * low), Math.max(0, 1.2 * high)];
+    const room = 0.06 * (high - low);
+    const bottom = low >= 0 && low - room < 0.4 * (high - low) ? 0 : low - room;
+    const top = high + room;
+    return [bottom, unit === "share" && high <= 1 ? Math.min(top, 1.02) : top];
+  }
+
+  function positive(data) {
+    return data.curves.every((curve) => curve.values.every((value) => value === null || value > 0));
+  }
+
+  function faded(color, share) {
+    return `color-mix(in srgb, ${color} ${share * 100}%, transparent)`;
+  }
+
+  /* Draw all charts of a group of the page. */
+  function grid(charts, options) {
+    return mrl.element("div", { class: "charts" }, ...charts.map((one) => chart(one, options)));
+  }
+
+  function clear() {
+    drawn.length = 0;
+  }
+
+  return { chart, grid, clear };
+})();

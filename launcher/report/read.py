@@ -1,0 +1,238 @@
+"""Reads the directory of a run for its page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.cluster.choice import LOCAL, load_clusters
+from launcher.errors import BadInput
+from launcher.explain.read import read_record
+from launcher.explain.record import Record
+from launcher.explain.rules import findings
+from launcher.host.record.accounting import GpuUsage
+from launcher.host.record.goodput import read_usage
+from launcher.host.record.ledger import read_ledger
+from launcher.recipe.files import EXTENDS, RecipeFile, shipped_values, with_base
+from launcher.recipe.located_yaml import read_mapping, read_text
+from launcher.recipe.problems import known_keys
+from launcher.report.charts import chart_groups, evaluation_charts
+from launcher.report.recipe import Difference, differences, overridden
+from launcher.report.report import Cost, Fact, ResultRow, RunReport, Span, generated_tokens, span
+from launcher.report.usage import attempt_rows, gpus_of, held_seconds, timeline, useful_share, waterfall
+from launcher.runs.state import RunStatus, read_statuses
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, FabricReport, Kernels, LedgerLine, NodeHealth
+from megatron_rl.contract.attempt_records import NodeAssignment as Nodes
+from megatron_rl.contract.evaluation_records import EvaluationResult
+from megatron_rl.contract.files import names_in
+from megatron_rl.contract.learning import WINDOW, number
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines
+from megatron_rl.contract.run_records import RecipeChange
+
+GREEDY = "greedy_accuracy"
+RECENT = 20
+"""Steps whose pace gives the time left."""
+
+
+def read_report(run: RunDir, now: float) -> RunReport:
+    """Return the data of a run's page; parts that cannot be read are missing from it, and named in `unread`. Raises
+    Failed if the record of its steps cannot be read, and BadInput as `resolved_values`.
+
+    Args:
+        now: unix time.
+    """
+    (status,) = read_statuses([run])
+    record = read_record(run)
+    unread = list(status.unread)
+    usage, ledger = _usage(status, now, unread)
+    running = status.state in ("running", "saving", "unknown")
+    base, changed = _differences(run, record, unread)
+    held = held_seconds(usage)
+    starts = [line.at for line in ledger if isinstance(line, AttemptStart)]
+    ends = [line.at for line in ledger if isinstance(line, AttemptEnd)]
+    device = "GPU" if record.key("job.device") == "cuda" else "process"
+    return RunReport(
+        name=status.name,
+        path=str(run.root.absolute()),
+        recipe=str(record.key("name") or ""),
+        cluster=status.cluster,
+        state=status.state,
+        reason=status.reason,
+        step=record.lines[-1].step if record.lines else 0,
+        steps=status.steps,
+        began=starts[0] if starts else None,
+        ended=None if running or not ends else ends[-1],
+        device=device,
+        gpus=gpus_of(usage.attempts),
+        gpu_seconds=held,
+        goodput=useful_share(usage),
+        cost=_cost(status.cluster, held, unread) if device == "GPU" else None,
+        tokens=generated_tokens(record.lines),
+        reward=span(record.lines, "mean_reward"),
+        right=span(record.lines, "right_ratio"),
+        accuracies=_accuracies(record),
+        eta_s=_eta(record, status) if running else None,
+        findings=findings(record),
+        too_early=len(record.lines) < WINDOW,
+        groups=chart_groups(record.lines),
+        evaluations=evaluation_charts(record.evaluations),
+        results=_results(run, unread),
+        timeline=timeline(usage),
+        waterfall=waterfall(usage),
+        attempts=attempt_rows(usage, ledger, now),
+        base=base,
+        differences=changed,
+        changes=_changes(run, unread),
+        values=dict(record.recipe),
+        facts=_facts(run, status.attempt, record),
+        unread=unread,
+    )
+
+
+def _usage(status: RunStatus, now: float, unread: list[str]) -> tuple[GpuUsage, list[LedgerLine]]:
+    running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
+    try:
+        return read_usage(status.run, now, running, queued), list(read_ledger(status.run, patience=0.0))
+    except UnreadableRecord as error:
+        unread.append(str(error))
+    except OSError as error:
+        unread.append(f"{error.filename or status.run.root}: {error.strerror}")
+    return GpuUsage([]), []
+
+
+def _cost(cluster: str, seconds: float, unread: list[str]) -> Cost | None:
+    """Price of the GPU time; None if the profile of the cluster does not give one."""
+    if cluster in ("", LOCAL):
+        return None
+    try:
+        clusters = load_clusters()
+        profile = clusters.profile(cluster) if cluster in clusters.names() else None
+    except BadInput as error:
+        unread += error.problems
+        return None
+    if profile is None or profile.gpu_hour_price is None:
+        return None
+    return Cost(seconds / 3600 * profile.gpu_hour_price, profile.currency)
+
+
+def _eta(record: Record, status: RunStatus) -> float | None:
+    times = [value for line in record.lines[-RECENT:] if (value := number(line, "time/step_s")) is not None]
+    return (status.steps - record.lines[-1].step) * sum(times) / len(times) if times and status.steps else None
+
+
+def _accuracies(record: Record) -> dict[str, Span]:
+    found: dict[str, Span] = {}
+    for line in record.evaluations:
+        for name in line.values:
+            parts = name.split("/")
+            value = number(line, name)
+            if parts[0] == "eval" and parts[-1] == GREEDY and value is not None:
+                key = "/".join(parts[1:-1])
+                found[key] = Span(found[key].first if key in found else value, value)
+    return found
+
+
+def _results(run: RunDir, unread: list[str]) -> list[ResultRow]:
+    """Scores of `mrl evaluate` for this run, or of this run if it evaluates another one."""
+    files = [run.evaluation]
+    try:
+        names = names_in(run.evaluation_results)
+        files += [run.evaluation_results / name for name in sorted(names) if name.endswith(".json")]
+    except OSError as error:
+        unread.append(f"{run.evaluation_results}: {error.strerror}")
+    rows = []
+    for file in files:
+        found = read(EvaluationResult, file)
+        if isinstance(found, Unreadable):
+            unread.append(str(found))
+        elif isinstance(found, EvaluationResult):
+            rows += _rows(found)
+    return rows
+
+
+def _rows(result: EvaluationResult) -> list[ResultRow]:
+    checkpoint: Any = result.settings.get("checkpoint") or {}
+    step = checkpoint.get("step")
+    weights = f"step {step}" if step is not None else str(checkpoint.get("name") or checkpoint.get("path") or "")
+    return [
+        ResultRow(weights, set_name, name, score.value, score.standard_error, score.problems)
+        for set_name, found in result.sets.items()
+        for name, score in found.scores.items()
+    ]
+
+
+def _changes(run: RunDir, unread: list[str]) -> list[RecipeChange]:
+    found = read_lines(RecipeChange, run.changes)
+    if isinstance(found, Unreadable):
+        unread.append(str(found))
+        return []
+    return found.records
+
+
+def _differences(run: RunDir, record: Record, unread: list[str]) -> tuple[str, list[Difference]]:
+    """Return the name of what the recipe is based on, and the keys that differ from it."""
+    try:
+        text = read_text(run.recipe)
+        own = read_mapping(str(run.recipe), text, "a recipe").value
+    except BadInput as error:
+        unread += error.problems
+        return "", []
+    extended = own.pop(EXTENDS, None)
+    keys = overridden(text)
+    try:
+        if extended is None:
+            base, values = str(own.get("name") or "the recipe"), own
+        else:
+            base, keys = str(extended), [*keys, *own]
+            values = _base_values(run, base)
+    except (BadInput, OSError) as error:
+        unread.append(f"{run.recipe}: {EXTENDS}: {error}")
+        return str(extended), []
+    return base, differences(record.recipe, _with_defaults(values), keys)
+
+
+def _base_values(run: RunDir, name: str) -> dict[str, Any]:
+    if not name.endswith((".yaml", ".yml")) and "/" not in name:
+        return shipped_values(name)
+    return with_base(RecipeFile(name, read_text(run.root / name), None)).values
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Sections with the defaults of keys that have one, as full keys."""
+    from launcher.recipe.changes import flat
+    from megatron_rl.config import RunConfig
+
+    known = known_keys(RunConfig.model_json_schema())
+    defaults = {".".join(key): schema["default"] for key, schema in known.items() if "default" in schema}
+    return flat(defaults) | flat(values)
+
+
+def _facts(run: RunDir, number: int, record: Record) -> list[Fact]:
+    """Facts about the newest attempt: nodes, kernels, network."""
+    if not number:
+        return []
+    attempt = run.attempt(number)
+    facts: list[Fact] = []
+    if kernels := if_readable(read(Kernels, attempt.kernels)):
+        named = {
+            "layers": f"{kernels.transformer_impl}: {kernels.reason}",
+            "attention": kernels.attention,
+            "fp8": kernels.fp8,
+            "decoding": kernels.decoding,
+            "experts": kernels.experts,
+        }
+        facts += [Fact(label, text) for label, text in named.items() if text]
+    if nodes := if_readable(read(Nodes, attempt.nodes)):
+        facts += [Fact(f"nodes of {step}", ", ".join(hosts)) for step, hosts in nodes.steps.items()]
+        facts += [Fact("spare nodes", ", ".join(nodes.spare))] if nodes.spare else []
+        facts += [Fact(f"{host} is not used", why) for host, why in nodes.bad.items()]
+        checked = [if_readable(read(NodeHealth, attempt.health(host))) for host in sorted(_hosts(nodes))]
+        facts += [Fact(one.host, "; ".join(one.problems)) for one in checked if one and one.problems]
+    fabric = if_readable(read(FabricReport, attempt.fabric))
+    if fabric and fabric.whole and fabric.whole.gbps:
+        facts.append(Fact("all-reduce between nodes", f"{fabric.whole.gbps:.3g} GB/s"))
+    return facts
+
+
+def _hosts(nodes: Nodes) -> set[str]:
+    return {host for hosts in nodes.steps.values() for host in hosts} | set(nodes.spare)

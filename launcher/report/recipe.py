@@ -1,0 +1,48 @@
+"""Pure: keys of a recipe that differ from the recipe it is based on, and between runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from launcher.recipe.changes import flat
+
+OVERRIDE = re.compile(r"^# override: ([A-Za-z_][\w.\[\]-]*)=", re.MULTILINE)
+"""Line of recipe.yaml that records an override of the command line."""
+WITHOUT_EFFECT = ("name", "cluster")
+"""Keys that do not change how a run learns, for tables of differences between runs."""
+
+
+class Difference(NamedTuple):
+    """A key with another value than in the base of a recipe."""
+
+    key: str
+    base: Any
+    here: Any
+
+
+def overridden(text: str) -> list[str]:
+    """Keys of the overrides in the text of recipe.yaml, sections included."""
+    return list(dict.fromkeys(OVERRIDE.findall(text)))
+
+
+def differences(values: Mapping[str, Any], base: Mapping[str, Any], keys: Sequence[str]) -> list[Difference]:
+    """Return the keys that differ from the base.
+
+    Args:
+        values: sections of resolved.yaml.
+        base: sections of the base, with defaults.
+        keys: keys or sections that the run gives a value of its own.
+    """
+    here, there = flat(values), flat(base)
+    mine = [key for key in here if any(key == one or key.startswith(f"{one}.") for one in keys)]
+    return [Difference(key, there.get(key), here[key]) for key in mine if here[key] != there.get(key)]
+
+
+def differing(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return key -> its value in each recipe, for the keys that are not equal in all; None where a key is absent."""
+    flats = [flat(one) for one in recipes]
+    keys = dict.fromkeys(key for one in flats for key in one)
+    table = {key: [one.get(key) for one in flats] for key in keys if key not in WITHOUT_EFFECT}
+    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}

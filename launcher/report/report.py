@@ -1,0 +1,112 @@
+"""Everything that the page of a run shows, as typed data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from launcher.explain.rules import Finding
+from launcher.report.charts import Chart, Group
+from launcher.report.recipe import Difference
+from launcher.report.usage import AttemptRow, Fall, Timeline
+from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.learning import WINDOW, number
+from megatron_rl.contract.run_records import RecipeChange
+
+
+class Span(NamedTuple):
+    """A number at the start of a run and now, each the mean of at most WINDOW steps."""
+
+    first: float
+    last: float
+
+
+class Cost(NamedTuple):
+    """Price of the GPU time, by `gpu_hour_price` of the cluster profile."""
+
+    amount: float
+    currency: str
+
+
+class ResultRow(NamedTuple):
+    """A score of `mrl evaluate`."""
+
+    weights: str
+    set: str
+    score: str
+    value: float
+    standard_error: float | None
+    problems: int
+
+
+class Fact(NamedTuple):
+    """Something about the machine, or about the software on it."""
+
+    label: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One run."""
+
+    name: str
+    path: str
+    recipe: str
+    """Name in the recipe."""
+    cluster: str
+    state: str
+    reason: str
+    step: int
+    steps: int
+    """Steps of the recipe; 0 if unknown."""
+    began: float | None
+    """Unix time of the first attempt."""
+    ended: float | None
+    """Unix time of the end of the newest attempt; None while it runs."""
+    device: str
+    """GPU or process."""
+    gpus: int
+    gpu_seconds: float
+    goodput: float | None
+    cost: Cost | None
+    tokens: float
+    """Generated tokens of the recorded steps."""
+    reward: Span | None
+    right: Span | None
+    accuracies: dict[str, Span]
+    """Set -> greedy accuracy in the first and the last evaluation."""
+    eta_s: float | None
+    findings: Sequence[Finding]
+    too_early: bool
+    """Whether the rules need more steps."""
+    groups: list[Group]
+    evaluations: list[Chart]
+    results: list[ResultRow]
+    timeline: Timeline | None
+    waterfall: list[Fall]
+    attempts: list[AttemptRow]
+    base: str
+    """Name of what the recipe is based on."""
+    differences: list[Difference]
+    changes: list[RecipeChange]
+    values: dict[str, Any]
+    """Sections of resolved.yaml."""
+    facts: list[Fact]
+    unread: list[str] = field(default_factory=list)
+    """Files that could not be read, and why."""
+
+
+def span(lines: Sequence[MetricsLine], name: str) -> Span | None:
+    """Return the means over the first and the last steps that have a metric; None if none has."""
+    values = [value for line in lines if (value := number(line, name)) is not None]
+    if not values:
+        return None
+    first, last = values[:WINDOW], values[-WINDOW:]
+    return Span(sum(first) / len(first), sum(last) / len(last))
+
+
+def generated_tokens(lines: Sequence[MetricsLine]) -> float:
+    """Tokens of all answers."""
+    return sum((number(line, "answers") or 0) * (number(line, "answer_length") or 0) for line in lines)

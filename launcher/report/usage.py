@@ -1,0 +1,185 @@
+"""Pure: where the time of a run went, from the accounting of its GPU-seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from launcher.host.judge.sentence import describe_end
+from launcher.host.record.accounting import CATEGORIES, DRAIN, LOST, QUEUE, USEFUL, WAIT, AttemptUsage, GpuUsage
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, LedgerLine
+
+SLICES = 240
+"""Slices of the timeline."""
+SEEN = 5e-4
+"""Share of the held time below which a category has no bar."""
+OVERHEAD = tuple(name for name in CATEGORIES if name not in (*USEFUL, QUEUE, WAIT, LOST, DRAIN))
+STACKED = (*USEFUL, *OVERHEAD, WAIT, DRAIN, LOST, QUEUE)
+"""Categories from the bottom of the timeline to its top."""
+
+
+class Lane(NamedTuple):
+    """Timeline of one role."""
+
+    role: str
+    shares: list[list[float]]
+    """Share of each of STACKED in each slice; their sum is below 1 if the time of a slice is not known whole."""
+
+
+class Mark(NamedTuple):
+    """Begin of an attempt on the timeline."""
+
+    at: float
+    """Seconds from the begin of the timeline."""
+    attempt: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Use of the GPUs over time, without the pauses between attempts."""
+
+    seconds: float
+    marks: list[Mark]
+    lanes: list[Lane]
+
+
+class AttemptRow(NamedTuple):
+    """One attempt, for the table."""
+
+    attempt: int
+    start: float
+    seconds: float
+    """Time for which its GPUs were held."""
+    queued_s: float
+    gpus: int
+    nodes: list[str]
+    goodput: float | None
+    lost: float | None
+    """Share of its time that was lost."""
+    outcome: str
+    ending: str
+    """Sentence; empty while it runs."""
+
+
+class Fall(NamedTuple):
+    """A bar of the waterfall, in shares of the held time."""
+
+    label: str
+    start: float
+    width: float
+    seconds: float
+    """GPU-seconds."""
+    kind: str
+    """held, useful, overhead or goodput."""
+
+
+def timeline(usage: GpuUsage, slices: int = SLICES) -> Timeline | None:
+    """Return the use of the GPUs in equal slices of time; None if no time is known."""
+    pieces: list[tuple[float, float, Mapping[str, float], Mapping[str, float]]] = []
+    marks: list[Mark] = []
+    at = 0.0
+    for one in usage.attempts:
+        marks.append(Mark(at, one.attempt))
+        queued = one.start - one.queued_at
+        if queued > 0:
+            pieces.append((at, at + queued, {QUEUE: one.seconds[QUEUE]}, {}))
+        begin = at + queued - one.start
+        pieces += [(begin + span.start, begin + span.end, span.seconds, span.generating) for span in one.spans]
+        at += one.end - one.queued_at
+    if at <= 0:
+        return None
+    generating = any(any(piece[3].values()) for piece in pieces)
+    lanes = [Lane("training ranks" if generating else "all ranks", _shares([_own(p) for p in pieces], at, slices))]
+    if generating:
+        lanes.append(Lane("replicas", _shares([(low, high, its) for low, high, _, its in pieces], at, slices)))
+    return Timeline(at, marks, lanes)
+
+
+def waterfall(usage: GpuUsage) -> list[Fall]:
+    """Return the bars from the held time down to the goodput, then those of its parts; empty if nothing was held."""
+    total = usage.total
+    held = sum(total.values()) - total[QUEUE]
+    if not held:
+        return []
+    bars = [Fall("held", 0.0, 1.0, held, "held")]
+    left = held
+    for name in (LOST, *OVERHEAD, WAIT, DRAIN):
+        left -= total[name]
+        if total[name] >= SEEN * held:
+            bars.append(Fall(name, left / held, total[name] / held, total[name], "overhead"))
+    bars.append(Fall("goodput", 0.0, left / held, left, "goodput"))
+    for name in sorted(USEFUL, key=lambda one: -total[one]):
+        left -= total[name]
+        if total[name] >= SEEN * held:
+            bars.append(Fall(name, max(0.0, left / held), total[name] / held, total[name], "useful"))
+    return bars
+
+
+def attempt_rows(usage: GpuUsage, ledger: Sequence[LedgerLine], now: float) -> list[AttemptRow]:
+    """Return the attempts, oldest first."""
+    starts = {line.attempt: line for line in ledger if isinstance(line, AttemptStart)}
+    ends = {line.attempt: line for line in ledger if isinstance(line, AttemptEnd)}
+    rows = []
+    for one in usage.attempts:
+        if one.attempt is None:
+            continue
+        end = ends.get(one.attempt)
+        held = sum(one.seconds.values()) - one.seconds[QUEUE]
+        rows.append(
+            AttemptRow(
+                one.attempt,
+                one.start,
+                one.end - one.start,
+                one.start - one.queued_at,
+                one.gpus,
+                list(starts[one.attempt].nodes),
+                sum(one.seconds[name] for name in USEFUL) / held if held else None,
+                one.seconds[LOST] / held if held else None,
+                end.outcome if end else "",
+                describe_end(end, now) if end else "",
+            )
+        )
+    return rows
+
+
+def held_seconds(usage: GpuUsage) -> float:
+    """GPU-seconds for which GPUs were held."""
+    return sum(sum(one.seconds.values()) - one.seconds[QUEUE] for one in usage.attempts)
+
+
+def useful_share(usage: GpuUsage) -> float | None:
+    """Goodput; None if no GPU was held."""
+    held = held_seconds(usage)
+    return sum(usage.total[name] for name in USEFUL) / held if held else None
+
+
+def _own(
+    piece: tuple[float, float, Mapping[str, float], Mapping[str, float]],
+) -> tuple[float, float, Mapping[str, float]]:
+    return piece[0], piece[1], piece[2]
+
+
+def _shares(
+    pieces: Sequence[tuple[float, float, Mapping[str, float]]], seconds: float, slices: int
+) -> list[list[float]]:
+    """Distribute pieces of time over equal slices."""
+    width = seconds / slices
+    amounts = [[0.0] * len(STACKED) for _ in range(slices)]
+    for low, high, its in pieces:
+        whole = sum(its.values())
+        if high <= low or not whole:
+            continue
+        first, last = int(low / width), min(slices - 1, int(high / width))
+        for part in range(first, last + 1):
+            overlap = min(high, (part + 1) * width) - max(low, part * width)
+            if overlap <= 0:
+                continue
+            for name, value in its.items():
+                amounts[part][STACKED.index(name)] += value / whole * overlap
+    return [[round(value / width, 4) for value in row] for row in amounts]
+
+
+def gpus_of(attempts: Sequence[AttemptUsage]) -> int:
+    """GPUs of the newest attempt; 0 before the first."""
+    return attempts[-1].gpus if attempts else 0

@@ -1,0 +1,122 @@
+"""The page of a run: one file that asks nothing of a network, in which no text of the run is code."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launcher.cli.report import command
+from launcher.recipe.load import dump_resolved, load_recipe
+from launcher.report.page import json_block, visible
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, MetricsLine, TimelineLine
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append
+
+pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202edcba\x00\x1b[31m\ud83d"
+
+
+class Outline(HTMLParser):
+    """Elements of a page: (tag, attributes) in order, and the text of those that are scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run of the demo that crashed at step 30."""
+    found = RunDir(tmp_path / "mine")
+    recipe = load_recipe("demo", ["grpo.group_size=8"])
+    found.root.mkdir()
+    found.resolved.write_text(dump_resolved(recipe.config), encoding="utf-8")
+    found.recipe.write_text("# override: grpo.group_size=8\n" + recipe.text, encoding="utf-8")
+    for step in range(1, 31):
+        append(found.metrics, MetricsLine(step, {"mean_reward": step / 100, "answers": 8, "answer_length": 3.0}))
+    append(found.evaluations, MetricsLine(0, {"eval/held_out/greedy_accuracy": 0.25}))
+    append(found.attempts_ledger, AttemptStart(1, 1000.0, ranks=2))
+    append(found.attempts_ledger, AttemptEnd(1, 1060.0, "crashed", seconds=60.0, step=30, error=HOSTILE[:-1]))
+    timeline = found.attempt(1).timeline
+    timeline.parent.mkdir(parents=True)
+    append(timeline, TimelineLine(1010.0, 0, {"start-up": 20.0}, began=1000.0, ranks=2, resumed=0))
+    append(timeline, TimelineLine(1060.0, 30, {"train": 60.0, "generate": 40.0}))
+    return found
+
+
+def page_of(run: RunDir, *options: str) -> Outline:
+    result = CliRunner().invoke(command, [str(run.root), *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert str(run.report) in result.output
+    return Outline(run.report.read_text(encoding="utf-8"))
+
+
+def test_the_page_shows_state_progress_time_and_recipe(run: RunDir):
+    page = page_of(run)
+    said = " ".join(page.text.split())
+    for part in ("mine", "failed", "of 900", "0.055→0.26", "3.3 process-minutes"[-15:], "grpo.group_size", "720"):
+        assert part in said, part
+    curves = json.loads(re.search(r'id="data-curves">(.*?)</script>', run.report.read_text(encoding="utf-8"))[1])
+    assert curves["groups"][0]["charts"][0]["title"] == "Reward"
+    assert curves["timeline"]["seconds"] == 60.0
+
+
+def test_the_page_names_no_other_file_and_runs_only_its_own_scripts(run: RunDir):
+    page = page_of(run)
+    for tag, attributes in page.elements:
+        assert not {name for name in attributes if name.startswith("on") or name == "style"}, (tag, attributes)
+        assert not attributes.get("src"), (tag, attributes)
+        assert (attributes.get("href") or "#").startswith("#"), (tag, attributes)
+    policy = next(one["content"] for one in page.named("meta") if one.get("http-equiv"))
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "connect-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_text_of_a_run_is_neither_code_nor_invisible(run: RunDir):
+    page = page_of(run)
+    assert not page.named("img")
+    assert len(page.named("script")) == len(re.findall(r"<script", run.report.read_text(encoding="utf-8")))
+    assert "</script><script>alert(1)</script><img src=x onerror=alert(2)>\\u{202e}dcba\\u{0}\\u{1b}[31m" in page.text
+
+
+def test_data_cannot_end_its_element_and_comes_back_the_same():
+    block = json_block({"text": HOSTILE, "&\u2028": ["<!--", "]]>"]})
+    assert not set("<>&\u2028\u2029\ud83d") & set(block)
+    assert json.loads(block) == {"text": HOSTILE, "&\u2028": ["<!--", "]]>"]}
+    block.encode("utf-8")
+
+
+def test_characters_that_hide_or_reorder_others_are_shown_as_escapes():
+    assert visible("a\u202eb\u200bc\x07\x7f\ufeff") == "a\\u{202e}b\\u{200b}c\\u{7}\\u{7f}\\u{feff}"
+    assert visible("Größe\t数\n🎉") == "Größe\t数\n🎉"
+
+
+def test_a_run_without_a_step_has_a_page(run: RunDir):
+    for file in (run.metrics, run.evaluations, run.attempts_ledger):
+        file.unlink()
+    said = " ".join(page_of(run).text.split())
+    assert "Too early" in said
+
+
+def test_a_page_that_cannot_be_written_is_an_error(run: RunDir):
+    result = CliRunner().invoke(command, [str(run.root), "--out", "/proc/none.html"])
+    assert result.exit_code == 1
+    assert "/proc/none.html: cannot be written" in result.output

@@ -1,0 +1,81 @@
+"""Charts of a record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.report.charts import MOST_CURVES, Band, Chart, chart_groups, evaluation_charts
+from megatron_rl.contract.attempt_records import MetricsLine
+
+
+def record(steps: int = 30, **values: Any) -> list[MetricsLine]:
+    named = {name.replace("__", "/"): value for name, value in values.items()}
+    return [MetricsLine(step, dict(named)) for step in range(1, steps + 1)]
+
+
+def charts(lines: list[MetricsLine], **bands: Band) -> dict[str, Chart]:
+    return {chart.title: chart for group in chart_groups(lines, bands) for chart in group.charts}
+
+
+def test_a_chart_is_shown_for_each_metric_that_the_record_has():
+    found = charts(record(mean_reward=0.5, entropy=1.0))
+    assert set(found) == {"Reward", "Entropy"}
+    assert found["Entropy"].unit == "nats"
+    assert found["Reward"].curves[0].values == [0.5] * 30
+    assert found["Reward"].smooth == [[0.5] * 30]
+
+
+def test_a_metric_that_is_always_zero_has_no_chart():
+    assert "Lost answers" not in charts(record(mean_reward=0.5, failed_rollouts=0))
+    assert "Lost answers" in charts(record(mean_reward=0.5, failed_rollouts=2))
+
+
+def test_environments_and_components_are_curves_of_one_chart():
+    found = charts(
+        record(environments__gsm8k__mean_reward=0.2, environments__code__mean_reward=0.4, reward__format=1.0)
+    )
+    assert [curve.label for curve in found["Reward by environment"].curves] == ["code", "gsm8k"]
+    assert [curve.label for curve in found["Components of the reward"].curves] == ["format"]
+
+
+def test_more_curves_than_colours_are_left_out_and_counted():
+    found = charts(record(**{f"reward__part{number}": 1.0 for number in range(MOST_CURVES + 3)}))
+    chart = found["Components of the reward"]
+    assert (len(chart.curves), chart.left_out) == (MOST_CURVES, 3)
+
+
+def test_a_new_number_of_the_record_has_a_chart_of_its_own():
+    groups = {group.title: group for group in chart_groups(record(mean_reward=0.5, system__new_thing=3.0))}
+    assert [chart.title for chart in groups["Other numbers"].charts] == ["system/new_thing"]
+
+
+def test_lengths_have_a_band_from_the_shortest_to_the_longest_answer():
+    chart = charts(record(answer_length=10.0, answer_length_min=2.0, answer_length_max=30.0))["Length of answers"]
+    assert chart.band == ([2.0] * 30, [30.0] * 30)
+
+
+def test_a_band_of_the_rollouts_is_drawn_at_the_steps_that_have_one():
+    chart = charts(record(3, mean_reward=0.5), Reward=Band({2: 0.1}, {2: 0.9}, "Tenth to ninth decile."))["Reward"]
+    assert chart.band == ([None, 0.1, None], [None, 0.9, None])
+    assert chart.meaning.endswith("Tenth to ninth decile.")
+
+
+def test_numbers_that_are_absent_in_some_steps_leave_a_gap():
+    lines = [MetricsLine(1, {"loss": 1.0, "kl": 0.1}), MetricsLine(2, {"loss": 1.0}), MetricsLine(3, {"kl": 0.3})]
+    found = charts(lines)
+    assert found["KL to the initial weights"].steps == [1, 3]
+    assert found["Loss"].steps == [1, 2]
+
+
+def test_evaluations_have_a_chart_for_each_score_and_a_curve_for_each_set():
+    lines = [
+        MetricsLine(0, {"eval/held_out/greedy_accuracy": 0.2, "eval/trained/greedy_accuracy": 0.3}),
+        MetricsLine(9, {"eval/held_out/greedy_accuracy": 0.6, "eval/aime-2024/all/pass@8": 0.1}),
+    ]
+    greedy, best = evaluation_charts(lines)
+    assert (greedy.title, greedy.unit, greedy.markers) == ("Greedy accuracy", "share", True)
+    assert [(curve.label, curve.values) for curve in greedy.curves] == [
+        ("held out", [0.2, 0.6]),
+        ("trained", [0.3, None]),
+    ]
+    assert [curve.label for curve in best.curves] == ["aime-2024/all"]
