@@ -18,7 +18,7 @@ MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 # Tests and demos start Python hundreds of times; with this variable each start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-gpu slurm-lab slurm-lab-24 bench lint
+.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-gpu slurm-lab slurm-lab-24 bench lint
 .DEFAULT_GOAL := help
 
 help:
@@ -31,7 +31,9 @@ demo: $(READY) ## train a tiny model on arithmetic while you watch, about two mi
 
 # Three workers on two cores, because tests/runs and tests/slurm mostly wait. --no-loadscope-reorder keeps the order of
 # tests/conftest.py; otherwise pytest-xdist starts files with many tests first, and all workers wait for Slurm at the end.
-test: lint ## lint, unit tests, whole runs here and, if its packages are installed, on a real Slurm
+test: lint tests ## lint, unit tests, whole runs here and, if its packages are installed, on a real Slurm
+
+tests: $(READY)
 	$(BIN)/pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/unit tests/runs tests/slurm
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn, invariants at length
