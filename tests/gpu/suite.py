@@ -44,7 +44,7 @@ class Part:
 
 PARTS = (
     Part("parity", 300, ("test_cuda_parity.py", "test_cuda_run.py", "test_cuda_two_ranks.py")),
-    Part("kernels", 240, ("test_cuda_kernels.py",)),
+    Part("kernels", 240, ("test_cuda_kernels.py", "test_cuda_layer_kernels.py", "test_cuda_sums.py")),
     Part("decode", 240, ("test_cuda_decode.py", "test_cuda_megatron_engine.py")),
     Part("graphs", 240, ("test_cuda_graphs.py", "test_cuda_exit.py")),
     Part("offload", 90, ("test_cuda_offload.py",)),
@@ -66,6 +66,7 @@ def run(part: Part, device: str, seconds: float, results: Path) -> dict[str, Any
             command = [sys.executable, str(BENCHMARKS / script), *arguments]
             command += ["--device", device, "--results", str(results)]
         environment = os.environ | {"MRL_GPU_TESTS_ON": device, "MRL_GPU_REPORT": str(report)}
+        environment["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
         environment["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, HELPERS, os.environ.get("PYTHONPATH", "")]))
         began = time.monotonic()
         code, output = _run(command, environment, min(part.limit_s, seconds))

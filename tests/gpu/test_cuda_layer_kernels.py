@@ -1,0 +1,105 @@
+"""Kernels between the products of a layer agree with their formulas in float64, at the sizes of one rank of Qwen2.5-32B
+under TP 8; times of Triton's beside torch's operators. On a CPU Triton's run in its interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_helpers import DEVICE, NEEDS_CUDA, NEEDS_GPU
+from layer_kernel_checks import EPS, check_norm, check_rotation, check_sum_and_its_norm, check_swiglu, random
+
+from megatron_rl.platform.cuda import find_layer_kernels
+from megatron_rl.platform.layer_kernels import LayerKernels, Slots, TorchKernels
+
+pytestmark = NEEDS_GPU
+
+GPU = torch.device(DEVICE, 0 if DEVICE == "cuda" else None)
+HIDDEN, FFN, QUERIES, HEAD_SIZE = 5120, 3456, 5, 128
+ROWS = [1, 8, 300] if DEVICE == "cuda" else [3]
+
+
+@pytest.fixture(params=["torch", "triton"])
+def kernels(request: pytest.FixtureRequest) -> LayerKernels:
+    return TorchKernels("a test") if request.param == "torch" else triton_kernels()
+
+
+def triton_kernels() -> LayerKernels:
+    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1")
+    found = find_layer_kernels()
+    if isinstance(found, TorchKernels):
+        pytest.skip(found.name)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_kernels_agree_with_their_formulas(kernels: LayerKernels, rows: int, dtype: torch.dtype) -> None:
+    check_norm(kernels, dtype, GPU, rows, HIDDEN)
+    check_sum_and_its_norm(kernels, dtype, GPU, rows, HIDDEN)
+    check_swiglu(kernels, dtype, GPU, rows, FFN)
+    for with_norms, in_cache in ((False, True), (True, True), (True, False)):
+        check_rotation(
+            kernels,
+            dtype,
+            GPU,
+            rows,
+            kv_heads=1,
+            queries=QUERIES,
+            head_size=HEAD_SIZE,
+            with_norms=with_norms,
+            in_cache=in_cache,
+        )
+
+
+def calls(kernels: LayerKernels, rows: int) -> dict[str, Callable[[], Any]]:
+    """Each kernel on bf16 tensors of a decode step."""
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return random(*shape, dtype=torch.bfloat16, device=GPU)
+
+    hidden, other, weight, wide = drawn(rows, HIDDEN), drawn(rows, HIDDEN), drawn(HIDDEN), drawn(rows, 2 * FFN)
+    heads, turns = drawn(rows, (QUERIES + 2) * HEAD_SIZE), drawn(rows, 1, HEAD_SIZE)
+    slots = Slots(*drawn(2, rows, 1, HEAD_SIZE), torch.arange(rows, device=GPU))
+    return {
+        "add_and_norm": lambda: kernels.add_and_norm(hidden, other, weight, EPS),
+        "swiglu": lambda: kernels.swiglu(wide),
+        "rotate": lambda: kernels.rotate(heads, turns, turns, 1, None, slots),
+    }
+
+
+def recorded_us(call: Callable[[], Any]) -> float:
+    """Microseconds of a call in a replayed CUDA graph of 100, because launches from the host would hide its time."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(100):
+            call()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    began.record()
+    for _ in range(10):
+        graph.replay()
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended)
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("rows", [1, 64])
+def test_one_kernel_is_faster_than_several(record_property: Callable[[str, object], None], rows: int) -> None:
+    """The times are figures of the report; a decode step calls each of the three once or twice a layer."""
+    ours, theirs = (
+        {name: recorded_us(call) for name, call in calls(kernels, rows).items()}
+        for kernels in (triton_kernels(), TorchKernels("a test"))
+    )
+    for name in ours:
+        record_property(f"{name} us, Triton", round(ours[name], 2))
+        record_property(f"{name} us, torch", round(theirs[name], 2))
+    assert sum(ours.values()) < sum(theirs.values())
