@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+from launches import QWEN_32B, decode_step
 
 from megatron_rl.platform.kernel_speed import kernels_of_step, key_splits
 
-HELPERS = str(Path(__file__).parents[3] / "helpers")
 LONGEST = 12288
 
-COUNT = f"""
-import json
-import megatron_rl.platform.megatron_core
-from launches import QWEN_32B, decode_step
 
-found = []
-for fused in (True, False):
-    for layers in (1, 2):
-        model = QWEN_32B.model_copy(update={{"num_layers": layers}})
-        step = decode_step(model, tp=8, rows=64, mean_length=6000, longest={LONGEST}, fused=fused)
-        found.append((step.launches, step.kernels["c10d.allreduce_"], step.bytes))
-print(json.dumps(found))
-"""
-
-
-@pytest.fixture(scope="module")
-def counted() -> list[list[int]]:
-    """Launches, sums and bytes of one and of two layers, fused and not. In a process of its own, whose other ranks do
-    not exist."""
-    environment = os.environ | {"PYTHONPATH": HELPERS}
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.stdout, done.stderr
-    found: list[list[int]] = json.loads(done.stdout)
+def count() -> list[tuple[int, int, int]]:
+    found = []
+    for fused in (True, False):
+        for layers in (1, 2):
+            model = QWEN_32B.model_copy(update={"num_layers": layers})
+            step = decode_step(model, tp=8, rows=64, mean_length=6000, longest=LONGEST, fused=fused)
+            found.append((step.launches, step.kernels["c10d.allreduce_"], step.bytes))
     return found
 
 
+@pytest.fixture(scope="module")
+def counted() -> list[tuple[int, int, int]]:
+    """Launches, sums and bytes of one and of two layers, fused and not. In a process of its own, whose other ranks do
+    not exist."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        return pool.submit(count).result(timeout=280)
+
+
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_plan_counts_the_kernels_that_the_engine_launches(counted: list[list[int]], fused: bool) -> None:
+def test_the_plan_counts_the_kernels_that_the_engine_launches(counted: list[tuple[int, int, int]], fused: bool) -> None:
     for layers, (launches, sums, _) in zip((1, 2), counted[:2] if fused else counted[2:], strict=True):
         expected = kernels_of_step(layers, fused=fused, splits=key_splits(LONGEST), ranks=8)
         assert sums == expected.sums
@@ -53,7 +41,7 @@ def test_the_plan_counts_the_kernels_that_the_engine_launches(counted: list[list
     assert two - one == (12 if fused else 21)
 
 
-def test_a_layer_moves_little_beside_its_weights_and_cache(counted: list[list[int]]) -> None:
+def test_a_layer_moves_little_beside_its_weights_and_cache(counted: list[tuple[int, int, int]]) -> None:
     heads, ffn, hidden = 5 + 2, 27648 // 8, 5120
     weights = 2 * hidden * (heads * 128 + 5 * 128 + 3 * ffn)
     cache = 2 * 2 * 64 * 6000 * 128
