@@ -167,8 +167,9 @@ OFFLOADED = ("generating", "training", "evaluating")
 """Phases tested with Adam's state in host memory. The undisturbed run never moves it there."""
 
 
-SHOWN_ELSEWHERE = ("scoring", "computing log-probs")
-"""Phases covered by other tests: the first below, where a save does not fit; the second in test_layouts_agree.py."""
+SHOWN_ELSEWHERE = ("scoring", "computing log-probs", "generating")
+"""Phases covered by other tests: the first below, where a save does not fit; the second in test_layouts_agree.py; the
+third in test_bank_run.py."""
 
 
 @pytest.mark.parametrize(
