@@ -144,7 +144,8 @@ def _line(
     passed_over: str = "",
     answers: Sequence[AnswerLine] = (),
 ) -> GroupLine:
-    problem, sampled = group.problem, [version for version in group.versions if version >= 0]
+    problem = group.problem
+    versions = set[int]().union(*(sequence.versions for sequence in _sequences(group))) - {-1}
     return GroupLine(
         step=step,
         ordinal=group.ordinal,
@@ -154,8 +155,8 @@ def _line(
         advantages=_rounded(advantages),
         lengths=[answer.answer_length for answer in group.trajectories],
         finish_reasons=[answer.finish_reason for answer in group.trajectories],
-        lowest_version=min(sampled, default=-1),
-        highest_version=max(sampled, default=-1),
+        lowest_version=min(versions, default=-1),
+        highest_version=max(versions, default=-1),
         environment=problem.environment,
         failures=dict(group.failures),
         passed_over=passed_over,
