@@ -13,7 +13,8 @@ from statistics import fmean, variance
 from typing import NamedTuple
 
 from launcher.explain.record import Record
-from megatron_rl.contract.learning import SOLVED, WINDOW, number, printable
+from megatron_rl.contract.learning import SOLVED, WINDOW, number
+from megatron_rl.contract.text import printable
 
 ENTROPY_LEFT = 0.1
 """Share of the first steps' entropy below which it has collapsed, unless the problems are solved: a policy that solves

@@ -15,6 +15,7 @@ from math import sqrt
 from typing import Callable, NamedTuple, Optional
 
 from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.text import printable
 
 WINDOW = 10
 """Steps that most rules look back: enough to ignore one odd batch, few enough to warn early."""
@@ -180,11 +181,6 @@ def _dropped_prompts(recent: Recent) -> Found:
 
 def _most(reasons: Counter[str]) -> str:
     return ", ".join(f"{count} x {printable(reason)}" for reason, count in reasons.most_common(3))
-
-
-def printable(text: str) -> str:
-    """Return a text of a task or a model with its control characters escaped: a terminal would obey them."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def _skipped_updates(recent: Recent) -> Found:

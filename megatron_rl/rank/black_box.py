@@ -36,6 +36,7 @@ from megatron_rl.contract.codes import (
 )
 from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import write
+from megatron_rl.contract.text import printable_lines
 from megatron_rl.errors import task_location, task_traceback
 from megatron_rl.rank.activity import Activity
 
@@ -97,8 +98,8 @@ class BlackBox:
             host=socket.gethostname(),
             step=activity.step,
             phase=activity.doing,
-            error=summary(error, whole=misconfigured) + (f" ({place})" if place else ""),
-            traceback=shortened(task_traceback(error)) or whole_trace,
+            error=printable_lines(summary(error, whole=misconfigured) + (f" ({place})" if place else "")),
+            traceback=printable_lines(shortened(task_traceback(error)) or whole_trace),
             waited=waited_in_vain(error),
             log=self._log.lines,
             exit_code=exit_code,
@@ -164,12 +165,22 @@ def _write_stacks(file: TextIO) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
+class LogFormatter(logging.Formatter):
+    """Format of a rank's log. An exception may quote a model's answer, whose control characters are escaped."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
+
+
 class LastLines(logging.Handler):
     """The newest lines of the log."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.setFormatter(LogFormatter())
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:

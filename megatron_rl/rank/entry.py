@@ -29,7 +29,7 @@ from megatron_rl.contract.paths import RankFiles
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
-from megatron_rl.rank.black_box import BlackBox
+from megatron_rl.rank.black_box import BlackBox, LogFormatter
 from megatron_rl.rank.drain import DrainListener, leave_early
 from megatron_rl.rank.world import World
 
@@ -54,7 +54,9 @@ def run_rank(files: RankFiles, world: World, load: Callable[[], Work], *, notifi
     for stream in (sys.stdout, sys.stderr):  # a reward may print a character that the node's locale lacks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it prints its configuration and deprecations
     for library in ("httpx", "uvicorn"):
         logging.getLogger(library).setLevel(logging.WARNING)  # they log every request

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import click
 
 from launcher.runs.rollouts import ProblemHistory, has_signal
-from megatron_rl.contract.learning import printable
 from megatron_rl.contract.rollout_records import NOT_FINITE, AnswerLine, GroupLine, SequenceLine
 from megatron_rl.contract.shapes import to_json
+from megatron_rl.contract.text import printable
 
 HEAD, TAIL = 12, 8
 """Lines shown of the start and the end of a long answer."""

@@ -23,6 +23,7 @@ from megatron_rl.rank.black_box import (
     MESSAGE_LIMIT,
     TRACE_LINES,
     BlackBox,
+    LogFormatter,
     heartbeat_period,
     trace,
     waited_in_vain,
@@ -247,3 +248,15 @@ def test_only_a_change_of_phase_is_published_and_a_missing_folder_is_tolerated(a
     activity.enter("evaluating", 2)
     assert read(Progress, attempt.progress) == Progress("evaluating", 2)
     assert activity.entered == 3
+
+
+def test_control_characters_of_an_answer_reach_neither_the_log_nor_the_error_file(attempt):
+    """An exception may quote the model, whose text could write into the terminal of whoever reads the log."""
+    attempt.folder.mkdir(parents=True, exist_ok=True)
+    hostile = "bad answer: \x1b]0;owned\x07 \u202e\nsecond line"
+    BlackBox(attempt, 3, 8, Activity(attempt, published=False)).report_failure(RuntimeError(hostile), EXIT_CRASHED)
+    line = LogFormatter().format(logging.makeLogRecord({"levelname": "ERROR", "msg": hostile}))
+    for text in (error_file(attempt).error, error_file(attempt).traceback, line):
+        assert r"bad answer: \x1b]0;owned\x07 \u202e" in text
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)
+    assert line.endswith("\nsecond line")

@@ -1,0 +1,14 @@
+"""Texts of a task, a model or an exception, which may hold anything, as a terminal can show them."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """Return a text in one line: control characters, line breaks and marks that reorder text are escaped. A terminal
+    would obey them."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """Return a text of several lines with all else escaped."""
+    return "\n".join(map(printable, text.replace("\t", "    ").split("\n")))
