@@ -68,6 +68,8 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     else:
         if config.distill is not None and teacher is None and not config.distill.server:
             click.echo(f"note: the teacher is left out: {config.distill.teacher} is not on this machine", err=True)
+        if config.teacher_vllm:
+            click.echo("note: the teacher's replicas are left out: vLLM divides their memory itself", err=True)
         from launcher.cli.show.rehearsal import show  # rich is slow to import
 
         show(config, name, ranks, limit)

@@ -106,9 +106,10 @@ def accepted_changes(run: RunDir, config: RunConfig, change: bool) -> list[Chang
         return corrected
     before = read_resolved(run.resolved)
     found = changes(before, config)
-    if not change:
-        _refuse(run, found, "continue with the earlier values, or give --change")
     refused = [one for one in found if not one.allowed]
+    if not change:
+        or_else = "start a new run, or fork this one" if refused else "give --change"
+        _refuse(run, found, f"continue with the earlier values, or {or_else}")
     _refuse(run, refused, f"a run that has begun can change only {', '.join(CHANGEABLE)}; start a new one instead")
     reached = max(run.checkpoint_steps(), default=0)
     if found and config.training.steps < reached:

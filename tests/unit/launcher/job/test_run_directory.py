@@ -62,7 +62,8 @@ def test_other_values_are_listed_and_refused(tmp_path):
     text = refusal(tmp_path, "training.steps=9", "grpo.group_size=8")
     assert "training.steps: 800 -> 9" in text
     assert "grpo.group_size: 16 -> 8" in text
-    assert "--change" in text
+    assert "start a new run, or fork this one" in text, "--change would refuse the group size"
+    assert "give --change" in refusal(tmp_path, "training.steps=900")
     assert read_resolved(RunDir(tmp_path).resolved).training.steps == 800
 
 

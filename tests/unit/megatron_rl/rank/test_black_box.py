@@ -251,7 +251,7 @@ def test_only_a_change_of_phase_is_published_and_a_missing_folder_is_tolerated(a
 
 
 def test_control_characters_of_an_answer_reach_neither_the_log_nor_the_error_file(attempt):
-    """An exception may quote the model, whose text could write into the terminal of whoever reads the log."""
+    """An exception may quote the model, whose text could write into the terminal that shows the log."""
     attempt.folder.mkdir(parents=True, exist_ok=True)
     hostile = "bad answer: \x1b]0;owned\x07 \u202e\nsecond line"
     BlackBox(attempt, 3, 8, Activity(attempt, published=False)).report_failure(RuntimeError(hostile), EXIT_CRASHED)
