@@ -24,7 +24,7 @@ from megatron_rl.evaluate.config import EvaluateConfig
 from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, pages_of
 from megatron_rl.inference.engine_limits import against_engine
-from megatron_rl.metrics.config import LoggingConfig
+from megatron_rl.metrics.config import LoggingConfig, NotifyConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.rank.config import HarvestConfig, JobConfig, Offload, PlacementConfig, data_parallel_size
 from megatron_rl.recipe.section import FilePath, PathMark, Section
@@ -89,6 +89,8 @@ class RunConfig(Section):
     save: SaveConfig = SaveConfig()
     resume: ResumeConfig = ResumeConfig()
     logging: LoggingConfig = LoggingConfig()
+    notify: NotifyConfig | None = None
+    """Notifications by a command or a webhook; default: none."""
     evaluate: EvaluateConfig | None = None
     """Written by `mrl evaluate --cluster`: the job evaluates and trains nothing."""
 

@@ -161,6 +161,7 @@ def supervisor_command(
     owner: int | None,
     pythons: Mapping[str, str] | None = None,
     include: Sequence[str] = (),
+    notify: str | None = None,
 ) -> list[str]:
     """Command that supervises one attempt here.
 
@@ -170,6 +171,7 @@ def supervisor_command(
         owner: process id whose death drains the run; None: nobody's does.
         pythons: kind of replicas -> their Python; default: this one.
         include: directories of code of the user's that the ranks import from.
+        notify: NotifySettings in JSON; None: no notifications.
 
     Raises Failed.
     """
@@ -185,6 +187,8 @@ def supervisor_command(
             replicas = LocalReplicas(kind, count, processes, gpus if processes < gpus else 0, command)
             supervisor += ["--replicas", json.dumps(replicas)]
     supervisor += ["--drain-limit", str(drain_limit_s), "--silence-limit", str(job.silence_limit_s)]
+    if notify is not None:
+        supervisor += ["--notify", notify]
     if owner is not None:
         supervisor += ["--owner", f"{owner}:{start_time(owner)}"]
     path = os.pathsep.join([*include, *filter(None, [os.environ.get("PYTHONPATH")])])

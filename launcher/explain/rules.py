@@ -80,7 +80,7 @@ def _reward_not_above_start(record: Record) -> str | None:
 
 def _reward_fell(record: Record) -> str | None:
     rewards = record.series("mean_reward")
-    if len(rewards) < LONG_ENOUGH:
+    if len(rewards) < LONG_ENOUGH or any(one.name == "reward-collapse" for one in record.warnings):
         return None
     means = [fmean(rewards[at : at + WINDOW]) for at in range(len(rewards) - WINDOW + 1)]
     best = max(range(len(means)), key=means.__getitem__)

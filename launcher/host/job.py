@@ -40,6 +40,7 @@ def _run(options: argparse.Namespace, environ: dict[str, str], signals: Signals)
     # Imported here, where signals are queued already and an import error can be reported.
     from launcher.host.attempt.harvest import HarvestSettings
     from launcher.host.attempt.job_context import Refused, context_of
+    from launcher.host.attempt.notify import NotifySettings
     from launcher.host.attempt.prepare import Checks
     from launcher.host.attempt.slurm_run import JobSettings, run_job
     from launcher.host.attempt.slurm_steps import Script
@@ -51,7 +52,8 @@ def _run(options: argparse.Namespace, environ: dict[str, str], signals: Signals)
     checks = Checks(images, options.image_cache, options.unpack, options.health, options.fabric)
     script = Script(os.path.abspath(options.script))
     harvest = HarvestSettings(options.harvest, options.harvest_sbatch)
-    settings = JobSettings(script, options.notice, options.backoff, options.outlives_nodes, checks, harvest)
+    notify = NotifySettings.parse(options.notify) if options.notify else None
+    settings = JobSettings(script, options.notice, options.backoff, options.outlives_nodes, checks, harvest, notify)
     try:
         context = context_of(environ)._replace(run_mode=int(options.run_mode, 8))
     except Refused as error:
@@ -89,6 +91,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     run.add_argument("--unpack", action="store_true", help="unpack images on each node first, once for all steps")
     run.add_argument("--harvest", type=int, default=0, help="most inference replicas in jobs of their own")
     run.add_argument("--harvest-sbatch", action="append", default=[], help="an option of sbatch for those jobs")
+    run.add_argument("--notify", help="the recipe's section `notify`, as JSON")
     run.add_argument("--health", action="store_true", help="check the nodes first")
     run.add_argument("--fabric", action="store_true", help="check the network between the nodes")
     return parser.parse_args(arguments)

@@ -20,6 +20,7 @@ from pathlib import Path
 from launcher.host.attempt.conclude import close, conclude_lost
 from launcher.host.attempt.interfaces import Job
 from launcher.host.attempt.local_ranks import LocalRanks, LocalReplicas, RankSettings
+from launcher.host.attempt.notify import Notifier, NotifySettings
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.judge.policy import Facts
 from launcher.host.process.lock import RunIsOwned, RunLock
@@ -57,6 +58,7 @@ def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespa
     """Take the run's lock and run the attempt. Returns the exit code. Raises RunIsOwned, and OSError where the attempt
     could not begin."""
     lock = RunLock(run.lock, f"the supervisor of attempt {attempt.number}", patience=5.0)
+    notifier = Notifier(run, NotifySettings.parse(options.notify) if options.notify else None)
     try:
         if run.last_attempt() != attempt.number:
             text = f"{run.root}: attempt {attempt.number} was overtaken by attempt {run.last_attempt()}"
@@ -71,13 +73,15 @@ def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespa
         point_latest(attempt, str(os.getpid()))
         if attempt.address("train").exists():
             attempt.address("train").unlink()  # ranks would try to meet at the old address
-        end = supervise(run, attempt, options)
+        end = supervise(run, attempt, options, notifier)
         return EXIT_CRASHED if end is None else int(end.exit_code or EXIT_FINISHED)
     finally:
         lock.release()
+        notifier.report_end()
+        notifier.close()
 
 
-def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> AttemptEnd | None:
+def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace, notifier: Notifier) -> AttemptEnd | None:
     """Run the attempt to its end; this process holds the run's lock. Returns None where the run directory is gone.
     Raises OSError where the attempt could not begin."""
     began = time.time()
@@ -106,6 +110,7 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
         processes.start()
         runner.training = True
         runner.tasks.append(lambda now: None if runner.leaving else processes.replicas.poll(now))
+        runner.tasks += notifier.watch(attempt)
         runner.wait(lambda: runner.ended_ranks == options.ranks or processes.are_stuck(time.time()))
     except OSError as error:
         unready = f"the ranks could not be started: {error}"
@@ -134,6 +139,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--silence-limit", type=float, default=0.0, help="seconds; a rank silent for longer hangs; 0: none"
     )
+    parser.add_argument("--notify", help="the recipe's section `notify`, as JSON")
     parser.add_argument("command", nargs="+", help="command of each training rank, after --")
     return parser.parse_args(arguments)
 

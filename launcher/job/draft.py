@@ -20,12 +20,14 @@ from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import plan_sources
 from launcher.host.slurm.formats import time_limit_s
 from launcher.job.admission import corrections, with_date
+from launcher.job.notifications import notes as notification_notes
+from launcher.job.notifications import refusals as notification_refusals
 from launcher.job.own_code import own_code_problems
 from launcher.job.script import PlannedJob, render
 from launcher.job.sources import code_sources
 from launcher.job.steps import with_argv
 from launcher.plan.summary import make_plan, plan_json, with_offload
-from launcher.recipe.load import Recipe
+from launcher.recipe.load import Recipe, refusal
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource, PlanRecord
@@ -115,6 +117,7 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
             f"logging.wandb: WANDB_API_KEY is not among the secrets of {job.cluster}: "
             "the job has no key, unless the nodes' ~/.netrc has one"
         )
+    notes += notification_notes(job.recipe.config.notify, job.profile, job.cluster)
     image = rank_image(job.recipe.config, job.profile)
     if image and re.match(r"(?:docker://)?(?:[^@#/]+@)?nvcr\.io[#/]nvidia/pytorch:", image):
         notes.append(
@@ -161,7 +164,7 @@ def _obstacles(job: PlannedJob) -> list[str]:
     for where, image in images.items():
         if image and image.startswith("/") and not Path(image).is_file():
             found.append(f"image: {image} does not exist ({where})")
-    return found
+    return [*found, *refusal(job.recipe, notification_refusals(job.recipe.config.notify, None)).problems]
 
 
 def default_root(profile: Profile, name: str) -> Path:

@@ -13,6 +13,7 @@ from launcher.cluster.profile import RUN_MODES, Profile
 from launcher.cluster.software import rank_image, rank_python, replica_image, replica_python
 from launcher.errors import BadInput
 from launcher.host.code.sources import sources_text
+from launcher.job.notifications import settings_json
 from launcher.job.steps import (
     REPLICA,
     TRAINING,
@@ -119,6 +120,8 @@ def _host_options(job: PlannedJob) -> Iterator[Shell]:
         options = " ".join(shlex.quote(f"--harvest-sbatch={option}") for option in _harvest_options(job))
         cpus = shares_of_cpus(job.plan.sizes.inference_tp // job.plan.sizes.replica_processes)
         yield Shell(f'--harvest {config.harvest.max_replicas} "--harvest-sbatch=--cpus-per-task={cpus}" {options}')
+    if config.notify is not None:
+        yield Shell(f"--notify {shlex.quote(settings_json(config.notify))}")
     if profile.health_check:
         yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
 

@@ -40,6 +40,8 @@ FREE = (
     "harvest",
     "harvest.*",
     "inference.cuda_graphs",
+    "notify",
+    "notify.*",
 )
 """Keys that any attempt of a run may set differently, such as where it runs."""
 

@@ -1,9 +1,9 @@
 """YAML of users, read safely and with the line of every key, so that later errors can point at it.
 
 Differs from PyYAML's SafeLoader where a recipe would be misread silently: `1e-3` is a number (YAML 1.1 wants `1.0e-3`),
-`4:00:00` is text (YAML 1.1 makes it 14400), a bare `=` is text, and a key given twice is an error instead of the last
-one winning. Values that YAML readers disagree about are refused: `0100` (64 or 100), `0x10`, `1_000`, `yes`,
-`2026-11-21`.
+`4:00:00` is text (YAML 1.1 makes it 14400), a bare `=` and a key `on` are text, and a key given twice is an error
+instead of the last one winning. Values that YAML readers disagree about are refused: `0100` (64 or 100), `0x10`,
+`1_000`, `yes`, `2026-11-21`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Located:
 
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_BOOL, _TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
 
 
 _Fastest = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C if PyYAML was built with libyaml
@@ -210,7 +211,9 @@ def _walk(
             if key.tag == "tag:yaml.org,2002:merge":
                 _walk(value, path, (*above, node), lines, problems)
                 continue
-            if key.tag != "tag:yaml.org,2002:str":
+            if key.tag == _BOOL:  # `on`, which YAML 1.1 makes true
+                key.tag = _TEXT
+            if key.tag != _TEXT:
                 given = repr(key.value) if isinstance(key, yaml.ScalarNode) else "a collection"
                 problems.append((line, f"keys are text, got {given}"))
                 continue

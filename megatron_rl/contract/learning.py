@@ -11,7 +11,7 @@ warning has no other effect: the run continues with the same exit code.
 from __future__ import annotations
 
 from collections import Counter, deque
-from math import sqrt
+from math import inf, sqrt
 from typing import Callable, NamedTuple, Optional
 
 from megatron_rl.contract.attempt_records import MetricsLine
@@ -44,6 +44,13 @@ LARGEST_LEARNING_RATE = 0.1
 to 1."""
 TREND_STEPS = 300
 """Steps before the first and the last quarter of a run are compared: the demo with a lag has a dip in its first 200."""
+COLLAPSE = 0.5
+"""Share of the rise of the mean reward that is lost in a collapse. Runs that recover lose up to a third."""
+COLLAPSE_ERRORS = 6.0
+"""Standard errors of means of WINDOW steps by which the reward has to rise and to fall: the best of many windows is
+high by chance. A fall below the start alone is no collapse: runs that learn often begin with one."""
+COLLAPSE_STEPS = 5 * WINDOW
+"""Steps before the rewards are compared with their best."""
 SOLVED = 0.9
 """Share of right answers above which the rewards need not rise further."""
 
@@ -81,6 +88,8 @@ class Recent:
         self.lines: deque[MetricsLine] = deque(maxlen=WINDOW)
         self.rewards = [(0.0, 0.0)]
         """Sums of the first 0, 1, 2, ... mean rewards, and of their squares."""
+        self.best = (-inf, 0.0, 0)
+        """Largest mean reward of WINDOW steps, its standard error, and the step that completed it."""
         self.varied = False
         """Whether the answers of any step have had different rewards."""
 
@@ -90,7 +99,16 @@ class Recent:
         if reward is not None:
             total, squares = self.rewards[-1]
             self.rewards.append((total + reward, squares + reward * reward))
+            if len(self.rewards) > WINDOW:
+                self.best = max(self.best, (*self.rewards_of(len(self.rewards) - 1), line.step))
         self.varied = self.varied or bool(number(line, "reward_std"))
+
+    def rewards_of(self, end: int) -> tuple[float, float]:
+        """Return the mean of WINDOW mean rewards, and its standard error.
+
+        end: index in `rewards` of the sums up to the last one.
+        """
+        return _mean_and_error(self.rewards[end - WINDOW], self.rewards[end], WINDOW)
 
     @property
     def first(self) -> int:
@@ -240,6 +258,20 @@ def _reward_not_rising(recent: Recent) -> Found:
     return recent.lines[-1].step - steps + 1, seen
 
 
+def _reward_collapse(recent: Recent) -> Found:
+    if len(recent.rewards) <= COLLAPSE_STEPS:
+        return None
+    (first, first_error), (now, error) = recent.rewards_of(WINDOW), recent.rewards_of(len(recent.rewards) - 1)
+    best, best_error, reached = recent.best
+    risen, noise = best - first, COLLAPSE_ERRORS * sqrt(best_error**2 + max(first_error, error) ** 2)
+    if risen <= noise or best - now <= max(COLLAPSE * risen, noise):
+        return None
+    return (
+        recent.first,
+        f"The mean reward of {recent.span} is {now:.3g}; until step {reached} it had risen to {best:.3g}",
+    )
+
+
 def _mean_and_error(low: tuple[float, float], high: tuple[float, float], count: int) -> tuple[float, float]:
     """Return the mean of `count` values and its standard error, from the sums of values and of squares before and after
     them."""
@@ -273,6 +305,7 @@ RULES = (
     Rule("truncated", _truncated, "sampling.max_new_tokens, sampling.stop and the chat template (environment.args)"),
     Rule("zero-gradient", _zero_gradient, "grpo.overlong, grpo.eps_low and grpo.eps_high"),
     Rule("zero-learning-rate", _zero_learning_rate, "optimizer.learning_rate, decay and min_learning_rate"),
+    Rule("reward-collapse", _reward_collapse, "optimizer.learning_rate, grpo.kl_beta and mrl rollouts"),
     Rule("reward-not-rising", _reward_not_rising, "optimizer.learning_rate, grpo.prompts_per_step and mrl rollouts"),
 )
 

@@ -136,6 +136,18 @@ class Done(NamedTuple):
     at: float
 
 
+@record(version=None)
+class Notification(NamedTuple):
+    """A line of notifications.jsonl: an event that the user is notified of, at most once. Written by the host side just
+    before it sends, and read by it at each start."""
+
+    event: str  # key of the recipe's notify.on
+    key: str  # the same for each repetition of the event
+    text: str
+    attempt: int
+    at: float
+
+
 @record()
 class RecipeChange(NamedTuple):
     """A line of changes.jsonl: one `--change` of a resumed run. Written by mrl-submit; read by people, and by the host

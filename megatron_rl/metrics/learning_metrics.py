@@ -34,7 +34,7 @@ LEARNING: dict[str, Metric] = {
         unit="reward",
         good="rises, with noise, until the problems are solved",
         advice="Compare the means of the first and the last steps with `mrl explain`, which names the likely cause.",
-        rules=("reward-not-rising", "reward-not-above-start", "reward-fell"),
+        rules=("reward-not-rising", "reward-not-above-start", "reward-fell", "reward-collapse"),
     ),
     "right_ratio": Metric(
         "share of answers with reward 1, which evaluation counts as right",

@@ -20,6 +20,8 @@ from launcher.errors import BadInput
 from launcher.fetch.prefetch import export_packages
 from launcher.job.admission import check
 from launcher.job.directories import run_directory
+from launcher.job.notifications import refusals as notification_refusals
+from launcher.job.notifications import settings_json
 from launcher.job.own_code import own_code_problems
 from launcher.job.run_directory import Prepared, prepare
 from launcher.plan.sizes import Sizes
@@ -60,6 +62,7 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     included = [Path(path) for path in recipe.config.code.include or ()]
     run = None if planned.given is None else RunDir(planned.given)
     refused += own_code_problems(recipe, included, run, request.change)
+    refused += refusal(recipe, notification_refusals(recipe.config.notify, os.environ)).problems
     if recipe.config.harvest is not None:
         refused += refusal(recipe, ["harvest.partition needs Slurm, but this run is local: remove harvest"]).problems
     if request.dry_run and not facts.refusals:
@@ -163,7 +166,8 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, r
     with interruptions.caught():
         pythons = {kind: replica_python(config, None, kind) for kind in config.started_vllms}
         include = config.code.include or ()
-        command = supervisor_command(run, attempt, config.job, sizes, drain_limit_s, owner, pythons, include)
+        notify = settings_json(config.notify) if config.notify else None
+        command = supervisor_command(run, attempt, config.job, sizes, drain_limit_s, owner, pythons, include, notify)
         supervisor = Supervisor(command)
         follower = Follower(run, attempt, supervisor, drain_limit_s)
         try:

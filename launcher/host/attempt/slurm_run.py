@@ -15,6 +15,7 @@ from launcher.host.attempt.begin import begin_attempt, code_paths, create, forge
 from launcher.host.attempt.conclude import close
 from launcher.host.attempt.harvest import Harvest, HarvestSettings
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext, Refused
+from launcher.host.attempt.notify import Notifier, NotifySettings
 from launcher.host.attempt.own import NothingToDo, own
 from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Preparation
 from launcher.host.attempt.replicas import Replicas
@@ -62,12 +63,14 @@ class JobSettings(NamedTuple):
     outlives_nodes: bool  # --no-kill
     checks: Checks
     harvest: HarvestSettings = HarvestSettings()
+    notify: NotifySettings | None = None
 
 
 def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int:
     """Run the attempts that this job allows. Returns the exit code."""
+    notifier = Notifier(context.run, settings.notify)
     try:
-        return _run(context, settings, signals)
+        return _run(context, settings, signals, notifier)
     except Refused as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -79,17 +82,22 @@ def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int
     except Exception as error:  # noqa: BLE001 - not even a bug here may end the run
         traceback.print_exc()
         return come_back(context, error, settings.script.path)
+    finally:
+        notifier.report_end()
+        notifier.close()
 
 
-def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:
+def _run(context: JobContext, settings: JobSettings, signals: Signals, notifier: Notifier) -> int:
     lock = _retried(lambda: own(context))
     try:
         _retried(lambda: create(context, settings.script.document))
         _add_missed_signal(context, signals)
-        end = supervise_attempt(context, settings, signals, lock.descriptor)
+        notifier.report_end()  # of an earlier start, which was killed
+        end = supervise_attempt(context, settings, signals, lock.descriptor, notifier)
         while end.then == STAYS:
+            notifier.report_end()
             context = without_dead_nodes(context)
-            end = supervise_attempt(context, settings, signals, lock.descriptor)
+            end = supervise_attempt(context, settings, signals, lock.descriptor, notifier)
     finally:
         lock.release()
     return int(end.exit_code or EXIT_FINISHED)
@@ -105,7 +113,9 @@ def _add_missed_signal(context: JobContext, signals: Signals) -> None:
         print(error, file=sys.stderr)
 
 
-def supervise_attempt(context: JobContext, settings: JobSettings, signals: Signals, lock: int) -> AttemptEnd:
+def supervise_attempt(
+    context: JobContext, settings: JobSettings, signals: Signals, lock: int, notifier: Notifier
+) -> AttemptEnd:
     """Run the next attempt to its end. Raises OSError where it cannot begin.
 
     Args:
@@ -134,6 +144,7 @@ def supervise_attempt(context: JobContext, settings: JobSettings, signals: Signa
         runner.tasks.append(lambda now: None if runner.leaving else replicas.poll(now))
         harvest = Harvest(context, steps, attempt, len(generating), settings.harvest)
         runner.tasks.append(lambda now: None if runner.leaving else harvest.poll(now))
+        runner.tasks += notifier.watch(attempt)
         try:
             code = _train(runner, steps, assignment)
         finally:

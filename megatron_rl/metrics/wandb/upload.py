@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
@@ -37,10 +37,9 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineLine
 from megatron_rl.contract.codes import DRAINED, EXIT_CRASHED, FINISHED
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import Unreadable, decode_lines, if_readable, read, read_lines, write
+from megatron_rl.contract.records import Unreadable, if_readable, read, read_lines, write
 from megatron_rl.contract.run_records import Fork, WandbRun
-
-Line = TypeVar("Line", MetricsLine, TimelineLine)
+from megatron_rl.contract.tail import Tail
 
 POLL_S = 5.0
 PATIENCE_S = 30.0
@@ -66,26 +65,6 @@ class RecordRow(NamedTuple):
     at: float | None
     """Unix time of the step; None if unknown."""
     values: dict[str, float]
-
-
-class Tail(Generic[Line]):
-    """Reader of a growing JSON-lines file, each line once. Skips lines torn by a full disk, which are written again."""
-
-    def __init__(self, kind: type[Line], path: Path) -> None:
-        self._kind: type[Line] = kind
-        self._path = path
-        self._read = 0
-
-    def new(self) -> list[Line]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._read)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return decode_lines(self._kind, whole).records
 
 
 class RecordReader:

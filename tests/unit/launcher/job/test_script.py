@@ -20,6 +20,7 @@ from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Container, Mail, Profile
 from launcher.doctor.node_files import to_mount
 from launcher.errors import BadInput
+from launcher.host.attempt.notify import NotifySettings
 from launcher.job.script import PlannedJob, header, render
 from launcher.plan.placement import rank_rows
 from launcher.plan.summary import make_plan
@@ -127,6 +128,16 @@ def test_the_embedded_documents_come_out_as_they_went_in(tmp_path):
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert shown.startswith("# override: training.seed=7\n")
     assert shown.endswith(job.recipe.text)
+
+
+def test_the_host_side_gets_the_notifications_of_the_recipe(tmp_path):
+    script = render(a_job("demo", "notify={command: [sh, -c, 'echo \"$MRL_TEXT\"'], webhook: HOOK, on: [held]}"))
+    (line,) = [line.strip(" \\") for line in script.splitlines() if "--notify" in line]
+    shown = subprocess.run(
+        ["bash", "-c", f"printf %s {line.removeprefix('--notify ')}"], capture_output=True, check=True
+    )
+    found = NotifySettings.parse(shown.stdout.decode())
+    assert found == NotifySettings(["held"], ["sh", "-c", 'echo "$MRL_TEXT"'], "HOOK", 1800.0)
 
 
 def test_a_recipe_cannot_end_its_own_document():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import BadInput
 from launcher.recipe.load import asked_text, dump_resolved, load_recipe, read_resolved
+from launcher.recipe.located_yaml import read
 from launcher.recipe.shipped import SHIPPED, shipped_recipes
 from megatron_rl.config import RunConfig
 
@@ -170,6 +171,10 @@ def test_a_key_given_twice_is_refused(write):
     line = write("training:", "name: other\n\ntraining:")
     first = DEMO[: DEMO.index("name: demo")].count("\n") + 1
     assert problems("my.yaml") == [f"my.yaml:{line}: name: given twice, first in line {first}"]
+
+
+def test_a_key_that_yaml_makes_a_boolean_is_text():
+    assert read("a: {on: [x], 'off': 1}\n").value == {"a": {"on": ["x"], "off": 1}}
 
 
 @pytest.mark.parametrize(

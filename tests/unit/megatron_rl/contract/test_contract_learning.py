@@ -102,6 +102,12 @@ def curve(reward: Callable[[int], float], steps: int) -> list[MetricsLine]:
         (record(0, 4, learning_rate=0.0), "zero-learning-rate", 1, "The learning rate of the last 4 steps was 0"),
         (curve(lambda _: 0.3, TREND_STEPS), "reward-not-rising", 1, "0.3 in the first 75 steps, 0.3 in the last 75"),
         (curve(lambda at: 0.6 - at / 1000, 400), "reward-not-rising", 1, "the last 100"),
+        (
+            curve(lambda at: 0.1 + at / 100 if at <= 60 else 0.15, 70),
+            "reward-collapse",
+            60,
+            "The mean reward of the last 10 steps is 0.147; until step 60 it had risen to 0.65",
+        ),
     ],
 )
 def test_each_rule_reports_its_observation_and_first_step(
@@ -134,6 +140,8 @@ def test_every_rule_has_a_case() -> None:
         curve(lambda at: 0.3, TREND_STEPS - 1),
         curve(lambda at: 0.95, TREND_STEPS),
         curve(lambda at: min(0.85, 0.2 + at / 200), 1000),
+        curve(lambda at: 0.1 + at / 100 if at <= 60 else 0.5, 90),
+        curve(lambda at: 0.4 if at <= 20 else 0.05 + at / 200, 100),
     ],
     ids=[
         "a run that learns",
@@ -149,6 +157,8 @@ def test_every_rule_has_a_case() -> None:
         "a reward that may still rise",
         "a task that was solved before",
         "a reward that has risen",
+        "a reward that lost a part of its rise",
+        "a reward that fell at first",
     ],
 )
 def test_healthy_run_has_no_warning(lines: list[MetricsLine]) -> None:

@@ -1,0 +1,208 @@
+"""Notifications about a run, by a command or a webhook of the user's (recipe key `notify`).
+
+Each event is sent at most once in the life of a run: it is recorded before it is sent. Threads send, through processes
+with a time limit, so that a server that does not answer delays nothing but the end of a job, by at most CLOSE_S.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Callable, NamedTuple
+
+from launcher.host.attempt import webhook
+from launcher.host.judge.policy import OVER, STARTS_AGAIN
+from launcher.host.judge.sentence import describe_end
+from launcher.host.process.limited import run_limited
+from launcher.host.record.ledger import read_ledger_or_complain
+from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine, Progress
+from megatron_rl.contract.codes import CRASHED, FINISHED, LOST, MISCONFIGURED
+from megatron_rl.contract.learning import Watch, printable
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import Unreadable, append, if_readable, read, read_lines
+from megatron_rl.contract.run_records import Notification
+from megatron_rl.contract.tail import Tail
+
+FINISHED_EVENT, HELD_EVENT, RESTARTED, STALLED = "finished", "held", "restarted", "stalled"
+COLLAPSE, WARNING = "reward-collapse", "warning"
+OF_COLLAPSE = ("reward-collapse", "constant-rewards")  # rules of contract.learning
+
+WATCH_S = 5.0  # seconds between two reads of the record
+SUSPENDED_S = 300.0  # seconds without a call after which this machine was suspended
+SEND_S = 30.0  # seconds for a command or a webhook, after which it is killed
+CLOSE_S = 10.0  # seconds that the end of a job waits for them
+LONGEST_TEXT = 2000  # characters
+
+
+class NotifySettings(NamedTuple):
+    """The recipe's section `notify`."""
+
+    on: Sequence[str]
+    command: Sequence[str] = ()
+    webhook: str = ""  # name of a variable, or path of a file, with the URL
+    stalled_s: float = 1800.0
+
+    def json(self) -> str:
+        """Return the option of the host side."""
+        return json.dumps(self._asdict())
+
+    @classmethod
+    def parse(cls, text: str) -> NotifySettings:
+        """Parse what `json` returned."""
+        return cls(**json.loads(text))
+
+
+class Notifier:
+    """Sends the events of one run, from this process.
+
+    Args:
+        settings: None: nothing is sent.
+    """
+
+    def __init__(self, run: RunDir, settings: NotifySettings | None) -> None:
+        self._run, self._settings = run, settings
+        self._began = time.time()
+        self._threads: list[threading.Thread] = []
+        self._sent: set[str] | None = None  # keys; None: not read yet
+
+    def watch(self, attempt: Attempt) -> list[Callable[[float], None]]:
+        """Return the task that notifies of stalls and warnings of an attempt, if there is one; call it with the time,
+        often."""
+        if self._settings is None:
+            return []
+        return [RecordWatch(self, self._run, attempt, self._settings.stalled_s)]
+
+    def report_end(self) -> None:
+        """Notify of the newest end in the ledger, if this process has seen it."""
+        lines = read_ledger_or_complain(self._run) if self._settings else []
+        end = lines[-1] if lines else None
+        if not isinstance(end, AttemptEnd) or end.at < self._began:
+            return
+        event = event_of(end)
+        if event is not None:
+            key = event if event == FINISHED_EVENT else f"{event} after attempt {end.attempt}"
+            self.send(event, key, describe_end(end, time.time()), end.attempt)
+
+    def send(self, event: str, key: str, text: str, attempt: int) -> None:
+        """Send an event in the background, unless it was sent before.
+
+        Args:
+            key: the same for each repetition of the event.
+        """
+        if self._settings is None or event not in self._settings.on or key in self._known():
+            return
+        self._known().add(key)
+        notification = Notification(event, key, printable(text)[:LONGEST_TEXT], attempt, time.time())
+        try:
+            append(self._run.notifications, notification)
+        except OSError as error:  # a full disk is a reason to notify: it may then be sent twice
+            print(f"notify: {self._run.notifications}: {error.strerror}", file=sys.stderr)
+        thread = threading.Thread(target=_deliver, args=(self._run, self._settings, notification), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def close(self) -> None:
+        """Wait up to CLOSE_S for what is being sent."""
+        give_up = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+
+    def _known(self) -> set[str]:
+        if self._sent is None:
+            found = read_lines(Notification, self._run.notifications)
+            self._sent = set() if isinstance(found, Unreadable) else {one.key for one in found.records}
+        return self._sent
+
+
+def event_of(end: AttemptEnd) -> str | None:
+    """Event of the end of an attempt; None for a run that its user stopped."""
+    if end.outcome == FINISHED:
+        return FINISHED_EVENT
+    if end.then in STARTS_AGAIN:
+        return RESTARTED
+    if end.then == OVER and end.outcome not in (CRASHED, LOST, MISCONFIGURED):
+        return None
+    return HELD_EVENT
+
+
+class RecordWatch:
+    """Looks for stalls and warnings in the record of a run.
+
+    Args:
+        stalled_s: seconds without a new step.
+    """
+
+    def __init__(self, notifier: Notifier, run: RunDir, attempt: Attempt, stalled_s: float) -> None:
+        self._notifier, self._attempt, self._stalled_s = notifier, attempt, stalled_s
+        self._lines = Tail(MetricsLine, run.metrics)
+        self._watch, self._replaced = Watch(), 0
+        self._step = 0
+        self._progress_at: float | None = None
+        self._looked = 0.0
+
+    def __call__(self, now: float) -> None:
+        """Read what is new. Raises OSError."""
+        if now < self._looked + min(WATCH_S, self._stalled_s / 5):
+            return
+        if now > self._looked + SUSPENDED_S:
+            self._progress_at = now
+        self._looked = now
+        lines = self._lines.new()
+        if self._lines.replaced != self._replaced:
+            self._watch, self._replaced = Watch(), self._lines.replaced
+        for line in lines:
+            self._watch.add(line)
+            self._step = line.step
+        if lines or self._progress_at is None:
+            self._progress_at = now
+        number = self._attempt.number
+        for warning in self._watch.warnings if lines else ():
+            key = f"{warning.name} since step {warning.since}"
+            if warning.name in OF_COLLAPSE:
+                self._notifier.send(COLLAPSE, f"{COLLAPSE}: {key}", f"step {self._step}: {warning}", number)
+            self._notifier.send(WARNING, f"{WARNING}: {key}", f"{warning.name}: {warning}", number)
+        if now - self._progress_at >= self._stalled_s:
+            self._notifier.send(STALLED, f"stalled after step {self._step} of attempt {number}", self._stall(), number)
+
+    def _stall(self) -> str:
+        progress = if_readable(read(Progress, self._attempt.progress))
+        phase = f", in phase {progress.phase}" if progress is not None else ""
+        return f"no new step for {self._stalled_s / 60:.0f} minutes after step {self._step}{phase}"
+
+
+def _deliver(run: RunDir, settings: NotifySettings, notification: Notification) -> None:
+    """Call the command and the webhook. Prints failures, and raises nothing."""
+    name = os.path.basename(os.path.abspath(run.root))
+    text = f"{name}: {notification.event}: {notification.text}"
+    facts = {
+        "event": notification.event,
+        "run": name,
+        "run_dir": os.path.abspath(run.root),
+        "attempt": notification.attempt,
+    }
+    environ = dict(os.environ, MRL_TEXT=text, **{f"MRL_{key.upper()}": str(value) for key, value in facts.items()})
+    if settings.command:
+        _call("the command", settings.command, environ)
+    if settings.webhook:
+        environ.update(MRL_WEBHOOK=settings.webhook, MRL_PAYLOAD=json.dumps({"text": text, "content": text, **facts}))
+        _call("the webhook", [sys.executable, "-I", webhook.__file__], environ)
+
+
+def _call(what: str, command: Sequence[str], environ: dict[str, str]) -> None:
+    try:
+        done = run_limited(command, SEND_S, environ)
+    except subprocess.TimeoutExpired:
+        why = f"did not end within {SEND_S:.0f} s, and was killed"
+    except (OSError, ValueError) as error:
+        why = f"cannot be started: {error}"
+    else:
+        if done.returncode == 0:
+            return
+        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        why = f"failed (exit code {done.returncode}): {printable(last)}"
+    print(f"notify: {what} {why}", file=sys.stderr)

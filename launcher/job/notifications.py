@@ -1,0 +1,48 @@
+"""Settings of notifications for the host side, and reasons why they could not work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher.cluster.profile import Profile
+from launcher.host.attempt.notify import NotifySettings
+from megatron_rl.metrics.config import NotifyConfig
+
+
+def settings_json(config: NotifyConfig) -> str:
+    """Return the value of --notify, an option of `launcher.host.job` and `launcher.host.supervise`."""
+    return NotifySettings(config.on, config.command or [], config.webhook or "", config.stalled_s).json()
+
+
+def refusals(config: NotifyConfig | None, environ: Mapping[str, str] | None) -> list[str]:
+    """Return reasons why nothing could be sent.
+
+    environ: environment of the process that sends, of a run on this machine; None on Slurm, where it is another one.
+    """
+    found: list[str] = []
+    if config is None:
+        return found
+    webhook, command = config.webhook, config.command
+    if webhook and "/" in webhook and not os.access(Path(webhook).expanduser(), os.R_OK):
+        found.append(
+            f"notify.webhook: {webhook} does not exist, or you may not read it; put the URL into it (chmod 600)"
+        )
+    if webhook and "/" not in webhook and environ is not None and not environ.get(webhook):
+        found.append(f"notify.webhook: the variable {webhook} is not set here; export it, or name a file with the URL")
+    if command and environ is not None and shutil.which(command[0], path=environ.get("PATH")) is None:
+        found.append(f"notify.command: {command[0]} is not an executable file on this machine")
+    return found
+
+
+def notes(config: NotifyConfig | None, profile: Profile, cluster: str) -> list[str]:
+    """Return remarks for the user of a Slurm job."""
+    webhook = config.webhook if config else None
+    if not webhook or "/" in webhook or webhook in profile.secrets:
+        return []
+    return [
+        f"notify.webhook: {webhook} is not among the secrets of {cluster}: the job has no such variable, unless the "
+        "nodes set it"
+    ]
