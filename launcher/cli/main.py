@@ -11,6 +11,7 @@ COMMANDS = {
     "attach": "exec shell ssh",
     "cancel": "abort delete end kill rm scancel stop",
     "chat": "generate talk",
+    "compare": "diff sweep versus vs",
     "completion": "",
     "convert": "export",
     "doctor": "",

@@ -1,0 +1,87 @@
+"""Pure: several runs beside one another: keys that differ, metrics at the end, the best by one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from launcher.explain.record import Record
+from launcher.report.recipe import differing
+from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.learning import WINDOW, number
+
+SHOWN = ("mean_reward", "right_ratio", "loss", "entropy", "answer_length", "truncated_ratio", "time/step_s")
+"""Metrics of every comparison, beside those of evaluations."""
+LOWER_IS_BETTER = ("time/", "loss", "teacher_kl", "truncated_ratio", "failed_rollouts", "inference_logprob_difference")
+"""Beginnings of metrics whose smallest value is the best."""
+
+
+class ComparedRun(NamedTuple):
+    """A run, and what is recorded of it."""
+
+    name: str
+    path: str
+    state: str
+    record: Record
+
+    @property
+    def step(self) -> int:
+        """Newest recorded step; 0 before the first."""
+        return self.record.lines[-1].step if self.record.lines else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Several runs; lists have a value per run."""
+
+    runs: Sequence[ComparedRun]
+    keys: Mapping[str, list[Any]]
+    """Recipe keys that are not equal in all runs."""
+    metrics: Mapping[str, list[float | None]]
+    """Means over the last WINDOW steps; of evaluations the newest value. None where a run has none."""
+    by: str
+    lowest: bool
+    """Whether the lowest value of `by` is the best."""
+
+    @property
+    def order(self) -> list[int]:
+        """Indexes of the runs, the best first, those without a value last."""
+        values = self.metrics[self.by]
+        sign = 1.0 if self.lowest else -1.0
+        return sorted(range(len(self.runs)), key=lambda at: (values[at] is None, sign * (values[at] or 0.0)))
+
+    @property
+    def best(self) -> int | None:
+        """Index of the best run; None if no run has the metric."""
+        first = self.order[0]
+        return first if self.metrics[self.by][first] is not None else None
+
+
+def compare(runs: Sequence[ComparedRun], by: str = "mean_reward", lowest: bool | None = None) -> Comparison:
+    """Compare one or more runs.
+
+    Args:
+        by: metric of metrics.jsonl or evaluations.jsonl that decides which run is the best.
+        lowest: whether its lowest value is the best. Default: by its name.
+    """
+    evaluated = dict.fromkeys(
+        name for run in runs for line in run.record.evaluations for name in line.values if name.endswith("_accuracy")
+    )
+    table = {name: [value_at_end(run.record, name) for run in runs] for name in dict.fromkeys([by, *SHOWN, *evaluated])}
+    known = {name: values for name, values in table.items() if name == by or any(value is not None for value in values)}
+    keys = differing([run.record.recipe for run in runs])
+    return Comparison(runs, keys, known, by, by.startswith(LOWER_IS_BETTER) if lowest is None else lowest)
+
+
+def value_at_end(record: Record, name: str) -> float | None:
+    """Return the mean of a metric over the last WINDOW steps that have it, or its value in the newest evaluation; None
+    if there is neither."""
+    values = _values(record.lines, name)[-WINDOW:]
+    if values:
+        return sum(values) / len(values)
+    return next(iter(_values(record.evaluations, name)[-1:]), None)
+
+
+def _values(lines: Sequence[MetricsLine], name: str) -> list[float]:
+    return [value for line in lines if (value := number(line, name)) is not None]

@@ -1,0 +1,45 @@
+"""Runs to compare: their directories, and what is recorded of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.errors import BadInput
+from launcher.explain.read import read_record
+from launcher.report.compare import ComparedRun
+from launcher.runs.find import at_once, find, is_run
+from launcher.runs.state import read_statuses
+from megatron_rl.contract.files import names_in
+from megatron_rl.contract.paths import RunDir
+
+
+def runs_of(names: Sequence[str]) -> list[RunDir]:
+    """Return the runs of names, directories or job ids; for a directory that is no run, the runs in it, by name. Raises
+    BadInput where there is none."""
+    found: dict[Path, RunDir] = {}
+    for name in names:
+        for run in _runs_in(Path(name)) if Path(name).is_dir() and not is_run(name) else [find(name)]:
+            found.setdefault(run.root.resolve(), run)
+    return list(found.values())
+
+
+def _runs_in(folder: Path) -> list[RunDir]:
+    try:
+        paths = [folder / name for name in sorted(names_in(folder))]
+    except OSError as error:
+        raise BadInput(f"{folder}: {error.strerror}") from error
+    runs = [RunDir(path) for path in paths if is_run(str(path))]
+    if not runs:
+        raise BadInput(f"{folder}: is no run, and has none in it")
+    return runs
+
+
+def read_compared(runs: Sequence[RunDir]) -> list[ComparedRun]:
+    """Read the records of runs. Raises Failed and BadInput as `read_record`."""
+    statuses = read_statuses(runs)
+    records = at_once(read_record, runs)
+    return [
+        ComparedRun(status.name, str(run.root.absolute()), status.state, record)
+        for run, status, record in zip(runs, statuses, records, strict=True)
+    ]
