@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_rl.recipe.values import flat
 
 if TYPE_CHECKING:  # --help and completion name CHANGEABLE, and pydantic is slow to import
     from megatron_rl.config import RunConfig
@@ -99,14 +101,3 @@ def with_remarks(changed: Sequence[Change], old: RunConfig, new: RunConfig, reac
 def as_json(changed: Sequence[Change]) -> dict[str, list[Any]]:
     """Key of the recipe -> [old value, new value]."""
     return {one.key: [one.old, one.new] for one in changed}
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by full key: {"grpo": {"kl_beta": 0}} -> {"grpo.kl_beta": 0}. Lists and empty mappings stay whole."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

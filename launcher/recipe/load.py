@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from launcher.errors import BadInput
-from launcher.recipe.changes import flat
 from launcher.recipe.engine_override import implied
 from launcher.recipe.files import SECTIONS, Origin, Override, Written, read_files
 from launcher.recipe.located_yaml import YamlProblems, dump, locator, read, read_mapping, read_text
@@ -31,6 +30,7 @@ from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.recipe.own_code import check_file, kept
 from megatron_rl.recipe.section import Section
+from megatron_rl.recipe.values import flat
 
 _FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"), ("inference", "vllm", "args"))
 """Keys below these sections belong to the environment or to vLLM, so RunConfig does not know them."""

@@ -16,9 +16,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from launcher.recipe.changes import flat
 from launcher.report.report import RunReport
 from launcher.report.usage import STACKED
+from megatron_rl.recipe.values import flat
 
 FOLDER = Path(__file__).with_name("page")
 STYLES = ("vendor/uPlot.min.css", "page.css")

@@ -199,8 +199,8 @@ def _base_values(run: RunDir, name: str) -> dict[str, Any]:
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Sections with the defaults of keys that have one, as full keys."""
-    from launcher.recipe.changes import flat
     from megatron_rl.config import RunConfig
+    from megatron_rl.recipe.values import flat
 
     known = known_keys(RunConfig.model_json_schema())
     defaults = {".".join(key): schema["default"] for key, schema in known.items() if "default" in schema}

@@ -87,6 +87,8 @@ class RunDir:
         """Folder of the answers that are generated and not yet trained on."""
         self.tensorboard = self.root / "tensorboard"
         """Folder of TensorBoard's event files."""
+        self.prometheus = self.root / "metrics.prom"
+        """Newest metrics in Prometheus's text format, unless logging.prometheus names another file."""
         self.wandb = self.root / "wandb.json"
         """WandbRun."""
         self.wandb_files = self.root / "wandb"

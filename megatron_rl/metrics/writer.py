@@ -1,4 +1,4 @@
-"""Writer of metrics.jsonl, TensorBoard, W&B and one log line per step. Rank 0 alone writes.
+"""Writer of metrics.jsonl, TensorBoard, W&B, Prometheus and one log line per step. Rank 0 alone writes.
 
 On a full disk the record waits for room: a save that fills the disk frees the space when it fails. TensorBoard and the
 timeline, which are only for people, are left out with a warning.
@@ -21,6 +21,7 @@ from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, append, encode_line, read_lines
 from megatron_rl.metrics.config import LoggingConfig, is_due
 from megatron_rl.metrics.names import check_name
+from megatron_rl.metrics.prometheus import PrometheusFile
 from megatron_rl.metrics.wandb.mirror import Mirror
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,9 @@ class RolloutView(Protocol):
 
     def histograms(self) -> Mapping[str, Sequence[float]]:
         """TensorBoard name -> values."""
+
+    def texts(self, limit: int) -> list[str]:
+        """Return whole groups as text, at most `limit` of them."""
 
 
 class Writer:
@@ -49,7 +53,7 @@ class Writer:
         """Write the seconds since the last line."""
 
     def rollouts(self, step: int, view: RolloutView) -> None:
-        """Write histograms of a step's rollouts, if due."""
+        """Write histograms and texts of a step's rollouts, if due."""
 
     def sync(self) -> None:
         """Flush the record to disk: a checkpoint must never be newer than the record."""
@@ -62,11 +66,18 @@ class MetricsWriter(Writer):
     """Writer of rank 0. First cuts the record back to the checkpoint that the run resumes from."""
 
     def __init__(
-        self, run_dir: RunDir, attempt: Attempt, config: LoggingConfig, last_step: int, evaluated: int
+        self,
+        run_dir: RunDir,
+        attempt: Attempt,
+        config: LoggingConfig,
+        last_step: int,
+        evaluated: int,
+        hyperparameters: Mapping[str, Any] | None = None,
     ) -> None:
         """
         last_step: step of the checkpoint to resume from; 0 for a new run.
         evaluated: step of the last evaluation before that checkpoint; -1 for none.
+        hyperparameters: sections of the recipe, for TensorBoard.
         """
         # The import takes a tenth of a second, which the other ranks save.
         from megatron_rl.metrics.tensorboard import TensorBoard
@@ -80,6 +91,10 @@ class MetricsWriter(Writer):
             self._watch.add(line)
         cut_back(run_dir.evaluations, evaluated if evaluated >= 0 else None)
         self._tensorboard = TensorBoard(run_dir.tensorboard, max(last_step, evaluated) + 1 if last_step else 0)
+        if hyperparameters:
+            with self._optional("TensorBoard"):
+                self._tensorboard.hyperparameters(hyperparameters)
+        self._prometheus = PrometheusFile(run_dir, config.prometheus)
         self._mirror = Mirror(run_dir, attempt) if config.wandb else None
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -114,6 +129,9 @@ class MetricsWriter(Writer):
         if is_due(step, self._config.histograms_every):
             with self._optional("TensorBoard"):
                 self._tensorboard.histograms(step, view.histograms())
+        if is_due(step, self._config.samples_every):
+            with self._optional("TensorBoard"):
+                self._tensorboard.texts(step, view.texts(self._config.samples))
 
     def sync(self) -> None:
         """Also flush TensorBoard's event queue: a killed run would lose events of steps that it never repeats."""
@@ -128,6 +146,8 @@ class MetricsWriter(Writer):
         """Also end the W&B upload, which reads the outcome."""
         with self._optional("TensorBoard"):
             self._tensorboard.close()
+        with self._optional("Prometheus's file"):
+            self._prometheus.flush()
         if self._mirror:
             self._mirror.close()
 
@@ -144,6 +164,8 @@ class MetricsWriter(Writer):
     def _scalars(self, step: int, metrics: Mapping[str, Any]) -> None:
         with self._optional("TensorBoard"):
             self._tensorboard.scalars(step, metrics)
+        with self._optional("Prometheus's file"):
+            self._prometheus.add(step, metrics)
 
 
 def _append(path: Path, line: MetricsLine) -> None:

@@ -264,7 +264,8 @@ def set_up(
         )
     writer = Writer()
     if dist.get_rank() == 0:
-        writer = MetricsWriter(run_dir, attempt, config.logging, counters.step, counters.evaluated)
+        values = config.model_dump(mode="json")
+        writer = MetricsWriter(run_dir, attempt, config.logging, counters.step, counters.evaluated, values)
     return Run(
         config=config,
         platform=platform,

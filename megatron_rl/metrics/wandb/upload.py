@@ -27,6 +27,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -40,6 +41,7 @@ from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, if_readable, read, read_lines, write
 from megatron_rl.contract.run_records import Fork, WandbRun
 from megatron_rl.contract.tail import Tail
+from megatron_rl.metrics.wandb.tables import RolloutTables
 
 POLL_S = 5.0
 PATIENCE_S = 30.0
@@ -144,16 +146,19 @@ def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
         leave(" ".join(str(error).split()))
     write(run.wandb, known._replace(url=wandb_run.url))
     record = RecordReader(run, attempt)
+    tables = RolloutTables(run, RunConfig.model_validate(recipe)) if asked.rollouts else None
+    waiting: deque[RecordRow] = deque()
     outcome = None
     while True:
         ended = over.is_set()  # checked before reading the record, which is then complete
         if ended:
             left = if_readable(read(Outcome, attempt.outcome))
             outcome = left and left.outcome
-        for row in record.rows(complete=outcome == FINISHED):
-            if row.step >= wandb_run.starting_step:
-                at = {"_timestamp": row.at} if row.at else {}
-                wandb_run.log(row.values | at, step=row.step)
+        waiting.extend(row for row in record.rows(complete=outcome == FINISHED) if row.step >= wandb_run.starting_step)
+        while waiting and (tables is None or tables.ready(waiting[0].step, ended)):
+            row = waiting.popleft()
+            at = {"_timestamp": row.at} if row.at else {}
+            wandb_run.log(row.values | at | (tables.of(row.step) if tables else {}), step=row.step)
         if ended:
             break
         over.wait(POLL_S)

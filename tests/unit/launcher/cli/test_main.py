@@ -13,10 +13,10 @@ from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cli.show.keys import Keys, key_path
 from launcher.errors import show
-from launcher.recipe.changes import flat
 from launcher.recipe.files import shipped_values
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
+from megatron_rl.recipe.values import flat
 
 
 def within(*words: str) -> Result:
