@@ -1,4 +1,4 @@
-"""Fill of micro-batches, balance of data-parallel ranks, and the time to plan both.
+"""Fill of micro-batches, balance of data-parallel ranks, the time to plan both, and the work that padding would add.
 
     python tests/benchmarks/packing.py [--repeats 5]
 
@@ -22,7 +22,7 @@ from megatron_rl.algorithms.balance import balance
 from megatron_rl.algorithms.bins import BinLimit, Tree
 from megatron_rl.algorithms.packing import Packing
 from megatron_rl.inference.api import Completion
-from megatron_rl.model.flops import rows_per_token
+from megatron_rl.model.flops import rows_per_token, training_flops
 from megatron_rl.rollout.encoding import decode_group, encode_group, joined, parted
 from megatron_rl.rollout.exchange import group_costs
 from megatron_rl.rollout.stream import shares
@@ -158,6 +158,34 @@ def show_balance(name: str, groups: Sequence[TrajectoryGroup], repeats: int) -> 
     )
 
 
+def show_padding(name: str, groups: Sequence[TrajectoryGroup]) -> None:
+    """Work of the slowest of 8 ranks in an update if all micro-batches were padded to their limit, as communication in
+    buffers of a fixed size needs it."""
+    homes = [home for home, share in enumerate(shares(0, PROMPTS, REPLICAS)) for _ in share]
+    assigned = balance(group_costs(groups, CONFIG), homes, REPLICAS)
+    packings = []
+    for replica in range(REPLICAS):
+        teach = [
+            trajectory
+            for group, its in zip(groups, assigned, strict=True)
+            if its == replica and len({each.reward for each in group.trajectories}) > 1
+            for trajectory in group.trajectories
+        ]
+        packings.append(Packing([each.tokens for each in teach], [each.loss_mask for each in teach], range(len(teach))))
+    count = max(len(packing.bins(ROOM)) for packing in packings)
+    tokens = [sum(len(packing.microbatch(names).tokens) for names in packing.bins(ROOM)) for packing in packings]
+    pairs = [sum(tree.pairs for tree in packing.trees) for packing in packings]
+
+    def slowest(of_ranks: Sequence[int]) -> float:
+        work = zip(of_ranks, pairs, strict=True)
+        return max(
+            training_flops(CONFIG.model, VOCABULARY, tokens=each, pairs=its, predictions=each) for each, its in work
+        )
+
+    padded = [count * ROOM.tokens] * REPLICAS
+    print(f"{name:<28} {count:>13} {sum(tokens) / sum(padded):>6.1%} {slowest(padded) / slowest(tokens):>6.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
@@ -177,6 +205,9 @@ def main() -> None:
     )
     for name, groups in batches.items():
         show_balance(name, groups, repeats)
+    print(f"\n{'an update of 8 ranks':<28} {'micro-batches':>13} {'fill':>6} padded / packed")
+    for name, groups in batches.items():
+        show_padding(name, groups)
 
 
 if __name__ == "__main__":
