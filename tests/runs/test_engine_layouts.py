@@ -36,8 +36,8 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.refit.engine import build_engine
 from megatron_rl.refit.publish import ReshardedWeights
 
-GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
-CUT = Sampling(temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, max_new_tokens=12)
+GREEDY = Sampling(temperature=0.0, max_new_tokens=7)
+CUT = Sampling(temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, max_new_tokens=7)
 PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3], [9, 9], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [4]]
 LIMIT = timedelta(seconds=60)
 
