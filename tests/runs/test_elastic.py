@@ -36,11 +36,6 @@ def answers(run: RunDir) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def on_one_rank(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
     run = prepare(tmp_path_factory.mktemp("runs") / "one", RECIPE)
     attempt = Attempt(run, cache, ranks=1)

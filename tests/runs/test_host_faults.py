@@ -106,9 +106,7 @@ def sweep(
 # Files
 
 
-def sweep_files(
-    make_cluster: MakeCluster, each: int | None, seconds: float, stride: int = 1, **facts: Any
-) -> Tally:
+def sweep_files(make_cluster: MakeCluster, each: int | None, seconds: float, stride: int = 1, **facts: Any) -> Tally:
     """each, seconds: as for `faults`. stride: try every so many-th of these faults."""
     whole = make_cluster(**facts)
     assert problems_of(whole) == []

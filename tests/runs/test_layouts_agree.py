@@ -337,11 +337,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def in_layout(run: Any) -> Callable[[str], Whole]:
     @functools.cache
     def in_layout(name: str) -> Whole:

@@ -30,11 +30,6 @@ STEPS = 24
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
     run_dir = prepare(tmp_path_factory.mktemp("runs") / "undisturbed", loop_recipe())
     attempt = Attempt(run_dir, cache)

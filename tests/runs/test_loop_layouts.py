@@ -49,17 +49,13 @@ def finished(run_dir: RunDir, cache: Path, ranks: int) -> RunDir:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
     return finished(prepare(tmp_path_factory.mktemp("runs") / "alone", recipe(1, {})), cache, 1)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path, alone: RunDir) -> RunDir:
+    """After the run on one rank, which has taught the base model."""
     return finished(prepare(tmp_path_factory.mktemp("runs") / "undisturbed", recipe(4, TP2_PP2)), cache, 4)
 
 

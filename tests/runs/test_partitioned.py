@@ -40,11 +40,6 @@ def partitioned(training: dict[str, int], inference: dict[str, int], **environme
     return changed | {"environment": changed["environment"] | environment}
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 def by_themselves(root: Path, cache: Path, training: dict[str, int], inference: dict[str, int]) -> Any:
     """Record of the training ranks without replicas."""
     attempt = Attempt(prepare(root, recipe(training, inference)), cache)
