@@ -26,7 +26,14 @@ from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling,
 from megatron_rl.inference.engine_limits import against_engine
 from megatron_rl.metrics.config import LoggingConfig, NotifyConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
-from megatron_rl.rank.config import HarvestConfig, JobConfig, Offload, PlacementConfig, data_parallel_size
+from megatron_rl.rank.config import (
+    HarvestConfig,
+    JobConfig,
+    Offload,
+    PlacementConfig,
+    ProfileConfig,
+    data_parallel_size,
+)
 from megatron_rl.recipe.section import FilePath, PathMark, Section
 from megatron_rl.rollout.config import AsyncConfig, CurriculumConfig, EvaluationConfig, ResumeConfig
 from megatron_rl.supervised.config import DataConfig
@@ -91,6 +98,8 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     notify: NotifyConfig | None = None
     """Notifications by a command or a webhook; default: none."""
+    profile: ProfileConfig | None = None
+    """Profiles of a few steps (torch.profiler); default: none."""
     evaluate: EvaluateConfig | None = None
     """Written by `mrl evaluate --cluster`: the job evaluates and trains nothing."""
 
@@ -234,6 +243,8 @@ class RunConfig(Section):
                 f"async.max_lag is {self.asynchronous.max_lag} and resume.partial is regenerate, which needs the same "
                 "answers again; with max_lag they depend on when new weights arrive: set resume.partial to keep"
             )
+        if self.profile is not None:
+            self._profile_fits(self.profile)
         if self.harvest is not None and self.placement.mode != "partitioned":
             raise ValueError(
                 "harvest adds inference replicas, and placement.mode is colocated, which has none: set partitioned"
@@ -367,6 +378,21 @@ class RunConfig(Section):
             against = "training.recompute is full, which would recompute layers in another precision"
         if against:
             raise ValueError(f"training.fp8 is {training.fp8}, but {against}")
+
+    def _profile_fits(self, profile: ProfileConfig) -> None:
+        (first, last), layout = profile.steps, self.placement.training
+        if last > self.training.steps:
+            raise ValueError(
+                f"profile.steps [{first}, {last}] are not all made: training.steps is {self.training.steps}"
+            )
+        ranks = self.data_parallel_size * layout.tp * layout.pp * layout.cp
+        if profile.ranks is not None and max(profile.ranks) >= ranks:
+            raise ValueError(f"profile.ranks has {max(profile.ranks)}, and the training ranks are 0 to {ranks - 1}")
+        if profile.generation and (not self.generates or self.placement.mode == "partitioned"):
+            raise ValueError(
+                "profile.generation is true, and the training ranks generate nothing (placement.mode partitioned, or "
+                "no environment): set it to false"
+            )
 
     def _overlap_fits(self) -> None:
         if not self.optimizer.overlap_param_gather:

@@ -52,12 +52,14 @@ def train_step(run: Run) -> None:
     step = run.step + 1
     run.safe_points.activity.enter("training", step)
 
-    batch = run.driver.collect(run.next_ordinal)
-    if not run.platform.transfers_beside_collectives:
-        run.refit.finish()
-    stats = run.trainer.train(batch, step, weights_change=run.refit.finish, record=run.record)
-    with run.safe_points.phase("refit"):
-        run.refit.publish(run.trainer.policy_version)
+    with run.profiler.part("generate", step):
+        batch = run.driver.collect(run.next_ordinal)
+    with run.profiler.part("train", step):
+        if not run.platform.transfers_beside_collectives:
+            run.refit.finish()
+        stats = run.trainer.train(batch, step, weights_change=run.refit.finish, record=run.record)
+        with run.safe_points.phase("refit"):
+            run.refit.publish(run.trainer.policy_version)
     run.step, run.next_ordinal, run.drawn, run.curriculum = step, batch.next_ordinal, batch.drawn, batch.curriculum
 
     report = StepReport(

@@ -44,6 +44,8 @@ FREE = (
     "inference.cuda_graphs",
     "notify",
     "notify.*",
+    "profile",
+    "profile.*",
 )
 """Keys that any attempt of a run may set differently, such as where it runs."""
 

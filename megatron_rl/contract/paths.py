@@ -215,6 +215,8 @@ class Attempt(RankFiles):
         """NodeAssignment."""
         self.marks = self.folder / "marks.json"
         """Marks."""
+        self.profile = self.folder / "profile"
+        """Folder of the traces that the recipe's section `profile` requests."""
         self.fabric = self.folder / "fabric.json"
         """FabricReport."""
         self.timeline = self.folder / "timeline.jsonl"

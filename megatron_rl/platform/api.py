@@ -156,6 +156,12 @@ class Platform(Protocol):
     def beside(self) -> AbstractContextManager[None]:
         """Context of a thread whose device copies run beside other work. Exit waits for the copies."""
 
+    def watch_memory(self, watch: bool) -> None:
+        """Record each allocation of the device's memory, or stop that; no-op for devices without such a history."""
+
+    def memory_snapshot(self) -> bytes | None:
+        """Return the recorded allocations, pickled for torch's viewer of memory; None if there is no history."""
+
     def device_use(self) -> DeviceUse | None:
         """Peak memory and power of the device, without waiting for it; None if unknown."""
 

@@ -117,6 +117,12 @@ class CpuPlatform:
     def beside(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def watch_memory(self, watch: bool) -> None:
+        pass
+
+    def memory_snapshot(self) -> bytes | None:
+        return None
+
     def device_use(self) -> DeviceUse | None:
         return None
 

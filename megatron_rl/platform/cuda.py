@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -27,6 +28,9 @@ from megatron_rl.platform.tensor_sum import TensorSum, tensor_sum
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+
+MEMORY_EVENTS = 200_000
+"""Newest allocations and frees in a snapshot of memory: some 100 MB with their stacks."""
 
 
 class CudaGraphs:
@@ -194,6 +198,12 @@ class CudaPlatform:
         with torch.cuda.stream(self._beside):
             yield
         self._beside.synchronize()
+
+    def watch_memory(self, watch: bool) -> None:
+        torch.cuda.memory._record_memory_history("all" if watch else None, max_entries=MEMORY_EVENTS)
+
+    def memory_snapshot(self) -> bytes | None:
+        return pickle.dumps(torch.cuda.memory._snapshot())
 
     def device_use(self) -> DeviceUse | None:
         peak = torch.cuda.max_memory_allocated(self.device)  # the allocator's count, which needs no device work

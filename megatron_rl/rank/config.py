@@ -150,6 +150,35 @@ class HarvestConfig(Section):
         return options
 
 
+LONGEST_PROFILE = 10
+"""Steps of a profile: a step of a large model has a million events, some hundred MB."""
+
+
+class ProfileConfig(Section):
+    """Profiles of a few steps, for people who look for slow operations. They change no number of the run."""
+
+    steps: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
+    """First and last step to profile, such as [10, 12]; at most 10 steps. Not the first ones, in which kernels are
+    compiled and caches filled. Traces are in attempts/NNN/profile, as train.RANK.step-STEP.json.gz, for
+    https://ui.perfetto.dev or chrome://tracing, and on GPUs train.RANK.step-STEP.memory.pickle for
+    https://pytorch.org/memory_viz."""
+    ranks: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = [0]
+    """Training ranks to profile; null: all."""
+    generation: bool = False
+    """Also profile the generation of these steps, as generate.RANK.step-STEP.json.gz, where the training ranks
+    generate. Its traces are far larger: a decode step launches every kernel again for each token."""
+
+    @field_validator("steps")
+    @classmethod
+    def _are_a_few(cls, steps: list[int]) -> list[int]:
+        first, last = steps
+        if last < first:
+            raise ValueError(f"[{first}, {last}] ends before it begins: write the first step, then the last one")
+        if last - first >= LONGEST_PROFILE:
+            raise ValueError(f"[{first}, {last}] are {last - first + 1} steps: profile at most {LONGEST_PROFILE}")
+        return steps
+
+
 Offload = Literal["none", "buffers", "optimizer"]
 
 

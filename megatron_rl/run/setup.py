@@ -24,6 +24,7 @@ from megatron_rl.metrics.writer import MetricsWriter, Writer
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.profiler import StepProfiler
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.recipe.own_code import kept
 from megatron_rl.refit.prober import Prober, probe_text
@@ -124,6 +125,7 @@ class Run:
     exporter: Exporter
     writer: Writer
     record: RolloutRecord
+    profiler: StepProfiler
     step: int
     """Last finished step."""
     next_ordinal: int
@@ -290,6 +292,7 @@ def set_up(
             prompts_per_step=config.grpo.prompts_per_step,
             every_group=not config.supervised,
         ),
+        profiler=StepProfiler(attempt, dist.get_rank(), config.profile, platform),
         step=counters.step,
         next_ordinal=counters.next_ordinal,
         drawn=drawn,
