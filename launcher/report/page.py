@@ -18,11 +18,15 @@ from markupsafe import Markup
 
 from launcher.report.report import RunReport
 from launcher.report.usage import STACKED
+from launcher.runs.find import pasteable_command
 from megatron_rl.recipe.values import flat
 
 FOLDER = Path(__file__).with_name("page")
 STYLES = ("vendor/uPlot.min.css", "page.css")
-SCRIPTS = ("vendor/uPlot.iife.min.js", "dom.js", "charts.js", "usage.js", "start.js")
+SCRIPTS = (
+    *("vendor/uPlot.iife.min.js", "dom.js", "charts.js", "usage.js"),
+    *("text.js", "filter.js", "group.js", "rollouts.js", "start.js"),
+)
 
 HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
@@ -45,7 +49,16 @@ def run_page(report: RunReport, now: float, live: bool = False) -> str:
         "evaluations": report.evaluations,
         "timeline": report.timeline,
     }
-    return _render("run.html.j2", {"curves": data}, live, report=report, now=now, recipe=flat(report.values))
+    return _render(
+        "run.html.j2",
+        {"curves": data, "rollouts": report.rollouts},
+        live,
+        report=report,
+        rollouts=report.rollouts,
+        command=pasteable_command("rollouts", report.name, "--step 1: -n 0"),
+        now=now,
+        recipe=flat(report.values),
+    )
 
 
 def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -> str:

@@ -18,6 +18,7 @@ from launcher.recipe.problems import known_keys
 from launcher.report.charts import chart_groups, evaluation_charts
 from launcher.report.recipe import Difference, differences, overridden
 from launcher.report.report import Cost, Fact, ResultRow, RunReport, Span, generated_tokens, span
+from launcher.report.rollouts import collect
 from launcher.report.usage import attempt_rows, gpus_of, held_seconds, timeline, useful_share, waterfall
 from launcher.runs.state import RunStatus, read_statuses
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, FabricReport, Kernels, LedgerLine, NodeHealth
@@ -27,6 +28,7 @@ from megatron_rl.contract.files import names_in
 from megatron_rl.contract.learning import WINDOW, number
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines
+from megatron_rl.contract.rollout_records import read_rollouts
 from megatron_rl.contract.run_records import RecipeChange
 
 GREEDY = "greedy_accuracy"
@@ -48,6 +50,8 @@ def read_report(run: RunDir, now: float) -> RunReport:
     running = status.state in ("running", "saving", "unknown")
     base, changed = _differences(run, record, unread)
     held = held_seconds(usage)
+    step = record.lines[-1].step if record.lines else 0
+    collected = collect(read_rollouts(run, 1, step))
     starts = [line.at for line in ledger if isinstance(line, AttemptStart)]
     ends = [line.at for line in ledger if isinstance(line, AttemptEnd)]
     device = "GPU" if record.key("job.device") == "cuda" else "process"
@@ -58,7 +62,7 @@ def read_report(run: RunDir, now: float) -> RunReport:
         cluster=status.cluster,
         state=status.state,
         reason=status.reason,
-        step=record.lines[-1].step if record.lines else 0,
+        step=step,
         steps=status.steps,
         began=starts[0] if starts else None,
         ended=None if running or not ends else ends[-1],
@@ -74,7 +78,8 @@ def read_report(run: RunDir, now: float) -> RunReport:
         eta_s=_eta(record, status) if running else None,
         findings=findings(record),
         too_early=len(record.lines) < WINDOW,
-        groups=chart_groups(record.lines),
+        groups=chart_groups(record.lines, collected.bands()),
+        rollouts=collected.rollouts(),
         evaluations=evaluation_charts(record.evaluations),
         results=_results(run, unread),
         timeline=timeline(usage),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from launcher.explain.rules import Finding
 from launcher.report.charts import Chart, Group
 from launcher.report.recipe import Difference
+from launcher.report.rollouts import Rollouts
 from launcher.report.usage import AttemptRow, Fall, Timeline
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, number
@@ -82,6 +83,7 @@ class RunReport:
     too_early: bool
     """Whether the rules need more steps."""
     groups: list[Group]
+    rollouts: Rollouts
     evaluations: list[Chart]
     results: list[ResultRow]
     timeline: Timeline | None

@@ -43,6 +43,11 @@ const mrl = {
     return value.toLocaleString("en", { maximumSignificantDigits: size >= 1000 ? 6 : 3 });
   },
 
+  /* Two significant digits. */
+  short(value) {
+    return Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(2)));
+  },
+
   duration(seconds) {
     if (seconds >= 172800) return `${(seconds / 86400).toFixed(1)} days`;
     if (seconds >= 7200) return `${(seconds / 3600).toFixed(1)} h`;

@@ -18,6 +18,13 @@
     if (data.timeline) mrl.usage.show(document.getElementById("timeline"), data.timeline, data.categories);
   }
 
+  /* The rollouts are parsed once the curves are on the screen. */
+  function fill_rollouts() {
+    const place = document.getElementById("groups-of-answers");
+    if (place) mrl.rollouts.show(place, mrl.data("rollouts"), mrl.data("curves").run);
+  }
+
   fill();
+  requestAnimationFrame(() => setTimeout(fill_rollouts));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload());
 })();

@@ -1,0 +1,236 @@
+"""Pure: the rollouts of a page. All groups are counted; a page holds the rewards of many, and the tokens of some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import NamedTuple
+
+from launcher.report.charts import LENGTH, REWARD, Band
+from launcher.report.curve import quantile
+from launcher.report.tokens import ShownSequence, shown_sequence
+from launcher.runs.rollouts import has_signal
+from megatron_rl.contract.rollout_records import AnswerLine, GroupLine
+
+MOST_ANSWERS = 150_000
+"""Answers whose rewards and lengths are in a page: about 2 MB."""
+MOST_TOKENS = 200_000
+"""Tokens of sampled answers in a page: about 6 MB."""
+MOST_PROBLEMS = 3_000
+"""Problems in the table of a page."""
+SHORT_PROMPT = 120
+"""Characters of the prompt of a group without tokens."""
+DECILES = (0.1, 0.9)
+
+
+class Sample(NamedTuple):
+    """A group with its tokens."""
+
+    prompt: str
+    advantages: list[float]
+    answers: list[ShownAnswer]
+
+
+class ShownAnswer(NamedTuple):
+    components: dict[str, float]
+    tool_calls: int | None
+    output: str
+    sequences: list[ShownSequence]
+
+
+class ProblemRow(NamedTuple):
+    """A problem over all steps."""
+
+    problem: int
+    """Place in `Rollouts.problems`."""
+    groups: int
+    with_signal: int
+    first: float | None
+    """Mean reward of its first group."""
+    last: float | None
+
+
+class Names:
+    """Texts, each stored once, and referred to by its place."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._places: dict[str, int] = {}
+
+    def place(self, text: str) -> int:
+        if text not in self._places:
+            self._places[text] = len(self.texts)
+            self.texts.append(text)
+        return self._places[text]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Groups in columns: an entry of each list for each group that a page holds."""
+
+    steps: list[int] = field(default_factory=list)
+    ordinals: list[int] = field(default_factory=list)
+    problem: list[int] = field(default_factory=list)
+    environment: list[int] = field(default_factory=list)
+    rewards: list[list[float]] = field(default_factory=list)
+    lengths: list[list[int]] = field(default_factory=list)
+    reasons: list[list[int]] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)
+    """Lowest and highest policy version of the sampled tokens."""
+    passed_over: list[int] = field(default_factory=list)
+    sample: list[int] = field(default_factory=list)
+    """Place in `samples`, -1 for a group without tokens."""
+    samples: list[Sample] = field(default_factory=list)
+    problems: list[list[str]] = field(default_factory=list)
+    """Digest and prompt of each problem."""
+    names: list[str] = field(default_factory=list)
+    """Texts of `environment`, `reasons` and `passed_over`."""
+    history: list[ProblemRow] = field(default_factory=list)
+    """Problems without any signal first, the most frequent first."""
+    all_groups: int = 0
+    """Groups of the record."""
+    all_sampled: int = 0
+    """Groups of the record that have tokens."""
+    all_problems: int = 0
+
+
+@dataclass(slots=True)
+class _Visits:
+    prompt: str
+    groups: int = 0
+    with_signal: int = 0
+    first: float | None = None
+    last: float | None = None
+
+
+class Collector:
+    """Reader of groups in the order of their steps, which keeps no more of them than a page holds."""
+
+    def __init__(self, most_answers: int = MOST_ANSWERS, most_tokens: int = MOST_TOKENS) -> None:
+        self._most_answers, self._most_tokens = most_answers, most_tokens
+        self._groups: list[GroupLine] = []
+        self._sampled: dict[tuple[int, int], GroupLine] = {}
+        self._visits: dict[str, _Visits] = {}
+        self._of_step: dict[int, tuple[list[float], list[int]]] = {}
+        self._answers = self._tokens = self._all = self._all_sampled = 0
+
+    def add(self, group: GroupLine) -> None:
+        self._all += 1
+        means, lengths = self._of_step.setdefault(group.step, ([], []))
+        lengths += group.lengths
+        visits = self._visits.setdefault(group.problem, _Visits(group.prompt))
+        visits.groups += 1
+        visits.with_signal += has_signal(group)
+        if group.rewards:
+            mean = fmean(group.rewards)
+            means.append(mean)
+            visits.first = mean if visits.first is None else visits.first
+            visits.last = mean
+        if group.answers:
+            self._all_sampled += 1
+            self._sampled[group.step, group.ordinal] = group
+            self._tokens += tokens_of(group)
+            if self._tokens > 2 * self._most_tokens:
+                self._thin_sampled()
+        self._groups.append(group._replace(answers=[]))
+        self._answers += len(group.rewards)
+        if self._answers > 2 * self._most_answers:
+            self._thin_groups()
+
+    def bands(self) -> dict[str, Band]:
+        """Title of a chart -> first to ninth decile of the groups' mean rewards, and of the answers' lengths."""
+        rewards = {step: means for step, (means, _) in self._of_step.items() if len(means) > 1}
+        lengths = {step: lengths for step, (_, lengths) in self._of_step.items() if len(lengths) > 1}
+        found = {}
+        if rewards:
+            found[REWARD] = _band(rewards, "The band holds eight of ten groups.")
+        if lengths:
+            found[LENGTH] = _band(lengths, "The band holds eight of ten answers.")
+        return found
+
+    def rollouts(self) -> Rollouts:
+        """The groups that a page holds: the newest ones, and evenly spaced ones before them."""
+        self._thin_groups()
+        self._thin_sampled()
+        kept = {(group.step, group.ordinal): group for group in self._groups}
+        kept |= {key: group._replace(answers=[]) for key, group in self._sampled.items()}
+        names, problems = Names(), Names()
+        made = Rollouts(all_groups=self._all, all_sampled=self._all_sampled, all_problems=len(self._visits))
+        for key, group in sorted(kept.items()):
+            made.steps.append(group.step)
+            made.ordinals.append(group.ordinal)
+            made.problem.append(problems.place(group.problem))
+            made.environment.append(names.place(group.environment))
+            made.rewards.append([float(f"{reward:.4g}") for reward in group.rewards])
+            made.lengths.append(group.lengths)
+            made.reasons.append([names.place(reason) for reason in group.finish_reasons])
+            made.lost.append(sum(group.failures.values()))
+            made.versions.append([group.lowest_version, group.highest_version])
+            made.passed_over.append(names.place(group.passed_over))
+            sampled = self._sampled.get(key)
+            made.sample.append(len(made.samples) if sampled else -1)
+            if sampled:
+                made.samples.append(_sample(sampled))
+        rows = sorted(self._visits.items(), key=lambda one: (one[1].with_signal > 0, -one[1].groups))[:MOST_PROBLEMS]
+        for problem, its in rows:
+            made.history.append(ProblemRow(problems.place(problem), its.groups, its.with_signal, its.first, its.last))
+        made.problems.extend([problem, self._visits[problem].prompt[:SHORT_PROMPT]] for problem in problems.texts)
+        made.names.extend(names.texts)
+        return made
+
+    def _thin_groups(self) -> None:
+        places = thinned([len(group.rewards) for group in self._groups], self._most_answers)
+        self._groups = [self._groups[place] for place in places]
+        self._answers = sum(len(group.rewards) for group in self._groups)
+
+    def _thin_sampled(self) -> None:
+        groups = list(self._sampled.items())
+        places = thinned([tokens_of(group) for _, group in groups], self._most_tokens)
+        self._sampled = dict(groups[place] for place in places)
+        self._tokens = sum(tokens_of(group) for group in self._sampled.values())
+
+
+def thinned(sizes: Sequence[int], most: int) -> list[int]:
+    """Places of the entries to keep so that their sizes sum to at most `most`: the newest ones, which are last, in half
+    of it, and evenly spaced ones before them in the rest. The very newest entry is kept whatever its size."""
+    if sum(sizes) <= most:
+        return list(range(len(sizes)))
+    newest, used = len(sizes), 0
+    while newest and (used + sizes[newest - 1] <= most // 2 or newest == len(sizes)):
+        newest -= 1
+        used += sizes[newest]
+    older = range(newest)
+    stride = 2
+    while sum(sizes[place] for place in older[::stride]) > most - used and stride <= len(sizes):
+        stride += 1
+    spaced = [place for place in older[::stride] if stride <= len(sizes)]
+    return [*spaced, *range(newest, len(sizes))]
+
+
+def tokens_of(group: GroupLine) -> int:
+    """Tokens of a sampled group."""
+    return sum(len(sequence.tokens) for answer in group.answers for sequence in answer.sequences)
+
+
+def collect(groups: Iterable[GroupLine]) -> Collector:
+    """Read groups in the order of their steps."""
+    collector = Collector()
+    for group in groups:
+        collector.add(group)
+    return collector
+
+
+def _band(values: dict[int, list[float]] | dict[int, list[int]], meaning: str) -> Band:
+    low, high = ({step: quantile(its, share) for step, its in values.items()} for share in DECILES)
+    return Band(low, high, meaning)
+
+
+def _sample(group: GroupLine) -> Sample:
+    return Sample(group.prompt, group.advantages, [_answer(answer) for answer in group.answers])
+
+
+def _answer(answer: AnswerLine) -> ShownAnswer:
+    sequences = [shown_sequence(sequence) for sequence in answer.sequences]
+    return ShownAnswer(answer.components, answer.tool_calls, answer.output, sequences)
