@@ -18,7 +18,7 @@ MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 # Tests and demos start Python hundreds of times; with this variable each start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-gpu slurm-lab slurm-lab-24 bench lint
+.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-browser test-gpu slurm-lab slurm-lab-24 bench lint
 .DEFAULT_GOAL := help
 
 help:
@@ -55,6 +55,10 @@ test-vllm: $(READY) $(VLLM_READY) ## tests with the real vLLM, which is installe
 
 test-verifiers: $(READY) $(VERIFIERS_READY) ## tests with the real verifiers, which is installed into .venv-verifiers; minutes
 	MRL_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python $(BIN)/pytest --timeout 1800 tests/with_verifiers
+
+test-browser: $(READY) ## pages in a real browser: Debian's chromium, or MRL_CHROMIUM; two minutes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -e '.[browser]'
+	$(BIN)/pytest --timeout 600 tests/browser
 
 test-gpu: ## GPU tests and speeds, half an hour, results to tests/benchmarks/results; GPU_PYTHON needs torch for CUDA
 	$(GPU_PYTHON) tests/gpu/suite.py

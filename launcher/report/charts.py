@@ -28,8 +28,8 @@ class Spec(NamedTuple):
     metrics: tuple[tuple[str, str], ...]
     """(name or pattern of metrics, label); a label of a pattern is what its * stands for."""
     meaning: str
-    band: tuple[str, str] | None = None
-    """Metrics of the lower and the upper edge of a band behind the first curve."""
+    band: tuple[str, str, str] | None = None
+    """Metrics of the lower and the upper edge of a band behind the first curve, and its meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Chart:
     steps: list[int]
     curves: list[Curve]
     smooth: list[list[Value]] = field(default_factory=list)
-    """Each curve smoothed; empty for charts with markers."""
+    """Each curve smoothed; empty for charts with markers, and if `curves` are smoothed themselves."""
     band: tuple[list[Value], list[Value]] | None = None
     left_out: int = 0
     """Curves beyond MOST_CURVES."""
@@ -93,8 +93,8 @@ GROUPS: dict[str, tuple[Spec, ...]] = {
             LENGTH,
             "tokens",
             (("answer_length", "mean"),),
-            "The band is from the shortest to the longest answer of a step.",
-            ("answer_length_min", "answer_length_max"),
+            "Tokens that the model sampled.",
+            ("answer_length_min", "answer_length_max", "The band is from the shortest to the longest answer."),
         ),
         Spec(
             "Cut off",
@@ -180,13 +180,13 @@ def chart_groups(lines: Sequence[MetricsLine], bands: Mapping[str, Band] = {}) -
         charts = []
         for spec in specs:
             curves = _curves(spec, names)
-            shown |= {name for name, _ in curves} | set(spec.band or ())
-            if curves and (chart := _chart(spec, curves, lines, bands.get(spec.title))):
+            shown |= {name for name, _ in curves} | set((spec.band or ())[:2])
+            if curves and (chart := make_chart(spec, curves, lines, bands.get(spec.title))):
                 charts.append(chart)
         if charts:
             groups.append(Group(title, charts))
     others = [Spec(name, _unit(name), ((name, name.rpartition("/")[2]),), "") for name in names if name not in shown]
-    made = [_chart(spec, list(spec.metrics), lines, None) for spec in others]
+    made = [make_chart(spec, list(spec.metrics), lines, None) for spec in others]
     if found := [chart for chart in made if chart]:
         groups.append(Group("Other numbers", found))
     return groups
@@ -209,18 +209,26 @@ def numeric_names(lines: Iterable[MetricsLine]) -> list[str]:
     return sorted(found)
 
 
+def evaluation_metrics(lines: Sequence[MetricsLine]) -> list[str]:
+    """Names eval/SET/SCORE of the numbers in evaluations."""
+    return [name for name in numeric_names(lines) if re.fullmatch(r"eval/.+/[^/]+", name)]
+
+
+def score_unit(name: str) -> str:
+    """Unit of a score of an evaluation."""
+    return SHARE if re.match(r"greedy_accuracy|(pass|avg|maj)@|.*_ratio$|cut_off", name.rpartition("/")[2]) else ""
+
+
 def evaluation_charts(lines: Sequence[MetricsLine]) -> list[Chart]:
     """Return a chart for each score, with a curve for each set of problems: eval/SET/SCORE over the steps."""
     scores: dict[str, list[str]] = {}
-    for name in numeric_names(lines):
-        if match := re.fullmatch(r"eval/(.+)/([^/]+)", name):
-            scores.setdefault(match[2], []).append(match[1])
+    for name in evaluation_metrics(lines):
+        scores.setdefault(name.rpartition("/")[2], []).append(name)
     charts = []
-    for score, sets in sorted(scores.items(), key=lambda one: (not one[0].startswith("greedy"), one[0])):
-        metrics = [(f"eval/{one}/{score}", one.replace("_", " ")) for one in sets]
-        unit = SHARE if re.match(r"greedy_accuracy|(pass|avg|maj)@|.*_ratio$|cut_off", score) else ""
+    for score, names in sorted(scores.items(), key=lambda one: (not one[0].startswith("greedy"), one[0])):
+        metrics = [(name, name[len("eval/") : -len(score) - 1].replace("_", " ")) for name in names]
         title = score if "@" in score else score.replace("_", " ").capitalize()
-        if chart := _chart(Spec(title, unit, (), ""), metrics, lines, None, markers=True):
+        if chart := make_chart(Spec(title, score_unit(score), (), ""), metrics, lines, None, markers=True):
             charts.append(chart)
     return charts
 
@@ -238,7 +246,7 @@ def _curves(spec: Spec, names: Sequence[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _chart(
+def make_chart(
     spec: Spec,
     curves: Sequence[tuple[str, str]],
     lines: Sequence[MetricsLine],
@@ -254,21 +262,22 @@ def _chart(
     steps = [line.step for line in having]
     smooth = [] if markers else [smoothed(column) for column in columns]
     if len(shown) > MOST_RAW and smooth:
-        columns = []
+        columns, smooth = smooth, []
     edges: list[list[Value]] = []
     if band:
         edges = [[band.low.get(step) for step in steps], [band.high.get(step) for step in steps]]
     elif spec.band:
-        edges = [[number(line, name) for line in having] for name in spec.band]
+        edges = [[number(line, name) for line in having] for name in spec.band[:2]]
+    meaning = band.meaning if band else spec.band[2] if spec.band else ""
     points = downsample(steps, [*columns, *smooth, *edges])
-    raw, kept = points.columns[: len(columns)], points.columns[len(columns) :]
+    kept = points.columns
     return Chart(
         spec.title,
         spec.unit,
-        f"{spec.meaning} {band.meaning}" if band else spec.meaning,
+        f"{spec.meaning} {meaning}".strip(),
         points.steps,
-        [Curve(label, values) for (_, label), values in zip(shown, raw or kept, strict=False)],
-        kept[: len(smooth)],
+        [Curve(label, values) for (_, label), values in zip(shown, kept, strict=False)],
+        kept[len(columns) : len(columns) + len(smooth)],
         (kept[-2], kept[-1]) if edges else None,
         len(curves) - len(shown),
         spec.title in LOGARITHMIC,

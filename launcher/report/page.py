@@ -16,6 +16,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from launcher.report.compare import Comparison
+from launcher.report.overlay import overlaid
 from launcher.report.report import RunReport
 from launcher.report.usage import STACKED
 from launcher.runs.find import pasteable_command
@@ -59,6 +61,16 @@ def run_page(report: RunReport, now: float, live: bool = False) -> str:
         now=now,
         recipe=flat(report.values),
     )
+
+
+def comparison_page(comparison: Comparison, title: str, now: float) -> str:
+    """Return the page of several runs.
+
+    title: heading.
+    """
+    runs = [comparison.runs[place] for place in comparison.order]
+    data = {"run": "", "groups": overlaid(runs), "evaluations": [], "timeline": None}
+    return _render("several.html.j2", {"curves": data}, False, comparison=comparison, title=title, now=now)
 
 
 def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -> str:

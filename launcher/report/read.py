@@ -46,7 +46,7 @@ def read_report(run: RunDir, now: float) -> RunReport:
     (status,) = read_statuses([run])
     record = read_record(run)
     unread = list(status.unread)
-    usage, ledger = _usage(status, now, unread)
+    usage, ledger = read_gpu_usage(status, now, unread)
     running = status.state in ("running", "saving", "unknown")
     base, changed = _differences(run, record, unread)
     held = held_seconds(usage)
@@ -94,7 +94,11 @@ def read_report(run: RunDir, now: float) -> RunReport:
     )
 
 
-def _usage(status: RunStatus, now: float, unread: list[str]) -> tuple[GpuUsage, list[LedgerLine]]:
+def read_gpu_usage(status: RunStatus, now: float, unread: list[str]) -> tuple[GpuUsage, list[LedgerLine]]:
+    """Return the use of the GPUs and the ledger; both are empty if they cannot be read.
+
+    unread: gets the reason.
+    """
     running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
     try:
         return read_usage(status.run, now, running, queued), list(read_ledger(status.run, patience=0.0))

@@ -30,7 +30,7 @@ class ShownPart(NamedTuple):
     """A part with its tokens; the lists have an entry for each. A part that is left out has none."""
 
     kind: str
-    count: int
+    size: int
     tokens: list[int]
     pieces: list[str]
     logprobs: list[float | None]

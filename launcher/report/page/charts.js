@@ -17,12 +17,37 @@ mrl.charts = (() => {
     const card = mrl.element("figure", { class: "chart" }, head);
     if (data.meaning) card.append(mrl.element("p", { class: "meaning" }, data.meaning));
     card.append(plot, legend(data));
-    const draw = () => {
-      if (!plot.uplot) plot.uplot = make(data, plot, readout, apart);
+    plot.draw = () => {
+      if (!plot.uplot) plot.uplot = make(plot, readout, apart);
     };
+    plot.chart = data;
     watcher.observe(plot);
-    plot.draw = draw;
     return card;
+  }
+
+  /* Replace the numbers of the charts in a grid by newer ones of the same charts; false if these are others. */
+  function update(cards, charts) {
+    const plots = [...cards.querySelectorAll(".plot")];
+    const same = (plot, chart) =>
+      plot.chart.title === chart.title && columns(plot.chart).length === columns(chart).length && plot.chart.log === chart.log;
+    if (plots.length !== charts.length || !plots.every((plot, at) => same(plot, charts[at]))) return false;
+    plots.forEach((plot, at) => {
+      plot.chart = charts[at];
+      plot.setAttribute("aria-label", summary(charts[at]));
+      if (plot.uplot) plot.uplot.setData(columns(charts[at]), whole(plot.uplot));
+    });
+    return true;
+  }
+
+  function columns(data) {
+    const edges = data.band ? [data.band[1], data.band[0]] : [];
+    return [data.steps, ...data.curves.map((curve) => curve.values), ...data.smooth, ...edges];
+  }
+
+  /* Whether a chart shows all its steps. */
+  function whole(plot) {
+    const steps = plot.data[0];
+    return plot.scales.x.min <= steps[0] && plot.scales.x.max >= steps[steps.length - 1];
   }
 
   const watcher = new IntersectionObserver(
@@ -58,9 +83,9 @@ mrl.charts = (() => {
     return list;
   }
 
-  function make(data, plot, readout, apart) {
+  function make(plot, readout, apart) {
+    const data = plot.chart;
     const series = [{}];
-    const columns = [data.steps];
     const several = data.curves.length > 1;
     data.curves.forEach((curve, at) => {
       const color = curve.color || mrl.color(`c${at % 8}`);
@@ -71,17 +96,14 @@ mrl.charts = (() => {
         spanGaps: data.markers,
         points: data.markers ? { show: true, size: 6, fill: color } : { show: data.steps.length < 3 },
       });
-      columns.push(curve.values);
     });
     data.smooth.forEach((values, at) => {
       series.push({ label: "smoothed", stroke: mrl.color(`c${at % 8}`), width: 2, points: { show: false } });
-      columns.push(values);
     });
     const bands = [];
     if (data.band) {
-      for (const edge of [1, 0]) {
+      for (let edge = 0; edge < 2; edge += 1) {
         series.push({ stroke: "transparent", width: 0, points: { show: false } });
-        columns.push(data.band[edge]);
       }
       bands.push({ series: [series.length - 2, series.length - 1], fill: faded(mrl.color("c0"), 0.13) });
     }
@@ -111,11 +133,11 @@ mrl.charts = (() => {
         },
       ],
       hooks: {
-        setCursor: [(u) => { readout.textContent = reading(data, u.cursor.idx, several); }],
+        setCursor: [(u) => { readout.textContent = reading(plot.chart, u.cursor.idx, several); }],
         setScale: [(u, key) => { if (key === "x" && !apart) zoom(u); }],
       },
     };
-    const made = new uPlot(options, columns, plot);
+    const made = new uPlot(options, columns(data), plot);
     if (!apart) {
       sync.sub(made);
       drawn.push(made);
@@ -139,12 +161,13 @@ mrl.charts = (() => {
   function zoom(source) {
     if (zooming) return;
     zooming = true;
+    for (const other of drawn.filter((one) => !one.root.isConnected)) drawn.splice(drawn.indexOf(other), 1);
     const { min, max } = source.scales.x;
-    const whole = min <= source.data[0][0] && max >= source.data[0][source.data[0].length - 1];
+    const all = whole(source);
     for (const other of drawn) {
       if (other === source) continue;
       const steps = other.data[0];
-      other.setScale("x", whole ? { min: steps[0], max: steps[steps.length - 1] } : { min, max });
+      other.setScale("x", all ? { min: steps[0], max: steps[steps.length - 1] } : { min, max });
     }
     zooming = false;
   }
@@ -171,9 +194,5 @@ mrl.charts = (() => {
     return mrl.element("div", { class: "charts" }, ...charts.map((one) => chart(one, options)));
   }
 
-  function clear() {
-    drawn.length = 0;
-  }
-
-  return { chart, grid, clear };
+  return { chart, grid, update };
 })();

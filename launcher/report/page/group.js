@@ -103,10 +103,10 @@ mrl.group = (() => {
 
   /* A part of a sequence: folded unless it is what the model answered. */
   function piece(part, mode, facts) {
-    if (part.kind === "left out") return mrl.element("p", { class: "hint" }, `${part.count.toLocaleString("en")} tokens are left out of the page`);
+    if (part.kind === "left out") return mrl.element("p", { class: "hint" }, `${part.size.toLocaleString("en")} tokens are left out of the page`);
     if (part.kind === "answer") return mrl.tokens.show(part, mode, facts);
     const label = { prompt: "prompt", message: "not written by the model", reasoning: "reasoning" }[part.kind];
-    const summary = mrl.element("summary", {}, `${label}, ${part.count.toLocaleString("en")} tokens`);
+    const summary = mrl.element("summary", {}, `${label}, ${part.size.toLocaleString("en")} tokens`);
     const box = mrl.element("details", {}, summary);
     box.addEventListener("toggle", () => { if (box.open && box.childElementCount === 1) box.append(mrl.tokens.show(part, mode, facts)); });
     return box;

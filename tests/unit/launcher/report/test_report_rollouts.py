@@ -58,7 +58,7 @@ def test_a_long_record_keeps_its_newest_and_some_older_groups_and_counts_all():
     assert found.steps[-20:] == list(range(481, 501))
     assert found.steps[0] < 250
     assert (found.all_groups, found.all_sampled, found.history[0].groups) == (500, 500, 500)
-    tokens = [part.count for one in found.samples for a in one.answers for s in a.sequences for part in s.parts]
+    tokens = [part.size for one in found.samples for a in one.answers for s in a.sequences for part in s.parts]
     assert sum(tokens) <= 50
 
 

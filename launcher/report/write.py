@@ -1,0 +1,70 @@
+"""Writes pages: reads the runs, and puts each page into its file at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launcher.errors import BadInput, Failed
+from launcher.report.compare import Comparison
+from launcher.report.page import comparison_page, run_page
+from launcher.report.read import read_report
+from launcher.report.server import PageServer
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import RunDir
+
+RENEWED_S = 5.0
+"""Seconds between two pages of a run that is followed."""
+SHARE = 0.15
+"""Largest share of the time that reading the run takes: a login node is shared."""
+
+
+def write_run(run: RunDir, file: Path) -> int:
+    """Write the page of a run. Returns its bytes. Raises Failed and BadInput."""
+    now = time.time()
+    return _write(file, run_page(read_report(run, now), now))
+
+
+def write_comparison(comparison: Comparison, file: Path, title: str) -> int:
+    """Write the page of several runs. Returns its bytes. Raises Failed."""
+    return _write(file, comparison_page(comparison, title, time.time()))
+
+
+def follow_run(run: RunDir, file: Path, announce: Callable[[str], None]) -> None:
+    """Serve the page of a run, and renew it and its file until Ctrl-C. Raises Failed and BadInput for the first page;
+    later ones that fail are left out, since the record may be unreadable for a moment.
+
+    Args:
+        announce: gets the address, which contains the token.
+    """
+    began = time.monotonic()
+    page = _renewed(run, file)
+    with PageServer(page) as server:
+        announce(server.address)
+        try:
+            while True:
+                time.sleep(max(RENEWED_S, (time.monotonic() - began) * (1 / SHARE - 1)))
+                began = time.monotonic()
+                try:
+                    server.page = _renewed(run, file)
+                except (Failed, BadInput):
+                    continue
+        except KeyboardInterrupt:
+            return
+
+
+def _renewed(run: RunDir, file: Path) -> str:
+    """Write the page of a run, and return it for the server."""
+    now = time.time()
+    report = read_report(run, now)
+    _write(file, run_page(report, now))
+    return run_page(report, now, live=True)
+
+
+def _write(file: Path, page: str) -> int:
+    try:
+        write_atomic(file, page, durable=False)
+    except OSError as error:
+        raise Failed(f"{file}: cannot be written: {error.strerror}; --out names another file") from error
+    return len(page.encode("utf-8"))
