@@ -15,8 +15,8 @@ from megatron_rl.contract.rollout_records import AnswerLine, GroupLine
 
 MOST_ANSWERS = 150_000
 """Answers whose rewards and lengths are in a page: about 2 MB."""
-MOST_TOKENS = 200_000
-"""Tokens of sampled answers in a page: about 6 MB."""
+MOST_TOKENS = 80_000
+"""Tokens of sampled answers in a page: about 4 MB."""
 MOST_PROBLEMS = 3_000
 """Problems in the table of a page."""
 SHORT_PROMPT = 120
