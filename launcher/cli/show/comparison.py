@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.report.compare import Comparison
-from megatron_rl.contract.learning import WINDOW, printable
+from megatron_rl.contract.learning import WINDOW
+from megatron_rl.contract.text import printable
 
 PIPE_WIDTH = 240
 """Columns where there is no terminal."""

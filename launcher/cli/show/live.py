@@ -21,7 +21,7 @@ from rich.text import Text
 from launcher.cli.show.history import clock
 from launcher.cli.show.status import status_lines
 from launcher.cli.show.terminal import Interruptions, echo
-from megatron_rl.contract.learning import printable
+from megatron_rl.contract.text import printable
 
 REFRESH_S = 2.0
 """Seconds between two reads of a run on this machine."""
