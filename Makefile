@@ -13,12 +13,13 @@ IN_TRIXIE := $(BIN)/python tests/slurm/trixie.py run
 READY := .venv/ready
 VLLM_READY := .venv-vllm/ready
 VERIFIERS_READY := .venv-verifiers/ready
+DOCS_READY := .venv-docs/ready
 MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 
 # Tests and demos start Python hundreds of times; with this variable each start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-browser test-gpu slurm-lab slurm-lab-24 bench lint
+.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-browser test-gpu slurm-lab slurm-lab-24 bench lint docs
 .DEFAULT_GOAL := help
 
 help:
@@ -78,6 +79,10 @@ bench: $(READY) ## benchmarks on the CPU; the last line is the speed-up over TRL
 	$(BIN)/python tests/benchmarks/server.py
 	$(BIN)/python tests/benchmarks/grpo_step.py
 
+docs: $(DOCS_READY) ## the documentation as a site with a search, in site/; fails for broken links
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	@echo "site/index.html; to look at it while you write: .venv-docs/bin/mkdocs serve"
+
 lint: $(READY) ## style, format, types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -99,6 +104,12 @@ $(VERIFIERS_READY): pyproject.toml
 	.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
 	    "$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["verifiers"])')" \
 	    textarena==0.7.4 nltk transformers
+	@touch $@
+
+# mkdocs has no package in common with the ranks.
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-input 'mkdocs-material>=9.6,<10'
 	@touch $@
 
 # Written last, so that an interrupted installation starts over.

@@ -68,3 +68,8 @@ def test_the_reference_of_keys_is_current():
 
 def test_the_reference_of_metrics_is_current():
     assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page(), "run `mrl help --metrics > docs/metrics.md`"
+
+
+def test_the_site_has_every_page():
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert not [page.name for page in PAGES[2:] if f": {page.name}\n" not in site]

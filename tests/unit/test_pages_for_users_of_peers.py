@@ -1,4 +1,4 @@
-"""The pages for users of verl and TRL name keys that exist, and leave out none of the keys of an algorithm."""
+"""The pages for users of verl, TRL and NeMo-RL name keys that exist, and leave out none of the keys of an algorithm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launcher.cli.show.keys import Keys
 from megatron_rl.algorithms.config import BASELINES, POLICY_LOSSES
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("from-verl.md", "from-trl.md")
+PAGES = ("from-verl.md", "from-trl.md", "from-nemo-rl.md")
 OF_AN_ALGORITHM = ("grpo.", "curriculum.")
 ONLY_OURS = {"grpo.branches"}
 """Keys without a counterpart in either project."""
