@@ -1,7 +1,7 @@
 """Learning curves of a recipe with several losses and baselines, three seeds each.
 
     python tests/benchmarks/variants.py FOLDER [--seeds 3] [--steps 300] [--out docs/variants.svg]
-    python tests/benchmarks/variants.py FOLDER --recipe smollm2-135m-chain-sum --steps 30 --out FILE
+    python tests/benchmarks/variants.py FOLDER --recipe smollm2-135m-chain-sum --steps 16 --out FILE [KEY=VALUE ...]
 
 Trains one after the other into FOLDER, where finished runs are not repeated. Each step has four updates, so that three
 of them are off policy: with a single update per step all losses have one gradient. Prints a table, and draws the mean
@@ -26,21 +26,29 @@ VARIANTS = {
     "dr_grpo": ["grpo.advantage_std=none", "grpo.reduction=constant"],
 }
 COLOURS = ["#08519c", "#e6550d", "#31a354", "#9ecae1", "#756bb1", "#c0392b"]
-GLOBAL_BATCH = {"demo": 128, "smollm2-135m-chain-sum": 32}
-"""Answers of an update for each recipe: a quarter of a step's."""
+SETTINGS = {
+    "demo": ["grpo.global_batch=128"],
+    "smollm2-135m-chain-sum": [
+        "grpo.prompts_per_step=8",
+        "grpo.global_batch=16",
+        "optimizer.learning_rate=7e-6",  # an eighth of the answers of the recipe's updates
+    ],
+}
+"""Settings of all runs of a recipe. An update has a quarter of the answers of a step."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 320, 52, 16, 44, 44
 """Size and margins of the plot, in pixels."""
 
 
-def trained(folder: Path, recipe: str, name: str, seed: int, steps: int) -> list[float]:
+def trained(folder: Path, recipe: str, name: str, seed: int, steps: int, overrides: list[str]) -> list[float]:
     """Return the mean rewards of the steps of a run, which is started unless it has finished."""
     run = folder / f"{name}-{seed}"
     if not (run / "DONE").exists():
         keys = [
             f"training.steps={steps}",
             f"training.seed={seed}",
-            f"grpo.global_batch={GLOBAL_BATCH[recipe]}",
+            *SETTINGS[recipe],
             "evaluation.every=0",
+            *overrides,
         ]
         command = [Path(sys.executable).with_name("mrl-submit"), recipe, "--run-dir", str(run), *keys, *VARIANTS[name]]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -83,16 +91,18 @@ def draw(curves: dict[str, list[float]], steps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--recipe", choices=GLOBAL_BATCH, default="demo")
+    parser.add_argument("--recipe", choices=SETTINGS, default="demo")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs" / "variants.svg")
-    options = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for all runs, e.g. model.dtype=fp32")
+    options = parser.parse_intermixed_args()
     runs = {name: [] for name in VARIANTS}
     for seed in range(options.seeds):
         for name in VARIANTS:
-            runs[name].append(trained(options.folder, options.recipe, name, seed, options.steps))
-    last = max(1, options.steps // 6)
+            rewards = trained(options.folder, options.recipe, name, seed, options.steps, options.overrides)
+            runs[name].append(rewards)
+    last = max(4, options.steps // 6)
     print(f"| variant | mean reward of the last {last} steps, by seed | of all steps and seeds |")
     for name, its in runs.items():
         ends = " | ".join(f"{fmean(rewards[-last:]):.2f}" for rewards in its)
