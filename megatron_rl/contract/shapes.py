@@ -171,12 +171,24 @@ def _read(kind: Any, value: Any, name: str) -> Any:
     if origin is list:
         if not isinstance(value, (list, tuple)):
             raise _mismatch(name, "a list", value)
+        if _all_exactly(arguments[0], value):
+            return list(value)
         return [_read(arguments[0], item, _below(name, str(place))) for place, item in enumerate(value)]
     if origin is dict:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
             raise _mismatch(name, "a JSON object", value)
         return {key: _read(arguments[1], item, _below(name, key)) for key, item in value.items()}
     return _read_scalar(kind, value, name)
+
+
+def _all_exactly(kind: Any, values: Any) -> bool:
+    """Whether all items are scalars that need no further check, found without a call for each: lists of tokens are
+    long."""
+    if not set(map(type, values)) <= {kind}:
+        return False
+    if kind is int:
+        return not values or (min(values) >= -LARGEST_INT and max(values) <= LARGEST_INT)
+    return kind in (str, bool) or (kind is float and all(map(math.isfinite, values)))
 
 
 def _read_scalar(kind: Any, value: Any, name: str) -> Any:

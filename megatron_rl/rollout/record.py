@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from torch import Tensor
 
@@ -101,16 +102,16 @@ class RolloutRecord:
     def _trained(
         self, step: int, batch: RolloutBatch, advantages: Tensor, logprobs: Tensor | None
     ) -> Iterator[GroupLine]:
-        of_answers = iter(advantages.tolist())
+        of_answers = iter((advantages.double() * 10**DIGITS).round().div(10**DIGITS).tolist())
         token = 0
         for position, group in zip(batch.positions, batch.groups, strict=True):
-            tokens = sum(sequence.loss_mask.count(True) for sequence in _sequences(group))
             answers: list[AnswerLine] = []
             sampled = position % self._stride == 0 and position // self._stride < self._config.samples
-            if logprobs is not None and sampled:
-                scores = iter(logprobs[token : token + tokens].tolist())
-                answers = [self._answer(answer, scores) for answer in group.trajectories]
-            token += tokens
+            if logprobs is not None:
+                begin, token = token, token + sum(one.loss_mask.count(True) for one in _sequences(group))
+                if sampled:
+                    scores = iter(logprobs[begin:token].tolist())
+                    answers = [self._answer(answer, scores) for answer in group.trajectories]
             its = [next(of_answers) for _ in group.trajectories]
             if answers or self._every_group:
                 yield _line(step, group, its, "", answers)
@@ -145,14 +146,14 @@ def _line(
     answers: Sequence[AnswerLine] = (),
 ) -> GroupLine:
     problem = group.problem
-    versions = set[int]().union(*(sequence.versions for sequence in _sequences(group))) - {-1}
+    versions = set(chain.from_iterable(sequence.versions for sequence in _sequences(group))) - {-1}
     return GroupLine(
         step=step,
         ordinal=group.ordinal,
         problem=hashlib.sha256(f"{problem.environment}\n{problem.prompt}".encode("utf-8", "replace")).hexdigest()[:12],
         prompt=problem.prompt[:PROMPT_LIMIT],
-        rewards=_rounded(answer.reward for answer in group.trajectories),
-        advantages=_rounded(advantages),
+        rewards=[answer.reward for answer in group.trajectories],
+        advantages=list(advantages),
         lengths=[answer.answer_length for answer in group.trajectories],
         finish_reasons=[answer.finish_reason for answer in group.trajectories],
         lowest_version=min(versions, default=-1),
