@@ -56,6 +56,7 @@ from megatron_rl.refit.publish import SharedWeights
 from megatron_rl.rollout import agent_loop as agent_loop_module
 from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.run import attempt as attempt_module
 from megatron_rl.run import generation as generation_module
 from megatron_rl.run import setup as run_module
@@ -421,7 +422,9 @@ class _Trainer:
         self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True
 
-    def train(self, batch: RolloutBatch, step: int, weights_change: Callable[[], None]) -> StepStats:
+    def train(
+        self, batch: RolloutBatch, step: int, weights_change: Callable[[], None], record: RolloutRecord
+    ) -> StepStats:
         weights_change()
         answers = [answer for group in batch.groups for answer in group.trajectories]
         learned = [
@@ -441,6 +444,7 @@ class _Trainer:
                 grad_norm += drawn / (1 << 20)
             self.between_steps = index == UPDATES - 1
         self.policy.memory[step - 1] = torch.tensor([group.ordinal for group in batch.groups])
+        record.add(step, batch, True, torch.zeros(len(answers)), None)
         seen = BatchStats(
             answers=len(answers),
             groups=len(batch.groups),
