@@ -108,7 +108,7 @@ def save(run: Run) -> None:
 def begin_save(run: Run) -> None:
     """Start a checkpoint of the current step. Blocks until its tensors are copied to host memory."""
     run.writer.sync()
-    run.record.flush()
+    run.record.sync()
     needed = run.driver.begin_checkpoint(run.step, run.next_ordinal)
     run.checkpointer.save(run.step, run.sharded_state(), run.counters(), needed)
     run.saved = run.step

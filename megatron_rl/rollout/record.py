@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 
 from torch import Tensor
 
@@ -60,6 +62,7 @@ class RolloutRecord:
         self._every_group = every_group
         self._waiting: dict[str, list[str]] = {}
         self._flushed = time.monotonic()
+        self._unsynced: set[str] = set()
         self._left_out = False
 
     def is_sampled(self, step: int) -> bool:
@@ -86,6 +89,18 @@ class RolloutRecord:
         if time.monotonic() - self._flushed > FLUSH_S:
             self.flush()
 
+    def sync(self) -> None:
+        """Write the groups that wait, so that they survive a power failure: a checkpoint must not be newer than they
+        are."""
+        self.flush()
+        unsynced, self._unsynced = self._unsynced, set()
+        try:
+            for path in unsynced:
+                with Path(path).open("rb") as file:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            self._warn(error)
+
     def flush(self) -> None:
         """Write the groups that wait. Groups that cannot be written are left out with a warning."""
         waiting, self._waiting, self._flushed = self._waiting, {}, time.monotonic()
@@ -94,10 +109,14 @@ class RolloutRecord:
                 self._attempt.rollouts.mkdir(parents=True, exist_ok=True)
             for path, lines in waiting.items():
                 append_bytes(path, member("".join(lines)))
+                self._unsynced.add(path)
         except OSError as error:
-            if not self._left_out:
-                logger.warning("a part of the record of rollouts is left out: %s", error)
-            self._left_out = True
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._left_out:
+            logger.warning("a part of the record of rollouts is left out: %s", error)
+        self._left_out = True
 
     def _trained(
         self, step: int, batch: RolloutBatch, advantages: Tensor, logprobs: Tensor | None

@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_run import PROMPTS, STEPS, Record, Simulation, recipe
 
+from megatron_rl.contract.rollout_records import read_rollouts
+
 MakeRun = Callable[..., Simulation]
 DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["all prompts", "dynamic sampling and curriculum"])
 
@@ -44,6 +46,8 @@ def check_finished(run: Simulation, expected: Record) -> None:
     """Resume the run until it ends, and compare its record."""
     assert run.attempt() == "finished"
     assert run.record() == expected
+    trained = [group for group in read_rollouts(run.run_dir, 1, STEPS) if not group.passed_over]
+    assert {group.ordinal: group.step for group in trained} == expected.trained_on and len(trained) == STEPS * PROMPTS
     assert {path.suffix for path in run.run_dir.checkpoints.iterdir()} == {""}  # no temporary files
 
 

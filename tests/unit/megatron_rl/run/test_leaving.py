@@ -50,7 +50,7 @@ class Leaving:
             groups=SimpleNamespace(control=world()),
             checkpointer=saver,
             writer=Writer(),
-            record=SimpleNamespace(flush=lambda: None),
+            record=SimpleNamespace(sync=lambda: None),
             driver=SimpleNamespace(begin_checkpoint=lambda step, next_ordinal: lambda: None),
             sharded_state=lambda: sharded_state(1.0),
             counters=dict,
