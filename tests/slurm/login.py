@@ -12,7 +12,7 @@ from typing import Any
 import commands
 import yaml
 from json_files import read_json, read_json_lines
-from lab import HERE, Cluster, wait_until
+from lab import HERE, Cluster, LabError, wait_until
 from stand_in import make_image
 
 from megatron_rl.contract.paths import RunDir
@@ -160,7 +160,10 @@ class Run:
             assert state in wanted or state not in ends, f"job {self.job} ended {state}, not {wanted}\n{self.log()}"
             return state in wanted
 
-        wait_until(f"job {self.job} of {self.dir.root} is {' or '.join(sorted(wanted))}", reached, limit)
+        try:
+            wait_until(f"job {self.job} of {self.dir.root} is {' or '.join(sorted(wanted))}", reached, limit)
+        except LabError as error:
+            raise LabError(f"{error}; it is {self.state()}\n{self.log()}") from None
         return self.state()
 
     def wait_for_step(self, step: int, limit: float = SECONDS) -> None:
