@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +58,31 @@ def run_recipe(run_dir: RunDir, recipe: dict[str, Any], attempt: int, device: st
 
 def run_ranks(command: list[str], ranks: int, limit_s: float, **variables: str) -> list[str]:
     """Run a command once for each rank, all on the first GPU if there is only one, and return their outputs."""
-    processes = [
-        subprocess.Popen(
-            command,
-            env=os.environ
-            | variables
-            | {"RANK": str(rank), "LOCAL_RANK": "0" if SHARED else str(rank), "WORLD_SIZE": str(ranks)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=limit_s)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    # Into files, because a rank that waits for a reader of its pipe holds up the others.
+    with ExitStack() as files:
+        logs = [files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(ranks)]
+        processes = [
+            subprocess.Popen(
+                command,
+                env=os.environ
+                | variables
+                | {"RANK": str(rank), "LOCAL_RANK": "0" if SHARED else str(rank), "WORLD_SIZE": str(ranks)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        deadline = time.monotonic() + limit_s
+        try:
+            for process in processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in processes:
+                process.kill()
+        outputs = []
+        for log in logs:
+            log.seek(0)
+            outputs.append(log.read())
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output[-3000:]
     return outputs
