@@ -1,0 +1,233 @@
+"""Sections of a recipe that contradict one another. Pure, no torch: a run's configuration asks when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.algorithms.config import GrpoConfig
+from megatron_rl.inference.config import pages_of
+from megatron_rl.inference.engine_limits import against_engine
+from megatron_rl.sections import Sections
+
+
+def contradictions(config: Sections) -> Iterator[str]:
+    """Yield the reason for each contradiction, with its keys and what to do. Later ones rely on earlier ones."""
+    yield from _of_environments(config)
+    yield from _of_transformer_engine(config)
+    yield from _of_overlap(config)
+    yield from _of_adapters(config)
+    yield from _of_objective(config)
+    yield from _of_teacher(config)
+    if against := against_engine(config):
+        yield against
+    yield from _of_profile(config)
+    yield from _of_placement(config)
+    yield from _of_batch(config)
+    yield from _of_lengths(config)
+
+
+def _of_environments(config: Sections) -> Iterator[str]:
+    if not config.generates and not config.supervised:
+        yield "environment is missing: give one, or a list of several under environments"
+    if config.environment is not None and config.environments is not None:
+        yield "environments and environment are both given: set one of them to null"
+
+
+def _of_transformer_engine(config: Sections) -> Iterator[str]:
+    training, against = config.training, config.without_transformer_engine
+    if training.transformer_impl == "transformer_engine" and against:
+        yield f"training.transformer_impl is transformer_engine, but {against}"
+    if training.fp8 == "none":
+        return
+    if training.transformer_impl == "local":
+        against = "training.transformer_impl is local, and FP8 needs Transformer Engine"
+    elif config.model.lora is not None:
+        against = "model.lora is set, and FP8 needs Transformer Engine, whose linears have no adapters: set fp8 to none"
+    elif training.recompute == "full":
+        against = "training.recompute is full, which would recompute layers in another precision"
+    if against:
+        yield f"training.fp8 is {training.fp8}, but {against}"
+
+
+def _of_overlap(config: Sections) -> Iterator[str]:
+    if not config.optimizer.overlap_param_gather:
+        return
+    updates = 1 if config.supervised else config.grpo.updates_per_pass * config.grpo.iterations
+    if updates == 1:
+        yield (
+            "optimizer.overlap_param_gather is set, and a step has one update, after which the weights are read at "
+            "once: leave it out, or make several updates per step (grpo.global_batch, grpo.iterations)"
+        )
+    if config.model.num_experts is not None:
+        yield (
+            "optimizer.overlap_param_gather is set, and model.num_experts too: experts are multiplied all at once, "
+            "which waits for all of their weights; leave it out"
+        )
+
+
+def _of_adapters(config: Sections) -> Iterator[str]:
+    """Adapters of weights that no later start or export can read, and layers whose recomputation drops other inputs."""
+    init = config.model.init
+    if config.model.lora is None:
+        return
+    if config.model.lora.dropout and config.training.recompute == "full" and config.placement.training.pp > 1:
+        yield (
+            f"model.lora.dropout {config.model.lora.dropout} with training.recompute full needs "
+            "placement.training.pp 1: a stage recomputes the layers of one micro-batch during another, and would "
+            "drop other inputs. Set training.recompute to selective, or dropout to 0"
+        )
+    if init in ("huggingface", "checkpoint"):
+        return
+    if config.job.device == "cuda" and init == "supervised":
+        yield (
+            "model.lora with model.init supervised needs job.device cpu: each start teaches the base again, and a "
+            "GPU may round it differently. Start from model.init=checkpoint or huggingface"
+        )
+    if config.save.export_hf_every > 0:
+        yield (
+            f"save.export_hf_every merges the adapters of model.lora with their base, and with model.init {init} "
+            "no file has the base: set it to 0, or start from model.init=checkpoint or huggingface"
+        )
+
+
+def _of_objective(config: Sections) -> Iterator[str]:
+    if not config.supervised:
+        if config.data is not None:
+            yield (
+                "data is given, and training.objective is grpo, which trains on sampled answers: set "
+                "training.objective to supervised, or leave data out"
+            )
+        return
+    if config.rows.path is None and not config.generates:
+        yield (
+            "data.path is missing: training.objective supervised needs a data set, or an environment whose worked "
+            "examples it trains on"
+        )
+    default = GrpoConfig()
+    if changed := [name for name in GrpoConfig.model_fields if getattr(config.grpo, name) != getattr(default, name)]:
+        yield (
+            f"grpo.{changed[0]} is set, and training.objective supervised samples no answers: leave out the "
+            "section, or set grpo to null if an extended recipe has it; data.examples_per_step sizes a batch"
+        )
+    if config.placement.mode == "partitioned":
+        yield (
+            "placement.mode is partitioned, and training.objective supervised needs no replicas: set colocated; "
+            "all ranks train, and evaluations are answered in between"
+        )
+    if config.inference.engine not in ("native", "megatron"):
+        yield (
+            f"inference.engine is {config.inference.engine}, which training.objective supervised does not use: leave "
+            "it out; the training ranks answer evaluations"
+        )
+    if config.curriculum is not None:
+        yield "curriculum is set, and training.objective supervised has no pass rates: leave it out"
+    if config.asynchronous.max_lag > 0:
+        yield (
+            f"async.max_lag is {config.asynchronous.max_lag}, and training.objective supervised generates nothing "
+            "ahead of training: leave it out"
+        )
+
+
+def _of_teacher(config: Sections) -> Iterator[str]:
+    if (distill := config.distill) is None:
+        return
+    if config.supervised:
+        yield (
+            "distill is given, and training.objective is supervised: a teacher judges sampled answers; set "
+            "training.objective to grpo, or leave distill out"
+        )
+    if config.grpo.dynamic_sampling.enabled:
+        yield (
+            "distill is given, and grpo.dynamic_sampling is enabled, which passes over prompts whose rewards are "
+            "equal: the teacher gives them a signal; leave one of both out"
+        )
+    if distill.is_served and config.sampling.temperature != 1:
+        key = "distill.server" if distill.server else "distill.replicas"
+        yield (
+            f"{key} is given, and sampling.temperature is {config.sampling.temperature:g}: servers report "
+            f"log-probs of a text at temperature 1 only; set 1, or leave out {key}"
+        )
+    if distill.replicas is None:
+        return
+    if config.job.fewest_nodes < config.job.most_nodes:
+        yield (
+            f"job.nodes {config.job.nodes} is a range, and distill.replicas needs one number: each node has a fixed "
+            "role"
+        )
+    images = {one.image for one in config.started_vllms.values()}
+    if len(images) > 1:
+        names = " and ".join(sorted(map(str, images)))
+        yield f"inference.vllm.image and distill.replicas.vllm.image are {names}: a run has one image with vLLM"
+
+
+def _of_profile(config: Sections) -> Iterator[str]:
+    if (profile := config.profile) is None:
+        return
+    (first, last), layout = profile.steps, config.placement.training
+    if last > config.training.steps:
+        yield (f"profile.steps [{first}, {last}] are not all made: training.steps is {config.training.steps}")
+    ranks = config.data_parallel_size * layout.tp * layout.pp * layout.cp
+    if profile.ranks is not None and max(profile.ranks) >= ranks:
+        yield f"profile.ranks has {max(profile.ranks)}, and the training ranks are 0 to {ranks - 1}"
+    if profile.generation and (not config.generates or config.placement.mode == "partitioned"):
+        yield (
+            "profile.generation is true, and the training ranks generate nothing (placement.mode partitioned, or "
+            "no environment): set it to false"
+        )
+
+
+def _of_placement(config: Sections) -> Iterator[str]:
+    if config.asynchronous.max_lag > 0 and config.resume.partial == "regenerate":
+        yield (
+            f"async.max_lag is {config.asynchronous.max_lag} and resume.partial is regenerate, which needs the same "
+            "answers again; with max_lag they depend on when new weights arrive: set resume.partial to keep"
+        )
+    if config.harvest is not None and config.placement.mode != "partitioned":
+        yield ("harvest adds inference replicas, and placement.mode is colocated, which has none: set partitioned")
+    if config.placement.mode == "partitioned" and config.job.fewest_nodes < config.job.most_nodes:
+        yield (
+            f"job.nodes {config.job.nodes} is a range, and placement.mode partitioned needs one number: each node "
+            "has a fixed role"
+        )
+
+
+def _of_batch(config: Sections) -> Iterator[str]:
+    if config.groups_per_step < config.data_parallel_size:
+        key, unit = ("data.examples_per_step", "row") if config.supervised else ("grpo.prompts_per_step", "prompt")
+        yield (
+            f"{key} {config.groups_per_step} is smaller than the {config.data_parallel_size} "
+            f"data-parallel replicas (job.nodes * job.gpus_per_node / (tp * pp * cp)): each needs a {unit}"
+        )
+    if config.grpo.baseline == "per_reward":
+        for one in [config.environment] if config.environment else config.environments or ():
+            if one.reward_weights is None and getattr(one, "trained_on", True):
+                yield (
+                    f"grpo.baseline per_reward needs reward_weights of environment {one.name!r}: the components of "
+                    "its reward, each with a weight"
+                )
+
+
+def _of_lengths(config: Sections) -> Iterator[str]:
+    if config.sequence_length > config.model.max_position_embeddings:
+        yield (
+            f"training.sequence_length {config.sequence_length} exceeds "
+            f"model.max_position_embeddings {config.model.max_position_embeddings}"
+        )
+    if config.sampling.max_new_tokens >= config.sequence_length:
+        limit = "training.sequence_length" if config.training.sequence_length else "model.max_position_embeddings"
+        yield (
+            f"sampling.max_new_tokens {config.sampling.max_new_tokens} leaves no room for a prompt in "
+            f"{limit} {config.sequence_length}"
+        )
+    pages, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
+    if pages * page_tokens < config.sequence_length:
+        yield (
+            f"inference.cache_tokens {config.inference.cache_tokens} holds {pages * page_tokens} tokens in pages of "
+            f"{page_tokens}, and the longest sequence has {config.sequence_length}: raise it, or leave it out "
+            "to hold inference.max_batch sequences"
+        )
+    if config.grpo.overlong.buffer > config.sampling.max_new_tokens:
+        yield (
+            f"grpo.overlong.buffer {config.grpo.overlong.buffer} is larger than "
+            f"sampling.max_new_tokens {config.sampling.max_new_tokens}: even an empty answer would be penalised"
+        )
