@@ -6,6 +6,7 @@ from pathlib import Path
 
 from launcher.errors import Failed
 from launcher.explain.record import Record
+from launcher.runs.slow_ranks import read_slow_ranks
 from launcher.runs.state import resolved_values
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import Watch
@@ -19,7 +20,7 @@ def read_record(run: RunDir) -> Record:
     lines, watch = _lines(run.metrics), Watch()
     for line in lines:
         watch.add(line)
-    return Record(recipe, lines, _lines(run.evaluations), watch.warnings)
+    return Record(recipe, lines, _lines(run.evaluations), watch.warnings, read_slow_ranks(run))
 
 
 def _lines(path: Path) -> list[MetricsLine]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher.runs.slow_ranks import SlowRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, LearningWarning, number
 
@@ -21,6 +22,8 @@ class Record:
     evaluations: Sequence[MetricsLine] = ()
     warnings: Sequence[LearningWarning] = field(default_factory=list)
     """Warnings that hold after the newest step (contract/learning.py)."""
+    slow_ranks: Sequence[SlowRank] = ()
+    """Slow ranks of the newest attempt, the slowest first."""
 
     def key(self, name: str) -> Any:
         """Return the value of a recipe key, such as `grpo.policy_loss`; None if it, or its section, is null."""

@@ -201,6 +201,11 @@ def _component_never_earned(record: Record) -> str | None:
     return f"No answer of {len(record.lines)} steps has earned anything of the {those} of the reward"
 
 
+def _slow_rank(record: Record) -> str | None:
+    text = "; ".join(map(str, record.slow_ranks))
+    return text[:1].upper() + text[1:] or None
+
+
 RULES = (
     Rule(
         "reward-not-above-start",
@@ -258,6 +263,14 @@ RULES = (
         _component_never_earned,
         "Look at answers (mrl rollouts RUN): the prompt may not say what the component wants, or its function never "
         "finds it. A few worked examples teach a format (training.objective: supervised).",
+    ),
+    Rule(
+        "slow-rank",
+        _slow_rank,
+        "All ranks wait for it. Look at its node: other processes, a hot or throttled GPU (nvidia-smi -q -d "
+        "PERFORMANCE), and mrl doctor RECIPE --deep. To continue without the node: scontrol update JobId=JOB "
+        "ExcNodeList=NODE, then mrl requeue RUN. Ranks that share a model (placement.training tp, cp, pp) wait for "
+        "one another within a pass: any of them may be the slow one.",
     ),
 )
 

@@ -220,6 +220,16 @@ class ReplicaState(NamedTuple):
 
 
 @record(version=None)
+class SlowestRank(NamedTuple):
+    """The rank that the others waited for most, by its seconds in one category of the timeline. metrics/timeline.py
+    says how it is found."""
+
+    rank: int
+    seconds: float  # of that rank
+    others: float  # median over the other ranks
+
+
+@record(version=None)
 class TimelineLine(NamedTuple):
     """A line of timeline.jsonl: the stretch of time since the line before it. Written by rank 0; read by goodput and by
     exporters of the record."""
@@ -230,6 +240,7 @@ class TimelineLine(NamedTuple):
     began: float | None = None  # in the first line: when the ranks began, mean over the ranks
     ranks: int | None = None  # in the first line
     resumed: int | None = None  # in the first line after loading: step of the resumed checkpoint
+    slowest: dict[str, SlowestRank] | None = None  # category -> its slowest rank; None: there is one rank only
 
 
 @record(event="start")

@@ -38,8 +38,9 @@ def step_lines(
     tally = Tally()
     report.stats.put(tally)
     timeline.tally(tally)
-    total = tally.reduce(control)
-    stats = report.stats.reduced(total)
+    with timeline.phase("wait"):
+        reduced = tally.reduce(control)
+    stats = report.stats.reduced(reduced.total)
     failures, dropped = _of_all_ranks(report, control) if stats.batch.failed or stats.batch.dropped else ({}, {})
     components = _components(report, control) if stats.batch.with_components else {}
     if not stats.batch.answers and {*dropped.values()} == {PROMPT_TOO_LONG}:
@@ -57,7 +58,7 @@ def step_lines(
         trace = _traceback_of(reasons[0][0], report, control) if reasons else ""
         raise AllAnswersLost(f"no answer of step {report.step} could be scored: {counts}", trace)
     ranks = dist.get_world_size(control)
-    line = timeline.line(total, ranks, report.step)
+    line = timeline.line(reduced, report.step)
     seconds = {name: line.seconds.get(name, 0.0) / ranks for name in TIMED}
     of_all_ranks = replace(
         report, stats=stats, dropped=dropped, failures=failures, components=components, ranks=ranks, seconds=seconds

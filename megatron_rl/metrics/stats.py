@@ -20,6 +20,16 @@ class Reduction(Enum):
     MIN = "min"
 
 
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A tally over all ranks, the same on each."""
+
+    total: Mapping[str, float]
+    """Name -> value over all ranks."""
+    of_ranks: Mapping[str, Tensor]
+    """Name -> [ranks] values of the ranks, fp64."""
+
+
 class Tally:
     """Named scalars. Every rank must put the same names in the same order."""
 
@@ -35,7 +45,7 @@ class Tally:
         """Put a value that is summed over the ranks."""
         self.put(name, Reduction.SUM, value)
 
-    def reduce(self, control: dist.ProcessGroup) -> Mapping[str, float]:
+    def reduce(self, control: dist.ProcessGroup) -> Reduced:
         """Return the values over all ranks of the gloo group `control`, in fp64. One all-gather: every rank sums in
         rank order, so that all ranks see the same bits."""
         mine = torch.tensor(self._floats(), dtype=torch.float64)
@@ -47,7 +57,8 @@ class Tally:
             Reduction.MAX: table.amax(0).tolist(),
             Reduction.MIN: table.amin(0).tolist(),
         }
-        return {name: over_ranks[reduction][i] for i, (name, reduction) in enumerate(self._reductions.items())}
+        total = {name: over_ranks[reduction][i] for i, (name, reduction) in enumerate(self._reductions.items())}
+        return Reduced(total, dict(zip(total, table.T, strict=True)))
 
     def _floats(self) -> list[float]:
         """Values on the host. Tensors of a device come in a single transfer."""

@@ -129,8 +129,9 @@ def write_timeline(run: Run, resumed: int | None = None) -> None:
     """
     tally, timeline = Tally(), run.safe_points.timeline
     timeline.tally(tally)
-    total = tally.reduce(run.groups.control)
-    run.writer.timeline(timeline.line(total, dist.get_world_size(run.groups.control), run.step, resumed))
+    with timeline.phase("wait"):
+        reduced = tally.reduce(run.groups.control)
+    run.writer.timeline(timeline.line(reduced, run.step, resumed))
 
 
 def finish_save(safe_points: SafePoints, checkpointer: Checkpointer) -> None:

@@ -322,6 +322,7 @@ class Trainer:
                 stop=lambda: self._leaves() and first and not self.optimizer.overlap.reduces,
                 partial_sums=self.optimizer.overlap.partial,
             )
+        self.platform.synchronize()  # a slow device must delay its own rank here, not all ranks within the update
         weights_change()
         self.safe_points.agree(unfinished_s)
         with self.safe_points.phase("offload"):

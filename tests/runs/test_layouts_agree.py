@@ -163,7 +163,7 @@ def seen(layout: Layout, model: str, groups: Groups) -> Seen:
             trained = recorded.logprobs != 0  # the rest has no advantage
             assert trained.any()
             assert torch.allclose(recorded.logprobs[trained], expected[trained], atol=1e-4)
-        total = dict(tally.reduce(groups.control))
+        total = dict(tally.reduce(groups.control).total)
         del total["batch.packed_tokens"]  # depends on how the layout packs prompts
         losses.append(total)
     return Seen(

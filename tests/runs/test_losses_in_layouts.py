@@ -114,7 +114,7 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
     trainer._update(batch, update, before, of_answers, reference, None, None, losses, None, lambda: None)
     tally = Tally()
     tally.add("loss", trainer._loss_stats(losses).loss)
-    return Seen(tally.reduce(groups.control)["loss"], boxes(trainer.policy, lambda weight: weight.main_grad))
+    return Seen(tally.reduce(groups.control).total["loss"], boxes(trainer.policy, lambda weight: weight.main_grad))
 
 
 def layouts_of(rank: int, ranks: int, own: str) -> dict[str, dict[str, Seen]]:

@@ -100,7 +100,7 @@ def losses_and_weights(
             assert step > 1 or ranks == 1 or batch.positions != [*share]
         tally = Tally()
         run.trainer.train(batch, step).put(tally)
-        total = dict(tally.reduce(of_ranks.control))
+        total = dict(tally.reduce(of_ranks.control).total)
         del total["batch.packed_tokens"]  # depends on how the layout packs prompts
         tallied.append(total)
     return tallied, torch.cat([weight.detach().flatten() for weight in run.trainer.policy.parameters()])

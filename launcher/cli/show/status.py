@@ -18,6 +18,7 @@ from launcher.host.record.ledger import read_ledger
 from launcher.host.slurm.call import SlurmRefused
 from launcher.host.slurm.queries import avoided_nodes, show_job
 from launcher.runs.find import pasteable_command
+from launcher.runs.slow_ranks import read_slow_ranks
 from launcher.runs.state import RunStatus, resolved_values
 from launcher.simulate.idle import Idle, better_split, idle_shares
 from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
@@ -54,6 +55,7 @@ def status_json(status: RunStatus, reader: HistoryReader | None = None) -> dict[
         "steps": status.steps or None,
         "mean_reward": mean(rewards) if rewards else None,
         "warnings": [warning._asdict() for warning in history.warnings],
+        "slow_ranks": [{**one._asdict(), "seen": str(one)} for one in read_slow_ranks(run)],
         "eta_s": history.eta_s() if unfinished else None,
         "replicas": replicas_json(run.attempt(status.attempt)) if status.state in ("running", "saving") else [],
         "goodput": goodput,
@@ -161,6 +163,7 @@ def status_lines(data: dict[str, Any]) -> list[str]:
     if data["mean_reward"] is not None:
         rows.append(("reward", f"{data['mean_reward']:.3f}, mean over the last {min(RECENT, data['step'])} steps"))
     rows += [("warning", str(LearningWarning(**warning))) for warning in data["warnings"]]
+    rows += [("slow rank", one["seen"]) for one in data["slow_ranks"]]
     rows += [("result", f"{name}: {brief(scores)}") for name, scores in (data["evaluation"] or {}).items()]
     if data["eta_s"]:
         rows.append(("left", f"about {clock(data['eta_s'])} of run time"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from launcher.explain.record import Record
 from launcher.explain.rules import RULES, findings
+from launcher.runs.slow_ranks import SlowRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import LearningWarning
 
@@ -102,6 +104,10 @@ FAULTY = {
     "component-never-earned": (
         Record(RECIPE, [each._replace(values={**each.values, "reward/format": 0.0}) for each in run().lines]),
         "of the component format of the reward",
+    ),
+    "slow-rank": (
+        replace(run(), slow_ranks=[SlowRank("train", 3, "node05", 19, 20, 0.2)]),
+        "Rank 3 on node05 was slowest in train in 19 of 20 steps, for 20% of their time",
     ),
 }
 

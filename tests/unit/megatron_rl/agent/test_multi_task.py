@@ -152,7 +152,7 @@ def test_record_of_a_step_distinguishes_environments(tmp_path: Any, platform: An
     stats = run.trainer.train(batch, 1)
     tally = Tally()
     stats.put(tally)
-    of_all = stats.reduced(tally.reduce(groups.control))
+    of_all = stats.reduced(tally.reduce(groups.control).total)
     seconds = dict.fromkeys(TIMED, 0.5)
     metrics = metrics_of(StepReport(1, of_all, 1, 0, 8, 1, {}, batch.failures, seconds=seconds))
     for name in metrics:

@@ -238,7 +238,7 @@ def test_a_tally_keeps_every_digit_of_a_double(groups: Any) -> None:
     tally = Tally()
     tally.put("sum", Reduction.SUM, 2.0**40 + 2.0**-10)
     tally.put("largest", Reduction.MAX, torch.tensor(3.0))
-    assert tally.reduce(groups.control) == {"sum": 2.0**40 + 2.0**-10, "largest": 3.0}
+    assert tally.reduce(groups.control).total == {"sum": 2.0**40 + 2.0**-10, "largest": 3.0}
 
 
 BATCH = BatchStats(
@@ -363,7 +363,7 @@ def test_every_field_of_the_statistics_declares_its_reduction(groups: Any) -> No
     stats = StepStats(BATCH, LOSS, UPDATE, DEVICE)
     tally = Tally()
     stats.put(tally)
-    total = tally.reduce(groups.control)
+    total = tally.reduce(groups.control).total
     assert len(total) == len(fields(BATCH)) + len(fields(LOSS)) - 3 + len(fields(UPDATE)) + len(fields(DEVICE))
     assert stats.reduced(total) == stats
     assert {name for name, reduction in reductions(LossStats).items() if reduction is Reduction.MAX} == {

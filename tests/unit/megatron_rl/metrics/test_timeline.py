@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from megatron_rl.contract.attempt_records import TimelineLine
+from megatron_rl.contract.attempt_records import SlowestRank, TimelineLine
 from megatron_rl.metrics import timeline as module
-from megatron_rl.metrics.stats import Tally
-from megatron_rl.metrics.timeline import CATEGORIES, Timeline
+from megatron_rl.metrics.stats import Reduced, Tally
+from megatron_rl.metrics.timeline import CATEGORIES, COMPARED, Timeline, slowest
 
 
 @pytest.fixture
@@ -23,7 +24,9 @@ def line(timeline: Timeline, step: int = 1) -> TimelineLine:
     """Line of two identical ranks."""
     tally = Tally()
     timeline.tally(tally)
-    return timeline.line({name: 2 * float(value) for name, value in tally._values.items()}, ranks=2, step=step)
+    total = {name: 2 * float(value) for name, value in tally._values.items()}
+    of_ranks = {name: torch.full((2,), float(value), dtype=torch.float64) for name, value in tally._values.items()}
+    return timeline.line(Reduced(total, of_ranks), step=step)
 
 
 def test_an_inner_phase_interrupts_the_outer_one(clock: list[float]) -> None:
@@ -75,3 +78,30 @@ def test_an_unknown_category_is_refused() -> None:
     assert len(set(CATEGORIES)) == len(CATEGORIES)
     with pytest.raises(KeyError), Timeline().phase("sleeping"):
         pass
+
+
+def test_the_rank_with_most_seconds_of_work_is_slowest_and_with_fewest_of_waiting():
+    seconds = torch.tensor([2.0, 2.5, 9.0, 2.1], dtype=torch.float64)
+    assert slowest(seconds, "train") == SlowestRank(2, 9.0, 2.1)
+    assert slowest(seconds, "wait") == SlowestRank(0, 2.0, 2.5)
+    assert slowest(torch.ones(4096), "train") == SlowestRank(0, 1.0, 1.0)
+    assert slowest(torch.tensor([3.0, 4.0]), "generate") == SlowestRank(1, 4.0, 3.0)
+
+
+def test_a_line_of_several_ranks_names_the_slowest_of_every_category_that_tells_it(clock: list[float]) -> None:
+    timeline, tally = Timeline(), Tally()
+    with timeline.phase("train"):
+        clock[0] += 5
+    timeline.tally(tally)
+    of_ranks = {name: torch.tensor([float(value)] * 3) for name, value in tally._values.items()}
+    of_ranks["timeline/train"] = torch.tensor([5.0, 5.0, 7.0])
+    total = {name: float(values.sum()) for name, values in of_ranks.items()}
+    assert timeline.line(Reduced(total, of_ranks), step=1).slowest == {"train": SlowestRank(2, 7.0, 5.0)}
+    assert {*COMPARED} < {*CATEGORIES}
+
+
+def test_a_single_rank_has_no_slowest_one(clock: list[float]) -> None:
+    timeline, tally = Timeline(), Tally()
+    timeline.tally(tally)
+    of_ranks = {name: torch.tensor([float(value)]) for name, value in tally._values.items()}
+    assert timeline.line(Reduced({name: float(v) for name, v in of_ranks.items()}, of_ranks), step=1).slowest is None

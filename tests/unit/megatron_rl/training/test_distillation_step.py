@@ -43,7 +43,7 @@ def step(run: Run, groups: list[TrajectoryGroup]) -> StepStats:
     stats = run.trainer.train(batch_of(groups, 0, len(groups)), 1)
     tally = Tally()
     stats.put(tally)
-    return stats.reduced(tally.reduce(run.groups.control))
+    return stats.reduced(tally.reduce(run.groups.control).total)
 
 
 def logprobs(twin: Any, tokens: list[int]) -> Tensor:

@@ -37,7 +37,7 @@ def step(run: Run, batch: RolloutBatch) -> StepStats:
     stats = run.trainer.train(batch, 1)
     tally = Tally()
     stats.put(tally)
-    return stats.reduced(tally.reduce(run.groups.control))
+    return stats.reduced(tally.reduce(run.groups.control).total)
 
 
 def padded(batch: RolloutBatch) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ def trained(run: Run, groups: list[TrajectoryGroup], step: int = 1) -> StepStats
     stats = run.trainer.train(batch_of(groups, 0, len(groups)), step)
     tally = Tally()
     stats.put(tally)
-    return stats.reduced(tally.reduce(run.groups.control))
+    return stats.reduced(tally.reduce(run.groups.control).total)
 
 
 def of_loss(stats: StepStats) -> Any:
