@@ -26,19 +26,19 @@ def meanings(model: type[Section], path: KeyPath = ()) -> dict[KeyPath, str]:
         key = (*path, field.alias or name)
         if name in texts:
             found[key] = texts[name]
-        for section, is_item in _sections(field.annotation):
+        for section, is_item in sections_of(field.annotation):
             if not is_item and (text := _texts(section)[""]):
                 found.setdefault(key, text)
             found |= meanings(section, (*key, ITEM) if is_item else key)
     return found
 
 
-def _sections(annotation: Any, is_item: bool = False) -> Iterator[tuple[type[Section], bool]]:
+def sections_of(annotation: Any, is_item: bool = False) -> Iterator[tuple[type[Section], bool]]:
     """Sections that a value may be, and whether as items of a list."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, is_item
     for part in get_args(annotation):
-        yield from _sections(part, is_item or getattr(annotation, "__origin__", None) is list)
+        yield from sections_of(part, is_item or getattr(annotation, "__origin__", None) is list)
 
 
 def _texts(model: type[Section]) -> dict[str, str]:

@@ -255,11 +255,12 @@ def make_chart(
 ) -> Chart | None:
     """Return the chart of some metrics; None if all of them are 0 in all steps."""
     shown = curves[:MOST_CURVES]
-    having = [line for line in lines if any(number(line, name) is not None for name, _ in shown)]
-    columns = [[number(line, name) for line in having] for name, _ in shown]
+    rows = [(line, [number(line, name) for name, _ in shown]) for line in lines]
+    rows = [(line, values) for line, values in rows if any(value is not None for value in values)]
+    columns = [[values[place] for _, values in rows] for place in range(len(shown))]
     if not any(value for column in columns for value in column):
         return None
-    steps = [line.step for line in having]
+    steps = [line.step for line, _ in rows]
     smooth = [] if markers else [smoothed(column) for column in columns]
     if len(shown) > MOST_RAW and smooth:
         columns, smooth = smooth, []
@@ -267,7 +268,7 @@ def make_chart(
     if band:
         edges = [[band.low.get(step) for step in steps], [band.high.get(step) for step in steps]]
     elif spec.band:
-        edges = [[number(line, name) for line in having] for name in spec.band[:2]]
+        edges = [[number(line, name) for line, _ in rows] for name in spec.band[:2]]
     meaning = band.meaning if band else spec.band[2] if spec.band else ""
     points = downsample(steps, [*columns, *smooth, *edges])
     kept = points.columns

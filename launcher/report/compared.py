@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.errors import BadInput
 from launcher.explain.read import read_record
+from launcher.recipe.defaults import with_defaults
 from launcher.report.compare import ComparedRun
 from launcher.runs.find import at_once, find, is_run
 from launcher.runs.state import read_statuses
+from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import names_in
 from megatron_rl.contract.paths import RunDir
 
@@ -36,10 +39,16 @@ def _runs_in(folder: Path) -> list[RunDir]:
 
 
 def read_compared(runs: Sequence[RunDir]) -> list[ComparedRun]:
-    """Read the records of runs. Raises Failed and BadInput as `read_record`."""
+    """Read the records of runs. Their recipes have defaults for the keys that an older mrl did not know.
+    Raises Failed and BadInput as `read_record`."""
     statuses = read_statuses(runs)
     records = at_once(read_record, runs)
     return [
-        ComparedRun(status.name, str(run.root.absolute()), status.state, record)
+        ComparedRun(
+            status.name,
+            str(run.root.absolute()),
+            status.state,
+            replace(record, recipe=with_defaults(record.recipe, RunConfig)),
+        )
         for run, status, record in zip(runs, statuses, records, strict=True)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ DIGITS = 5
 Value = float | None
 
 
-class Curve(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Curve:
     """One line of a chart."""
 
     label: str

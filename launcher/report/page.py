@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ HIDDEN = re.compile(
 """Characters that are invisible, or change the order or the meaning of those around them: controls except line feed
 and tab, directional marks, surrogates without a partner, tags."""
 
+UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
+"""Characters that may end a <script> element, or its line, or that UTF-8 does not have."""
+
 
 def run_page(report: RunReport, now: float, live: bool = False) -> str:
     """Return the page of a run.
@@ -45,7 +48,6 @@ def run_page(report: RunReport, now: float, live: bool = False) -> str:
         live: whether a server of `mrl report --follow` shows it, which it asks for newer data.
     """
     data = {
-        "run": report.name,
         "categories": STACKED,
         "groups": report.groups,
         "evaluations": report.evaluations,
@@ -57,7 +59,7 @@ def run_page(report: RunReport, now: float, live: bool = False) -> str:
         live,
         report=report,
         rollouts=report.rollouts,
-        command=pasteable_command("rollouts", report.name, "--step 1: -n 0"),
+        command=pasteable_command("rollouts", report.name),
         now=now,
         recipe=flat(report.values),
     )
@@ -69,7 +71,7 @@ def comparison_page(comparison: Comparison, title: str, now: float) -> str:
     title: heading.
     """
     runs = [comparison.runs[place] for place in comparison.order]
-    data = {"run": "", "groups": overlaid(runs), "evaluations": [], "timeline": None}
+    data = {"groups": overlaid(runs), "evaluations": [], "timeline": None}
     return _render("several.html.j2", {"curves": data}, False, comparison=comparison, title=title, now=now)
 
 
@@ -106,24 +108,14 @@ _SELF, _NONE = "'self'", "'none'"
 
 
 def json_block(value: Any) -> str:
-    """JSON that is safe inside a <script> element: without <, >, &, line separators and lone surrogates."""
-    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    """JSON that is safe inside a <script> element: without <, >, &, line separators and lone surrogates. Dataclasses
+    are objects."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_fields)
+    return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def _plain(value: Any) -> Any:
-    """Objects of named fields as dictionaries. Lists of numbers or texts are returned as they are: there are many."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: _plain(its) for name, its in value._asdict().items()}
-    if isinstance(value, Mapping):
-        return {name: _plain(its) for name, its in value.items()}
-    if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], (int, float, str, type(None))):
-            return value
-        return [_plain(one) for one in value]
-    return value
+def _fields(value: Any) -> dict[str, Any]:
+    return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
 def visible(text: str) -> str:

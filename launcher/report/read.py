@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from launcher.cluster.choice import LOCAL, load_clusters
@@ -12,15 +13,16 @@ from launcher.explain.rules import findings
 from launcher.host.record.accounting import GpuUsage
 from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import read_ledger
+from launcher.recipe.defaults import with_defaults
 from launcher.recipe.files import EXTENDS, RecipeFile, shipped_values, with_base
 from launcher.recipe.located_yaml import read_mapping, read_text
-from launcher.recipe.problems import known_keys
 from launcher.report.charts import chart_groups, evaluation_charts
 from launcher.report.recipe import Difference, differences, overridden
 from launcher.report.report import Cost, Fact, ResultRow, RunReport, Span, generated_tokens, span
 from launcher.report.rollouts import collect
 from launcher.report.usage import attempt_rows, gpus_of, held_seconds, timeline, useful_share, waterfall
 from launcher.runs.state import RunStatus, read_statuses
+from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, FabricReport, Kernels, LedgerLine, NodeHealth
 from megatron_rl.contract.attempt_records import NodeAssignment as Nodes
 from megatron_rl.contract.evaluation_records import EvaluationResult
@@ -48,7 +50,8 @@ def read_report(run: RunDir, now: float) -> RunReport:
     unread = list(status.unread)
     usage, ledger = read_gpu_usage(status, now, unread)
     running = status.state in ("running", "saving", "unknown")
-    base, changed = _differences(run, record, unread)
+    recipe = with_defaults(record.recipe, RunConfig)
+    base, changed = _differences(run, recipe, unread)
     held = held_seconds(usage)
     step = record.lines[-1].step if record.lines else 0
     collected = collect(read_rollouts(run, 1, step))
@@ -88,7 +91,7 @@ def read_report(run: RunDir, now: float) -> RunReport:
         base=base,
         differences=changed,
         changes=_changes(run, unread),
-        values=dict(record.recipe),
+        values=recipe,
         facts=_facts(run, status.attempt, record),
         unread=unread,
     )
@@ -178,8 +181,11 @@ def _changes(run: RunDir, unread: list[str]) -> list[RecipeChange]:
     return found.records
 
 
-def _differences(run: RunDir, record: Record, unread: list[str]) -> tuple[str, list[Difference]]:
-    """Return the name of what the recipe is based on, and the keys that differ from it."""
+def _differences(run: RunDir, recipe: Mapping[str, Any], unread: list[str]) -> tuple[str, list[Difference]]:
+    """Return the name of what the recipe is based on, and the keys that differ from it.
+
+    recipe: sections of resolved.yaml, with defaults.
+    """
     try:
         text = read_text(run.recipe)
         own = read_mapping(str(run.recipe), text, "a recipe").value
@@ -197,23 +203,13 @@ def _differences(run: RunDir, record: Record, unread: list[str]) -> tuple[str, l
     except (BadInput, OSError) as error:
         unread.append(f"{run.recipe}: {EXTENDS}: {error}")
         return str(extended), []
-    return base, differences(record.recipe, _with_defaults(values), keys)
+    return base, differences(recipe, with_defaults(values, RunConfig), keys)
 
 
 def _base_values(run: RunDir, name: str) -> dict[str, Any]:
     if not name.endswith((".yaml", ".yml")) and "/" not in name:
         return shipped_values(name)
     return with_base(RecipeFile(name, read_text(run.root / name), None)).values
-
-
-def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Sections with the defaults of keys that have one, as full keys."""
-    from megatron_rl.config import RunConfig
-    from megatron_rl.recipe.values import flat
-
-    known = known_keys(RunConfig.model_json_schema())
-    defaults = {".".join(key): schema["default"] for key, schema in known.items() if "default" in schema}
-    return flat(defaults) | flat(values)
 
 
 def _facts(run: RunDir, number: int, record: Record) -> list[Fact]:

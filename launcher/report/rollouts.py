@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import fmean
-from typing import NamedTuple
 
 from launcher.report.charts import LENGTH, REWARD, Band
 from launcher.report.curve import quantile
@@ -24,7 +24,8 @@ SHORT_PROMPT = 120
 DECILES = (0.1, 0.9)
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Sample:
     """A group with its tokens."""
 
     prompt: str
@@ -32,14 +33,16 @@ class Sample(NamedTuple):
     answers: list[ShownAnswer]
 
 
-class ShownAnswer(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ShownAnswer:
     components: dict[str, float]
     tool_calls: int | None
     output: str
     sequences: list[ShownSequence]
 
 
-class ProblemRow(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ProblemRow:
     """A problem over all steps."""
 
     problem: int
@@ -134,7 +137,7 @@ class Collector:
             self._tokens += tokens_of(group)
             if self._tokens > 2 * self._most_tokens:
                 self._thin_sampled()
-        self._groups.append(group._replace(answers=[]))
+        self._groups.append(group._replace(answers=[]) if group.answers else group)
         self._answers += len(group.rewards)
         if self._answers > 2 * self._most_answers:
             self._thin_groups()
@@ -163,7 +166,7 @@ class Collector:
             made.ordinals.append(group.ordinal)
             made.problem.append(problems.place(group.problem))
             made.environment.append(names.place(group.environment))
-            made.rewards.append([float(f"{reward:.4g}") for reward in group.rewards])
+            made.rewards.append([_rounded(reward) for reward in group.rewards])
             made.lengths.append(group.lengths)
             made.reasons.append([names.place(reason) for reason in group.finish_reasons])
             made.lost.append(sum(group.failures.values()))
@@ -220,6 +223,11 @@ def collect(groups: Iterable[GroupLine]) -> Collector:
     for group in groups:
         collector.add(group)
     return collector
+
+
+@cache
+def _rounded(reward: float) -> float:
+    return float(f"{reward:.4g}")
 
 
 def _band(values: dict[int, list[float]] | dict[int, list[int]], meaning: str) -> Band:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ class Part(NamedTuple):
     """Place after the last token."""
 
 
-class ShownPart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ShownPart:
     """A part with its tokens; the lists have an entry for each. A part that is left out has none."""
 
     kind: str
@@ -43,7 +45,8 @@ class ShownPart(NamedTuple):
     """The same: [policy version, number of tokens]."""
 
 
-class ShownSequence(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ShownSequence:
     parts: list[ShownPart]
 
 

@@ -19,7 +19,8 @@ STACKED = (*USEFUL, *OVERHEAD, WAIT, DRAIN, LOST, QUEUE)
 """Categories from the bottom of the timeline to its top."""
 
 
-class Lane(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Lane:
     """Timeline of one role."""
 
     role: str
@@ -27,7 +28,8 @@ class Lane(NamedTuple):
     """Share of each of STACKED in each slice; their sum is below 1 if the time of a slice is not known whole."""
 
 
-class Mark(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Mark:
     """Begin of an attempt on the timeline."""
 
     at: float

@@ -86,6 +86,7 @@ class Recent:
 
     def __init__(self) -> None:
         self.lines: deque[MetricsLine] = deque(maxlen=WINDOW)
+        self._values: dict[str, list[float]] = {}
         self.rewards = [(0.0, 0.0)]
         """Sums of the first 0, 1, 2, ... mean rewards, and of their squares."""
         self.best = (-inf, 0.0, 0)
@@ -95,6 +96,7 @@ class Recent:
 
     def add(self, line: MetricsLine) -> None:
         self.lines.append(line)
+        self._values.clear()
         reward = number(line, "mean_reward")
         if reward is not None:
             total, squares = self.rewards[-1]
@@ -120,7 +122,9 @@ class Recent:
         return f"the last {len(self.lines)} steps" if len(self.lines) > 1 else "the last step"
 
     def values(self, name: str) -> list[float]:
-        return [value for line in self.lines if (value := number(line, name)) is not None]
+        if name not in self._values:  # several rules ask for the same
+            self._values[name] = [value for line in self.lines if (value := number(line, name)) is not None]
+        return self._values[name]
 
     def mean(self, name: str) -> float | None:
         """Return the mean; None if fewer than LEAST steps have a value."""
@@ -140,7 +144,7 @@ class Recent:
 def number(line: MetricsLine, name: str) -> float | None:
     """Return a value of one step; None if it was not finite or not measured."""
     value = line.values.get(name)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return value if type(value) in (float, int) else None  # not isinstance: a bool is an int
 
 
 def _constant_rewards(recent: Recent) -> Found:

@@ -30,6 +30,10 @@ class Mismatch(ValueError):
     """A JSON value does not match its record type; the message says where and how."""
 
 
+Reader = Callable[[Any, str], Any]
+"""Returns the value of a field, given the JSON value and its place in the record for a message. Raises Mismatch."""
+
+
 class Shape(NamedTuple):
     """JSON form of a record type."""
 
@@ -38,6 +42,7 @@ class Shape(NamedTuple):
     rest: str | None  # field with all other keys
     keys: dict[str, str]  # field -> its key in the JSON; without `rest`
     types: dict[str, Any]  # field -> annotation; without `rest`
+    readers: dict[str, Reader]  # field -> check of its value; without `rest`
     defaults: dict[str, Any]
 
 
@@ -66,7 +71,8 @@ def record(
         module = vars(sys.modules[kind.__module__])
         types = {field: _type(text, module) for field, text in named.__annotations__.items() if field != rest}
         names = {field: (keys or {}).get(field, field) for field in types}
-        SHAPES[kind] = Shape(version, event, rest, names, types, dict(named._field_defaults))
+        readers = {field: _reader(its) for field, its in types.items()}
+        SHAPES[kind] = Shape(version, event, rest, names, types, readers, dict(named._field_defaults))
         return kind
 
     return declare
@@ -141,7 +147,8 @@ def _read_record(kind: Any, value: Any, name: str) -> Any:
     given: dict[str, Any] = {}
     for field, key in shape.keys.items():
         if key in value:
-            given[field] = _read(shape.types[field], value[key], _below(name, key))
+            item = value[key]
+            given[field] = item if _exactly(shape.types[field], item) else shape.readers[field](item, _below(name, key))
         elif field in shape.defaults:
             given[field] = copy.copy(shape.defaults[field])  # a list or dict of its own
         else:
@@ -159,26 +166,45 @@ def _check_version(known: int, found: Any, name: str) -> None:
         raise Mismatch(f"was written by a newer mrl (version {found}, this one knows {known})")
 
 
-def _read(kind: Any, value: Any, name: str) -> Any:
+def _reader(kind: Any) -> Reader:
+    """Check of values of an annotation, made once: a record of rollouts has a million values."""
     if kind is Any:
-        return value
+        return lambda value, name: value
     if kind in SHAPES:
-        return _read_record(kind, value, name)
+        return lambda value, name: _read_record(kind, value, name)
     origin = getattr(kind, "__origin__", None)
-    arguments: tuple[Any, ...] = getattr(kind, "__args__", ())
+    items = [_reader(argument) for argument in getattr(kind, "__args__", ()) if argument is not type(None)]
     if origin is Union:  # Optional
-        return None if value is None else _read(arguments[0], value, name)
+        return lambda value, name: None if value is None else items[0](value, name)
     if origin is list:
-        if not isinstance(value, (list, tuple)):
-            raise _mismatch(name, "a list", value)
-        if _all_exactly(arguments[0], value):
-            return list(value)
-        return [_read(arguments[0], item, _below(name, str(place))) for place, item in enumerate(value)]
+        of = kind.__args__[0]
+        return lambda value, name: _read_list(of, items[0], value, name)
     if origin is dict:
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise _mismatch(name, "a JSON object", value)
-        return {key: _read(arguments[1], item, _below(name, key)) for key, item in value.items()}
-    return _read_scalar(kind, value, name)
+        return lambda value, name: _read_dict(items[1], value, name)
+    return lambda value, name: _read_scalar(kind, value, name)
+
+
+def _read_list(kind: Any, read: Reader, value: Any, name: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise _mismatch(name, "a list", value)
+    if _all_exactly(kind, value):
+        return list(value)
+    return [read(item, _below(name, str(place))) for place, item in enumerate(value)]
+
+
+def _read_dict(read: Reader, value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise _mismatch(name, "a JSON object", value)
+    return {key: read(item, _below(name, key)) for key, item in value.items()}
+
+
+def _exactly(kind: Any, value: Any) -> bool:
+    """Whether a value is a scalar of a type, and needs no further check."""
+    if type(value) is not kind:
+        return False
+    if kind is int:
+        return bool(-LARGEST_INT <= value <= LARGEST_INT)
+    return kind in (str, bool) or (kind is float and math.isfinite(value))
 
 
 def _all_exactly(kind: Any, values: Any) -> bool:

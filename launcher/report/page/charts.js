@@ -64,11 +64,11 @@ mrl.charts = (() => {
 
   function summary(data) {
     const parts = data.curves.map((curve) => {
-      const known = data.steps.map((step, at) => [step, curve.values[at]]).filter((pair) => pair[1] !== null);
-      if (!known.length) return `${curve.label}: no values`;
-      const [first, last] = [known[0], known[known.length - 1]];
-      const value = (pair) => mrl.number(pair[1], data.unit);
-      return `${curve.label}: ${value(first)} at step ${first[0]}, ${value(last)} at step ${last[0]}`;
+      const known = (value) => value !== null;
+      const [first, last] = [curve.values.findIndex(known), curve.values.findLastIndex(known)];
+      if (first < 0) return `${curve.label}: no values`;
+      const said = (at) => `${mrl.number(curve.values[at], data.unit)} at step ${data.steps[at]}`;
+      return `${curve.label}: ${said(first)}, ${said(last)}`;
     });
     return `${data.title}. ${parts.join("; ")}`;
   }

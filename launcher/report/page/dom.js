@@ -31,16 +31,25 @@ const mrl = {
     return block ? JSON.parse(block.textContent) : null;
   },
 
+  colors: new Map(),
+
+  /* Value of a variable of page.css. The page is loaded again when they change. */
   color(name) {
-    return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+    if (!mrl.colors.has(name)) {
+      mrl.colors.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+    }
+    return mrl.colors.get(name);
   },
+
+  six_digits: new Intl.NumberFormat("en", { maximumSignificantDigits: 6 }),
+  three_digits: new Intl.NumberFormat("en", { maximumSignificantDigits: 3 }),
 
   number(value, unit) {
     if (value === null || value === undefined) return "–";
     if (unit === "share") return `${Number((value * 100).toFixed(Math.abs(value) < 0.0995 ? 1 : 0))}%`;
     const size = Math.abs(value);
     if (size !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(1).replace(".0e", "e").replace("e-", "e−");
-    return value.toLocaleString("en", { maximumSignificantDigits: size >= 1000 ? 6 : 3 });
+    return (size >= 1000 ? mrl.six_digits : mrl.three_digits).format(value);
   },
 
   /* Two significant digits. */

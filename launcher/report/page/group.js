@@ -53,7 +53,7 @@ mrl.group = (() => {
     again.addEventListener("click", () => context.follow(group.problem));
     box.append(mrl.put(mrl.element("p", { class: "hint" }), facts.join(", ")), again);
     const sample = group.sample < 0 ? null : context.samples[group.sample];
-    const command = `mrl rollouts ${context.run} --step ${group.step} --problem ${context.problems[group.problem][0]}`;
+    const command = `${context.command} --step ${group.step} --problem ${context.problems[group.problem][0]}`;
     if (!sample) {
       box.append(mrl.put(mrl.element("p", { class: "prompt-text", dir: "auto" }), context.prompt(group)));
       box.append(numbers(group, context.names));

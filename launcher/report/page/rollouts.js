@@ -25,7 +25,7 @@ mrl.rollouts = (() => {
     });
   }
 
-  function show(place, data, run) {
+  function show(place, data) {
     const groups = unpack(data);
     const list = mrl.element("ol", { class: "groups" });
     const count = mrl.element("p", { class: "hint", role: "status" });
@@ -37,7 +37,7 @@ mrl.rollouts = (() => {
     const all = groups.flatMap((group) => group.rewards);
     const bound = (pick, start) => all.reduce((best, value) => pick(best, value), start);
     const context = {
-      run, names: data.names, problems: data.problems, samples: data.samples,
+      command: place.dataset.command, names: data.names, problems: data.problems, samples: data.samples,
       range: { low: bound(Math.min, Infinity), high: bound(Math.max, -Infinity) },
       prompt: (group) => (group.sample < 0 ? data.problems[group.problem][1] : data.samples[group.sample].prompt),
       mode: () => modes.value,

@@ -37,7 +37,7 @@
 
   function fill_rollouts() {
     const place = document.getElementById("groups-of-answers");
-    if (place) mrl.rollouts.show(place, mrl.data("rollouts"), mrl.data("curves").run);
+    if (place) mrl.rollouts.show(place, mrl.data("rollouts"));
   }
 
   /* Take over a newer page. The list of rollouts stays as it is until the reader asks for the new ones. */
@@ -90,9 +90,9 @@
     if (place && place.textContent !== text) place.textContent = text;
   }
 
-  fill();
-  /* The rollouts are parsed once the curves are on the screen. */
-  requestAnimationFrame(() => setTimeout(fill_rollouts));
+  /* The headline is on the screen before the curves, and these before the rollouts are parsed. */
+  const after_paint = (work) => requestAnimationFrame(() => setTimeout(work));
+  after_paint(() => { fill(); after_paint(fill_rollouts); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload());
   if (document.body.dataset.live) renew(null);
 })();

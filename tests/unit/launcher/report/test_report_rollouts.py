@@ -47,7 +47,7 @@ def test_problems_that_never_had_signal_come_first_the_most_frequent_before_the_
         group(3, 5, (), problem="easy"),
     ]
     found = collected(*groups)
-    rows = {found.problems[row.problem][0]: row[1:] for row in found.history}
+    rows = {found.problems[row.problem][0]: (row.groups, row.with_signal, row.first, row.last) for row in found.history}
     assert rows == {"hard": (2, 0, 0.0, 0.0), "easy": (2, 0, 1.0, 1.0), "learnt": (2, 1, 0.5, 1.0)}
     assert list(rows)[-1] == "learnt"
 
