@@ -19,7 +19,7 @@ from megatron_rl.metrics.metric import StepReport
 from megatron_rl.metrics.report import step_lines
 from megatron_rl.rank.entry import gc_between_steps
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed
-from megatron_rl.run.setup import Run
+from megatron_rl.run.state import Run
 
 logger = logging.getLogger("megatron_rl")
 

@@ -35,7 +35,8 @@ from megatron_rl.rank.drain import DrainListener, fits, leave_early
 from megatron_rl.rank.groups import connect, disconnect
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed, SafePoints
 from megatron_rl.rank.world import World
-from megatron_rl.run.setup import Run, set_up
+from megatron_rl.run.setup import set_up
+from megatron_rl.run.state import Run
 from megatron_rl.train_rl import begin_save, save_metrics, train
 
 logger = logging.getLogger("megatron_rl")

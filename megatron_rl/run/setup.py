@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment, TrainingSet
-from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.registry import build_environment, with_kept_files
-from megatron_rl.checkpoint.adapters import adapter_record, check_base
+from megatron_rl.checkpoint.adapters import check_base
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.api import ResumableInference
 from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.metrics.writer import MetricsWriter, Writer
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
@@ -28,18 +25,16 @@ from megatron_rl.rank.profiler import StepProfiler
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.recipe.own_code import kept
 from megatron_rl.refit.prober import Prober, probe_text
-from megatron_rl.refit.publish import Refit
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.records import Lineage, fingerprint
-from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.curriculum import CurriculumState
 from megatron_rl.rollout.driver import RolloutDriver
-from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.rollout.window import Drawn
-from megatron_rl.run.generation import Generation, NoRefit, generate_here
+from megatron_rl.run.generation import Generation, generate_here
 from megatron_rl.run.models import Models, build_models
 from megatron_rl.run.problems import STALE_MOUNT_S, check_alike, check_unchanged, choose_problems, digests_of
+from megatron_rl.run.state import Counters, Driver, Run
 from megatron_rl.run.teacher import build_teacher
 from megatron_rl.supervised.driver import ExampleDriver
 from megatron_rl.supervised.rows import rows_of
@@ -52,133 +47,6 @@ logger = logging.getLogger("megatron_rl")
 
 DATA = "data"
 """Name of the rows of `data` among the digests of problems."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Progress of a run, as the numbers in a checkpoint."""
-
-    step: int = 0
-    """Last finished step."""
-    next_ordinal: int = 0
-    drawn_below: int = 0
-    """`rollout.window.Drawn.below`."""
-    passed_over: int = 0
-    """`rollout.window.Drawn.passed_over`."""
-    evaluated: int = -1
-    """Step of the last evaluation; -1: none."""
-    policy_version: int = 0
-    nonfinite_in_a_row: int = 0
-    initial_weights: str | None = None
-    """Digest of the checkpoint (`model.checkpoint`) or files (`model.huggingface`) that the run started from, or a
-    checksum of the weights that adapters belong to."""
-    adapters: Mapping[str, Any] | None = None
-    """`checkpoint.adapters.AdapterRecord`; None if the checkpoint holds all weights."""
-    problems: Mapping[str, ProblemDigest] = field(default_factory=dict)
-    """Digests of the training problems, by environment; empty in old checkpoints, which do not record them."""
-    curriculum: Mapping[str, Any] | None = None
-    """`rollout.curriculum.CurriculumState` as JSON; None without a curriculum."""
-
-    @classmethod
-    def of(cls, meta: Mapping[str, Any]) -> Counters:
-        """Read the counters of a checkpoint. Raises ConfigurationError for counters of a later version of mrl."""
-        if unknown := meta.keys() - {known.name for known in fields(cls)}:
-            raise ConfigurationError(
-                f"the newest checkpoint has {', '.join(sorted(unknown))}, unknown to this version of mrl: continue "
-                "with the version that wrote it"
-            )
-        problems = {name: ProblemDigest(**its) for name, its in meta.get("problems", {}).items()}
-        return cls(**{**meta, "problems": problems})
-
-
-class Driver(Protocol):
-    """Source of the batches that a run trains on: see `RolloutDriver`, and `ExampleDriver` for rows of data."""
-
-    def collect(self, first_ordinal: int) -> RolloutBatch: ...
-    def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]: ...
-    def end_checkpoint(self, step: int) -> None: ...
-    def stop(self) -> None: ...
-    def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Run:
-    """One rank's share of a run. Progress is in `step`, `next_ordinal`, `saved` and `evaluated`."""
-
-    config: RunConfig
-    platform: Platform
-    groups: Groups
-    safe_points: SafePoints
-    environment: Environment | None
-    """None if nothing is sampled."""
-    left_out: Mapping[str, int]
-    """Training problems whose prompt is too long, by environment."""
-    problems: Mapping[str, ProblemDigest]
-    """Digests of the other training problems, by environment."""
-    models: Models
-    initial_weights: str | None
-    trainer: Trainer
-    generation: Generation | None
-    """None if nothing is sampled."""
-    driver: Driver
-    checkpointer: Checkpointer
-    exporter: Exporter
-    writer: Writer
-    record: RolloutRecord
-    profiler: StepProfiler
-    step: int
-    """Last finished step."""
-    next_ordinal: int
-    drawn: Drawn
-    curriculum: CurriculumState | None
-    """State of the curriculum after the last finished step; None without a curriculum, or before its first step."""
-    saved: int
-    """Last step whose checkpoint was begun, or from which the run was restored."""
-    evaluated: int
-    """Step of the last evaluation; -1: none."""
-
-    @property
-    def engine(self) -> ResumableInference:
-        """Engine that the driver queries. Only if the run generates."""
-        assert self.generation is not None
-        return self.generation.engine
-
-    @property
-    def refit(self) -> Refit:
-        """Transfer of weights to the engine."""
-        return NoRefit() if self.generation is None else self.generation.refit
-
-    def sharded_state(self) -> dict[str, Any]:
-        return self.models.sharded_state()
-
-    def counters(self) -> dict[str, Any]:
-        return asdict(
-            Counters(
-                step=self.step,
-                next_ordinal=self.next_ordinal,
-                drawn_below=self.drawn.below,
-                passed_over=self.drawn.passed_over,
-                evaluated=self.evaluated,
-                policy_version=self.trainer.policy_version,
-                nonfinite_in_a_row=self.trainer.nonfinite_in_a_row,
-                initial_weights=self.initial_weights,
-                adapters=adapter_record(self.config.model),
-                problems=self.problems,
-                curriculum=None if self.curriculum is None else self.curriculum.to_json(),
-            )
-        )
-
-    def evaluate(self) -> dict[str, Any]:
-        """Return the greedy accuracy on each evaluation set, and the format of the prompts; nothing if nothing is
-        sampled. Collective."""
-        if self.environment is None or self.generation is None:
-            return {}
-        metrics: dict[str, Any] = evaluate(
-            self.environment, self.engine, self.config, self.groups, self.generation.loop
-        )
-        if prompt_format := self.environment.prompt_format:
-            metrics["eval/prompt_format"] = prompt_format
-        return metrics
 
 
 def set_up(

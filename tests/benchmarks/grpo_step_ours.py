@@ -26,7 +26,8 @@ from megatron_rl.rank.groups import connect
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World, die_with_parent
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.run.setup import Run, set_up
+from megatron_rl.run.setup import set_up
+from megatron_rl.run.state import Run
 from megatron_rl.train_rl import train
 
 PROMPTS = 4096

@@ -22,7 +22,7 @@ from megatron_rl.rollout.config import ResumeConfig
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.in_flight import InFlightGroups
 from megatron_rl.rollout.stream import Mixture
-from megatron_rl.run.setup import Run
+from megatron_rl.run.state import Run
 
 NOWHERE = Path("nowhere.bank")
 

@@ -30,7 +30,8 @@ from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.run.setup import Run, set_up
+from megatron_rl.run.setup import set_up
+from megatron_rl.run.state import Run
 
 CPU = torch.device("cpu")
 ALPHABET = "0123456789+-="

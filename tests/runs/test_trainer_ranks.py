@@ -25,7 +25,8 @@ from megatron_rl.rank.groups import Groups, gathered
 from megatron_rl.rollout import exchange as exchange_module
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import shares
-from megatron_rl.run.setup import Run, set_up
+from megatron_rl.run.setup import set_up
+from megatron_rl.run.state import Run
 
 STEPS = 3
 

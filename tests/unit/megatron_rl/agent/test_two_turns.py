@@ -19,7 +19,7 @@ from megatron_rl.agent.trajectories import Conversation, Problem, Trajectory, Tr
 from megatron_rl.inference.api import Completion, GenerationRequest
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.run.setup import Run
+from megatron_rl.run.state import Run
 
 PROBLEMS = [Problem("1+2=", {}), Problem("7-3=", {}), Problem("30+4=", {}), Problem("9=", {})]
 WORDS = "+1="

@@ -17,7 +17,7 @@ from megatron_rl.endpoint.agent import EndpointAgent, RunResult
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.session import Session
 from megatron_rl.rollout.config import ResumeConfig
-from megatron_rl.run.setup import Run
+from megatron_rl.run.state import Run
 
 
 class TwoCalls(EndpointAgent):

@@ -25,7 +25,7 @@ from megatron_rl.rollout.bank import bank as bank_module
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import bank_file, bank_files, scan
 from megatron_rl.rollout.config import ResumeConfig
-from megatron_rl.run.setup import Run
+from megatron_rl.run.state import Run
 
 KEEP = ResumeConfig(partial="keep")
 REGENERATE = ResumeConfig(partial="regenerate")

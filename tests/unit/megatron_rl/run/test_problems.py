@@ -25,7 +25,7 @@ from megatron_rl.metrics.names import STEP_METRICS
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.run import problems as problems_module
 from megatron_rl.run.problems import check_alike, check_unchanged, choose_problems, digests_of, without_long_prompts
-from megatron_rl.run.setup import Counters
+from megatron_rl.run.state import Counters
 
 BEFORE = {"sums": ProblemDigest(1500, "a"), "puzzles": ProblemDigest(10, "b")}
 NOW = {"sums": ProblemDigest(1499, "c"), "puzzles": ProblemDigest(10, "b")}

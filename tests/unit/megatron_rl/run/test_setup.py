@@ -15,7 +15,8 @@ from core_helpers import quiet_safe_points, stir, tiny_model, tiny_run
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.run.setup import Counters, Run, set_up
+from megatron_rl.run.setup import set_up
+from megatron_rl.run.state import Counters, Run
 
 STEP = 3
 

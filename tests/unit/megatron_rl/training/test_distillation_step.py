@@ -14,7 +14,7 @@ from transformers_witness import in_their_names, witness
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.metrics.stats import StepStats, Tally
-from megatron_rl.run.setup import Run
+from megatron_rl.run.state import Run
 
 GROUPS = random_groups(4, 4, seed=2)
 WEIGHT, TEMPERATURE = 0.7, 0.8

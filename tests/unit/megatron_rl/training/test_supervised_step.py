@@ -15,7 +15,7 @@ from transformers_witness import in_their_names, witness
 
 from megatron_rl.metrics.stats import StepStats, Tally
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.run.setup import Run
+from megatron_rl.run.state import Run
 
 pytestmark = needs("datasets")
 

@@ -27,7 +27,7 @@ from megatron_rl.metrics.stats import StepStats, Tally
 from megatron_rl.model.flops import training_flops
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import DeviceUse
-from megatron_rl.run.setup import Run
+from megatron_rl.run.state import Run
 from megatron_rl.training import trainer as trainer_module
 from megatron_rl.training.batch import UpdateBatch, agree, training_batch, update_batch, update_part
 from megatron_rl.training.trainer import GradientsNotFinite
