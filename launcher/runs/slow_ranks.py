@@ -60,7 +60,7 @@ def slow_ranks(
         lines: newest lines of one attempt, in order; STEPS + 1 suffice if each is a step.
         generates: whether the training ranks generate the answers.
         host: name of a rank's host, None if it is unknown.
-        nodes: of the attempt.
+        nodes: of the attempt, or more; with one node, a slow node is not named.
     """
     steps = [(line, line.at - before.at) for before, line in pairwise(lines) if line.step > before.step]
     steps = steps[-STEPS:]
@@ -105,8 +105,8 @@ def read_slow_ranks(run: RunDir) -> list[SlowRank]:
         attempt = run.attempt(run.last_attempt())
         recipe = resolved_values(run)
         generates = recipe["placement"]["mode"] == "colocated" and recipe["inference"]["engine"] != "server"
-        nodes = recipe["job"]["nodes"]
-    except (BadInput, OSError, KeyError, TypeError):
+        nodes = int(str(recipe["job"]["nodes"]).rpartition("-")[2])  # the most of a range
+    except (BadInput, OSError, KeyError, TypeError, ValueError):
         return []
     lines = decode_lines(TimelineLine, tail(attempt.timeline, (STEPS + 1) * LONGEST_LINE).encode()).records
     return slow_ranks(lines, generates, lambda rank: _host(attempt, rank), nodes)

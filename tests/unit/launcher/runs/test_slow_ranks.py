@@ -108,6 +108,20 @@ def test_status_and_explain_show_the_slow_rank(tmp_path: Path, changes: list[str
     assert seen.lower().endswith(expected)
 
 
+def test_a_slow_node_of_an_elastic_run_is_named(tmp_path: Path):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    run.resolved.write_text(dump_resolved(load_recipe("demo", ["job.nodes=1-2"]).config), encoding="utf-8")
+    attempt = run.attempt(1)
+    attempt.heartbeats.mkdir(parents=True)
+    for rank in (2, 3):
+        write(attempt.heartbeat(rank), Heartbeat(1, 2, "node7", "training", 30, 90, 1.0, 1.0, 5.0))
+    for line in lines(*({"train": SlowestRank(2 + step % 2, 9.0, 6.0)} for step in range(STEPS))):
+        append(attempt.timeline, line)
+    (found,) = read_slow_ranks(run)
+    assert (found.host, found.whole_node) == ("node7", True)
+
+
 def test_a_damaged_run_has_no_slow_rank(tmp_path: Path):
     run = RunDir(tmp_path / "run")
     assert read_slow_ranks(run) == []
