@@ -10,6 +10,7 @@ import click
 
 from launcher.cli.arguments import Bounds
 from launcher.cli.completion import complete_run
+from megatron_rl.contract.paths import RunDir
 
 SHOWN = 5
 
@@ -101,8 +102,17 @@ def command(
     if not shown:
         raise Failed(
             f"{found.root.name}: no recorded group fits. --step asks for other steps, 1 to {newest}; only sampled "
-            "groups have texts (logging.samples_every)"
+            f"groups have texts (logging.samples_every){_of_parent(found)}"
         )
     click.echo("\n".join([*([heading] if heading else []), *shown]))
     if len(shown) == most and next(texts, None) is not None:
         click.echo("more fit: -n 0 shows all", err=True)
+
+
+def _of_parent(run: RunDir) -> str:
+    """Hint for a forked run, whose first steps another one made."""
+    from megatron_rl.contract.records import if_readable, read
+    from megatron_rl.contract.run_records import Fork
+
+    fork = if_readable(read(Fork, run.fork))
+    return f". Steps up to {fork.step} are recorded in {fork.source}, from which the run was forked" if fork else ""

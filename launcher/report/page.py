@@ -60,6 +60,7 @@ def run_page(report: RunReport, now: float, live: bool = False) -> str:
         report=report,
         rollouts=report.rollouts,
         command=pasteable_command("rollouts", report.name),
+        folder_command=pasteable_command("report", str(Path(report.path).parent)),
         now=now,
         recipe=flat(report.values),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from launcher.cluster.choice import LOCAL, load_clusters
@@ -20,7 +21,9 @@ from launcher.report.charts import chart_groups, evaluation_charts
 from launcher.report.recipe import Difference, differences, overridden
 from launcher.report.report import Cost, Fact, ResultRow, RunReport, Span, generated_tokens, span
 from launcher.report.rollouts import collect
+from launcher.report.siblings import read_siblings
 from launcher.report.usage import attempt_rows, gpus_of, held_seconds, timeline, useful_share, waterfall
+from launcher.runs.slow_ranks import read_phase_ranks
 from launcher.runs.state import RunStatus, read_statuses
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, FabricReport, Kernels, LedgerLine, NodeHealth
@@ -31,7 +34,7 @@ from megatron_rl.contract.learning import WINDOW, number
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
-from megatron_rl.contract.run_records import RecipeChange
+from megatron_rl.contract.run_records import Fork, RecipeChange
 
 GREEDY = "greedy_accuracy"
 RECENT = 20
@@ -88,9 +91,12 @@ def read_report(run: RunDir, now: float) -> RunReport:
         timeline=timeline(usage),
         waterfall=waterfall(usage),
         attempts=attempt_rows(usage, ledger, now),
+        phases=read_phase_ranks(run),
         base=base,
         differences=changed,
         changes=_changes(run, unread),
+        siblings=read_siblings(run, replace(record, recipe=recipe), unread),
+        fork=if_readable(read(Fork, run.fork)),
         values=recipe,
         facts=_facts(run, status.attempt, record),
         unread=unread,

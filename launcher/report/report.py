@@ -10,10 +10,12 @@ from launcher.explain.rules import Finding
 from launcher.report.charts import Chart, Group
 from launcher.report.recipe import Difference
 from launcher.report.rollouts import Rollouts
+from launcher.report.siblings import Siblings
 from launcher.report.usage import AttemptRow, Fall, Timeline
+from launcher.runs.slow_ranks import PhaseRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, number
-from megatron_rl.contract.run_records import RecipeChange
+from megatron_rl.contract.run_records import Fork, RecipeChange
 
 
 class Span(NamedTuple):
@@ -89,12 +91,17 @@ class RunReport:
     timeline: Timeline | None
     waterfall: list[Fall]
     attempts: list[AttemptRow]
+    phases: list[PhaseRank]
+    """Slowest rank of each phase in the newest steps; empty with a single rank."""
     base: str
     """Name of what the recipe is based on."""
     differences: list[Difference]
     changes: list[RecipeChange]
+    siblings: Siblings | None
+    fork: Fork | None
+    """Origin of a forked run."""
     values: dict[str, Any]
-    """Sections of resolved.yaml."""
+    """Sections of resolved.yaml, with defaults."""
     facts: list[Fact]
     unread: list[str] = field(default_factory=list)
     """Files that could not be read, and why."""

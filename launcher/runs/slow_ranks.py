@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 from launcher.errors import BadInput
@@ -99,17 +100,72 @@ def _again_and_again(
     return SlowRank(phase, of_node.most_common(1)[0][0], name, times, STEPS, lost, whole_node=True)
 
 
+class PhaseRank(NamedTuple):
+    """The slowest rank of a category in the newest steps, whether or not that means anything."""
+
+    phase: str
+    rank: int
+    """Rank that was slowest most often."""
+    host: str | None
+    steps: int
+    """Steps in which it was slowest, of `of`."""
+    of: int
+    seconds: float
+    """Mean over the steps, of the slowest rank of each."""
+    others: float
+    """Mean over the steps, of the median over the other ranks of each."""
+
+
+def phase_ranks(lines: Sequence[TimelineLine], generates: bool, host: Callable[[int], str | None]) -> list[PhaseRank]:
+    """Return the slowest rank of each category in which ranks work, the longest category first.
+
+    Args:
+        lines, generates, host: as for `slow_ranks`; any number of steps suffices.
+    """
+    found: dict[str, list[SlowestRank]] = {}
+    for line in [line for before, line in pairwise(lines) if line.step > before.step][-STEPS:]:
+        for phase, one in (line.slowest or {}).items():
+            found.setdefault(phase, []).append(one)
+    rows = []
+    for phase in found.keys() - {"wait", *(() if generates else WAITING)}:
+        its = found[phase]
+        rank, times = Counter(one.rank for one in its).most_common(1)[0]
+        seconds, others = fmean(one.seconds for one in its), fmean(one.others for one in its)
+        rows.append(PhaseRank(phase, rank, host(rank), times, len(its), seconds, others))
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+class _Newest(NamedTuple):
+    """Newest lines of the timeline of the newest attempt, with the arguments that the rules need."""
+
+    lines: list[TimelineLine]
+    generates: bool
+    host: Callable[[int], str | None]
+    nodes: int
+
+
 def read_slow_ranks(run: RunDir) -> list[SlowRank]:
     """Return the slow ranks of the newest attempt; none if the recipe or the timeline cannot be read."""
+    newest = _read_newest(run)
+    return slow_ranks(*newest) if newest else []
+
+
+def read_phase_ranks(run: RunDir) -> list[PhaseRank]:
+    """Return the slowest rank of each category in the newest attempt; none as for `read_slow_ranks`."""
+    newest = _read_newest(run)
+    return phase_ranks(newest.lines, newest.generates, newest.host) if newest else []
+
+
+def _read_newest(run: RunDir) -> _Newest | None:
     try:
         attempt = run.attempt(run.last_attempt())
         recipe = resolved_values(run)
         generates = recipe["placement"]["mode"] == "colocated" and recipe["inference"]["engine"] != "server"
         nodes = int(str(recipe["job"]["nodes"]).rpartition("-")[2])  # the most of a range
     except (BadInput, OSError, KeyError, TypeError, ValueError):
-        return []
+        return None
     lines = decode_lines(TimelineLine, tail(attempt.timeline, (STEPS + 1) * LONGEST_LINE).encode()).records
-    return slow_ranks(lines, generates, lambda rank: _host(attempt, rank), nodes)
+    return _Newest(lines, generates, lambda rank: _host(attempt, rank), nodes)
 
 
 def _host(attempt: Attempt, rank: int) -> str | None:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from megatron_rl.contract.files import names_in, read_bytes
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import decode_lines
+from megatron_rl.contract.records import decode_lines, if_readable, read
+from megatron_rl.contract.run_records import Fork, RunIdentity
 from megatron_rl.contract.shapes import record
 
 STEPS_PER_FILE = 100
@@ -98,12 +99,17 @@ def member(lines: str) -> bytes:
 
 
 def read_rollouts(run: RunDir, first: int, last: int) -> Iterator[GroupLine]:
-    """Yield the groups of the steps `first` to `last`, by step and ordinal.
+    """Yield the groups of the steps `first` to `last`, by step and ordinal. Steps before a fork are read from the run
+    that it was forked from, as long as its directory exists.
 
     last: at most the last step in metrics.jsonl, since an interrupted attempt may have gone further.
 
     For views: files that cannot be read, or in part, are logged and left out.
     """
+    fork = parent_of(run)
+    if fork is not None and first <= fork.step:
+        yield from read_rollouts(RunDir(fork.source), first, min(last, fork.step))
+        first = fork.step + 1
     attempts = [run.attempt(number) for number in range(run.last_attempt(), 0, -1)]
     names = {attempt.number: _names(attempt) for attempt in attempts}
     for start in sorted({start for found in names.values() for start in found}):
@@ -119,6 +125,17 @@ def read_rollouts(run: RunDir, first: int, last: int) -> Iterator[GroupLine]:
         for step in sorted(by_step):
             if first <= step <= last:
                 yield from sorted(by_step[step], key=lambda group: group.ordinal)
+
+
+def parent_of(run: RunDir) -> Fork | None:
+    """Return the origin of a forked run. None for other runs, and where another run took the directory of the origin:
+    one that was created, or itself forked, after this run."""
+    fork = if_readable(read(Fork, run.fork))
+    if fork is None:
+        return None
+    source = RunDir(fork.source)
+    made = [if_readable(read(RunIdentity, source.identity)), if_readable(read(Fork, source.fork))]
+    return None if any(one is not None and one.at >= fork.at for one in made) else fork
 
 
 def _names(attempt: Attempt) -> dict[int, list[str]]:

@@ -7,7 +7,15 @@ import random
 from pathlib import Path
 
 from launcher.recipe.load import dump_resolved, load_recipe
-from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Kernels, MetricsLine, Outcome, TimelineLine
+from megatron_rl.contract.attempt_records import (
+    AttemptEnd,
+    AttemptStart,
+    Kernels,
+    MetricsLine,
+    Outcome,
+    SlowestRank,
+    TimelineLine,
+)
 from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, encode_line, write
@@ -99,7 +107,8 @@ def _attempts(run: RunDir, steps: int, cause: str) -> None:
         lines = [TimelineLine(since + 120, first, {"start-up": 960.0}, began=since, ranks=8, resumed=first)]
         for step in range(first + 1, last + 1):
             spent = {"generate": 280.0, "train": 160.0, "wait": 40.0}
-            lines.append(TimelineLine(since + 120 + 60 * (step - first), step, spent))
+            slowest = {"generate": SlowestRank(3, 38.0, 35.0), "train": SlowestRank(5, 20.5, 20.0)}
+            lines.append(TimelineLine(since + 120 + 60 * (step - first), step, spent, slowest=slowest))
         files.timeline.write_text("".join(encode_line(line) + "\n" for line in lines), encoding="utf-8")
     run.done.touch()
 

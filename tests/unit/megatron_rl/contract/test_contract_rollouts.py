@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import write as write_record
 from megatron_rl.contract.rollout_records import (
     AnswerLine,
     GroupLine,
@@ -19,6 +20,7 @@ from megatron_rl.contract.rollout_records import (
     read_rollouts,
     rollouts_file,
 )
+from megatron_rl.contract.run_records import Fork, RunIdentity
 
 SEQUENCE = SequenceLine([1, 2], ["2", "+"], [[1, 2]], [False, True], [0.0, -0.5], [0.0, -0.25], [-1, 3])
 ANSWER = AnswerLine("+\ud800<b>", [SEQUENCE], {"right": 1.0}, 2, "calls: 2\n")
@@ -91,3 +93,28 @@ def test_foreign_lines_and_unreadable_files_are_logged_and_left_out(run: RunDir,
 def test_files_are_lines_that_zcat_shows(run: RunDir):
     path = write(run, 1, group(1, 0), group(1, 1))
     assert gzip.decompress(path.read_bytes()).count(b"\n") == 2
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> RunDir:
+    """A run forked after step 2 of one that went on to step 3."""
+    source, fork = RunDir(tmp_path / "source"), RunDir(tmp_path / "fork")
+    write(source, 1, *(group(step, step, reward=0.1) for step in (1, 2, 3)))
+    write(fork, 1, group(3, 3, reward=0.9))
+    write_record(fork.fork, Fork(str(source.root), 2, {}, at=50.0))
+    return fork
+
+
+def test_steps_before_a_fork_are_those_of_its_origin(forked: RunDir):
+    assert [(each.step, each.rewards[0]) for each in read_rollouts(forked, 1, 3)] == [(1, 0.1), (2, 0.1), (3, 0.9)]
+    assert [each.step for each in read_rollouts(forked, 2, 2)] == [2]
+
+
+def test_a_later_run_in_the_directory_of_the_origin_is_not_taken_for_it(forked: RunDir):
+    write_record(forked.root.with_name("source") / "run.json", RunIdentity("id", "/source", 1, at=60.0))
+    assert [each.step for each in read_rollouts(forked, 1, 3)] == [3]
+
+
+def test_forks_that_name_one_another_as_their_origin_end(forked: RunDir):
+    write_record(forked.root.with_name("source") / "fork.json", Fork(str(forked.root), 2, {}, at=60.0))
+    assert [each.step for each in read_rollouts(forked, 1, 3)] == [3]
