@@ -15,16 +15,30 @@ from megatron_rl.contract.records import PATIENCE_S, Unreadable, read_lines
 
 
 def read_record(run: RunDir) -> Record:
-    """Return the record of a run. Raises Failed if a file cannot be read, and BadInput as `resolved_values`."""
+    """Return the record of a run; damaged lines are left out. Raises Failed if a file cannot be read, and BadInput as
+    `resolved_values`."""
     recipe = resolved_values(run)
-    lines, watch = _lines(run.metrics), Watch()
+    left_out: list[str] = []
+    lines, watch = _lines(run.metrics, left_out), Watch()
     for line in lines:
         watch.add(line)
-    return Record(recipe, lines, _lines(run.evaluations), watch.warnings, read_slow_ranks(run))
+    evaluations = _lines(run.evaluations, left_out)
+    return Record(recipe, lines, evaluations, watch.warnings, read_slow_ranks(run), left_out)
 
 
-def _lines(path: Path) -> list[MetricsLine]:
+def _lines(path: Path, left_out: list[str]) -> list[MetricsLine]:
+    """Return the lines of a file, by step: those that do not follow the step before them are left out, too."""
     found = read_lines(MetricsLine, path, PATIENCE_S)
     if isinstance(found, Unreadable):
         raise Failed(str(found))
-    return found.records
+    count = len(found.records) + len(found.damaged)
+    damaged = [one for one in found.damaged if one.line < count]  # the last line may be half written for now
+    if damaged:
+        left_out.append(f"{path}: {len(damaged)} lines are left out: line {damaged[0].line} {damaged[0].why}")
+    lines: list[MetricsLine] = []
+    for line in found.records:
+        if not lines or line.step > lines[-1].step:
+            lines.append(line)
+    if late := len(found.records) - len(lines):
+        left_out.append(f"{path}: {late} lines are left out, because they do not follow the step before them")
+    return lines

@@ -24,6 +24,8 @@ class Record:
     """Warnings that hold after the newest step (contract/learning.py)."""
     slow_ranks: Sequence[SlowRank] = ()
     """Slow ranks of the newest attempt, the slowest first."""
+    left_out: Sequence[str] = ()
+    """Files with lines that are left out, and why."""
 
     def key(self, name: str) -> Any:
         """Return the value of a recipe key, such as `grpo.policy_loss`; None if it, or its section, is null."""

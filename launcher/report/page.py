@@ -158,7 +158,10 @@ def _templates() -> jinja2.Environment:
 
 
 def _date(at: float) -> str:
-    return time.strftime("%d %B %Y, %H:%M", time.localtime(at)).lstrip("0")
+    try:
+        return time.strftime("%d %B %Y, %H:%M", time.localtime(at)).lstrip("0")
+    except (OverflowError, ValueError, OSError):  # a damaged record
+        return "an unknown time"
 
 
 def duration(seconds: float) -> str:

@@ -50,7 +50,7 @@ def read_report(run: RunDir, now: float) -> RunReport:
     """
     (status,) = read_statuses([run])
     record = read_record(run)
-    unread = list(status.unread)
+    unread = [*status.unread, *record.left_out]
     usage, ledger = read_gpu_usage(status, now, unread)
     running = status.state in ("running", "saving", "unknown")
     recipe = with_defaults(record.recipe, RunConfig)

@@ -15,6 +15,7 @@ from math import inf, sqrt
 from typing import Callable, NamedTuple, Optional
 
 from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.shapes import LARGEST_INT
 from megatron_rl.contract.text import printable
 
 WINDOW = 10
@@ -142,9 +143,11 @@ class Recent:
 
 
 def number(line: MetricsLine, name: str) -> float | None:
-    """Return a value of one step; None if it was not finite or not measured."""
+    """Return a value of one step; None if it was not finite, is too large for a float, or was not measured."""
     value = line.values.get(name)
-    return value if type(value) in (float, int) else None  # not isinstance: a bool is an int
+    if type(value) is int and abs(value) <= LARGEST_INT:  # not isinstance: a bool is an int
+        return value
+    return value if type(value) is float else None
 
 
 def _constant_rewards(recent: Recent) -> Found:

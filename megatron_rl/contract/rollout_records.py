@@ -14,7 +14,7 @@ import logging
 import re
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_rl.contract.files import names_in, read_bytes
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -24,6 +24,7 @@ from megatron_rl.contract.shapes import record
 
 STEPS_PER_FILE = 100
 MEMBER = b"\x1f\x8b\x08"  # first bytes of a gzip member
+LARGEST = 1e30  # reward whose sums stay finite
 NOT_FINITE = -1e9  # stands for a log-prob that is not finite: JSON has none
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,29 @@ def _groups_in(path: str) -> list[GroupLine]:
     found = decode_lines(GroupLine, _unpacked(data))
     if found.damaged:
         logger.warning("%s: %d lines are left out: line %d %s", path, len(found.damaged), *found.damaged[0])
-    return found.records
+    flaws = [_flaw(group) for group in found.records]
+    if any(flaws):
+        wrong = [group for group, flaw in zip(found.records, flaws) if flaw]
+        text = "%s: %d groups are left out: prompt %d of step %d %s"
+        logger.warning(text, path, len(wrong), wrong[0].ordinal, wrong[0].step, next(filter(None, flaws)))
+    return [group for group, flaw in zip(found.records, flaws) if not flaw]
+
+
+def _flaw(group: GroupLine) -> str:
+    """Return what no run writes in a group; empty if there is nothing."""
+    lists: list[list[Any]] = [group.advantages, group.lengths, group.finish_reasons, group.answers or group.rewards]
+    if any(len(its) != len(group.rewards) for its in lists):
+        return "has lists of different lengths"
+    if any(abs(value) > LARGEST for value in group.rewards + group.advantages):
+        return "has a reward or an advantage that is out of range"
+    for sequence in (one for answer in group.answers for one in answer.sequences):
+        size = len(sequence.tokens)
+        if any(len(its) != size for its in sequence if its is not sequence.turns):
+            return "has lists of tokens with different lengths"
+        borders = [0, *(border for turn in sequence.turns for border in turn), size]
+        if any(len(turn) != 2 for turn in sequence.turns) or borders != sorted(borders):
+            return "has turns that are out of order"
+    return ""
 
 
 def _unpacked(data: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from launcher.report.page import json_block, visible
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, MetricsLine, TimelineLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
+from megatron_rl.contract.run_records import RecipeChange
 
 pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
 
@@ -114,6 +116,32 @@ def test_a_run_without_a_step_has_a_page(run: RunDir):
         file.unlink()
     said = " ".join(page_of(run).text.split())
     assert "Too early" in said
+
+
+def test_damaged_records_leave_a_page_that_names_what_is_missing(run: RunDir):
+    lines = run.metrics.read_text("utf-8").splitlines()
+    run.metrics.write_text("\n".join([*lines[:9], '{"step": 10, "mean_reward": NaN}', *lines[10:], ""]), "utf-8")
+    append(run.attempts_ledger, AttemptStart(2, 1e300, ranks=2))
+    append(run.changes, RecipeChange(attempt=2, at=1e300, changes={"grpo.kl_beta": [0.1]}))
+    run.recipe.unlink()
+    said = " ".join(page_of(run).text.split())
+    for part in (
+        f"Not read: {run.metrics}: 1 lines are left out: line 10",
+        f"Not read: {run.recipe}",
+        "an unknown time",
+    ):
+        assert part in said, part
+
+
+def test_a_page_of_a_run_beside_others_of_its_recipe_compares_them(run: RunDir):
+    other = RunDir(run.root.with_name("other"))
+    shutil.copytree(run.root, other.root)
+    other.resolved.write_text(run.resolved.read_text("utf-8").replace("group_size: 8", "group_size: 4"), "utf-8")
+    append(other.metrics, MetricsLine(31, {"mean_reward": 0.9}))
+    said = " ".join(page_of(run).text.split())
+    assert "Beside 1 other run of demo in the same folder Place 2 of 2 by mean_reward" in said
+    assert "grpo.group_size otherbest" in said
+    assert "this run" in said
 
 
 def test_a_page_that_cannot_be_written_is_an_error(run: RunDir):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import RULES, TREND_STEPS, WINDOW, LearningWarning, Watch
+from megatron_rl.contract.learning import RULES, TREND_STEPS, WINDOW, LearningWarning, Watch, number
 
 GOOD: dict[str, Any] = {
     "answers": 64,
@@ -172,8 +172,8 @@ def test_warning_starts_once_keeps_its_step_and_ends() -> None:
     ((step_, warning),) = [each for each in began if len(each) > 1]
     assert (step_, warning.name, warning.since) == (10, "truncated", 6)
     assert [each.since for each in watch.warnings] == [6]
-    for number in range(36, 36 + WINDOW):
-        assert watch.add(step(number)) == []
+    for later in range(36, 36 + WINDOW):
+        assert watch.add(step(later)) == []
     assert watch.warnings == []
 
 
@@ -200,3 +200,11 @@ def test_a_reason_cannot_control_the_terminal() -> None:
     lost = {**LOST, "failed_rollouts_by_reason": {"\x1b]0;title\x07\nno error": 6}}
     (warning,) = warnings_of(record(0, WINDOW, **lost))
     assert "\\x1b]0;title\\x07\\nno error" in warning.seen and warning.seen.isprintable()
+
+
+@pytest.mark.parametrize("value", [True, "1", None, [1.0], 10**400])
+def test_values_that_are_no_number_are_taken_for_not_measured(value: Any):
+    watch = Watch()
+    for number_of_step in range(1, 2 * WINDOW):
+        watch.add(step(number_of_step, mean_reward=value, loss=value))
+    assert number(step(1, loss=value), "loss") is None

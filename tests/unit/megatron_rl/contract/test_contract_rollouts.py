@@ -46,7 +46,9 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_groups_are_read_as_they_were_written(run: RunDir):
-    written = group(1, 0, environment="math", failures={"timeout": 2}, passed_over="no signal", answers=[ANSWER])
+    written = group(
+        1, 0, environment="math", failures={"timeout": 2}, passed_over="no signal", answers=[ANSWER, ANSWER]
+    )
     write(run, 1, written)
     assert [*read_rollouts(run, 1, 1)] == [written]
 
@@ -118,3 +120,24 @@ def test_a_later_run_in_the_directory_of_the_origin_is_not_taken_for_it(forked: 
 def test_forks_that_name_one_another_as_their_origin_end(forked: RunDir):
     write_record(forked.root.with_name("source") / "fork.json", Fork(str(forked.root), 2, {}, at=60.0))
     assert [each.step for each in read_rollouts(forked, 1, 3)] == [3]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lengths": [1]},
+        {"answers": [ANSWER]},
+        {"rewards": [1e308, 1e308]},
+        {"answers": [ANSWER, ANSWER._replace(sequences=[SEQUENCE._replace(versions=[3])])]},
+        {"answers": [ANSWER, ANSWER._replace(sequences=[SEQUENCE._replace(turns=[[1, 2], [0, 1]])])]},
+        {"answers": [ANSWER, ANSWER._replace(sequences=[SEQUENCE._replace(turns=[[1]])])]},
+        {"answers": [ANSWER, ANSWER._replace(sequences=[SEQUENCE._replace(turns=[[1, 3]])])]},
+    ],
+)
+def test_groups_that_no_run_writes_are_left_out(
+    run: RunDir, fields: dict[str, object], caplog: pytest.LogCaptureFixture
+):
+    write(run, 1, group(1, 0), group(1, 1, **fields))
+    with caplog.at_level(logging.WARNING):
+        assert [each.ordinal for each in read_rollouts(run, 1, 1)] == [0]
+    assert "1 groups are left out: prompt 1 of step 1 has " in caplog.text
