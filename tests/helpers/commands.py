@@ -152,11 +152,13 @@ def _server() -> socket.socket:
 
 def _load() -> None:
     from launcher.cli import entry
+    from launcher.recipe.load import load_recipe
 
     assert entry
     for room in ROOMS:
         for module in pkgutil.walk_packages(import_module(room).__path__, f"{room}."):
             import_module(module.name)
+    load_recipe("demo")  # builds the validators of its sections, and finds the environments
 
 
 def _next_command(control: socket.socket) -> dict[str, Any]:

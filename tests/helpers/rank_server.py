@@ -10,6 +10,8 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
+from megatron_rl.config import RunConfig
+
 IMPORTED = (
     "hypothesis",
     "megatron_rl.environments.arithmetic",
@@ -20,6 +22,7 @@ IMPORTED = (
     "megatron_rl.replica.attempt",
     "megatron_rl.replica_main",
     "pytest",
+    "reasoning_gym.arithmetic.chain_sum",
     "tensorboard.backend.event_processing.event_accumulator",
     "transformers.models.qwen2.modeling_qwen2",
 )
@@ -28,5 +31,6 @@ gc.disable()
 for name in IMPORTED:
     with suppress(ImportError):  # an optional package is not installed
         import_module(name)
+RunConfig.model_rebuild()  # its validator, which pydantic otherwise builds at its first use
 gc.freeze()
 gc.enable()
