@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.algorithms.config import GrpoConfig
+from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.inference.config import pages_of
 from megatron_rl.inference.engine_limits import against_engine
 from megatron_rl.sections import Sections
@@ -52,7 +53,7 @@ def _of_transformer_engine(config: Sections) -> Iterator[str]:
 def _of_overlap(config: Sections) -> Iterator[str]:
     if not config.optimizer.overlap_param_gather:
         return
-    updates = 1 if config.supervised else config.grpo.updates_per_pass * config.grpo.iterations
+    updates = 1 if config.supervised else config.grpo.updates_per_step
     if updates == 1:
         yield (
             "optimizer.overlap_param_gather is set, and a step has one update, after which the weights are read at "
@@ -169,10 +170,10 @@ def _of_profile(config: Sections) -> Iterator[str]:
     ranks = config.data_parallel_size * layout.tp * layout.pp * layout.cp
     if profile.ranks is not None and max(profile.ranks) >= ranks:
         yield f"profile.ranks has {max(profile.ranks)}, and the training ranks are 0 to {ranks - 1}"
-    if profile.generation and (not config.generates or config.placement.mode == "partitioned"):
+    if profile.generation and (not config.generates or capabilities_of(config.inference.engine).outside):
         yield (
-            "profile.generation is true, and the training ranks generate nothing (placement.mode partitioned, or "
-            "no environment): set it to false"
+            "profile.generation is true, and the run generates nothing itself (inference.engine: server, or no "
+            "environment): set it to false"
         )
 
 

@@ -52,9 +52,8 @@ def train_step(run: Run) -> None:
     step = run.step + 1
     run.safe_points.activity.enter("training", step)
 
-    with run.profiler.part("generate", step):
-        batch = run.driver.collect(run.next_ordinal)
-    with run.profiler.part("train", step):
+    batch = run.driver.collect(run.next_ordinal)
+    with run.profiler.training(step):
         if not run.platform.transfers_beside_collectives:
             run.refit.finish()
         stats = run.trainer.train(batch, step, weights_change=run.refit.finish, record=run.record)

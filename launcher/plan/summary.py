@@ -80,7 +80,7 @@ def batch(config: RunConfig, plan: Plan) -> Batch:
         answers=prompts * answers,
         prompts_per_replica=_share(prompts, replicas),
         prompts_per_engine=_share(prompts, plan.sizes.replicas),
-        updates=grpo.updates_per_pass * grpo.iterations,
+        updates=grpo.updates_per_step,
         answers_per_update=prompts if config.supervised else grpo.samples_per_update,
         sequence_length=length,
         tokens_per_microbatch=tokens,

@@ -142,7 +142,7 @@ def _update_s(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -> flo
     """Seconds to reduce gradients and gather weights between data-parallel ranks, as far as no pass hides that, and to
     move off-loaded optimizer state to the GPU and back."""
     size, optimizer = WEIGHT_BYTES[config.model.dtype], config.optimizer
-    updates = config.grpo.updates_per_pass * config.grpo.iterations
+    updates = config.grpo.updates_per_step
     reduced = 0 if optimizer.overlap_grad_reduce else updates * (FP32_BYTES if optimizer.grad_reduce_in_fp32 else size)
     gathered = size * (1 if optimizer.overlap_param_gather else updates)
     sent = (reduced + gathered) * held.all if sizes.dp * sizes.cp > 1 else 0

@@ -378,12 +378,17 @@ class GrpoConfig(Section):
     def scores_first(self) -> bool:
         """Whether a step runs the policy once before its updates. A step with a single update needs no such pass: its
         own forward pass is at the weights before the step."""
-        return self.updates_per_pass * self.iterations > 1 or self.weighs_answers
+        return self.updates_per_step > 1 or self.weighs_answers
 
     @property
     def weighs_answers(self) -> bool:
         """Whether the importance weight of a token depends on its whole answer."""
         return self.importance is not None and self.importance.level != "token"
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of a step, each of which makes a policy version."""
+        return self.updates_per_pass * self.iterations
 
     @property
     def updates_per_pass(self) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor  # callers need not have torch
 
     from megatron_rl.model.policy import Policy
+    from megatron_rl.rank.profiler import GenerationProfiler
 
 FinishReason = Literal["stop", "length"]
 
@@ -230,6 +231,8 @@ class RankEngine(ResumableInference, Protocol):
 
     policy: Policy
     """Samples the tokens. refit.publish updates its weights."""
+    profiler: GenerationProfiler | None
+    """Receives each plan that is executed, and the end of a phase; None: nothing is profiled."""
 
     @property
     def policy_version(self) -> int: ...

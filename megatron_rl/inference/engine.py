@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -40,6 +40,7 @@ from megatron_rl.inference.weights import IncomingWeights
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.rank.profiler import GenerationProfiler
 
 
 class Engine:
@@ -83,6 +84,7 @@ class Engine:
         self._callers: dict[str, asyncio.Future[list[Completion]]] = {}
         self._streams: dict[str, asyncio.Queue[Delta | Exception]] = {}
         self._driver = LoopDriver(self)
+        self.profiler: GenerationProfiler | None = None
 
     @property
     def policy_version(self) -> int:
@@ -95,6 +97,8 @@ class Engine:
         self._publish(policy_version, self._new_tokens())
 
     def _publish(self, policy_version: int, sampled: list[RowAnswer]) -> None:
+        if self.profiler is not None:
+            self.profiler.end()
         self._scheduler.publish(policy_version, sampled)
         self._runner.weights_changed()
 
@@ -149,11 +153,15 @@ class Engine:
     def _execute(self, plan: StepPlan) -> None:
         if self._plans:
             self._plans.send(plan)
-        ended = self._runner.execute(plan)
+        with self._profiled():
+            ended = self._runner.execute(plan)
         if self._runner.scores:
             self._scheduler.take_scores(self._runner.scores)
         if ended is not None and (wanted := self._scheduler.wanted(ended)):
             self._scheduler.retire(self._runner.answers(wanted))
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.profiler is None else self.profiler.plan(self.policy_version)
 
     def _new_tokens(self) -> list[RowAnswer]:
         """Return the tokens of all rows that the scheduler does not know yet."""
@@ -182,7 +190,8 @@ class Engine:
                 incoming.put(plan.name, self._plans.receive_tensor(plan))
             else:
                 incoming = None
-                self._runner.execute(plan)
+                with self._profiled():
+                    self._runner.execute(plan)
             self.busy_s += time.perf_counter() - started
 
     @property
@@ -192,6 +201,8 @@ class Engine:
 
     def end_phase(self) -> None:
         """Make room for training, on each rank of the replica. Unfinished answers wait, to resume from their tokens."""
+        if self.profiler is not None:
+            self.profiler.end()
         self.restart_rows()
         self._scheduler.forget()  # a phase must compute the same whatever the phase before it computed
         self._runner.forget_weights()

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.megatron_gpt import megatron_gpt
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.rank.profiler import GenerationProfiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class MegatronEngine:
         self._seed = 0
         self._core: Any = None
         self._driver = LoopDriver(self)
+        self.profiler: GenerationProfiler | None = None
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """Answer a request. Cancelling the caller ends its answers after the next step.
@@ -170,6 +172,8 @@ class MegatronEngine:
 
     def end_phase(self) -> None:
         assert not self._asked, "a caller still waits for an answer, and would wait forever"
+        if self.profiler is not None:
+            self.profiler.end()
         self._forget()
 
     def _forget(self) -> None:
@@ -235,7 +239,8 @@ class MegatronEngine:
         # later, if a sample still waits or its prompt is only partly computed.
         self._leaving = {each for each in (*self._leaving, *turn.ended) if each in self._core.requests}
         self._core.stop_word_finished_request_ids |= self._leaving
-        step = _run(self._core.async_step())
+        with nullcontext() if self.profiler is None else self.profiler.plan(self.policy_version):
+            step = _run(self._core.async_step())
         self.busy_s += time.perf_counter() - started
         return {record.request_id: record for record in step["finished_request_records"]}
 

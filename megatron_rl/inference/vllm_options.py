@@ -42,6 +42,7 @@ OWNED_OPTIONS: Mapping[str, str] = {
     "num-gpu-blocks-override": "inference.cache_tokens says it",
     "block-size": "inference.page_tokens says it",
     "enforce-eager": "inference.cuda_graphs says it",
+    "profiler-config": "profile.generation says it",
     "tensor-parallel-size": "placement.inference.tp says it",
     "pipeline-parallel-size": _LAYOUT,
     "data-parallel-size": _LAYOUT,

@@ -154,6 +154,10 @@ LONGEST_PROFILE = 10
 """Steps of a profile: a step of a large model has a million events, some hundred MB."""
 
 
+PLANS = 64
+"""Plans of an engine in a trace of generation, each a prefill or one token of every answer. Decode steps are alike."""
+
+
 class ProfileConfig(Section):
     """Profiles of a few steps, for people who look for slow operations. They change no number of the run."""
 
@@ -165,8 +169,26 @@ class ProfileConfig(Section):
     ranks: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = [0]
     """Training ranks to profile; null: all."""
     generation: bool = False
-    """Also profile the generation of these steps, as generate.RANK.step-STEP.json.gz, where the training ranks
-    generate. Its traces are far larger: a decode step launches every kernel again for each token."""
+    """Also profile generation with the weights before these steps: its first 64 prefills and decode steps, of the same
+    ranks as generate.RANK.step-STEP.json.gz. In a partitioned run infer-REPLICA.RANK.step-STEP.json.gz, of the first
+    rank of the first replica, or with `ranks: null` of all; from vLLM, which profiles its workers itself, its own names
+    after infer-REPLICA.step-STEP."""
+
+    @property
+    def all_steps(self) -> range:
+        """Steps to profile."""
+        first, last = self.steps
+        return range(first, last + 1)
+
+    def steps_of_replica(self, number: int, rank: int) -> range:
+        """Steps whose generation a rank of a replica profiles."""
+        chosen = self.generation and (self.ranks is None or number == rank == 0)
+        return self.all_steps if chosen else range(0)
+
+    def steps_of_generation(self, rank: int) -> range:
+        """Steps whose generation a training rank profiles."""
+        chosen = self.generation and (self.ranks is None or rank in self.ranks)
+        return self.all_steps if chosen else range(0)
 
     @field_validator("steps")
     @classmethod

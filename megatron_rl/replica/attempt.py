@@ -23,6 +23,7 @@ from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import connect, disconnect
+from megatron_rl.rank.profiler import generation_profiler
 from megatron_rl.rank.world import World
 from megatron_rl.refit.engine import build_inference_policy
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
@@ -69,6 +70,7 @@ def run_replica(
         ranks,
         decode=tokenizer.decode,
     )
+    engine.profiler = generation_profiler(replica.attempt, config, platform, world.rank, replica.number)
     weights = ReceivedWeights(
         engine,
         ranks,
@@ -89,6 +91,7 @@ def run_replica(
         assert commands is not None, "a replica of one rank has no followers"
         follow(commands, engine, weights, activity)
         outcome = DRAINED if drain.asked else FINISHED
+    engine.profiler.end()
     weights.close()
     disconnect(platform)
     return outcome

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import Attempt
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.profiler import generation_profiler
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.engine import build_engine
 from megatron_rl.refit.publish import Refit
@@ -54,6 +58,7 @@ def generate_here(
     platform: Platform,
     groups: Groups,
     safe_points: SafePoints,
+    attempt: Attempt,
 ) -> Generation:
     """Build an engine on the training ranks, which generates with the weights of `policy` once they are published.
     Collective."""
@@ -62,4 +67,5 @@ def generate_here(
     engine, refit = build_engine(
         policy, config, tokenizer.vocab_size, tokenizer.end_ids, platform, groups, ranks, tokenizer.decode
     )
+    engine.profiler = generation_profiler(attempt, config, platform, dist.get_rank())
     return Generation(engine, refit, EngineInTurn(ranks, engine, safe_points))

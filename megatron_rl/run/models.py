@@ -91,7 +91,7 @@ def build_models(
     if penalised:
         reference = frozen_copy(policy, config, tokenizer, platform) if trainable.everything else policy
     trainable.mark(policy)
-    updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
+    updates = config.training.steps * config.grpo.updates_per_step
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates, config.offload)
     torch.manual_seed(config.training.seed)
     return Models(policy, trainable, optimizer, reference, platform, groups), digest

@@ -94,7 +94,7 @@ def set_up(
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
         teacher=teacher,
     )
-    generation = _generation(config, models, tokenizer, groups, safe_points, run_dir, pool, training_sets)
+    generation = _generation(config, models, tokenizer, groups, safe_points, run_dir, attempt, pool, training_sets)
     if generation is not None:
         generation.refit.publish(counters.policy_version)
     drawn = Drawn(counters.drawn_below, counters.passed_over)
@@ -189,6 +189,7 @@ def _generation(
     groups: Groups,
     safe_points: SafePoints,
     run_dir: RunDir,
+    attempt: Attempt,
     pool: ReplicaPool | None,
     training_sets: Sequence[TrainingSet],
 ) -> Generation | None:
@@ -206,7 +207,7 @@ def _generation(
 
         return generate_by_server(policy, config, tokenizer, groups, safe_points, run_dir, prober)
     if pool is None:
-        return generate_here(policy, config, tokenizer, platform, groups, safe_points)
+        return generate_here(policy, config, tokenizer, platform, groups, safe_points, attempt)
     from megatron_rl.run import partitioned
 
     return partitioned.generate_elsewhere(policy, pool, config, platform, groups, safe_points, prober)

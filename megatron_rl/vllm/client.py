@@ -158,6 +158,14 @@ class VllmClient:
         """Drop all cached keys and values, also those of unfinished answers, which are computed again."""
         await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
 
+    async def start_profile(self, name: str) -> None:
+        """Begin traces of the workers, which end by themselves, see profiler_config. name: first part of theirs."""
+        await self._post("/start_profile", {"profile_prefix": name})
+
+    async def stop_profile(self) -> None:
+        """End traces that have not ended. No-op if there are none."""
+        await self._post("/stop_profile")
+
     async def stats(self) -> VllmStats:
         try:
             response = await self._client.get("/metrics", timeout=CONNECT_S)

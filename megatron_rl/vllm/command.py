@@ -8,11 +8,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import processes_logprobs
 from megatron_rl.inference.vllm_options import option_name
 from megatron_rl.model.config import ModelConfig
+from megatron_rl.rank.config import PLANS
 from megatron_rl.vllm.client import MODEL_NAME
 from megatron_rl.vllm.config import VllmConfig
 from megatron_rl.vllm.plugin import BACKEND
@@ -129,8 +131,13 @@ def serve_command(
     return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *words]
 
 
-def replica_command(config: RunConfig, served: Served, python: str, seed: int) -> list[str]:
-    """The command of a replica's `vllm serve`, which gets its weights from the run. seed: see seed_of."""
+def replica_command(config: RunConfig, served: Served, python: str, seed: int, traces: Path | None = None) -> list[str]:
+    """The command of a replica's `vllm serve`, which gets its weights from the run.
+
+    Args:
+        seed: see seed_of.
+        traces: folder for profiles; None: vLLM does not profile.
+    """
     further: Options = {
         "scheduling-policy": "priority",  # lets the probe of new weights precede the answers
         "load-format": "dummy",
@@ -139,7 +146,24 @@ def replica_command(config: RunConfig, served: Served, python: str, seed: int) -
         "logprobs-mode": "processed_logprobs" if processes_logprobs(config.sampling) else "raw_logprobs",
         "stream-interval": str(STREAM_INTERVAL),
     }
+    if traces is not None:
+        further = {**further, "profiler-config": json.dumps(profiler_config(traces))}
     return serve_command(python, served, sizes_of(config), config.inference.vllm, further, seed)
+
+
+def profiler_config(traces: Path) -> dict[str, Any]:
+    """The setting of vLLM's profiler of its workers, which runs between `/start_profile` and `/stop_profile`.
+
+    traces: folder.
+    """
+    return {
+        "profiler": "torch",
+        "torch_profiler_dir": str(traces),
+        "torch_profiler_record_shapes": True,
+        "torch_profiler_with_stack": False,
+        "max_iterations": PLANS,
+        "ignore_frontend": True,  # its trace has no limit
+    }
 
 
 def teacher_command(config: RunConfig, served: Served, sizes: Sizes, python: str, seed: int) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest
@@ -19,6 +21,8 @@ from megatron_rl.vllm.client import CONTROL_S, VllmClient, VllmStats
 from megatron_rl.vllm.process import VllmClosed, VllmGone, VllmProcess, VllmRefused
 from megatron_rl.vllm.streams import Streams
 from megatron_rl.vllm.swap import WeightSwap
+
+logger = logging.getLogger("megatron_rl")
 
 T = TypeVar("T")
 
@@ -53,6 +57,7 @@ class VllmLeader:
         silence_limit_s: float,
         *,
         holds: bool = False,
+        profiled: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """
         client: not used yet.
@@ -61,12 +66,14 @@ class VllmLeader:
         most_samples: answers that one request to vLLM may ask for.
         silence_limit_s: seconds after which idle workers that do not react count as gone.
         holds: whether vLLM pauses while weights are on their way, see refit/overlapped.py.
+        profiled: policy version -> name of its profile.
         """
         self.version: int | None = None
         self.failure: Exception | None = None
         self._process, self._client, self._limits = process, client, limits
         self._activity, self._setting, self._holds = activity, setting, holds
         self._silence_limit_s = silence_limit_s
+        self._profiled = profiled
         self._streams = Streams(client, end_ids, decode, most_samples, self._fail)
         self._weights = WeightSwap(client, self._streams)
         self._swaps = False  # whether a swap is under way
@@ -144,7 +151,9 @@ class VllmLeader:
             raise RuntimeError(str(error)) from error
         finally:
             self._swaps = False
-        self.version = version
+        before, self.version = self.version, version
+        if version in self._profiled or before in self._profiled:
+            self._begin(self._profile(before in self._profiled, self._profiled.get(version)))
         self._activity.beat()
 
     def wait(self) -> None:
@@ -208,6 +217,16 @@ class VllmLeader:
             gone = isinstance(error, VllmGone | VllmRefused)
             self.failure = VllmGone(self._process.explained(str(error))) if gone else error
         self._streams.news.set()
+
+    async def _profile(self, ends: bool, name: str | None) -> None:
+        """End the profile of the version before if it `ends`, and begin that of the present one if it has a name."""
+        try:
+            if ends:
+                await self._client.stop_profile()
+            if name is not None:
+                await self._client.start_profile(name)
+        except (VllmGone, VllmRefused) as error:
+            logger.warning("a profile of vLLM (%s) is left out: %s", name or "the end of the last one", error)
 
     async def _step(self, step: dict[str, Any]) -> None:
         if self._holds:

@@ -62,12 +62,20 @@ def run_replica(
         activity.beat()
         return not drain.asked
 
+    profiled = {}
+    if config.profile is not None:
+        steps, updates = config.profile.steps_of_replica(replica.number, 0), config.grpo.updates_per_step
+        profiled = {(step - 1) * updates: f"{replica.role}.step-{step:06d}" for step in steps}
     with private_folder() as folder:
         served = Served(write_served_model(config.model, tokenizer.vocab_size, folder / "model"), folder)
         write_plugin(served.plugins)
         write_version(served.plugins, found)
         command = replica_command(
-            config, served, sys.executable, seed_of(config, replica.attempt.number, replica.number, start)
+            config,
+            served,
+            sys.executable,
+            seed_of(config, replica.attempt.number, replica.number, start),
+            replica.attempt.profile if profiled else None,
         )
         environment = vllm_environment(
             os.environ, served, cpu=config.job.device == "cpu", step_limit_s=config.job.silence_limit_s
@@ -88,6 +96,7 @@ def run_replica(
                 config.inference.max_batch,
                 min(CONTROL_S, config.job.silence_limit_s),
                 holds=config.job.device == "cuda" and tp > 1,
+                profiled=profiled,
             )
             address = ReplicaAddress(replica.number, start, "", 0, tp, digest, PROTOCOL, time.time())
             try:

@@ -133,8 +133,10 @@ def test_finished_run_has_an_outcome_and_its_last_checkpoint(undisturbed: RunDir
 
 
 def test_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, tmp_path: Path, cache: Path) -> None:
-    """All ranks are killed three times, each at a random moment after some step; then the run finishes."""
-    run_dir = prepare(tmp_path / "killed", loop_recipe())
+    """All ranks are killed three times, each at a random moment after some step; then the run finishes. Profiled steps
+    too have the same record."""
+    profile = {"steps": [22, 23], "ranks": None, "generation": True}
+    run_dir = prepare(tmp_path / "killed", loop_recipe(profile=profile))
     moments = random.Random(7)
     for step in (1, 9, 18):
         attempt = Attempt(run_dir, cache)
@@ -144,6 +146,9 @@ def test_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, tm
     last = Attempt(run_dir, cache)
     assert last.exit_codes() == [0, 0], last.logs()
     assert reproducible(run_dir) == reproducible(undisturbed)
+    traces = {path.name for path in last.files.profile.iterdir()}
+    names = ("generate.0", "generate.1", "train.0", "train.1")
+    assert traces == {f"{name}.step-0000{step}.json.gz" for name in names for step in (22, 23)}
     events = EventAccumulator(str(run_dir.tensorboard), size_guidance={"scalars": 0}).Reload().Scalars("mean_reward")
     assert [event.step for event in events] == list(range(1, STEPS + 1))
 

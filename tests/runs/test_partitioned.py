@@ -55,9 +55,11 @@ def by_themselves(root: Path, cache: Path, training: dict[str, int], inference: 
 def test_replicas_answer_as_the_training_ranks_would(
     tmp_path: Path, cache: Path, training: dict[str, int], inference: dict[str, int], replicas: list[int]
 ) -> None:
-    """Also if the first replica stops until its requests time out and are repeated."""
+    """Also if the first replica stops until its requests time out and are repeated, and if a step is profiled."""
     limits = {"rollout_limit_s": 2.0, "reward_retries": 100}
-    attempt = Attempt(prepare(tmp_path / "partitioned", partitioned(training, inference, **limits)), cache)
+    profile = {"steps": [3, 3], "ranks": None, "generation": True}
+    profiled = partitioned(training, inference, **limits) | {"profile": profile}
+    attempt = Attempt(prepare(tmp_path / "partitioned", profiled), cache)
     told = tmp_path / "told"
     stops = [partial(stop_until_cancelled, 2, told), *[None] * len(replicas)]
     ranks = [
@@ -70,6 +72,9 @@ def test_replicas_answer_as_the_training_ranks_would(
     assert before["running"] > 0 and before["free_pages"] < before["pages"]
     assert after["running"] == 0 and after["free_pages"] == after["pages"]
     assert reproducible(attempt.run_dir) == by_themselves(tmp_path / "alone", cache, training, inference)
+    names = [f"infer-{number}.{rank}" for number, count in enumerate(replicas) for rank in range(count)]
+    traces = sorted(path.name for path in attempt.files.profile.iterdir())
+    assert traces == sorted(f"{name}.step-000003.json.gz" for name in [*names, "train.0", "train.1"])
 
 
 def test_killed_replicas_and_a_drain_during_generation_leave_the_record_unchanged(tmp_path: Path, cache: Path) -> None:

@@ -54,9 +54,12 @@ def assert_exact(run: LocalRun, steps: int, max_lag: int) -> None:
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_drained_run_resumes_and_trains_each_prompt_once(tmp_path: Path, started: list[LocalRun], max_lag: int) -> None:
     steps = 30
-    run = LocalRun(tmp_path / "run", *recipe(1, steps, max_lag))
+    profile = "profile={steps: [3, 4], generation: true}"
+    run = LocalRun(tmp_path / "run", *recipe(1, steps, max_lag), profile)
     started.append(run)
     run.wait_for_step(8)
+    traces = sorted(path.name for path in run.dir.attempt(1).profile.glob("infer-0.step-*_rank0.*.json.gz"))
+    assert [name.partition("_")[0] for name in traces] == ["infer-0.step-000003", "infer-0.step-000004"]
     run.drain()
     drained = run.step
     assert 8 <= drained < steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from core_helpers import tiny_run
 
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.vllm_options import owned
+from megatron_rl.rank.config import PLANS
 from megatron_rl.vllm.command import (
     Served,
     Sizes,
@@ -64,7 +66,16 @@ def test_options_of_the_user_are_passed_on() -> None:
 def test_what_the_run_sets_is_refused_from_the_user() -> None:
     """Options of the run come last, so another value would have no effect."""
     config = run({"page_tokens": 16, "cache_tokens": 960, "cuda_graphs": False, "share_prefixes": False})
-    assert [name for name in options(config) if owned(name) is None] == []
+    found = options_in(replica_command(config, SERVED, "python", 7, Path("/traces")))
+    assert [name for name in found if owned(name) is None] == []
+
+
+def test_vllm_profiles_its_workers_for_a_limited_number_of_steps() -> None:
+    found = options_in(replica_command(run(), SERVED, "python", 7, Path("/traces")))
+    traces = json.loads(found["profiler-config"])
+    assert (traces["torch_profiler_dir"], traces["max_iterations"]) == ("/traces", PLANS)
+    assert traces["ignore_frontend"], "its trace has no limit"
+    assert "profiler-config" not in options(run())
 
 
 @pytest.mark.parametrize(("temperature", "mode"), [(1.0, "raw_logprobs"), (0.7, "processed_logprobs")])
