@@ -59,6 +59,16 @@ class ModelInput:
         return cls(layout=layout, **{name: getattr(part, name).to(policy.device) for name in names})
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateInput:
+    """Input of one optimizer step, on the device."""
+
+    inputs: Sequence[ModelInput]
+    """Equally many on every rank."""
+    per_sequence: Tensor
+    """[2, sequences] weight of each token of the sequence in the global mean, and its advantage."""
+
+
 def forward_backward(
     policy: Policy,
     inputs: Sequence[ModelInput],

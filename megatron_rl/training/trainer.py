@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,8 @@ from megatron_rl.training.batch import (
 )
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
 from megatron_rl.training.pipeline import Pipeline
-from megatron_rl.training.schedule import ModelInput, forward, forward_backward
+from megatron_rl.training.schedule import ModelInput, UpdateInput, forward, forward_backward
+from megatron_rl.training.scores import Scores
 
 
 class GradientsNotFinite(RuntimeError):
@@ -125,9 +126,7 @@ class Trainer:
         mine = [update_batch(part, of_all) for part, of_all in zip(parts, agreed, strict=True)]
         packed_tokens = sum(update.packed_tokens for update in mine[: grpo.updates_per_pass])
         seen = batch_stats(batch, rollouts, self.policy_version, packed_tokens)
-        if (
-            not self.groups.reports
-        ):  # every driver counts its own lost and dropped answers, even if others train on the rest
+        if not self.groups.reports:  # each driver counts its own lost and dropped answers
             own = {name: getattr(seen, name) for name in ("failed", "dropped", "overdue_tokens")}
             seen = replace(uncounted(BatchStats), **own)
         ids = self.config.environment_ids
@@ -137,22 +136,10 @@ class Trainer:
         inputs = [self._input(batch, update) for update in mine]
         first_pass = [each for update in inputs[: grpo.updates_per_pass] for each in update.inputs]
         planned = inputs * grpo.iterations if grpo.updates_per_pass == 1 else inputs
+        records = record is not None and record.is_sampled(step)
         with self.safe_points.phase("log-probs"):
-            before = self.score(self.policy, batch, first_pass) if grpo.scores_first else None
-            of_answers = None
-            if before is not None and grpo.importance is not None and grpo.importance.level != "token":
-                of_answers = answer_log_ratios(
-                    before - batch.inference_logprobs, batch.trajectory_lengths, grpo.importance.level
-                )
-            reference = None
-            if self.reference is not None:
-                with self.reference.without_adapters():
-                    reference = self.score(self.reference, batch, first_pass)
-            teacher = self._teacher_logprobs(batch, mine[: grpo.updates_per_pass])
+            scores = self._scores(batch, mine[: grpo.updates_per_pass], first_pass, records=records)
             self.platform.synchronize()
-        recorded = None
-        if record is not None and record.is_sampled(step):
-            recorded = torch.zeros_like(batch.inference_logprobs) if before is None else before
 
         losses: list[LossStats] = []
         updates: list[Update] = []
@@ -161,28 +148,16 @@ class Trainer:
             mean_s = (time.monotonic() - began) / len(updates) if updates else 0.0
             unfinished_s = mean_s * (len(planned) - len(updates)) if updates else None
             with self.safe_points.phase("train"):
-                updates.append(
-                    self._update(
-                        batch,
-                        update,
-                        before,
-                        of_answers,
-                        reference,
-                        teacher,
-                        recorded if before is None else None,
-                        losses,
-                        unfinished_s,
-                        weights_change,
-                    )
-                )
+                updates.append(self._update(batch, update, scores, losses, unfinished_s, weights_change))
             self.between_steps = len(updates) == len(planned)
         self.optimizer.overlap.finish_gathering()
         device = self._device_stats(mine if self.groups.reports else [], len(planned))
         loss = self._loss_stats(losses) if any(update.inputs for update in planned) else None
         if record is not None:
-            if recorded is not None and before is None and self.groups.context.size() > 1:
-                dist.all_reduce(recorded, group=self.groups.context)
-            record.add(step, rollouts, self.groups.reports, batch.advantages, recorded)
+            if scores.recorded is not None and self.groups.context.size() > 1:
+                dist.all_reduce(scores.recorded, group=self.groups.context)
+            logprobs = scores.before if scores.recorded is None else scores.recorded
+            record.add(step, rollouts, self.groups.reports, batch.advantages, logprobs if records else None)
         return StepStats(seen, loss, _update_stats(updates, self.optimizer.host_bytes), device, environments)
 
     def _chosen(self, batch: TrainingBatch, positions: Sequence[int], step: int) -> list[list[int]]:
@@ -208,6 +183,33 @@ class Trainer:
         per_sequence = torch.stack((weights, batch.advantages[batch.trajectory])).to(self.platform.device)
         inputs = [ModelInput.of(self.policy, micro, self.groups.context) for micro in update.microbatches]
         return UpdateInput(inputs, per_sequence)
+
+    def _scores(
+        self,
+        batch: TrainingBatch,
+        updates: Sequence[UpdateBatch],
+        first_pass: Sequence[ModelInput],
+        *,
+        records: bool,
+    ) -> Scores:
+        """Score the batch before its first update. Collective, as `score` is.
+
+        Args:
+            updates, first_pass: updates of the first pass over the batch, and the inputs of their micro-batches.
+            records: whether the log-probs are recorded.
+        """
+        importance, before, answers, reference = self.config.grpo.importance, None, None, None
+        if self.config.grpo.scores_first:
+            before = self.score(self.policy, batch, first_pass)
+            if importance is not None and importance.level != "token":
+                ratios = before - batch.inference_logprobs
+                answers = answer_log_ratios(ratios, batch.trajectory_lengths, importance.level)
+        if self.reference is not None:
+            with self.reference.without_adapters():
+                reference = self.score(self.reference, batch, first_pass)
+        teacher = self._teacher_logprobs(batch, updates)
+        recorded = torch.zeros_like(batch.inference_logprobs) if records and before is None else None
+        return Scores(before, answers, reference, teacher, recorded)
 
     def score(self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput]) -> Tensor:
         """[trained tokens] log-probs under `policy`, without gradient: 0 for tokens outside `inputs`, for the rest of
@@ -245,11 +247,7 @@ class Trainer:
         self,
         batch: TrainingBatch,
         update: UpdateInput,
-        before: Tensor | None,
-        of_answers: Tensor | None,
-        reference: Tensor | None,
-        teacher: Tensor | None,
-        recorded: Tensor | None,
+        scores: Scores,
         losses: list[LossStats],
         unfinished_s: float | None,
         weights_change: Callable[[], None],
@@ -257,11 +255,6 @@ class Trainer:
         """Take one optimizer step and append the statistics of its losses to `losses`.
 
         Args:
-            before: [trained tokens] log-probs at the weights before the first update; None if this is the first.
-            of_answers: [trained tokens] see `TrainedTokens.answer_log_ratios`.
-            reference: [trained tokens] log-probs of the reference policy, if there is one.
-            teacher: [trained tokens] log-probs of the teacher, if there is one.
-            recorded: [trained tokens] receives the log-probs of the tokens that this rank predicts, unless None.
             unfinished_s: see SafePoints.agree.
             weights_change: see `train`.
         """
@@ -278,18 +271,19 @@ class Trainer:
             )
             assert entropy is not None
             index = read.trained
+            scored = scores.at(index)
             sequence = batch.sequence_of_token[index]
             weights, advantages = update.per_sequence[:, sequence]
             inference = batch.inference_logprobs[index]
-            old = logprobs.detach() if before is None else before[index]
-            if recorded is not None:
-                recorded[index] = logprobs.detach()
+            old = logprobs.detach() if scored.before is None else scored.before
+            if scores.recorded is not None:
+                scores.recorded[index] = logprobs.detach()
             if batch.current is not None and self.config.grpo.importance is None:
                 # Log-probs of older weights are known from the engine alone.
                 old = torch.where(batch.current[index], old, inference)
             taught = None
-            if teacher is not None and self.config.distill is not None:
-                taught = teacher_advantages(teacher[index], old)
+            if scored.teacher is not None and self.config.distill is not None:
+                taught = teacher_advantages(scored.teacher, old)
                 advantages = advantages + self.config.distill.weight * taught
             tokens = TrainedTokens(
                 logprobs=logprobs,
@@ -298,8 +292,8 @@ class Trainer:
                 entropy=entropy,
                 advantages=advantages,
                 weights=weights,
-                ref_logprobs=None if reference is None else reference[index],
-                answer_log_ratios=None if of_answers is None else of_answers[index],
+                ref_logprobs=scored.reference,
+                answer_log_ratios=scored.answers,
                 sequence=sequence,
                 sequences=len(batch.sequences),
                 context=self.groups.context,
@@ -387,16 +381,6 @@ class Trainer:
                 f"(norm {update.grad_norm}); the newest checkpoint is from before them. Lower optimizer.learning_rate, "
                 "or look at the rewards and log-probs of the last samples"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateInput:
-    """Input of one optimizer step, on the device."""
-
-    inputs: Sequence[ModelInput]
-    """Equally many on every rank."""
-    per_sequence: Tensor
-    """[2, sequences] weight of each token of the sequence in the global mean, and its advantage."""
 
 
 def _update_stats(updates: Sequence[Update], offloaded: int) -> UpdateStats:

@@ -35,6 +35,7 @@ from megatron_rl.run.models import build_models
 from megatron_rl.training import optimizer as optimizer_module
 from megatron_rl.training import overlap
 from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
+from megatron_rl.training.scores import Scores
 from megatron_rl.training.trainer import Trainer
 
 STEPS = 3
@@ -225,7 +226,7 @@ def gradient(trainer: Trainer, rollouts: RolloutBatch) -> None:
     trainer.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite, so that it is not applied
     batch, update = one_update(trainer, rollouts)
     reference = trainer.score(trainer.reference, batch, update.inputs)
-    trainer._update(batch, update, None, None, reference, None, None, [], None, lambda: None)
+    trainer._update(batch, update, Scores(reference=reference), [], None, lambda: None)
 
 
 def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:

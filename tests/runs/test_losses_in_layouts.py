@@ -23,6 +23,7 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.stream import shares
 from megatron_rl.run.models import build_models
 from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
+from megatron_rl.training.scores import Scores
 from megatron_rl.training.trainer import Trainer
 
 OWN = """
@@ -111,7 +112,7 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
         of_answers = answer_log_ratios(difference, batch.trajectory_lengths, grpo.importance.level)
     reference = trainer.score(trainer.reference, batch, update.inputs) if trainer.reference else None
     losses: list[Any] = []
-    trainer._update(batch, update, before, of_answers, reference, None, None, losses, None, lambda: None)
+    trainer._update(batch, update, Scores(before, of_answers, reference), losses, None, lambda: None)
     tally = Tally()
     tally.add("loss", trainer._loss_stats(losses).loss)
     return Seen(tally.reduce(groups.control).total["loss"], boxes(trainer.policy, lambda weight: weight.main_grad))

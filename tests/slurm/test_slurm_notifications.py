@@ -78,14 +78,14 @@ def silent(lab: Cluster) -> Iterator[tuple[str, list[socket.socket]]]:
 
 
 def notify(login: Login, url: str, on: str) -> str:
-    """Override with a webhook at `url`, and a command that adds a line to ~/told."""
+    """Return an override with a webhook at `url`, and a command that adds the event to a file."""
     (login.home / "hook").write_text(url + "\n")
-    command = f"echo $MRL_EVENT $MRL_ATTEMPT >>{login.home}/told"
+    command = f"echo $MRL_EVENT $MRL_ATTEMPT >>{login.home}/events"
     return f"notify={{webhook: {login.home}/hook, command: [sh, -c, '{command}'], on: [{on}]}}"
 
 
-def told(login: Login) -> list[str]:
-    return (login.home / "told").read_text().splitlines()
+def events(login: Login) -> list[str]:
+    return (login.home / "events").read_text().splitlines()
 
 
 def after_its_record(run: Run) -> float:
@@ -101,7 +101,7 @@ def test_a_finished_and_a_held_job_call_the_webhook_and_the_command(login: Login
         words = (*DEMO, "job.backoff_s=1", notify(login, url, "finished, held"))
         held = login.submit(*words, stub={"steps": 1000, "crash_at": 3})
         held.wait("FAILED")
-    assert told(login) == ["finished 1", f"held {held.dir.last_attempt()}"]
+    assert events(login) == ["finished 1", f"held {held.dir.last_attempt()}"]
     assert [(one["event"], one["run"]) for one in got] == [
         ("finished", finished.dir.root.name),
         ("held", held.dir.root.name),
@@ -120,5 +120,5 @@ def test_a_webhook_that_never_answers_delays_the_requeue_and_the_end_by_a_limit(
         assert run.wait() == "COMPLETED", run.log()
         assert after_its_record(run) < CLOSE_S + SLURM_S
         assert [outcome for outcome, _ in run.ends()] == ["crashed", "finished"], run.log()
-        assert told(login) == ["restarted 1", "finished 2"]
+        assert events(login) == ["restarted 1", "finished 2"]
         assert len(kept) == 2, "the webhook was called for both"

@@ -1,4 +1,4 @@
-"""Rule that names a rank which delays the others in step after step, and what it takes for chance."""
+"""Whether a rank delays the others in step after step, or it is chance."""
 
 from __future__ import annotations
 
