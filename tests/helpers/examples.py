@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import settings
 
-OF_A_COMMIT = 25
+OF_A_COMMIT = 15
 """Default number of examples in `make test`."""
 
 

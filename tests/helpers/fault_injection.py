@@ -389,21 +389,29 @@ def _product_file(name: str) -> str | None:
 
 
 def faults(
-    operations: Sequence[Operation], each: int | None = None, seconds: float = ONCE, without: str = ""
+    operations: Sequence[Operation],
+    each: int | None = None,
+    seconds: float = ONCE,
+    without: str = "",
+    stride: int = 1,
 ) -> list[Fault]:
     """Return faults for each chain of calls in the product that ends in an operation.
 
     Args:
         each: number of kinds of fault for each chain, in turn; None: every kind for every single operation.
         without: kind of fault to leave out.
+        stride: choose the first, and every so many-th, of the chains that end in the same kind of operation.
     """
     if each is None:
         return [Fault(kind, at, seconds) for at, one in enumerate(operations) for kind in _kinds_of(one, without)]
     first: dict[tuple[str, tuple[str, ...]], int] = {}
     for at, one in enumerate(operations):
         first.setdefault((one.kind, one.site), at)
+    chains: dict[str, list[int]] = {}
+    for (kind, _), at in first.items():
+        chains.setdefault(kind, []).append(at)
     found, turn = [], itertools.count()
-    for at in first.values():
+    for at in sorted(itertools.chain.from_iterable(of_kind[::stride] for of_kind in chains.values())):
         kinds = _kinds_of(operations[at], without)
         found += [Fault(kinds[next(turn) % len(kinds)], at, seconds) for _ in range(min(each, len(kinds)))]
     return found

@@ -40,7 +40,7 @@ def loop_recipe(**sections: dict[str, Any]) -> dict[str, Any]:
             "kl_beta": 0.05,
             "importance": {"upper": 2.0},
         },
-        "training": {"steps": 24},
+        "training": {"steps": 16},
         "evaluation": {"every": 8},
         "save": {"every": 4},
         "resume": {"partial": "regenerate"},

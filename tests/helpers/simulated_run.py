@@ -166,6 +166,9 @@ class Simulation:
             except Killed:
                 ending = "killed"
                 _end(runner, loop)
+            except Exception:
+                _end(runner, loop)
+                raise
         if ending == "killed":
             assert self.disk.state() == self.disk.left  # otherwise something has changed files unseen
         return ending
@@ -196,7 +199,8 @@ class Record:
 
 
 def _end(runner: asyncio.Runner, loop: asyncio.AbstractEventLoop) -> None:
-    """End the loop of a dead process. Its tasks must not survive it, and each write of theirs raises Killed again."""
+    """End the loop of a process that died or crashed. Its tasks must not survive it, and after a death each write of
+    theirs raises Killed again."""
     while left := asyncio.all_tasks(loop):
         for task in left:
             task.cancel()

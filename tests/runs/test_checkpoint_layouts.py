@@ -243,7 +243,7 @@ def of_one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize(
     ("of_one_rank", "layout"),
     [slow_unless(name in EVERY_KIND, "bf16", name, id=f"bf16-{name}") for name in LAYOUTS]
-    + [slow_unless(name == "tp2-pp2", "fp32", name, id=f"fp32-{name}") for name in ("tp2", "dp3", "tp2-pp2")],
+    + [slow_unless(name == "tp2", "fp32", name, id=f"fp32-{name}") for name in ("tp2", "dp3", "tp2-pp2")],
     indirect=["of_one_rank"],
 )
 def test_run_of_one_rank_resumes_in_another_layout(of_one_rank: OneRankRun, layout: str) -> None:
@@ -315,9 +315,15 @@ def test_tied_embeddings_resume_on_one_rank(tmp_path: Path, layout: str) -> None
         slow_unless(False, Layout(4, ep=2, distributed=False), id="dp4-ep2-plain"),
     ],
 )
-def test_expert_parallel_run_resumes_on_one_rank_and_in_other_layouts(tmp_path: Path, layout: Layout) -> None:
+def test_expert_parallel_run_resumes_on_one_rank_and_in_another_layout(tmp_path: Path, layout: Layout) -> None:
     check_resume_on_one_rank(tmp_path, layout, EXPERTS)
     assert ends(tmp_path, Layout(4, ep=2, distributed=False), EXPERTS)  # two ranks hold the same experts
+
+
+@pytest.mark.slow
+def test_expert_parallel_run_resumes_as_pipeline_stages(tmp_path: Path) -> None:
+    before = Layout(4, tp=2, ep=2)
+    run_ranks(tmp_path, before.ranks, _begin, before, EXPERTS, tmp_path)
     assert ends(tmp_path, Layout(4, tp=2, pp=2), EXPERTS)
 
 

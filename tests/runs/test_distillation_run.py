@@ -78,6 +78,7 @@ def test_the_divergence_from_the_teacher_falls(undisturbed: RunDir) -> None:
     assert all(line["mean_reward"] < 0.2 for line in lines_of(undisturbed.metrics))  # nothing else teaches
 
 
+@pytest.mark.slow  # a teacher has no state; test_loop.py shows the rest
 def test_a_killed_attempt_changes_no_bit_of_the_record(folder: Path, undisturbed: RunDir) -> None:
     run_dir = prepare(folder / "interrupted", recipe(folder, 2, {}))
     killed = Attempt(run_dir, folder / "cache")

@@ -86,8 +86,8 @@ LAYOUTS = {
     ],
 }
 """Layouts by number of ranks."""
-SLOW = {2: [LAYOUTS[2][2]], 4: [LAYOUTS[4][0], LAYOUTS[4][2]]}
-"""Layouts in which every part of the weights moves."""
+SLOW = {2: [LAYOUTS[2][2], LAYOUTS[2][4], LAYOUTS[2][7]], 4: [LAYOUTS[4][0], LAYOUTS[4][2], LAYOUTS[4][3]]}
+"""Layouts that combine what others show one by one."""
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
     return finished(prepare(tmp_path_factory.mktemp("runs") / "alone", recipe(1, {})), cache, 1)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path, alone: RunDir) -> RunDir:
-    """After the run on one rank, which has taught the base model."""
-    return finished(prepare(tmp_path_factory.mktemp("runs") / "undisturbed", recipe(4, TP2_PP2)), cache, 4)
-
-
 def agree(one: RunDir, other: RunDir) -> None:
     """Check that the records agree, except for rounding of sums and the packing of prompts."""
     for ours, theirs in zip(reproducible(one), reproducible(other), strict=True):
@@ -71,10 +65,12 @@ def agree(one: RunDir, other: RunDir) -> None:
 
 
 def test_pipelined_training_and_generation_on_tensor_parallel_ranks_agree_with_one_rank(
-    undisturbed: RunDir, alone: RunDir
+    alone: RunDir, tmp_path: Path, cache: Path
 ) -> None:
-    agree(undisturbed, alone)
-    lines = lines_of(undisturbed.metrics)
+    """Although the run is killed, and then asked to leave by way of its driver."""
+    run_dir = interrupt(prepare(tmp_path / "interrupted", recipe(4, TP2_PP2)), cache, 4, asked=0)
+    agree(finished(run_dir, cache, 4), alone)
+    lines = lines_of(run_dir.metrics)
     assert {line["answer_length_max"] for line in lines} <= {1, 2, 3}
     assert max(line["mean_reward"] for line in lines) > 0.1  # otherwise the comparison proves nothing
     assert all(line["system/refit_bytes"] > 0 for line in lines)  # half of the layers, for each rank
@@ -129,14 +125,14 @@ def test_dropped_groups_and_rewards_of_drivers_are_counted_once(tmp_path: Path, 
 # Interruptions
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        pytest.param(0, id="driver"),
-        pytest.param(1, id="follower", marks=pytest.mark.slow),
-        pytest.param(3, id="last stage", marks=pytest.mark.slow),
-    ],
-)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path, alone: RunDir) -> RunDir:
+    """After the run on one rank, which has taught the base model."""
+    return finished(prepare(tmp_path_factory.mktemp("runs") / "undisturbed", recipe(4, TP2_PP2)), cache, 4)
+
+
+@pytest.mark.slow  # two ranks below, and all moments in test_exactly_once.py
+@pytest.mark.parametrize("asked", [0, 1, 3], ids=["driver", "follower", "last stage"])
 def test_record_is_the_same_after_any_interruption(
     asked: int, undisturbed: RunDir, tmp_path: Path, cache: Path
 ) -> None:

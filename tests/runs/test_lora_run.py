@@ -33,8 +33,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir
     return run_dir
 
 
+def test_the_policy_starts_as_its_base_and_leaves_it(undisturbed: RunDir) -> None:
+    """The base is the reference of the KL penalty."""
+    kls = [line["kl"] for line in lines_of(undisturbed.metrics)]
+    assert kls[0] < 0.01 < kls[-1]
+
+
+@pytest.mark.slow  # test_checkpoint_layouts.py shows that adapters resume bit for bit
 def test_a_killed_run_has_the_record_of_an_undisturbed_one(undisturbed: RunDir, tmp_path: Path, cache: Path) -> None:
-    """Covers the KL penalty, whose reference is the base of the same policy."""
     killed = prepare(tmp_path / "killed", recipe())
     first = Attempt(killed, cache)
     first.wait_for_step(3)
@@ -42,8 +48,6 @@ def test_a_killed_run_has_the_record_of_an_undisturbed_one(undisturbed: RunDir, 
     again = Attempt(killed, cache)
     assert again.exit_codes() == [0, 0], again.logs()
     assert reproducible(killed) == reproducible(undisturbed)
-    kls = [line["kl"] for line in lines_of(killed.metrics)]
-    assert kls[0] < 0.01 < kls[-1]  # the policy starts as its base, and leaves it
 
 
 def test_a_checkpoint_holds_adapters_and_their_base(undisturbed: RunDir) -> None:

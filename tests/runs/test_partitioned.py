@@ -103,7 +103,7 @@ def test_killed_replicas_and_a_drain_during_generation_leave_the_record_unchange
     assert reproducible(run_dir) == by_themselves(tmp_path / "alone", cache, {"tp": 1}, {"tp": 1})
 
 
-AHEAD_STEPS, PROMPTS = 16, 5
+AHEAD_STEPS, PROMPTS = 11, 5
 
 
 @pytest.mark.parametrize("max_lag", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -116,7 +116,7 @@ def test_generation_ahead_trains_each_prompt_once_and_no_token_beyond_the_bound(
     first = Attempt(run_dir, cache, sabotage=partial(wait_for_both, run_dir))
     killed = first.start_replica(0, sabotage=partial(die_at, 3))
     first.start_replica(1, sabotage=partial(stop_until_cancelled, 1, tmp_path / "told"))
-    first.wait_for_step(5)
+    first.wait_for_step(4)
     # these answers replace the lost ones; after the kill the line of that step may be useless
     until(lambda: any(line["failed_rollouts"] for line in lines_of(run_dir.metrics)), "answers are given up")
     assert killed[0].exitcode == -signal.SIGKILL
@@ -124,7 +124,7 @@ def test_generation_ahead_trains_each_prompt_once_and_no_token_beyond_the_bound(
 
     second = Attempt(run_dir, cache)
     second.start_replica(0)
-    second.wait_for_step(9)
+    second.wait_for_step(7)
     for process in second.processes:
         os.kill(process.pid or 0, signal.SIGUSR1)
     assert second.exit_codes() == [EXIT_DRAINED] * 2, second.logs()
