@@ -61,7 +61,7 @@ LAYOUTS = {
     "tp2-dp2-plain": Layout(4, tp=2, distributed=False),
 }
 
-EVERY_KIND = ("cp2", "dp3", "tp2-pp2", "dp2-plain", "tp2-dp2-plain")
+EVERY_KIND = ("cp2", "dp3", "tp2-pp2", "dp2-plain")
 """Layouts that cover each way to cut a model; the others are combinations of them."""
 BACK = ("cp2", "tp2-pp2", "tp2-dp2-plain")
 """Layouts whose own checkpoints one rank loads: one for each optimizer, and one in which ranks hold copies."""

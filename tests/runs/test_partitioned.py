@@ -49,8 +49,10 @@ def by_themselves(root: Path, cache: Path, training: dict[str, int], inference: 
 
 @pytest.mark.parametrize(
     ("training", "inference", "replicas"),
-    [({"tp": 2}, {"tp": 1}, [1, 1]), ({"tp": 2}, {"tp": 2}, [2])],
-    ids=["two replicas of a rank", "one of two ranks"],
+    [
+        pytest.param({"tp": 2}, {"tp": 1}, [1, 1], id="two replicas of a rank", marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, {"tp": 2}, [2], id="one of two ranks"),
+    ],
 )
 def test_replicas_answer_as_the_training_ranks_would(
     tmp_path: Path, cache: Path, training: dict[str, int], inference: dict[str, int], replicas: list[int]

@@ -42,7 +42,7 @@ LAYOUTS = {
     "32b: gradients in bf16": ("qwen2.5-32b-dapo", "optimizer.grad_reduce_in_fp32=false"),
     "3b: Adam's state leaves": ("qwen2.5-3b-dapo", "placement.offload=optimizer"),
 }
-NORMAL = ("qwen2.5-32b-dapo-partitioned", "smollm2-135m-chain-sum")
+NORMAL = ("qwen2.5-32b-dapo-partitioned",)
 
 
 @pytest.fixture(scope="module")

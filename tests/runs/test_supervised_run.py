@@ -18,7 +18,7 @@ from megatron_rl.contract.rollout_records import read_rollouts
 
 pytestmark = needs("datasets")
 
-ROWS, PER_STEP, STEPS = 17, 5, 40
+ROWS, PER_STEP, STEPS = 17, 5, 20
 CLOSE = {"rel": 1e-3, "abs": 1e-4}
 """Tolerances: Adam amplifies rounding, since it divides by the size of the gradient."""
 

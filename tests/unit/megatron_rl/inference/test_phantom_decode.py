@@ -28,10 +28,10 @@ TOKENS_PER_WAIT = 8
 LONGEST = 400
 TOKENIZER = CharacterTokenizer(ALPHABET)
 SAMPLINGS = [
-    Sampling(max_new_tokens=40),
-    Sampling(max_new_tokens=40, temperature=0.0),
-    Sampling(max_new_tokens=40, top_k=4, top_p=0.9, min_p=0.05, min_new_tokens=16),
-    Sampling(max_new_tokens=40, stop_tokens=(1, 2), stop=("77",)),
+    Sampling(max_new_tokens=32),
+    Sampling(max_new_tokens=32, temperature=0.0),
+    Sampling(max_new_tokens=32, top_k=4, top_p=0.9, min_p=0.05, min_new_tokens=16),
+    Sampling(max_new_tokens=32, stop_tokens=(1, 2), stop=("77",)),
 ]
 
 
