@@ -11,6 +11,7 @@ from typing import NamedTuple
 from launcher.report.curve import Curve, Value, downsample, smoothed
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import number
+from megatron_rl.metrics.names import STEP_METRICS
 
 MOST_RAW = 3
 """Curves of a chart that are shown both as they are and smoothed; of more curves only the smoothed ones are shown."""
@@ -18,16 +19,18 @@ MOST_CURVES = 8
 """Curves of one chart, which is the number of colours that stay distinguishable."""
 SHARE = "share"
 """Unit of numbers between 0 and 1, shown as percentages."""
+PLAIN = ("reward", "ratio")
+"""Units that the title of a chart says."""
 
 
 class Spec(NamedTuple):
     """A chart of a page."""
 
     title: str
-    unit: str
     metrics: tuple[tuple[str, str], ...]
     """(name or pattern of metrics, label); a label of a pattern is what its * stands for."""
-    meaning: str
+    meaning: str = ""
+    """Empty: that of its first metric."""
     band: tuple[str, str, str] | None = None
     """Metrics of the lower and the upper edge of a band behind the first curve, and its meaning."""
 
@@ -64,79 +67,56 @@ LENGTH = "Length of answers"
 
 GROUPS: dict[str, tuple[Spec, ...]] = {
     "Learning": (
-        Spec(REWARD, "", (("mean_reward", "mean of the step"),), "Mean reward of the answers of each step."),
-        Spec("Right answers", SHARE, (("right_ratio", "reward 1"),), "Answers whose reward is 1."),
-        Spec("Components of the reward", "", (("reward/*", ""),), "Mean of each component, as scored."),
-        Spec("Reward by environment", "", (("environments/*/mean_reward", ""),), "Mean reward of each environment."),
-        Spec(
-            "Groups with signal",
-            SHARE,
-            (("nonzero_groups_ratio", "rewards differ"),),
-            "Groups whose answers earned different rewards. The others have no gradient.",
-        ),
+        Spec(REWARD, (("mean_reward", "mean of the step"),)),
+        Spec("Right answers", (("right_ratio", "reward 1"),)),
+        Spec("Components of the reward", (("reward/*", ""),), "Mean of each component, as scored."),
+        Spec("Reward by environment", (("environments/*/mean_reward", ""),), "Mean reward of each environment."),
+        Spec("Groups with signal", (("nonzero_groups_ratio", "rewards differ"),)),
         Spec(
             "Signal by environment",
-            SHARE,
             (("environments/*/nonzero_groups_ratio", ""),),
-            "Groups of each environment whose answers earned different rewards.",
+            "Share of the groups of each environment whose rewards differ.",
         ),
-        Spec("Loss", "", (("loss", "loss"),), "Mean over the updates of a step. In GRPO it stays near zero."),
-        Spec(
-            "Distance to the teacher",
-            "nats",
-            (("teacher_kl", "KL(policy || teacher)"),),
-            "Estimate for each trained token.",
-        ),
+        Spec("Loss", (("loss", "loss"),)),
+        Spec("Distance to the teacher", (("teacher_kl", "KL(policy || teacher)"),)),
     ),
     "Answers": (
         Spec(
             LENGTH,
-            "tokens",
             (("answer_length", "mean"),),
-            "Tokens that the model sampled.",
-            ("answer_length_min", "answer_length_max", "The band is from the shortest to the longest answer."),
+            band=("answer_length_min", "answer_length_max", "The band is from the shortest to the longest answer."),
         ),
-        Spec(
-            "Cut off",
-            SHARE,
-            (("truncated_ratio", "cut off"),),
-            "Answers that reached sampling.max_new_tokens.",
-        ),
-        Spec("Entropy", "nats", (("entropy", "mean"),), "Entropy of the distributions that tokens were drawn from."),
-        Spec("Lost answers", "answers", (("failed_rollouts", "lost"),), "Answers without a reward."),
+        Spec("Cut off", (("truncated_ratio", "cut off"),)),
+        Spec("Entropy", (("entropy", "mean"),)),
+        Spec("Lost answers", (("failed_rollouts", "lost"),)),
         Spec(
             "Turns and tools",
-            "per answer",
             (("turns_mean", "turns"), ("tool_calls_mean", "tool calls"), ("branches_mean", "sequences")),
-            "Means over the answers of a step.",
+            "Means per answer.",
         ),
     ),
     "Updates": (
-        Spec("Gradient norm", "", (("grad_norm", "before clipping"),), "Mean over the updates of a step."),
+        Spec("Gradient norm", (("grad_norm", "before clipping"),)),
         Spec(
             "Clipped tokens",
-            SHARE,
             (("clip_fraction_low", "lower bound"), ("clip_fraction_high", "upper bound")),
-            "Trained tokens whose gradient a bound of the loss removed.",
+            "Share of the trained tokens whose gradient a bound of the loss removed.",
         ),
-        Spec("Skipped updates", "updates", (("skipped_updates", "skipped"),), "Updates without a finite gradient."),
-        Spec("KL to the initial weights", "nats", (("kl", "estimate"),), "Mean over the trained tokens."),
+        Spec("Skipped updates", (("skipped_updates", "skipped"),)),
+        Spec("KL to the initial weights", (("kl", "estimate"),)),
         Spec(
             "Importance weights",
-            "",
             (("importance_ratio", "ratio"), ("importance_weight", "weight")),
             "Probability of a trained token now over that when it was sampled.",
         ),
-        Spec("Learning rate", "", (("learning_rate", "last update"),), "Of the last update of a step."),
+        Spec("Learning rate", (("learning_rate", "last update"),)),
         Spec(
             "Trainer against engine",
-            "nats",
             (("inference_logprob_difference", "mean"), ("inference_logprob_difference_max", "largest")),
             "Difference of the two log-probs of a token, with the same weights unless answers are stale.",
         ),
         Spec(
             "Age of the weights",
-            "optimizer steps",
             (("staleness_mean", "mean"), ("staleness_max", "largest")),
             "Optimizer steps between the weights that sampled an answer and those that trained on it.",
         ),
@@ -144,7 +124,6 @@ GROUPS: dict[str, tuple[Spec, ...]] = {
     "Speed": (
         Spec(
             "Time of a step",
-            "s",
             (
                 ("time/step_s", "whole step"),
                 ("time/generate_s", "generate"),
@@ -155,12 +134,11 @@ GROUPS: dict[str, tuple[Spec, ...]] = {
                 ("time/wait_s", "wait"),
                 ("time/offload_s", "off-load"),
             ),
-            "Mean over the ranks, without evaluation and saving.",
         ),
-        Spec("Tokens", "per second", (("throughput/tokens_per_s", "whole step"),), "Generated tokens."),
-        Spec("Model FLOPs utilisation", SHARE, (("throughput/mfu", "training"),), "Of the training passes."),
-        Spec("Memory of a GPU", "GiB", (("system/peak_memory_gib", "peak"),), "Maximum over the GPUs."),
-        Spec("Power of a GPU", "W", (("system/power_w", "mean"),), "Mean over the GPUs at the end of training."),
+        Spec("Tokens", (("throughput/tokens_per_s", "whole step"),)),
+        Spec("Model FLOPs utilisation", (("throughput/mfu", "training"),)),
+        Spec("Memory of a GPU", (("system/peak_memory_gib", "peak"),)),
+        Spec("Power of a GPU", (("system/power_w", "mean"),)),
     ),
 }
 LOGARITHMIC = ("Trainer against engine",)
@@ -185,7 +163,7 @@ def chart_groups(lines: Sequence[MetricsLine], bands: Mapping[str, Band] = {}) -
                 charts.append(chart)
         if charts:
             groups.append(Group(title, charts))
-    others = [Spec(name, _unit(name), ((name, name.rpartition("/")[2]),), "") for name in names if name not in shown]
+    others = [Spec(name, ((name, name.rpartition("/")[2]),)) for name in names if name not in shown]
     made = [make_chart(spec, list(spec.metrics), lines, None) for spec in others]
     if found := [chart for chart in made if chart]:
         groups.append(Group("Other numbers", found))
@@ -214,9 +192,20 @@ def evaluation_metrics(lines: Sequence[MetricsLine]) -> list[str]:
     return [name for name in numeric_names(lines) if re.fullmatch(r"eval/.+/[^/]+", name)]
 
 
-def score_unit(name: str) -> str:
-    """Unit of a score of an evaluation."""
-    return SHARE if re.match(r"greedy_accuracy|(pass|avg|maj)@|.*_ratio$|cut_off", name.rpartition("/")[2]) else ""
+def unit_of(name: str) -> str:
+    """Unit of a metric in the page; empty for plain numbers."""
+    if name.startswith("eval/"):
+        score = name.rpartition("/")[2]
+        return SHARE if re.match(r"greedy_accuracy|(pass|avg|maj)@|.*_ratio$|cut_off", score) else ""
+    metric = STEP_METRICS.get(name) or STEP_METRICS.get(name.rpartition("/")[2])  # environments/ID/NAME
+    return "" if metric is None or metric.unit in PLAIN else metric.unit
+
+
+def meaning_of(name: str) -> str:
+    """Meaning of a metric as a sentence, without its details; empty for metrics that are not registered."""
+    metric = STEP_METRICS.get(name)
+    meaning = re.split(r"; | \(|: ", metric.meaning)[0] if metric else ""
+    return f"{meaning[0].upper()}{meaning[1:]}." if meaning else ""
 
 
 def evaluation_charts(lines: Sequence[MetricsLine]) -> list[Chart]:
@@ -228,7 +217,7 @@ def evaluation_charts(lines: Sequence[MetricsLine]) -> list[Chart]:
     for score, names in sorted(scores.items(), key=lambda one: (not one[0].startswith("greedy"), one[0])):
         metrics = [(name, name[len("eval/") : -len(score) - 1].replace("_", " ")) for name in names]
         title = score if "@" in score else score.replace("_", " ").capitalize()
-        if chart := make_chart(Spec(title, score_unit(score), (), ""), metrics, lines, None, markers=True):
+        if chart := make_chart(Spec(title, ()), metrics, lines, None, markers=True):
             charts.append(chart)
     return charts
 
@@ -252,8 +241,14 @@ def make_chart(
     lines: Sequence[MetricsLine],
     band: Band | None,
     markers: bool = False,
+    metric: str | None = None,
 ) -> Chart | None:
-    """Return the chart of some metrics; None if all of them are 0 in all steps."""
+    """Return the chart of some metrics; None if all of them are 0 in all steps.
+
+    Args:
+        curves: (name in the lines, label) of each.
+        metric: metric that all curves show, if they are of several runs. Default: their names are those of metrics.
+    """
     shown = curves[:MOST_CURVES]
     rows = [(line, [number(line, name) for name, _ in shown]) for line in lines]
     rows = [(line, values) for line, values in rows if any(value is not None for value in values)]
@@ -269,13 +264,15 @@ def make_chart(
         edges = [[band.low.get(step) for step in steps], [band.high.get(step) for step in steps]]
     elif spec.band:
         edges = [[number(line, name) for line, _ in rows] for name in spec.band[:2]]
-    meaning = band.meaning if band else spec.band[2] if spec.band else ""
+    of_band = band.meaning if band else spec.band[2] if spec.band else ""
+    units = {unit_of(metric or name) for name, _ in curves}
+    meaning = spec.meaning or meaning_of(metric or curves[0][0])
     points = downsample(steps, [*columns, *smooth, *edges])
     kept = points.columns
     return Chart(
         spec.title,
-        spec.unit,
-        f"{spec.meaning} {meaning}".strip(),
+        units.pop() if len(units) == 1 else "",
+        f"{meaning} {of_band}".strip(),
         points.steps,
         [Curve(label, values) for (_, label), values in zip(shown, kept, strict=False)],
         kept[len(columns) : len(columns) + len(smooth)],
@@ -284,9 +281,3 @@ def make_chart(
         spec.title in LOGARITHMIC,
         markers,
     )
-
-
-def _unit(name: str) -> str:
-    if name.endswith("_s") and name.startswith("time/"):
-        return "s"
-    return SHARE if name.endswith("_ratio") else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.report.charts import GROUPS, Chart, Group, Spec, evaluation_metrics, make_chart, score_unit
+from launcher.report.charts import GROUPS, Chart, Group, Spec, evaluation_metrics, make_chart
 from launcher.report.compare import ComparedRun
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import number
@@ -29,12 +29,13 @@ def overlaid(runs: Sequence[ComparedRun]) -> list[Group]:
 
 
 def _of_score(name: str) -> Spec:
-    return Spec(name.removeprefix("eval/").replace("_", " ").replace("/", ", "), score_unit(name), (), "")
+    return Spec(name.removeprefix("eval/").replace("_", " ").replace("/", ", "), ())
 
 
 def _of_one(spec: Spec, label: str) -> Spec:
     """Chart of one of the metrics of a chart, without a band."""
-    return spec._replace(title=spec.title if len(spec.metrics) == 1 else f"{spec.title}: {label}", band=None)
+    single = len(spec.metrics) == 1
+    return Spec(spec.title if single else f"{spec.title}: {label}", (), spec.meaning if single else "")
 
 
 def _chart(
@@ -47,4 +48,4 @@ def _chart(
             if (value := number(line, metric)) is not None:
                 values.setdefault(line.step, {})[str(place)] = value
     together = [MetricsLine(step, dict(values[step])) for step in sorted(values)]
-    return make_chart(spec, [(str(place), name) for place, name in enumerate(names)], together, None, markers)
+    return make_chart(spec, [(str(place), name) for place, name in enumerate(names)], together, None, markers, metric)

@@ -165,11 +165,13 @@ def _date(at: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: `48 s`, `12 min`, `3.4 h`, `2.1 days`."""
+    """Format seconds: `33 ms`, `48 s`, `12 min`, `3.4 h`, `2.1 days`."""
     for unit, size, digits in (("days", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):
         if seconds >= 2 * size or (unit == "h" and seconds >= size):
             return f"{seconds / size:.{digits}f} {unit}"
-    return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.0f} s"
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.{0 if seconds > 0.01 else 1}f} ms"
+    return f"{seconds:.{1 if 0 < seconds < 10 else 0}f} s"
 
 
 def _number(value: float) -> str:

@@ -117,7 +117,8 @@ class PhaseRank(NamedTuple):
 
 
 def phase_ranks(lines: Sequence[TimelineLine], generates: bool, host: Callable[[int], str | None]) -> list[PhaseRank]:
-    """Return the slowest rank of each category in which ranks work, the longest category first.
+    """Return the slowest rank of each category in which ranks work, the longest category first; those shorter than a
+    hundredth of it are left out.
 
     Args:
         lines, generates, host: as for `slow_ranks`; any number of steps suffices.
@@ -132,7 +133,8 @@ def phase_ranks(lines: Sequence[TimelineLine], generates: bool, host: Callable[[
         rank, times = Counter(one.rank for one in its).most_common(1)[0]
         seconds, others = fmean(one.seconds for one in its), fmean(one.others for one in its)
         rows.append(PhaseRank(phase, rank, host(rank), times, len(its), seconds, others))
-    return sorted(rows, key=lambda row: -row.seconds)
+    longest = max((row.seconds for row in rows), default=0.0)
+    return sorted((row for row in rows if row.seconds >= longest / 100), key=lambda row: -row.seconds)
 
 
 class _Newest(NamedTuple):

@@ -60,6 +60,7 @@ const mrl = {
   duration(seconds) {
     if (seconds >= 172800) return `${(seconds / 86400).toFixed(1)} days`;
     if (seconds >= 7200) return `${(seconds / 3600).toFixed(1)} h`;
-    return seconds >= 120 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds)} s`;
+    if (seconds >= 600) return `${Math.round(seconds / 60)} min`;
+    return seconds >= 120 ? `${(seconds / 60).toFixed(1)} min` : `${Math.round(seconds)} s`;
   },
 };

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from launcher.cli.report import command
 from launcher.recipe.load import dump_resolved, load_recipe
-from launcher.report.page import json_block, visible
+from launcher.report.page import duration, json_block, visible
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, MetricsLine, TimelineLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
@@ -99,6 +99,21 @@ def test_text_of_a_run_is_neither_code_nor_invisible(run: RunDir):
     assert "</script><script>alert(1)</script><img src=x onerror=alert(2)>\\u{202e}dcba\\u{0}\\u{1b}[31m" in page.text
 
 
+def test_durations_have_the_unit_that_people_use():
+    seconds = (0.0, 0.0004, 0.033, 0.9, 4.2, 59.0, 150.0, 9000.0, 400_000.0)
+    assert [*map(duration, seconds)] == [
+        "0 s",
+        "0.4 ms",
+        "33 ms",
+        "900 ms",
+        "4.2 s",
+        "59 s",
+        "2 min",
+        "2.5 h",
+        "4.6 days",
+    ]
+
+
 def test_data_cannot_end_its_element_and_comes_back_the_same():
     block = json_block({"text": HOSTILE, "&\u2028": ["<!--", "]]>"]})
     assert not set("<>&\u2028\u2029\ud83d") & set(block)
@@ -140,7 +155,7 @@ def test_a_page_of_a_run_beside_others_of_its_recipe_compares_them(run: RunDir):
     append(other.metrics, MetricsLine(31, {"mean_reward": 0.9}))
     said = " ".join(page_of(run).text.split())
     assert "Beside 1 other run of demo in the same folder Place 2 of 2 by mean_reward" in said
-    assert "grpo.group_size otherbest" in said
+    assert "otherbest 431 0.324" in said  # cells: other, best; group_size 4; step 31; mean reward
     assert "this run" in said
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.report.charts import MOST_CURVES, Band, Chart, chart_groups, evaluation_charts
+from launcher.report.charts import GROUPS, MOST_CURVES, Band, Chart, chart_groups, evaluation_charts
 from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.metrics.names import STEP_METRICS
 
 
 def record(steps: int = 30, **values: Any) -> list[MetricsLine]:
@@ -20,9 +21,27 @@ def charts(lines: list[MetricsLine], **bands: Band) -> dict[str, Chart]:
 def test_a_chart_is_shown_for_each_metric_that_the_record_has():
     found = charts(record(mean_reward=0.5, entropy=1.0))
     assert set(found) == {"Reward", "Entropy"}
-    assert found["Entropy"].unit == "nats"
+    assert found["Entropy"].unit == "nats per token"
     assert found["Reward"].curves[0].values == [0.5] * 30
     assert found["Reward"].smooth == [[0.5] * 30]
+
+
+def test_charts_take_unit_and_meaning_from_the_registry_of_metrics():
+    of_groups = [name for specs in GROUPS.values() for spec in specs for name, _ in spec.metrics if "*" not in name]
+    assert set(of_groups) <= STEP_METRICS.keys()
+    found = charts(
+        record(
+            loss=1.0,
+            entropy=1.0,
+            environments__a__nonzero_groups_ratio=0.5,
+            throughput__generated_tokens_per_s=1.0,
+            new=1,
+        )
+    )
+    assert found["Loss"].meaning == "Loss, mean over the step's updates."
+    assert found["Signal by environment"].unit == "share"
+    assert (found["new"].unit, found["new"].meaning) == ("", "")
+    assert found["throughput/generated_tokens_per_s"].unit == "tokens/s"
 
 
 def test_a_metric_that_is_always_zero_has_no_chart():
