@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -46,7 +47,7 @@ def command(runs: tuple[str, ...], out: Path | None, by: str | None, follow: boo
         raise BadInput("several runs need --out FILE, the page to write")
     file = out or (folder / "report.html" if folder else found[0].report)
     if follow:
-        follow_run(found[0], file, lambda address: _announce(address, file, opened))
+        follow_run(found[0], file, lambda address: _announce(address, file, opened), partial(click.echo, err=True))
         return
     if several:
         comparison = compare(read_compared(found), by or "mean_reward")

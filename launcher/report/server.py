@@ -31,6 +31,8 @@ class PageServer:
 
     def __init__(self, page: str) -> None:
         self.page = page
+        self.stale = False
+        """Whether the page could not be renewed. New browsers still get it; those that show it are told."""
         self._token = secrets.token_urlsafe(TOKEN_BYTES)
         self._server = ThreadingHTTPServer((HOST, 0), _Handler)
         self._server.daemon_threads = True
@@ -71,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         pages: PageServer = self.server.pages  # type: ignore[attr-defined]
-        if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in NAMES:
+        if _host(self.headers.get("Host", "")) not in NAMES:
             return self._answer(HTTPStatus.FORBIDDEN, b"unknown host\n")
         address = urlsplit(self.path)
         if address.path != "/":
@@ -82,6 +84,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(HTTPStatus.SEE_OTHER, b"", {"Location": "/", "Set-Cookie": cookie})
         if not pages.accepts(self._cookie(pages.cookie)):
             return self._answer(HTTPStatus.FORBIDDEN, b"open the address that mrl report printed\n")
+        if pages.stale and "If-None-Match" in self.headers:
+            return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the page cannot be renewed\n")
         page = pages.page.encode("utf-8")
         tag = f'"{sha256(page).hexdigest()}"'
         if self.headers.get("If-None-Match") == tag:
@@ -106,3 +110,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+def _host(header: str) -> str | None:
+    """Name in a Host header; None if it has none."""
+    try:
+        return urlsplit(f"//{header}").hostname
+    except ValueError:
+        return None

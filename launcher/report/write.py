@@ -34,12 +34,15 @@ def write_comparison(comparison: Comparison, file: Path, title: str) -> int:
     return _write(file, comparison_page(comparison, title, time.time()))
 
 
-def follow_run(run: RunDir, file: Path, announce: Callable[[str], None]) -> None:
+def follow_run(
+    run: RunDir, file: Path, announce: Callable[[str], None], warn: Callable[[str], None] = lambda reason: None
+) -> None:
     """Serve the page of a run, and renew it and its file until Ctrl-C. Raises Failed and BadInput for the first page;
-    later ones that fail are left out, since the record may be unreadable for a moment.
+    where a later one fails, the page before it stays, since the record may be unreadable for a moment.
 
     Args:
         announce: gets the address, which contains the token.
+        warn: gets the reason when the page can no longer be renewed.
     """
     began = time.monotonic()
     page = _renewed(run, file)
@@ -51,8 +54,11 @@ def follow_run(run: RunDir, file: Path, announce: Callable[[str], None]) -> None
                 began = time.monotonic()
                 try:
                     server.page = _renewed(run, file)
-                except (Failed, BadInput):
-                    continue
+                    server.stale = False
+                except (Failed, BadInput) as error:
+                    if not server.stale:
+                        warn(f"the page is not renewed: {error}")
+                    server.stale = True
         except KeyboardInterrupt:
             return
 

@@ -78,7 +78,7 @@
         next = answer.headers.get("ETag");
         if (tag) take(await answer.text());
       }
-      said(answer.ok || answer.status === 304 ? "live" : "no longer served");
+      said(answer.ok || answer.status === 304 ? "live" : answer.status === 503 ? "not renewed" : "no longer served");
     } catch {
       said("no longer served");
     }

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from launcher.cli.report import command
 from launcher.recipe.load import dump_resolved, load_recipe
 from launcher.report.page import duration, json_block, visible
+from launcher.report.write import follow_run
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, MetricsLine, TimelineLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
@@ -157,6 +158,20 @@ def test_a_page_of_a_run_beside_others_of_its_recipe_compares_them(run: RunDir):
     assert "Beside 1 other run of demo in the same folder Place 2 of 2 by mean_reward" in said
     assert "otherbest 431 0.324" in said  # cells: other, best; group_size 4; step 31; mean reward
     assert "this run" in said
+
+
+def test_a_run_that_vanishes_while_it_is_followed_is_named_and_not_made_again(run: RunDir, monkeypatch):
+    monkeypatch.setattr("launcher.report.write.RENEWED_S", 0.0)
+    monkeypatch.setattr("launcher.report.write.SHARE", 1.0)
+    reasons: list[str] = []
+
+    def warn(reason: str) -> None:
+        reasons.append(reason)
+        raise KeyboardInterrupt  # Ctrl-C
+
+    follow_run(run, run.report, lambda address: shutil.rmtree(run.root), warn)
+    assert reasons == [f"the page is not renewed: {run.resolved}: cannot be read: No such file or directory"]
+    assert not run.root.exists()
 
 
 def test_a_page_that_cannot_be_written_is_an_error(run: RunDir):

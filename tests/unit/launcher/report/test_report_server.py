@@ -53,6 +53,15 @@ def test_a_page_that_did_not_change_is_not_sent_again(server):
     assert (answer.status, text) == (200, PAGE + "new")
 
 
+def test_browsers_that_show_a_page_are_told_that_it_cannot_be_renewed(server):
+    cookie = opened(server)
+    tag = ask(server, Cookie=cookie)[0].getheader("ETag") or ""
+    server.stale = True
+    assert ask(server, Cookie=cookie, If_None_Match=tag)[0].status == 503
+    answer, text = ask(server, Cookie=cookie)
+    assert (answer.status, text) == (200, PAGE)
+
+
 @pytest.mark.parametrize(
     "headers", [{}, {"Cookie": "mrl-report=x"}, {"Cookie": ';=;"{'}, {"Authorization": "Bearer x"}]
 )
@@ -64,7 +73,8 @@ def test_nothing_is_said_without_the_token(server, headers):
 
 def test_another_site_that_resolves_to_this_machine_is_refused(server):
     cookie = opened(server)
-    assert ask(server, Cookie=cookie, Host=f"evil.example:{server.port}")[0].status == 403
+    for host in (f"evil.example:{server.port}", "[::1", ""):
+        assert ask(server, Cookie=cookie, Host=host)[0].status == 403
     assert ask(server, Cookie=cookie, Host=f"localhost:{server.port}")[0].status == 200
 
 
