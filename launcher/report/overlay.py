@@ -29,7 +29,8 @@ def overlaid(runs: Sequence[ComparedRun]) -> list[Group]:
 
 
 def _of_score(name: str) -> Spec:
-    return Spec(name.removeprefix("eval/").replace("_", " ").replace("/", ", "), ())
+    title = name.removeprefix("eval/").replace("_", " ").replace("/", ", ")
+    return Spec(title[:1].upper() + title[1:], ())
 
 
 def _of_one(spec: Spec, label: str) -> Spec:

@@ -32,7 +32,7 @@ class PageServer:
     def __init__(self, page: str) -> None:
         self.page = page
         self.stale = False
-        """Whether the page could not be renewed. New browsers still get it; those that show it are told."""
+        """Whether the page could not be renewed. New browsers still get it; those that show it get an error."""
         self._token = secrets.token_urlsafe(TOKEN_BYTES)
         self._server = ThreadingHTTPServer((HOST, 0), _Handler)
         self._server.daemon_threads = True

@@ -29,9 +29,9 @@ def test_each_metric_has_a_curve_for_each_run_whatever_their_lengths():
 
 def test_evaluations_are_the_first_charts():
     found = charts(run("a", 5, 0.4), run("b", 5, 0.8))
-    assert list(found) == ["held out, pass@8", "Reward"]
-    assert [curve.values for curve in found["held out, pass@8"].curves] == [[0.1, 0.4], [0.1, 0.8]]
-    assert found["held out, pass@8"].unit == "share"
+    assert list(found) == ["Held out, pass@8", "Reward"]
+    assert [curve.values for curve in found["Held out, pass@8"].curves] == [[0.1, 0.4], [0.1, 0.8]]
+    assert found["Held out, pass@8"].unit == "share"
 
 
 def test_runs_of_one_name_are_different_curves_and_runs_beyond_the_colours_are_counted():
