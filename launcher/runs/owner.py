@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
+from contextlib import suppress
+from pathlib import Path
 from pwd import getpwuid
 from typing import NamedTuple
 
@@ -66,25 +69,39 @@ ROOT = 0  # user id; root could do anything without our help
 
 def refuse_others(run: RunDir, trusted: bool) -> None:
     """Raise BadInput for a run of another user: to resume it means to run its snapshot of the code, and to unpickle
-    parts of its checkpoints, as oneself.
+    parts of its checkpoints, as oneself. Also for a directory in which all users, or its other owner, can replace them.
 
     Args:
         trusted: whether the user has given --trust.
     """
-    if trusted or not is_run(str(run.root)):
+    if trusted:
         return
-    for path in (run.root, run.resolved, run.code, run.script, run.checkpoints):
+    parts = (run.resolved, run.code, run.script, run.checkpoints) if is_run(str(run.root)) else ()
+    for path in (run.root, *parts):
         try:
-            owner = path.stat().st_uid
+            found = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
             raise BadInput(f"{path}: its owner is unknown: {error.strerror}; try again, or give --trust") from error
-        if owner not in (os.geteuid(), ROOT):
+        if path == run.root and found.st_mode & stat.S_IWOTH:
             raise BadInput(
-                f"{path}: belongs to {_name(owner)}; that run would act as you: its code is run, and parts of its "
-                "checkpoints are unpickled, which can run anything. Give --trust if you trust its author"
+                f"{path}: all users can write there, and replace code and checkpoints that run as you: "
+                f"chmod o-w {path}, or give --trust"
             )
+        if found.st_uid not in (os.geteuid(), ROOT):
+            raise BadInput(
+                f"{path}: belongs to {_name(found.st_uid)}; that run would act as you: its code is run, and parts of "
+                "its checkpoints are unpickled, which can run anything. Give --trust if you trust its author"
+            )
+
+
+def warning_of_readers(root: Path) -> str | None:
+    """Return a warning that other users can read a directory; None if they cannot, or it does not exist."""
+    with suppress(OSError):
+        if root.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            return f"other users can read {root}, with prompts, answers and logs of the run; run chmod 700 on it"
+    return None
 
 
 def _name(uid: int) -> str:

@@ -18,10 +18,14 @@ def launch(request: Request) -> int:
         click.echo(f"note: {note}", err=True)
     for one in planned:
         if one.given is not None:
-            from launcher.runs.owner import refuse_others  # imports Slurm's client, which a new local run does not need
+            # Imports Slurm's client, which a new local run does not need.
+            from launcher.runs.owner import refuse_others, warning_of_readers
 
             refuse_unusable(one.given)
             refuse_others(RunDir(one.given), request.trust)
+            shared = cluster != LOCAL and clusters.profile(cluster).readable_by != "me"
+            if not shared and (warning := warning_of_readers(one.given)):
+                click.echo(f"warning: {warning}", err=True)
     if cluster != LOCAL:
         from launcher.cli.submit.slurm import run_on_slurm  # each of the two has imports that the other does not need
 
