@@ -38,7 +38,7 @@ from megatron_rl.training.batch import agree, training_batch, update_batch, upda
 from megatron_rl.training.scores import Scores
 from megatron_rl.training.trainer import Trainer
 
-STEPS = 3
+STEPS = 2
 CLOSE = 1e-5
 EVERYTHING = {
     "prompts_per_step": 4,
@@ -103,8 +103,8 @@ LAYOUTS = {
 }
 QUICK = {
     *("DP2", "TP2 bf16", "TP2 SP", "PP2", "CP2", "EP2 CP2", "TP2 PP2 untied"),
-    *("TP2 SP adapters", "TP4 adapters", "PP2 DP2 adapters"),
-    *("TP2 DP2 overlapped", "PP2 DP2 overlapped", "grouped", "EP2 TP2 grouped", "EP2 TP2 grouped adapters"),
+    *("TP2 SP adapters", "TP4 adapters", "grouped", "EP2 TP2 grouped adapters"),
+    *("TP2 DP2 overlapped", "PP2 DP2 overlapped"),
 }
 """Each way to split a model, and combinations of two; `make test-slow` runs the others."""
 
@@ -398,7 +398,7 @@ def test_gradients_and_a_step_of_sgd_agree(name: str, in_layout: Any, alone: Any
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_losses_of_adam_agree_over_three_steps(name: str, in_layout: Any, alone: Any) -> None:
+def test_losses_of_adam_agree_over_two_steps(name: str, in_layout: Any, alone: Any) -> None:
     expected = alone[plain_model(name)]
     for step, (ours, theirs) in enumerate(zip(in_layout(name).losses, expected.losses, strict=True)):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), f"step {step + 1}"

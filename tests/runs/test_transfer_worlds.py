@@ -40,7 +40,7 @@ LIMIT = timedelta(seconds=300)
 OF_TEST_S = 120.0
 
 WITH_EXPERTS = Layout(tp=2, ep=2, dp=2, sequence_parallel=True)
-LAYOUTS = [Layout(tp=2, pp=2), WITH_EXPERTS, Layout(pp=4), Layout(dp=4), WITH_EXPERTS._replace(adapters=True)]
+LAYOUTS = [Layout(tp=2, pp=2), WITH_EXPERTS, Layout(dp=4), WITH_EXPERTS._replace(adapters=True)]
 """Layouts of four training ranks."""
 
 
