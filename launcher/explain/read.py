@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.errors import Failed
+from launcher.explain.formats import NO_FORMATS, Formats, formats_of
 from launcher.explain.record import Record
 from launcher.runs.slow_ranks import read_slow_ranks
 from launcher.runs.state import resolved_values
@@ -12,6 +13,10 @@ from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import Watch
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import PATIENCE_S, Unreadable, read_lines
+from megatron_rl.contract.rollout_records import read_rollouts
+
+RECORDED_STEPS = 50
+"""Newest steps whose recorded answers are read. By default every tenth has some."""
 
 
 def read_record(run: RunDir) -> Record:
@@ -23,7 +28,18 @@ def read_record(run: RunDir) -> Record:
     for line in lines:
         watch.add(line)
     evaluations = _lines(run.evaluations, left_out)
-    return Record(recipe, lines, evaluations, watch.warnings, read_slow_ranks(run), left_out)
+    return Record(
+        recipe, lines, evaluations, watch.warnings, read_slow_ranks(run), left_out, formats=_formats(run, lines)
+    )
+
+
+def _formats(run: RunDir, lines: list[MetricsLine]) -> Formats:
+    """Formats of the answers of the newest steps; none where their record cannot be read."""
+    last = lines[-1].step if lines else 0
+    try:
+        return formats_of(read_rollouts(run, max(1, last - RECORDED_STEPS + 1), last))
+    except OSError:
+        return NO_FORMATS
 
 
 def _lines(path: Path, left_out: list[str]) -> list[MetricsLine]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher.explain.formats import NO_FORMATS, Formats
 from launcher.runs.slow_ranks import SlowRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, LearningWarning, number
@@ -26,6 +27,8 @@ class Record:
     """Slow ranks of the newest attempt, the slowest first."""
     left_out: Sequence[str] = ()
     """Files with lines that are left out, and why."""
+    formats: Formats = NO_FORMATS
+    """Formats of the answers that are recorded with their tokens, of the newest steps."""
 
     def key(self, name: str) -> Any:
         """Return the value of a recipe key, such as `grpo.policy_loss`; None if it, or its section, is null."""

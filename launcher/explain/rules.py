@@ -45,6 +45,15 @@ FALLEN = 0.05
 """Fall of the accuracy on held-out problems from its best value that goes with it."""
 
 
+LEAST_ANSWERS = 32
+"""Fewest recorded answers that say something about a format."""
+FORMAT_MISSING = 0.3
+"""Share of complete answers without the requested format, in the newest steps, that is too much: most models learn a
+format in their first tens of steps."""
+CALLS_UNPARSED = 0.1
+"""Share of answers with calls that do not parse, and no other call, that is too much."""
+
+
 class Finding(NamedTuple):
     """Something in the record that hinders learning, or may."""
 
@@ -201,6 +210,26 @@ def _component_never_earned(record: Record) -> str | None:
     return f"No answer of {len(record.lines)} steps has earned anything of the {those} of the reward"
 
 
+def _format_missing(record: Record) -> str | None:
+    seen = record.formats
+    if seen.requested < LEAST_ANSWERS or seen.missing < FORMAT_MISSING * seen.requested:
+        return None
+    return (
+        f"{seen.missing} of {seen.requested} recorded answers of the newest steps, cut ones left out, do not have the "
+        f"format that their prompt requests ({seen.format}), so that no reward can find an answer in them"
+    )
+
+
+def _calls_do_not_parse(record: Record) -> str | None:
+    seen = record.formats
+    if seen.offered < LEAST_ANSWERS or seen.unparsed < CALLS_UNPARSED * seen.offered:
+        return None
+    return (
+        f"{seen.unparsed} of {seen.offered} recorded answers of the newest steps begin a tool call that cannot be "
+        "parsed, or name a tool that is not offered, and called nothing"
+    )
+
+
 def _slow_rank(record: Record) -> str | None:
     text = "; ".join(map(str, record.slow_ranks))
     return text[:1].upper() + text[1:] or None
@@ -263,6 +292,19 @@ RULES = (
         _component_never_earned,
         "Look at answers (mrl rollouts RUN): the prompt may not say what the component wants, or its function never "
         "finds it. A few worked examples teach a format (training.objective: supervised).",
+    ),
+    Rule(
+        "format-missing",
+        _format_missing,
+        "Read some (mrl rollouts RUN --reward 0). Say the format in the prompt with an example, reward it alone with a "
+        "small value (format_reward of the mathematics environments, a component of your own), or teach it first with "
+        "worked examples (training.objective: supervised). A chat template that ends the answer too early looks alike.",
+    ),
+    Rule(
+        "calls-do-not-parse",
+        _calls_do_not_parse,
+        "Read some (mrl rollouts RUN). The model may call tools in another format than its chat template has: choose "
+        "the model's own template, or teach calls first with worked examples (training.objective: supervised).",
     ),
     Rule(
         "slow-rank",

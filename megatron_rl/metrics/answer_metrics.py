@@ -46,6 +46,7 @@ ANSWERS: dict[str, Metric] = {
         unit="calls",
         good="above 0 where problems need tools",
         advice="A model that never calls tools needs worked examples first (`training.objective: supervised`).",
+        rules=("calls-do-not-parse",),
     ),
     "prompt_length": Metric("mean tokens per prompt", of_answers(lambda s: s.batch.prompt_tokens), unit="tokens"),
     "truncated_ratio": Metric(

@@ -43,6 +43,7 @@ LEARNING: dict[str, Metric] = {
         good="rises with the reward; 0 throughout is fine where no answer can earn exactly 1",
         advice="If the reward rises and this does not, the answers earn parts of the reward only: look at "
         "`reward/...`.",
+        rules=("format-missing",),
     ),
     "reward_std": Metric(
         "standard deviation of the rewards of the step's answers",

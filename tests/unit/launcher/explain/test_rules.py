@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from launcher.explain.formats import Formats
 from launcher.explain.record import Record
 from launcher.explain.rules import RULES, findings
 from launcher.runs.slow_ranks import SlowRank
@@ -71,6 +72,10 @@ GOOD = {
     "old answers with a correction": run(recipe=with_grpo(importance={"upper": 2.0}), staleness_mean=6.0),
     "a small learning rate in fp32": run(recipe={**RECIPE, "model": {"dtype": "fp32"}}, learning_rate=1e-9),
     "a run without an update yet": Record(RECIPE, []),
+    "few answers without their format": replace(
+        run(), formats=Formats(requested=100, missing=20, format="####", offered=100, unparsed=5)
+    ),
+    "a handful of answers": replace(run(), formats=Formats(requested=8, missing=8, format="####")),
     "supervised training": Record(
         {**RECIPE, "grpo": None}, [MetricsLine(step, {"loss": 1.0}) for step in range(1, 80)]
     ),
@@ -104,6 +109,14 @@ FAULTY = {
     "component-never-earned": (
         Record(RECIPE, [each._replace(values={**each.values, "reward/format": 0.0}) for each in run().lines]),
         "of the component format of the reward",
+    ),
+    "format-missing": (
+        replace(run(), formats=Formats(requested=100, missing=40, format="<answer>")),
+        "40 of 100 recorded answers of the newest steps, cut ones left out, do not have the format",
+    ),
+    "calls-do-not-parse": (
+        replace(run(), formats=Formats(offered=100, unparsed=15)),
+        "15 of 100 recorded answers of the newest steps begin a tool call",
     ),
     "slow-rank": (
         replace(run(), slow_ranks=[SlowRank("train", 3, "node05", 19, 20, 0.2)]),
