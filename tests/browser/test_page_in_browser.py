@@ -29,7 +29,10 @@ canvas => {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    found = make_reported_run(tmp_path_factory.mktemp("runs") / "mine")
+    """A run beside another one of its recipe."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_reported_run(folder / "shorter", steps=30)
+    found = make_reported_run(folder / "mine")
     write_run(found, found.report)
     return found
 
@@ -75,6 +78,8 @@ def test_every_chart_is_drawn_and_nothing_is_fetched(opened, run):
     for place in range(canvases.count()):
         assert canvases.nth(place).evaluate(DRAWN), place
     assert page.locator("svg.lane path").count() > 3
+    assert page.locator(".phases .what").all_inner_texts() == ["generate", "train"]
+    assert page.locator("#recipe tr.marked").inner_text().startswith("mine")
     assert opened.requests == [run.report.as_uri()]
 
 
