@@ -173,7 +173,8 @@ def _flaw(group: GroupLine) -> str:
     lists: list[list[Any]] = [group.advantages, group.lengths, group.finish_reasons, group.answers or group.rewards]
     if any(len(its) != len(group.rewards) for its in lists):
         return "has lists of different lengths"
-    if any(abs(value) > LARGEST for value in group.rewards + group.advantages):
+    values = [0.0, *group.rewards, *group.advantages]
+    if max(values) > LARGEST or min(values) < -LARGEST:
         return "has a reward or an advantage that is out of range"
     for sequence in (one for answer in group.answers for one in answer.sequences):
         size = len(sequence.tokens)

@@ -42,6 +42,7 @@ class Shape(NamedTuple):
     rest: str | None  # field with all other keys
     keys: dict[str, str]  # field -> its key in the JSON; without `rest`
     types: dict[str, Any]  # field -> annotation; without `rest`
+    items: dict[str, Any]  # field that is a list -> annotation of its items; without `rest`
     readers: dict[str, Reader]  # field -> check of its value; without `rest`
     defaults: dict[str, Any]
 
@@ -72,7 +73,8 @@ def record(
         types = {field: _type(text, module) for field, text in named.__annotations__.items() if field != rest}
         names = {field: (keys or {}).get(field, field) for field in types}
         readers = {field: _reader(its) for field, its in types.items()}
-        SHAPES[kind] = Shape(version, event, rest, names, types, readers, dict(named._field_defaults))
+        items = {field: its.__args__[0] for field, its in types.items() if getattr(its, "__origin__", None) is list}
+        SHAPES[kind] = Shape(version, event, rest, names, types, items, readers, dict(named._field_defaults))
         return kind
 
     return declare
@@ -148,7 +150,11 @@ def _read_record(kind: Any, value: Any, name: str) -> Any:
     for field, key in shape.keys.items():
         if key in value:
             item = value[key]
-            given[field] = item if _exactly(shape.types[field], item) else shape.readers[field](item, _below(name, key))
+            fits = _all_exactly(shape.items[field], item) if type(item) is list and field in shape.items else False
+            if fits or _exactly(shape.types[field], item):
+                given[field] = item
+            else:
+                given[field] = shape.readers[field](item, _below(name, key))
         elif field in shape.defaults:
             given[field] = copy.copy(shape.defaults[field])  # a list or dict of its own
         else:
@@ -177,18 +183,15 @@ def _reader(kind: Any) -> Reader:
     if origin is Union:  # Optional
         return lambda value, name: None if value is None else items[0](value, name)
     if origin is list:
-        of = kind.__args__[0]
-        return lambda value, name: _read_list(of, items[0], value, name)
+        return lambda value, name: _read_list(items[0], value, name)
     if origin is dict:
         return lambda value, name: _read_dict(items[1], value, name)
     return lambda value, name: _read_scalar(kind, value, name)
 
 
-def _read_list(kind: Any, read: Reader, value: Any, name: str) -> list[Any]:
+def _read_list(read: Reader, value: Any, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise _mismatch(name, "a list", value)
-    if _all_exactly(kind, value):
-        return list(value)
     return [read(item, _below(name, str(place))) for place, item in enumerate(value)]
 
 
