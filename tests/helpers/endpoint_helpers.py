@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
-from openai import AsyncOpenAI
 from server_helpers import byte_tokenizer
 
 from megatron_rl.chat.chat import Chat
@@ -19,6 +18,9 @@ from megatron_rl.endpoint.session import Session
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import Answers, ScriptedInference
 from megatron_rl.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 SAMPLING = Sampling(max_new_tokens=100)
 USER = {"role": "user", "content": "hi"}
@@ -66,6 +68,8 @@ async def opened(
     **config: Any,
 ) -> AsyncIterator[Opened]:
     """Open a session. choice: who chooses the sampling. config: further keys of EndpointConfig."""
+    from openai import AsyncOpenAI  # slow to import
+
     tokenizer = tokenizer or byte_tokenizer()
     engine = engine or ScriptedInference(tokenizer, answers, max_length=1000)
     endpoint = await PolicyEndpoint.open(Chat.of(tokenizer), EndpointConfig(sampling=choice, **config))

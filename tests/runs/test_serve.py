@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 from commands import Command, run
@@ -33,6 +32,8 @@ class Served:
     """A server that is ready."""
 
     def __init__(self, path: Path, home: Path, *options: str | Path) -> None:
+        import openai  # slow to import
+
         self.token_file = home / "token"
         self.command = start(path, home, "--port", "0", "--json", "--token-file", self.token_file, *options)
         self.said = json.loads(self.command.stdout.readline() or '{"error": "nothing was said"}')
@@ -183,6 +184,8 @@ def test_chat_with_tools_logprobs_and_usage(served: Served) -> None:
 
 
 def test_errors_are_those_that_the_client_knows(served: Served) -> None:
+    import openai
+
     create = served.client.completions.create
     assert create(model="gpt-5", prompt="x", max_tokens=1).model == served.model, (
         "the one model must answer to any name"
@@ -247,6 +250,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_run_is_served_from_its_newest_good_checkpoint_until_it_is_stopped(run_dir: Path, tmp_path: Path) -> None:
     """Open requests are finished, and new ones refused."""
+    import openai
+
     served = Served(run_dir, tmp_path, "--name", "mine", "--max-length", "40")
     assert (served.said["model"], served.said["step"], served.said["chat"]) == ("mine", 1, False)
     pid = next(child for child in _children(served.command.pid) if "megatron_rl.server" in _words(child))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,26 +63,28 @@ CHATML_TAIL = "<|im_start|>user\nAnd 2+2?<|im_end|>\n<|im_start|>assistant\n"
 @pytest.mark.parametrize(
     ("tokenizer", "answer", "between"),
     [
-        (qwen3(), "2<|im_end|>", None),
-        (llama(), "2<|eot_id|>", "<|start_header_id|>user<|end_header_id|>\n\nAnd 2+2?<|eot_id|>"),
-        (tokenizer_of(CHATML), "2<|im_end|>", f"\n{CHATML_TAIL}"),
-        (tokenizer_of(QWEN25), "2<|im_end|>", f"\n{CHATML_TAIL}"),
+        (qwen3, "2<|im_end|>", None),
+        (llama, "2<|eot_id|>", "<|start_header_id|>user<|end_header_id|>\n\nAnd 2+2?<|eot_id|>"),
+        (partial(tokenizer_of, CHATML), "2<|im_end|>", f"\n{CHATML_TAIL}"),
+        (partial(tokenizer_of, QWEN25), "2<|im_end|>", f"\n{CHATML_TAIL}"),
     ],
     ids=["qwen3", "llama", "chatml", "qwen2.5"],
 )
 def test_a_conversation_goes_on_behind_its_own_tokens(
-    tokenizer: HuggingFaceTokenizer, answer: str, between: str | None
+    tokenizer: Callable[[], HuggingFaceTokenizer], answer: str, between: str | None
 ) -> None:
-    found = extended(Chat.of(tokenizer), answer, MORE)
+    chat = Chat.of(tokenizer())
+    found = extended(chat, answer, MORE)
     if between is None:  # its template drops earlier reasoning at a new question
         assert found is None
-        assert extended(Chat.of(tokenizer), answer, MORE, keep_reasoning=True) == f"\n{CHATML_TAIL}"
+        assert extended(chat, answer, MORE, keep_reasoning=True) == f"\n{CHATML_TAIL}"
     else:
         assert found is not None and found.startswith(between)
 
 
-@pytest.mark.parametrize("tokenizer", [qwen3(), tokenizer_of(QWEN25)], ids=["renderer", "template"])
-def test_the_next_prompt_is_what_the_template_makes_of_the_whole(tokenizer: HuggingFaceTokenizer) -> None:
+@pytest.mark.parametrize("made", [qwen3, partial(tokenizer_of, QWEN25)], ids=["renderer", "template"])
+def test_the_next_prompt_is_what_the_template_makes_of_the_whole(made: Callable[[], HuggingFaceTokenizer]) -> None:
+    tokenizer = made()
     chat = Chat.of(tokenizer)
     call = {"role": "assistant", "content": "Hm.", "tool_calls": [CALLED.message]}
     prompt = chat.prompt([USER], [TOOL])
@@ -206,17 +210,21 @@ LLAMA = [
     ('{"answer": 4} is it', None),
 ]
 CASES = [
-    *((qwen3(), "<|im_end|>", *case) for case in QWEN),
-    *((tokenizer_of(QWEN25), "<|im_end|>", *case) for case in QWEN),
-    *((llama(), "<|eot_id|>", *case) for case in LLAMA),
+    *((qwen3, "<|im_end|>", *case) for case in QWEN),
+    *((partial(tokenizer_of, QWEN25), "<|im_end|>", *case) for case in QWEN),
+    *((llama, "<|eot_id|>", *case) for case in LLAMA),
 ]
 
 
-@pytest.mark.parametrize(("tokenizer", "end", "said", "expected"), CASES)
+@pytest.mark.parametrize(("made", "end", "said", "expected"), CASES)
 def test_an_answer_is_divided_and_nothing_is_lost(
-    tokenizer: HuggingFaceTokenizer, end: str, said: str, expected: tuple[str | None, str, list[ToolCall]] | None
+    made: Callable[[], HuggingFaceTokenizer],
+    end: str,
+    said: str,
+    expected: tuple[str | None, str, list[ToolCall]] | None,
 ) -> None:
     """Whole, and in a stream of single tokens. None: all of it is content."""
+    tokenizer = made()
     chat = Chat.of(tokenizer)
     prompt, answer = chat.prompt([USER], [TOOL]), tokenizer.encode(said + end)
     found = chat.parse(answer, prompt, [TOOL])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from endpoint_helpers import SAMPLING, USER, Opened, with_session
-from openai import OpenAI
 from server_helpers import EOS, byte_tokenizer, encode
 
 from megatron_rl.inference.config import Sampling
@@ -114,6 +113,8 @@ def test_streamed_answer_is_one_chunk_with_content_and_calls() -> None:
 
 
 def test_synchronous_client_in_another_thread_is_answered() -> None:
+    from openai import OpenAI
+
     async def program(one: Opened) -> None:
         def ask() -> Any:
             with OpenAI(base_url=one.session.base_url, api_key=one.session.api_key, max_retries=0) as client:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from endpoint_helpers import Opened, with_session
-from openai import BadRequestError
 
 CALL = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
 TOOLS: Any = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}]
@@ -35,6 +34,8 @@ def test_items_that_are_sent_back_continue_the_sequence() -> None:
 
 
 def test_response_of_this_session_is_continued_by_its_id() -> None:
+    from openai import BadRequestError
+
     async def program(one: Opened) -> None:
         create = one.openai.responses.create
         first = await create(model="policy", input="1+1")

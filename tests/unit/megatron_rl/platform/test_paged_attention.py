@@ -15,7 +15,6 @@ from flash_attn_stand_in import FLASH_ATTN, splits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention import varlen
 from torch.torch_version import TorchVersion
 
 from megatron_rl.platform import flash_kernels
@@ -143,6 +142,8 @@ def test_torchs_kernel_gets_the_arguments_that_flash_attention_2_requires(monkey
     """The kernel raises if only the queries have edges. It chooses splits by the batch unless their number is given.
     Only without a window does it read the keys of a group of query heads once, and split them. Fake tensors show none
     of this."""
+    from torch.nn.attention import varlen  # loads torch's compiler
+
     given: dict[str, Any] = {}
 
     def varlen_attn(  # with the real one's parameters

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 import pytest
-from openai import AsyncOpenAI
 
 from launcher.cli.show.conversation import conversation_lines
 from megatron_rl.agent.api import Environment
@@ -43,6 +42,8 @@ class Adder(EndpointAgent):
         return {}
 
     async def run(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
+        from openai import AsyncOpenAI
+
         messages: list[Any] = [{"role": "user", "content": problem.prompt}]
         async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
             while True:
