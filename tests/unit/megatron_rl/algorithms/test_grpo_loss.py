@@ -25,7 +25,8 @@ OPTIONS = [
         [(0.0, "k3"), (0.3, "k1"), (0.3, "k2"), (0.3, "k3")],
         [0.0, 0.05],
     )
-]
+][::-3]
+"""A third of all combinations, in which each two values of two options occur together."""
 
 
 def describe(config):
@@ -221,7 +222,7 @@ def test_micro_batches_add_up_to_the_batch(cuts, config):
 def test_tokens_without_weight_are_ignored():
     inputs = random_inputs(20)
     inputs = replace(inputs, weights=torch.zeros(20, dtype=torch.float64))
-    loss, stats = grpo_loss(inputs, OPTIONS[-1])
+    loss, stats = grpo_loss(inputs, OPTIONS[0])
     loss.backward()
     assert loss == 0
     assert inputs.logprobs.grad.tolist() == [0] * 20
@@ -230,7 +231,7 @@ def test_tokens_without_weight_are_ignored():
 
 def test_empty_micro_batch_has_a_differentiable_loss():
     inputs = select(random_inputs(5), slice(0, 0))
-    loss, stats = grpo_loss(inputs, OPTIONS[-1])
+    loss, stats = grpo_loss(inputs, OPTIONS[0])
     loss.backward()
     assert loss == 0
     assert not any(asdict(stats).values())
@@ -277,7 +278,7 @@ def test_stats_contain_only_measured_values():
 
 
 def test_stats_carry_no_gradient():
-    _, stats = grpo_loss(random_inputs(5), OPTIONS[-1])
+    _, stats = grpo_loss(random_inputs(5), OPTIONS[0])
     assert not any(value.requires_grad for value in asdict(stats).values() if value is not None)
 
 
@@ -293,7 +294,7 @@ def test_penalty_without_reference_is_rejected():
 
 
 with_all_terms = pytest.mark.parametrize(
-    "config", [config for config in OPTIONS if config.importance and config.entropy_coefficient][:4], ids=describe
+    "config", [config for config in OPTIONS if config.importance and config.entropy_coefficient], ids=describe
 )
 
 
