@@ -65,7 +65,7 @@ class GraphRecorder(Protocol):
         """
 
     def release(self) -> None:
-        """Free the memory of all recordings, none of which may be replayed again."""
+        """Free the memory of this recorder's recordings, none of which may be replayed again."""
 
 
 class Platform(Protocol):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -34,18 +35,17 @@ MEMORY_EVENTS = 200_000
 
 
 class CudaGraphs:
-    """Recorder of all graphs on one stream with one memory pool: no graph needs its temporary tensors after it is done,
-    so the pool is as large as the largest graph needs. A graph refers to tensors by address, so its owner must keep
+    """Recorder of one engine's graphs with one memory pool: no graph needs its temporary tensors after it is done, so
+    the pool is as large as the largest graph needs. A graph refers to tensors by address, so its owner must keep
     them alive and in place (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
 
     Graphs include NCCL's collectives, which its watchdog does not see then. If a rank is lost, the others learn it from
     the control group (gloo) before their next step, and a rank that hangs in a collective is silent.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device, self._stream = device, stream
+        self._pool: Any = None  # of the recorded graphs; None if there are none
         self._recorded: list[torch.cuda.CUDAGraph] = []
 
     def warm_up(self, function: Callable[[], None]) -> None:
@@ -57,6 +57,8 @@ class CudaGraphs:
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         # thread_local: another thread may be writing a checkpoint, pinning memory and recording events.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             function()
@@ -66,9 +68,9 @@ class CudaGraphs:
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
-        while self._recorded:  # their engines may still hold them
+        while self._recorded:  # the engine may still hold them
             self._recorded.pop().reset()
-        self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be reused
+        self._pool = None  # a pool without graphs cannot be reused
 
 
 class CudaPlatform:
@@ -124,9 +126,14 @@ class CudaPlatform:
         return self._sums[key]
 
     @cached_property
-    def graphs(self) -> CudaGraphs:
-        """Recorder of all engines of this process: cuBLAS keeps a workspace for every stream it has seen."""
-        return CudaGraphs(self.device)
+    def _graph_stream(self) -> torch.cuda.Stream:
+        """Stream on which all graphs are recorded: cuBLAS keeps a workspace for every stream it has seen."""
+        return torch.cuda.Stream(self.device)
+
+    @cached_property
+    def _recorders(self) -> WeakSet[CudaGraphs]:
+        """Recorders of the engines of this process."""
+        return WeakSet()
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         return self.attention.layout(packed, self.device, dtype, part)
@@ -144,14 +151,18 @@ class CudaPlatform:
         return not self.attention.reads_pages(dtype, page_tokens)
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
-        return self.graphs if self.attention.reads_pages(dtype, page_tokens) else None
+        if not self.attention.reads_pages(dtype, page_tokens):
+            return None
+        recorder = CudaGraphs(self.device, self._graph_stream)
+        self._recorders.add(recorder)
+        return recorder
 
     def against_grouped_products(self, dtype: torch.dtype) -> str | None:
         return against_grouped_products(self.device, dtype)
 
     def release_graphs(self) -> None:
-        if "graphs" in vars(self):  # otherwise no engine has asked for the recorder
-            self.graphs.release()
+        for recorder in [*self._recorders]:
+            recorder.release()
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
         return self.attention.gathers_branches(dtype, in_parts=in_parts)

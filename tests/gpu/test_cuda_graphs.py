@@ -119,3 +119,20 @@ def test_moved_weights_are_used(policy: Policy) -> None:
     ours = engine.take(first.id) or []
     ((theirs,),) = [answers(engine_of(policy, recorded=False), [requests[1]])]
     assert [one.tokens for one in ours] == [one.tokens for one in theirs]
+
+
+def test_an_engine_that_ends_its_phase_leaves_the_recordings_of_another(policy: Policy) -> None:
+    kind = Sampling(max_new_tokens=60, min_new_tokens=60, temperature=0.0)
+    engines = [engine_of(policy, recorded=True) for _ in range(2)]
+    requests = [GenerationRequest([1, 2, 3], 8, kind, key=0) for _ in range(3)]
+    for engine, request in zip(engines, requests, strict=False):
+        engine.submit(request)
+        for _ in range(10):
+            engine.step()
+    engines[0].cancel(requests[0].id)
+    engines[0].end_phase()
+    while engines[1].busy:
+        engines[1].step()
+    ours = engines[1].take(requests[1].id) or []
+    ((theirs,),) = [answers(engine_of(policy, recorded=False), [requests[2]])]
+    assert [one.tokens for one in ours] == [one.tokens for one in theirs]

@@ -1,0 +1,88 @@
+"""Each engine's recorder frees its own graphs alone; the platform frees all. CUDA is a stand-in that counts."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.platform.cuda import CudaPlatform
+
+
+class Graph:
+    """A graph, which fails once it was reset, as CUDA's does."""
+
+    def __init__(self) -> None:
+        self.alive = True
+
+    def reset(self) -> None:
+        self.alive = False
+
+    def replay(self) -> None:
+        assert self.alive, "the graph was reset"
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> CudaPlatform:
+    """The CUDA platform without a device, whose attention can be recorded. `recorded` has the pool of each recording,
+    `streams` the streams that were made."""
+    made: Any = object.__new__(CudaPlatform)
+    made.device = torch.device("cuda", 0)
+    made.attention = SimpleNamespace(reads_pages=lambda dtype, page_tokens: True)
+    made.recorded, made.streams = [], []
+
+    def graph(graph: Graph, pool: object, stream: object, *, capture_error_mode: str) -> Any:
+        made.recorded.append(pool)
+        return nullcontext()
+
+    def stream(device: torch.device) -> object:
+        made.streams.append(object())
+        return made.streams[-1]
+
+    for name, value in {
+        "CUDAGraph": Graph,
+        "Stream": stream,
+        "graph": graph,
+        "graph_pool_handle": object,
+        "synchronize": lambda device: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return made
+
+
+def recorder_of(platform: CudaPlatform) -> Any:
+    return platform.graph_recorder(torch.bfloat16, 256)
+
+
+def test_a_recorder_frees_its_own_graphs_alone(platform: Any) -> None:
+    first, second = recorder_of(platform), recorder_of(platform)
+    of_first, of_second = first.record(lambda: None), second.record(lambda: None)
+    first.release()
+    of_second()
+    with pytest.raises(AssertionError, match="was reset"):
+        of_first()
+    first.record(lambda: None)()
+    own, other, again = platform.recorded
+    assert len({id(own), id(other), id(again)}) == 3, "a pool without graphs is not used again, nor that of another"
+    assert len(platform.streams) == 1, "cuBLAS keeps a workspace for each stream"
+
+
+def test_the_platform_frees_the_graphs_of_all_engines_that_live(platform: Any) -> None:
+    recorders = [recorder_of(platform) for _ in range(3)]
+    replays = [recorder.record(lambda: None) for recorder in recorders]
+    del recorders[0]
+    gc.collect()
+    platform.release_graphs()
+    for replay in replays[1:]:
+        with pytest.raises(AssertionError, match="was reset"):
+            replay()
+    assert len(platform._recorders) == 2
+
+
+def test_a_platform_without_engines_has_nothing_to_free(platform: Any) -> None:
+    platform.release_graphs()
+    assert platform.streams == []
