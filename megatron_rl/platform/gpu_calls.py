@@ -8,6 +8,7 @@ only the standard library until it imports the packages, so that `mrl doctor --d
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
@@ -35,7 +36,18 @@ class GpuCall:
     since: str = ""
     """First release in which the project calls it."""
 
+    @property
+    def compiled(self) -> bool:
+        """Whether it is compiled, so that only the installed release shows its parameters, in its documentation."""
+        return self.module.startswith("torch._C") or self.of_nccl
 
+    @property
+    def of_nccl(self) -> bool:
+        """Whether only builds of torch with NCCL have it."""
+        return self.name.startswith(NCCL)
+
+
+NCCL = "ProcessGroupNCCL"
 FLASH_ATTN, TRANSFORMER_ENGINE = "flash-attn", "transformer-engine"
 
 GPU_CALLS = (
@@ -99,6 +111,18 @@ GPU_CALLS = (
         ("block_table", "enable_gqa", "num_splits", "seqused_k", "window_size"),
         since="2.13",
     ),
+    GpuCall("torch", "torch.distributed", NCCL, 4, since="2.11"),
+    GpuCall("torch", "torch.distributed", f"{NCCL}.Options", since="2.11"),
+    GpuCall("torch", "torch.distributed", f"{NCCL}.Options._timeout", since="2.11"),
+    GpuCall("torch", "torch.distributed", f"{NCCL}.Options.config", since="2.11"),
+    GpuCall("torch", "torch.distributed", f"{NCCL}.NCCLConfig.blocking", since="2.11"),
+    GpuCall("torch", "torch._C._distributed_c10d", "Backend.send", 3, since="2.11"),
+    GpuCall("torch", "torch._C._distributed_c10d", "Backend.recv", 3, since="2.11"),
+    GpuCall("torch", "torch._C._distributed_c10d", "Backend.allgather", 2, since="2.11"),
+    GpuCall("torch", "torch._C._distributed_c10d", "Backend._start_coalescing", since="2.11"),
+    GpuCall("torch", "torch._C._distributed_c10d", "Backend._end_coalescing", since="2.11"),
+    GpuCall("torch", "torch._C._distributed_c10d", "Backend.eager_connect_single_device", 1, since="2.11"),
+    GpuCall("torch", "torch._C._distributed_c10d", "Backend.abort", since="2.11"),
     GpuCall("torch", "torch.distributed._symmetric_memory", "enable_symm_mem_for_group", 1),
     GpuCall("torch", "torch.distributed._symmetric_memory", "empty", 1, ("device", "dtype")),
     GpuCall("torch", "torch.distributed._symmetric_memory", "rendezvous", 2),
@@ -155,10 +179,15 @@ def _check(package: str, calls: Iterable[GpuCall]) -> Fit:
     version = _version(package)
     if version is None:
         return Fit(package, None)
-    used = [call for call in calls if release_of(version) >= release_of(call.since)]
+    used = [call for call in calls if release_of(version) >= release_of(call.since) and _is_built(call)]
     problems = list(dict.fromkeys(problem for call in used if (problem := problem_of(call, _load))))
     of_driver = [problem for problem in problems if DRIVER in problem]
     return Fit(package, version, tuple(one for one in problems if one not in of_driver), bool(of_driver))
+
+
+def _is_built(call: GpuCall) -> bool:
+    """Whether this build has what the call is for: CPU builds of torch have no NCCL, and never make its calls."""
+    return not call.of_nccl or bool(importlib.import_module(call.module).is_nccl_available())
 
 
 def _version(package: str) -> str | None:
@@ -196,13 +225,40 @@ def problem_of(call: GpuCall, load: Callable[[GpuCall], Any]) -> str | None:
         return f"{call.module} has no {call.name}"
     if not (call.positional or call.keywords):
         return None
-    signature = inspect.signature(found)
-    parameters = [one for one in signature.parameters.values() if one.name != "self"]
-    try:
-        signature.replace(parameters=parameters).bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
-    except TypeError as error:
-        return f"{call.module}.{call.name}: {error}"
-    return None
+    problem = None
+    for signature in documented_signatures(found) if call.compiled else [inspect.signature(found)]:
+        parameters = [one for one in signature.parameters.values() if one.name != "self"]
+        try:
+            signature.replace(parameters=parameters).bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
+        except TypeError as error:
+            problem = f"{call.module}.{call.name}: {error}"
+        else:
+            return None
+    return problem
+
+
+def documented_signatures(found: Any) -> list[inspect.Signature]:
+    """Return the signatures of a compiled function or class, one for each overload, as pybind11 writes them into the
+    first lines of its documentation; none if it has no such lines."""
+    function: Any = found.__init__ if isinstance(found, type) else found  # type: ignore[misc]
+    documentation = function.__doc__ or ""
+    return [_parsed(match[1]) for match in re.finditer(r"^(?:\d+\. )?\w+\((.*)\) -> ", documentation, re.MULTILINE)]
+
+
+def _parsed(parameters: str) -> inspect.Signature:
+    """Parse `self: Backend, tensors: list[Tensor], opts: Options = <Options object at 0x7f>`."""
+    readable = re.sub(r"<[^<>]*>", "None", parameters).replace("::", ".")
+    function = ast.parse(f"def function({readable}): pass").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+    optional = len(names) - len(function.args.defaults)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, kind, default=inspect.Parameter.empty if place < optional else None)
+            for place, name in enumerate(names)
+        ]
+    )
 
 
 def main(required: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ ROOTS = (
     "torch.cuda.graph",
     "torch.cuda.graph_pool_handle",
     "torch.cuda.power_draw",
+    "torch.distributed.ProcessGroupNCCL",
     "torch.distributed._symmetric_memory",
     "torch.nn.attention",
     "transformer_engine",

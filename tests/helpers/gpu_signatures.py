@@ -65,9 +65,10 @@ def full_name(call: GpuCall) -> str:
 
 
 def calls_of(package: str, version: str) -> Iterator[GpuCall]:
-    """Yield the calls that the project makes to a release."""
+    """Yield the calls that the project makes to a release, except those of compiled functions, whose parameters are in
+    no source file."""
     for call in GPU_CALLS:
-        if call.package == package and release_of(version) >= release_of(call.since):
+        if call.package == package and release_of(version) >= release_of(call.since) and not call.compiled:
             yield call
 
 

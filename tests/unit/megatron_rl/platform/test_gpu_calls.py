@@ -3,9 +3,12 @@ release accepts. Their signatures were read from the releases themselves (tests/
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +18,7 @@ from gpu_calls_in_source import all_calls
 from gpu_signatures import SOURCES, calls_of, full_name, recorded, stand_in
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before megatron-core itself, as in a rank
-from megatron_rl.platform import flash_kernels, gpu_calls
+from megatron_rl.platform import flash_kernels, gpu_calls, transport
 from megatron_rl.platform.gpu_calls import (
     FLASH_ATTN,
     GPU_CALLS,
@@ -35,6 +38,9 @@ OF_OBJECTS = {
     "transformer_engine.pytorch.DotProductAttention.forward",
 }
 """Calls whose arguments the source does not show beside the name."""
+NAMED = ("ProcessGroupNCCL", "ProcessGroupNCCL.Options")
+OF_TRANSPORT = [call for call in GPU_CALLS if call.compiled and call.name not in NAMED]
+"""Calls and attributes that transport.py uses of an object of the backend."""
 PAGED = next(call for call in GPU_CALLS if call.name == "flash_attn_with_kvcache")
 
 
@@ -51,7 +57,41 @@ def test_the_table_has_every_call_in_the_source() -> None:
 def test_the_source_has_every_call_in_the_table() -> None:
     calls = {(found.target, found.keywords) for found in all_calls()}
     unused = [call for call in GPU_CALLS if (full_name(call), frozenset(call.keywords)) not in calls]
-    assert {full_name(call) for call in unused} == OF_OBJECTS
+    assert {full_name(call) for call in unused} == OF_OBJECTS | {full_name(call) for call in OF_TRANSPORT}
+
+
+def test_the_table_has_every_call_of_the_transport_on_its_backend() -> None:
+    """The transport calls methods of an object, whose class the source does not show beside them."""
+    rows = {call.name.removeprefix("Backend."): call.positional for call in OF_TRANSPORT}
+    tree = ast.parse(inspect.getsource(transport.NcclTransport))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    seen = {
+        node.func.attr: len(node.args)
+        for node in calls
+        if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "self._backend"
+    }
+    assert seen == {name: positional for name, positional in rows.items() if not name.startswith("ProcessGroupNCCL")}
+
+
+def test_compiled_functions_are_bound_to_the_signatures_in_their_documentation() -> None:
+    send = next(call for call in OF_TRANSPORT if call.name == "Backend.send")
+    assert problem_of(send, lambda _: torch._C._distributed_c10d.Backend.send) is None
+    assert problem_of(replace(send, positional=4), lambda _: torch._C._distributed_c10d.Backend.send) == (
+        "torch._C._distributed_c10d.Backend.send: too many positional arguments"
+    )
+    with_options = replace(send, positional=4)  # an overload with options instead of a time
+    assert problem_of(with_options, lambda _: torch.distributed.ProcessGroupGloo) is None
+    assert problem_of(replace(send, positional=5), lambda _: torch.distributed.ProcessGroupGloo) is not None
+
+
+def test_calls_of_nccl_are_those_of_builds_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_nccl = [call for call in OF_TRANSPORT if call.of_nccl]
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert all(fit.fits for fit in check_packages(of_nccl))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", object, raising=False)
+    (fit,) = check_packages(of_nccl)
+    assert "torch.distributed has no ProcessGroupNCCL.Options.config" in fit.problems
 
 
 @pytest.mark.parametrize(("package", "version"), SOURCES)
