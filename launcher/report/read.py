@@ -50,11 +50,11 @@ def read_report(run: RunDir, now: float) -> RunReport:
     """
     (status,) = read_statuses([run])
     record = read_record(run)
+    record = replace(record, recipe=with_defaults(record.recipe, RunConfig))
     unread = [*status.unread, *record.left_out]
     usage, ledger = read_gpu_usage(status, now, unread)
     running = status.state in ("running", "saving", "unknown")
-    recipe = with_defaults(record.recipe, RunConfig)
-    base, changed = _differences(run, recipe, unread)
+    base, changed = _differences(run, record.recipe, unread)
     held = held_seconds(usage)
     step = record.lines[-1].step if record.lines else 0
     collected = collect(read_rollouts(run, 1, step))
@@ -95,9 +95,9 @@ def read_report(run: RunDir, now: float) -> RunReport:
         base=base,
         differences=changed,
         changes=_changes(run, unread),
-        siblings=read_siblings(run, replace(record, recipe=recipe), unread),
+        siblings=read_siblings(run, record, unread),
         fork=if_readable(read(Fork, run.fork)),
-        values=recipe,
+        values=dict(record.recipe),
         facts=_facts(run, status.attempt, record),
         unread=unread,
     )

@@ -17,8 +17,8 @@ from launcher.report.page import duration, json_block, visible
 from launcher.report.write import follow_run
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, MetricsLine, TimelineLine
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import append
-from megatron_rl.contract.run_records import RecipeChange
+from megatron_rl.contract.records import append, write
+from megatron_rl.contract.run_records import Fork, RecipeChange
 
 pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
 
@@ -139,11 +139,13 @@ def test_damaged_records_leave_a_page_that_names_what_is_missing(run: RunDir):
     run.metrics.write_text("\n".join([*lines[:9], '{"step": 10, "mean_reward": NaN}', *lines[10:], ""]), "utf-8")
     append(run.attempts_ledger, AttemptStart(2, 1e300, ranks=2))
     append(run.changes, RecipeChange(attempt=2, at=1e300, changes={"grpo.kl_beta": [0.1]}))
+    write(run.fork, Fork("/nowhere", 10, {}, at=900.0))
     run.recipe.unlink()
     said = " ".join(page_of(run).text.split())
     for part in (
         f"Not read: {run.metrics}: 1 lines are left out: line 10",
-        f"Not read: {run.recipe}",
+        "an unknown time",
+        "forked from /nowhere at step 10",
         "an unknown time",
     ):
         assert part in said, part

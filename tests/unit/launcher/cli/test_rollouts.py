@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from launcher.cli.rollouts import command
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import append
+from megatron_rl.contract.records import append, write
 from megatron_rl.contract.rollout_records import (
     AnswerLine,
     GroupLine,
@@ -21,6 +22,7 @@ from megatron_rl.contract.rollout_records import (
     member,
     rollouts_file,
 )
+from megatron_rl.contract.run_records import Fork
 
 HOSTILE = "\x1b]0;owned\x07<script>\u202egnp.exe\nsecond line"
 SEQUENCE = SequenceLine([1, 7], ["2", "\x1b["], [[1, 2]], [False, True], [0.0, -0.5], [0.0, -1e9], [-1, 3])
@@ -148,6 +150,18 @@ def test_a_limit_says_that_more_fit(run: RunDir):
 )
 def test_what_cannot_be_shown_is_said(run: RunDir, options: list[str], code: int, message: str):
     assert message in printed(run, *options, code=code)
+
+
+def test_steps_before_a_fork_are_those_of_its_origin_or_named(run: RunDir, tmp_path: Path):
+    fork = RunDir(tmp_path / "fork")
+    fork.root.mkdir()
+    fork.resolved.touch()
+    append(fork.metrics, MetricsLine(1, {}))
+    write(fork.fork, Fork(str(run.root), 1, {}, at=1.0))
+    assert ordinals(fork, "--step", "1") == [0, 1]
+    shutil.rmtree(run.root)
+    said = printed(fork, "--step", "1", code=1)
+    assert f"Steps up to 1 are recorded in {run.root}, from which the run was forked" in said
 
 
 def test_a_run_without_a_step_has_nothing_to_show(run: RunDir):
