@@ -19,18 +19,20 @@ RECORDED_STEPS = 50
 """Newest steps whose recorded answers are read. By default every tenth has some."""
 
 
-def read_record(run: RunDir) -> Record:
+def read_record(run: RunDir, *, answers: bool = True) -> Record:
     """Return the record of a run; damaged lines are left out. Raises Failed if a file cannot be read, and BadInput as
-    `resolved_values`."""
+    `resolved_values`.
+
+    answers: whether to read the recorded answers of the newest steps, which takes longer than all the rest.
+    """
     recipe = resolved_values(run)
     left_out: list[str] = []
     lines, watch = _lines(run.metrics, left_out), Watch()
     for line in lines:
         watch.add(line)
     evaluations = _lines(run.evaluations, left_out)
-    return Record(
-        recipe, lines, evaluations, watch.warnings, read_slow_ranks(run), left_out, formats=_formats(run, lines)
-    )
+    formats = _formats(run, lines) if answers else NO_FORMATS
+    return Record(recipe, lines, evaluations, watch.warnings, read_slow_ranks(run), left_out, formats)
 
 
 def _formats(run: RunDir, lines: list[MetricsLine]) -> Formats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from launcher.errors import BadInput
@@ -42,7 +43,7 @@ def read_compared(runs: Sequence[RunDir]) -> list[ComparedRun]:
     """Read the records of runs. Their recipes have defaults for the keys that an older mrl did not know.
     Raises Failed and BadInput as `read_record`."""
     statuses = read_statuses(runs)
-    records = at_once(read_record, runs)
+    records = at_once(partial(read_record, answers=False), runs)
     return [
         ComparedRun(
             status.name,
