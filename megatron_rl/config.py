@@ -43,9 +43,12 @@ class RunConfig(Sections):
         return self
 
 
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C if PyYAML was built with libyaml
+
+
 def read_config(run_dir: RunDir) -> RunConfig:
     """Read the configuration that a run was submitted with. Raises ConfigurationError."""
     try:
-        return RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
+        return RunConfig.model_validate(yaml.load(run_dir.resolved.read_text(encoding="utf-8"), _Loader))
     except ValidationError as error:
         raise ConfigurationError(f"{run_dir.resolved}: {error}") from error

@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
-from megatron_rl.config import RunConfig
+from megatron_rl.config import read_config
 from megatron_rl.contract.attempt_records import Address, AllReduce
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Absent, Unreadable, read, write
@@ -256,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     run_dir = RunDir(options.run_dir)
-    config = RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
+    config = read_config(run_dir)
     rank, size, local_rank = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
     timeouts = FabricTimeouts(meet=options.meet_s)
     run(run_dir.attempt(options.attempt), config.job, rank, size, local_rank, options.slower_than, timeouts)
