@@ -38,10 +38,7 @@ def read_record(run: RunDir, *, answers: bool = True) -> Record:
 def _formats(run: RunDir, lines: list[MetricsLine]) -> Formats:
     """Formats of the answers of the newest steps; none where their record cannot be read."""
     last = lines[-1].step if lines else 0
-    try:
-        return formats_of(read_rollouts(run, max(1, last - RECORDED_STEPS + 1), last))
-    except OSError:
-        return NO_FORMATS
+    return formats_of(read_rollouts(run, max(1, last - RECORDED_STEPS + 1), last))
 
 
 def _lines(path: Path, left_out: list[str]) -> list[MetricsLine]:

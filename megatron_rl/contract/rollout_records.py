@@ -111,7 +111,11 @@ def read_rollouts(run: RunDir, first: int, last: int) -> Iterator[GroupLine]:
     if fork is not None and first <= fork.step:
         yield from read_rollouts(RunDir(fork.source), first, min(last, fork.step))
         first = fork.step + 1
-    attempts = [run.attempt(number) for number in range(run.last_attempt(), 0, -1)]
+    try:
+        attempts = [run.attempt(number) for number in range(run.last_attempt(), 0, -1)]
+    except OSError as error:
+        logger.warning("the rollouts of %s are left out: %s", run.root, error)
+        return
     names = {attempt.number: _names(attempt) for attempt in attempts}
     for start in sorted({start for found in names.values() for start in found}):
         if start + STEPS_PER_FILE <= first or start > last:

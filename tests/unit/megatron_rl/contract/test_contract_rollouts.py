@@ -141,3 +141,10 @@ def test_groups_that_no_run_writes_are_left_out(
     with caplog.at_level(logging.WARNING):
         assert [each.ordinal for each in read_rollouts(run, 1, 1)] == [0]
     assert "1 groups are left out: prompt 1 of step 1 has " in caplog.text
+
+
+def test_attempts_that_cannot_be_listed_are_logged_and_left_out(run: RunDir, caplog: pytest.LogCaptureFixture):
+    (run.root / "attempts").symlink_to("attempts")  # ELOOP
+    with caplog.at_level(logging.WARNING):
+        assert [*read_rollouts(run, 1, 9)] == []
+    assert f"the rollouts of {run.root} are left out: " in caplog.text
