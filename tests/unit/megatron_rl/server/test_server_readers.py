@@ -197,6 +197,7 @@ async def test_waiting_samples_are_counted_while_the_engine_computes() -> None:
     assert await asyncio.to_thread(thread.join)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine ends by SystemExit
 @limited
 async def test_stopped_engine_leaves_nobody_waiting() -> None:
     engine = SayingEngine()
