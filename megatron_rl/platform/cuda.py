@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -63,8 +63,12 @@ class CudaGraphs:
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             function()
         self._recorded.append(graph)
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return partial(self._replay, graph)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """A method, so that this recorder lives as long as anyone can replay: the platform then finds the graph, and
+        ends it before the communicators that it contains."""
+        graph.replay()
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)

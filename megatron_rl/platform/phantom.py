@@ -158,7 +158,8 @@ class PhantomDevice(TorchDispatchMode):
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
     def _count_wait(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
-        waits = target.device.type == "cpu" and target.untyped_storage().data_ptr() not in self._pinned
+        pinned = not isinstance(target, FakeTensor) and target.untyped_storage().data_ptr() in self._pinned
+        waits = target.device.type == "cpu" and not pinned
         self.waits += source.device != target.device and (waits or not non_blocking)
 
 

@@ -105,7 +105,7 @@ def test_killed_replicas_and_a_drain_during_generation_leave_the_record_unchange
     assert reproducible(run_dir) == by_themselves(tmp_path / "alone", cache, {"tp": 1}, {"tp": 1})
 
 
-AHEAD_STEPS, PROMPTS = 11, 5
+AHEAD_STEPS, PROMPTS = 16, 5
 
 
 @pytest.mark.parametrize("max_lag", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -121,6 +121,7 @@ def test_generation_ahead_trains_each_prompt_once_and_no_token_beyond_the_bound(
     first.wait_for_step(4)
     # these answers replace the lost ones; after the kill the line of that step may be useless
     until(lambda: any(line["failed_rollouts"] for line in lines_of(run_dir.metrics)), "answers are given up")
+    until(lambda: not killed[0].is_alive(), "the first replica has killed itself")
     assert killed[0].exitcode == -signal.SIGKILL
     first.kill()
 

@@ -7,6 +7,7 @@ import os
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,12 +106,25 @@ class GraphsAndGroups:
         monkeypatch.setattr(parallel_state, "destroy_model_parallel", lambda: None)
 
 
+def cuda_platform() -> Any:
+    """The CUDA platform without a device, whose attention can be recorded."""
+    platform: Any = CudaPlatform.__new__(CudaPlatform)
+    platform.device = torch.device("cuda", 0)
+    platform.attention = SimpleNamespace(reads_pages=lambda *_: True)
+    return platform
+
+
+def record(platform: Any, times: int) -> list[Any]:
+    """Return what replays the graphs of one recorder."""
+    recorder = platform.graph_recorder(torch.bfloat16, platform.page_tokens)
+    return [recorder.record(lambda: None) for _ in range(times)]
+
+
 def test_recorded_graphs_end_before_the_communicators_that_they_contain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the engine that could replay them is still there, as with placement.offload none."""
     order = GraphsAndGroups(monkeypatch)
-    platform = CudaPlatform.__new__(CudaPlatform)
-    platform.device = torch.device("cuda", 0)
-    replays = [platform.graphs.record(lambda: None) for _ in range(2)]
+    platform = cuda_platform()
+    replays = record(platform, times=2)
     disconnect(platform)
     assert order.calls == ["wait for the device", "reset a graph", "reset a graph", "destroy the groups"]
     del replays
@@ -125,14 +139,13 @@ def test_a_device_without_recordings_is_not_waited_for(monkeypatch: pytest.Monke
 def test_a_served_policy_with_recordings_leaves_in_that_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """`mrl serve`, `evaluate` and `chat` open a world and keep their engine until the end."""
     order = GraphsAndGroups(monkeypatch)
-    platform = CudaPlatform.__new__(CudaPlatform)
-    platform.device = torch.device("cuda", 0)
-    monkeypatch.setattr(standalone_world, "select", lambda *_: platform)
+    monkeypatch.setattr(standalone_world, "select", lambda *_: cuda_platform())
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(standalone_world, "cut", lambda *_: None)
     with standalone_world.connected(StandaloneWorld.single(), "cuda") as (opened, _):
-        opened.graphs.record(lambda: None)  # type: ignore[attr-defined]  # of a CudaPlatform
+        replays = record(opened, times=1)
     assert order.calls[-2:] == ["reset a graph", "destroy the groups"]
+    del replays
 
 
 def test_nothing_else_destroys_communicators() -> None:
