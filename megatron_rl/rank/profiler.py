@@ -63,7 +63,11 @@ class Trace:
 
     def _begin(self) -> None:
         self._platform.watch_memory(True)
-        self._profile.start()
+        try:
+            self._profile.start()
+        except BaseException:
+            self._platform.watch_memory(False)  # which costs time until it ends
+            raise
 
     def _stop(self) -> bytes | None:
         try:
