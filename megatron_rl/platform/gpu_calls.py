@@ -239,10 +239,13 @@ def problem_of(call: GpuCall, load: Callable[[GpuCall], Any]) -> str | None:
 
 def documented_signatures(found: Any) -> list[inspect.Signature]:
     """Return the signatures of a compiled function or class, one for each overload, as pybind11 writes them into the
-    first lines of its documentation; none if it has no such lines."""
+    first lines of its documentation; none if it has no such lines, or others than Python can parse."""
     function: Any = found.__init__ if isinstance(found, type) else found  # type: ignore[misc]
-    documentation = function.__doc__ or ""
-    return [_parsed(match[1]) for match in re.finditer(r"^(?:\d+\. )?\w+\((.*)\) -> ", documentation, re.MULTILINE)]
+    signatures = []
+    for match in re.finditer(r"^(?:\d+\. )?\w+\((.*)\) -> ", function.__doc__ or "", re.MULTILINE):
+        with contextlib.suppress(SyntaxError):  # a default whose description has brackets of its own
+            signatures.append(_parsed(match[1]))
+    return signatures
 
 
 def _parsed(parameters: str) -> inspect.Signature:

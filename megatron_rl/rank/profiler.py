@@ -56,7 +56,7 @@ class Trace:
         device that another tool profiles, the work itself is not affected."""
         try:
             part()
-        except Exception as error:  # noqa: BLE001 - torch raises many kinds
+        except Exception as error:  # noqa: BLE001 - torch raises many kinds, and none may end a run
             logger.warning("the profile %s is left out: %s", self._path, error)
             return False
         return True

@@ -122,6 +122,19 @@ def test_a_slow_node_of_an_elastic_run_is_named(tmp_path: Path):
     assert (found.host, found.whole_node) == ("node7", True)
 
 
+def test_the_name_of_a_host_reaches_no_terminal_as_a_command(tmp_path: Path):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    run.resolved.write_text(dump_resolved(load_recipe("demo").config), encoding="utf-8")
+    attempt = run.attempt(1)
+    attempt.heartbeats.mkdir(parents=True)
+    write(attempt.heartbeat(1), Heartbeat(1, 2, "node\x1b]0;\u202e7", "training", 30, 90, 1.0, 1.0, 5.0))
+    for line in lines(*[{"train": SlowestRank(1, 9.0, 6.0)}] * STEPS):
+        append(attempt.timeline, line)
+    (found,) = read_slow_ranks(run)
+    assert found.host == r"node\x1b]0;\u202e7"
+
+
 def test_a_damaged_run_has_no_slow_rank(tmp_path: Path):
     run = RunDir(tmp_path / "run")
     assert read_slow_ranks(run) == []

@@ -84,6 +84,18 @@ def test_compiled_functions_are_bound_to_the_signatures_in_their_documentation()
     assert problem_of(replace(send, positional=5), lambda _: torch.distributed.ProcessGroupGloo) is not None
 
 
+def test_a_signature_that_python_cannot_parse_is_passed_over() -> None:
+    def connect() -> None:
+        """connect(*args, **kwargs)
+        1. connect(self: Backend, options: Options = <Options of <Backend> at 0x7f>) -> None
+        2. connect(self: Backend, device: int) -> None
+        """
+
+    connect.__doc__ = inspect.cleandoc(connect.__doc__ or "")
+    (signature,) = gpu_calls.documented_signatures(connect)
+    assert [*signature.parameters] == ["self", "device"]
+
+
 def test_calls_of_nccl_are_those_of_builds_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     of_nccl = [call for call in OF_TRANSPORT if call.of_nccl]
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
