@@ -101,9 +101,11 @@ def _why_no_multicast(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"torch {torch.__version__} has no symmetric memory ({error})"
     if not hasattr(torch.ops.symm_mem, "multimem_all_reduce_"):
         return f"torch {torch.__version__} has no multimem_all_reduce_"
-    if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0):
-        return "this GPU has no multicast (NVSwitch of an H100 or later)"
-    return None
+    try:
+        found = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0)
+    except RuntimeError as error:  # of the driver, or for want of one
+        return str(error).partition("\n")[0]
+    return None if found else "this GPU has no multicast (NVSwitch of an H100 or later)"
 
 
 def _mapped(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, str | None]:

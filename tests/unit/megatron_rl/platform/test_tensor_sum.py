@@ -98,6 +98,9 @@ def test_all_ranks_choose_alike_and_say_why(
     with monkeypatch.context() as patch:
         patch.setattr(symmetric._SymmetricMemory, "has_multicast_support", lambda *_: False)
         assert_nccl("this GPU has no multicast (NVSwitch of an H100 or later)")
+    with monkeypatch.context() as patch:
+        patch.setattr(symmetric._SymmetricMemory, "has_multicast_support", fail)
+        assert_nccl("peer access is not supported")
 
 
 def test_one_rank_sums_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
