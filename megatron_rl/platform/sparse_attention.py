@@ -79,7 +79,7 @@ class SparseAttention:
 
 def sparse_attention(rows: PagedRows) -> SparseAttention:
     """Build the attention of all rows at once, whatever their lengths, on a device whose `bounds` are exact."""
-    _silence_beta_warning()
+    _silence_first_warnings()
     tokens, repeated = rows.page_tokens, rows.heads // rows.kv_heads
     pages = -(-rows.bounds // tokens).astype(np.int32)
     of_query = np.repeat(pages, rows.heads)
@@ -107,8 +107,11 @@ def sparse_attention(rows: PagedRows) -> SparseAttention:
 
 
 @cache
-def _silence_beta_warning() -> None:
-    """Make torch's first sparse matrix, of which it warns that support is in beta, without the warning."""
+def _silence_first_warnings() -> None:
+    """Make torch's first sparse matrix without its warnings that support is in beta and, in torch 2.11, that nobody
+    checks invariants."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
-        torch.empty(0, 0, layout=torch.sparse_csr)
+        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
+        nothing = torch.empty(0, dtype=torch.int64)
+        torch.sparse_csr_tensor(torch.zeros(1, dtype=torch.int64), nothing, torch.empty(0), (0, 0))
