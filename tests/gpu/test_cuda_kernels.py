@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from gpu_helpers import NEEDS_CUDA
+from gpu_helpers import NEEDS_CUDA, with_helpers
 from torch import Tensor
 
 from megatron_rl.platform import flash_kernels
@@ -135,8 +132,7 @@ def test_layers_of_transformer_engine_agree_with_local_ones() -> None:
     fit = check_package(TRANSFORMER_ENGINE)
     if not fit.fits:
         pytest.skip(str(fit))
-    environment: dict[str, Any] = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
     done = subprocess.run(
-        [sys.executable, "-c", TWINS], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", TWINS], env=with_helpers(), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout.strip().endswith("the same"), done.stderr

@@ -1,25 +1,22 @@
 """Two ranks compute what one does: tensor parallelism with and without sequence parallelism, and data parallelism, in
-generation, scoring and training. Two ranks on one GPU exchange activations through gloo."""
+generation, scoring and training. Two ranks on one GPU communicate through gloo."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from core_helpers import tiny_run
-from gpu_helpers import DEVICE, NEEDS_GPU, SHARED, gpu_model, metrics, run_recipe
+from gpu_helpers import DEVICE, NEEDS_GPU, gpu_model, metrics, run_recipe
 
 from megatron_rl.contract.paths import RunDir
 
 pytestmark = NEEDS_GPU
 
-NEEDS_NCCL = pytest.mark.skipif(SHARED, reason="its reduce-scatter needs NCCL, and so a GPU for each rank")
-LAYOUTS = [
-    pytest.param({"tp": 2}, id="tp"),
-    pytest.param({"tp": 2, "sequence_parallel": True}, id="sp", marks=NEEDS_NCCL),
-    pytest.param({}, id="dp", marks=NEEDS_NCCL),
-]
+LAYOUTS = {"tp": {"tp": 2}, "sp": {"tp": 2, "sequence_parallel": True}, "dp": {}}
 
 
 def steps(root: Path, ranks: int, **training: Any) -> list[dict[str, Any]]:
@@ -37,13 +34,17 @@ def steps(root: Path, ranks: int, **training: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return steps(tmp_path_factory.mktemp("one") / "run", 1)
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[list[dict[str, Any]]]]]:
+    """Metrics by layout. The runs go on at once, because starts take most of their time."""
+    root = tmp_path_factory.mktemp("runs")
+    with ThreadPoolExecutor() as pool:
+        runs = {name: pool.submit(steps, root / name, 2, **layout) for name, layout in LAYOUTS.items()}
+        yield runs | {"alone": pool.submit(steps, root / "alone", 1)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_take_the_steps_of_one(tmp_path: Path, alone: list[dict[str, Any]], layout: dict[str, Any]) -> None:
-    for ours, theirs in zip(steps(tmp_path / "run", 2, **layout), alone, strict=True):
+def test_two_ranks_take_the_steps_of_one(taken: dict[str, Future[list[dict[str, Any]]]], layout: str) -> None:
+    for ours, theirs in zip(taken[layout].result(), taken["alone"].result(), strict=True):
         assert ours["answer_length"] == theirs["answer_length"]
         assert ours["mean_reward"] == theirs["mean_reward"]
         assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=1e-4)

@@ -25,10 +25,15 @@ NEEDS_GPU = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(
 NEEDS_CUDA = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="its kernels need a GPU")
 SHARED = DEVICE == "cuda" and torch.cuda.device_count() == 1
 """Whether two ranks have to share one GPU. NCCL refuses that, so gloo carries their collectives."""
+# Gloo coalesces collectives of tensors on a CPU only: it reads those on a GPU as if they were on the host.
 OVER_GLOO = """
 import sys
+from contextlib import nullcontext
+import megatron_rl.platform.megatron_core
+from megatron.core.distributed import param_and_grad_buffer
 from megatron_rl.platform.cuda import CudaPlatform
 CudaPlatform.backend = "gloo"
+param_and_grad_buffer._coalescing_manager = lambda group, async_ops: nullcontext()
 """
 RANK = """
 from megatron_rl.rank_main import main
@@ -39,6 +44,12 @@ main(sys.argv[1:])
 def gpu_model(**fields: Any) -> ModelConfig:
     """The tiny model with heads of 16, the least that FlexAttention supports on a GPU."""
     return tiny_model(**{"hidden_size": 64, "ffn_hidden_size": 96, **fields})
+
+
+def with_helpers() -> dict[str, str]:
+    """Environment of a child process that imports tests/helpers and what this process imports."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path}
 
 
 def run_recipe(run_dir: RunDir, recipe: dict[str, Any], attempt: int, device: str, ranks: int = 1) -> None:
@@ -64,7 +75,7 @@ def run_ranks(command: list[str], ranks: int, limit_s: float, **variables: str) 
         processes = [
             subprocess.Popen(
                 command,
-                env=os.environ
+                env=with_helpers()
                 | variables
                 | {"RANK": str(rank), "LOCAL_RANK": "0" if SHARED else str(rank), "WORLD_SIZE": str(ranks)},
                 stdout=log,
