@@ -66,6 +66,8 @@ def run(part: Part, device: str, seconds: float, results: Path) -> dict[str, Any
             command = [sys.executable, str(BENCHMARKS / script), *arguments]
             command += ["--device", device, "--results", str(results)]
         environment = os.environ | {"MRL_GPU_TESTS_ON": device, "MRL_GPU_REPORT": str(report)}
+        # With this variable each of many starts would compile packages again that pip has not compiled.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
         environment["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, HELPERS, os.environ.get("PYTHONPATH", "")]))
         began = time.monotonic()
