@@ -113,8 +113,8 @@ def why_not_recorded(
     against = without_graphs(config)
     if against is None and platform.graph_recorder(dtype, page_tokens) is None:
         against = (
-            f"this device has no kernel for pages of {page_tokens} tokens in {model.dtype}; on a GPU flash-attn 2.7.4 "
-            "or later and torch 2.13 have one, for bf16 and multiples of 256 tokens"
+            f"this device has no kernel for pages of {page_tokens} tokens in {model.dtype}; a GPU has one with Triton, "
+            "which torch for CUDA brings"
         )
     if against is None and model.expert_ffn_hidden_size is not None:
         sequential = experts_one_by_one(platform, dtype, model.hidden_size, model.expert_ffn_hidden_size // tp)

@@ -20,7 +20,7 @@ from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cards import find_card, without_fp8
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.dense_attention import FanOut
-from megatron_rl.platform.flash_kernels import find_paged_kernel, find_varlen_kernel
+from megatron_rl.platform.flash_kernels import find_paged_kernels, find_varlen_kernel
 from megatron_rl.platform.grouped_product import against_grouped_products
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
 from megatron_rl.platform.layer_kernels import LayerKernels, TorchKernels
@@ -112,7 +112,7 @@ class CudaPlatform:
     def attention(self) -> CudaAttention:
         """Kernels, found on first use: the health check, which only selects a device, need not import their
         packages."""
-        return CudaAttention(find_varlen_kernel(), pages=find_paged_kernel())
+        return CudaAttention(find_varlen_kernel(), pages=find_paged_kernels())
 
     @cached_property
     def layer_kernels(self) -> LayerKernels | None:
@@ -152,10 +152,10 @@ class CudaPlatform:
         return dtype
 
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
-        return not self.attention.reads_pages(dtype, page_tokens)
+        return self.attention.page_kernel(dtype, page_tokens) is None
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
-        if not self.attention.reads_pages(dtype, page_tokens):
+        if self.attention.page_kernel(dtype, page_tokens) is None:
             return None
         recorder = CudaGraphs(self.device, self._graph_stream)
         self._recorders.add(recorder)

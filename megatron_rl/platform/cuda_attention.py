@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.flash_kernels import PAGE_MULTIPLE, PagedKernel, VarlenKernel
+from megatron_rl.platform.flash_kernels import PagedKernel, VarlenKernel
 from megatron_rl.platform.kernel_speed import key_splits
 from megatron_rl.platform.paged_attention import (
     ChunkAttention,
@@ -37,8 +38,8 @@ class CudaAttention:
     varlen: VarlenKernel | None
     """None if this machine has none."""
     tree: TreeAttend = compiled_attention
-    pages: PagedKernel | None = None
-    """Kernels for decoding and for prefills that continue; None if this machine has none."""
+    pages: Sequence[PagedKernel] = ()
+    """Kernels for decoding and for prefills that continue, the fastest first."""
 
     def layout(
         self, packed: PackedSequences, device: torch.device, dtype: torch.dtype, part: Tensor | None = None
@@ -56,20 +57,20 @@ class CudaAttention:
     def paged(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         """Return attention by a kernel that reads pages, if one supports them, else by gathering. The kernel does not
         depend on `bounds`, so that one recording serves all lengths; it reads only the tokens that each row has."""
-        if self.pages is None or not self.reads_pages(dtype, rows.page_tokens):
+        kernel = self.page_kernel(dtype, rows.page_tokens)
+        if kernel is None:
             return gathered_attention(rows)
         longest = rows.table.shape[1] * rows.page_tokens
-        return KernelAttention(self.pages.attend, rows.table, rows.lengths.int(), longest, key_splits(longest))
+        return KernelAttention(kernel.attend, rows.table, rows.lengths.int(), longest, key_splits(longest))
 
     def chunks(self, chunks: PagedChunks, device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
         """Return attention of prefills that continue sequences, by a kernel that reads pages, if one supports them."""
-        if self.pages is None or not self.reads_pages(dtype, chunks.page_tokens):
-            return None
-        return ChunkAttention.of(chunks, self.pages.attend_chunks, device)
+        kernel = self.page_kernel(dtype, chunks.page_tokens)
+        return ChunkAttention.of(chunks, kernel.attend_chunks, device) if kernel else None
 
-    def reads_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
-        """Whether a kernel supports pages of this size."""
-        return self.pages is not None and dtype is not torch.float32 and page_tokens % PAGE_MULTIPLE == 0
+    def page_kernel(self, dtype: torch.dtype, page_tokens: int) -> PagedKernel | None:
+        """Return the fastest kernel that supports pages of this dtype and size; None if none does."""
+        return next((kernel for kernel in self.pages if kernel.reads(dtype, page_tokens)), None)
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
         """Whether a micro-batch may use a flash kernel, which needs the branches of trees gathered. The choice is made
@@ -79,9 +80,11 @@ class CudaAttention:
     @property
     def description(self) -> str:
         """Description of the kernels, for people."""
+        pages = f"pages by {self.pages[0].name}" if self.pages else "pages gathered"
         if self.varlen is None:
-            return "FlexAttention, since flash-attn 2.7.4, Transformer Engine 2.4 and torch 2.12 are all missing"
-        pages = f"pages by {self.pages.name}" if self.pages else "pages gathered"
+            return (
+                f"FlexAttention, since flash-attn 2.7.4, Transformer Engine 2.4 and torch 2.12 are all missing; {pages}"
+            )
         return f"{self.varlen.name}; {pages}; FlexAttention if much is shared, in fp32, and under cp"
 
 

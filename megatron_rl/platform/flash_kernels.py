@@ -1,13 +1,11 @@
-"""Flash kernels of a GPU: the ones that can be imported here, from Transformer Engine, flash-attn or torch.
-
-All support half precision only.
-"""
+"""Flash kernels of a GPU: the ones that can be imported here, from Transformer Engine, flash-attn or torch, and our own
+for pages."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -18,9 +16,6 @@ from torch import Tensor
 from megatron_rl.platform.gpu_calls import FLASH_ATTN, TRANSFORMER_ENGINE, check_package
 
 logger = logging.getLogger(__name__)
-
-PAGE_MULTIPLE = 256
-"""Divisor of page sizes that flash-attn 2 requires, including torch's own kernel."""
 
 VarlenAttend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 """query [tokens, heads, head_size], key and value [tokens, kv_heads, head_size], cu_seqlens [sequences + 1] int32 on
@@ -38,7 +33,7 @@ int32, edges of the queries and of the keys, each [sequences + 1] int32, most qu
 
 @dataclass(frozen=True, slots=True)
 class VarlenKernel:
-    """A flash kernel for packed sequences and the name of its package."""
+    """A flash kernel for packed sequences, in half precision only, and the name of its package."""
 
     name: str
     attend: VarlenAttend
@@ -53,6 +48,14 @@ class PagedKernel:
     """Kernel for decoding."""
     attend_chunks: ChunkAttend
     """Kernel for prefills that continue sequences."""
+    fp32: bool
+    """Whether they support fp32 beside half precision."""
+    page_multiple: int
+    """Divisor of the page sizes that they support."""
+
+    def reads(self, dtype: torch.dtype, page_tokens: int) -> bool:
+        """Whether they support pages of this dtype and size."""
+        return (self.fp32 or dtype is not torch.float32) and page_tokens % self.page_multiple == 0
 
 
 Kernel = TypeVar("Kernel", VarlenKernel, PagedKernel)
@@ -61,19 +64,18 @@ Kernel = TypeVar("Kernel", VarlenKernel, PagedKernel)
 def find_varlen_kernel() -> VarlenKernel | None:
     """Return the first kernel that can be imported: Transformer Engine's, which selects the fastest for the GPU,
     cuDNN's or flash-attn's; flash-attn's; torch's own, with grouped queries since 2.12. None without any."""
-    return _first(_transformer_engine, _flash_attn, _torch)
+    return next(_importable(_transformer_engine, _flash_attn, _torch), None)
 
 
-def find_paged_kernel() -> PagedKernel | None:
-    """Return the first kernel that can be imported: flash-attn's, which is made for single queries, or torch's own,
-    since 2.13; None without either.
+def find_paged_kernels() -> tuple[PagedKernel, ...]:
+    """Return the kernels that can be imported, the fastest first: flash-attn's, then our own in Triton.
 
     FlashAttention 3 is not among them: with several splits it divides the keys of a row by what the other rows of the
     batch need (`prepare_varlen_num_blocks_kernel` in its hopper/flash_prepare_scheduler.cu)."""
-    return _first(_paged_flash_attn, _paged_torch)
+    return tuple(_importable(_paged_flash_attn, _paged_triton))
 
 
-def _first(*finders: Callable[[], Kernel | None]) -> Kernel | None:
+def _importable(*finders: Callable[[], Kernel | None]) -> Iterator[Kernel]:
     for find in finders:
         try:
             kernel = find()
@@ -81,8 +83,7 @@ def _first(*finders: Callable[[], Kernel | None]) -> Kernel | None:
             logger.debug("no kernel by %s: %s", find.__name__.lstrip("_"), error)
         else:
             if kernel is not None:
-                return kernel
-    return None
+                yield kernel
 
 
 def _require(package: str) -> None:
@@ -174,55 +175,12 @@ def _paged_flash_attn() -> PagedKernel:
         )
         return attended
 
-    return PagedKernel(f"flash-attn {flash_attn.__version__}", attend, attend_chunks)
+    return PagedKernel(f"flash-attn {flash_attn.__version__}", attend, attend_chunks, fp32=False, page_multiple=256)
 
 
-def _paged_torch() -> PagedKernel | None:
-    # torch 2.12 has the same parameters, but accepts num_splits only with FlashAttention 3, which it does not contain.
-    if torch.__version__ < "2.13":
-        return None
-    from torch.nn.attention.varlen import varlen_attn
+def _paged_triton() -> PagedKernel:
+    import triton
 
-    def attend(
-        query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, longest: int, splits: int
-    ) -> Tensor:
-        edges = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
-        attended = varlen_attn(
-            query,
-            keys,
-            values,
-            edges,
-            edges * longest,  # not read because of `seqused_k`, but required
-            1,
-            longest,
-            # A last token sees all keys. With a causal window the kernel would read keys and values once for each query
-            # head of a group, and newer releases would refuse to split them.
-            window_size=(-1, -1),
-            enable_gqa=True,
-            seqused_k=lengths,
-            block_table=table,
-            num_splits=splits if query.shape[1] > keys.shape[2] else 1,  # it splits only groups of query heads
-        )
-        assert isinstance(attended, Tensor)  # no extra results were requested
-        return attended
+    from megatron_rl.platform.triton_attention import attend, attend_chunks
 
-    def attend_chunks(
-        query: Tensor, keys: Tensor, values: Tensor, table: Tensor, of_queries: Tensor, of_keys: Tensor, *most: int
-    ) -> Tensor:
-        attended = varlen_attn(
-            query,
-            keys,
-            values,
-            of_queries,
-            of_keys,
-            *most,
-            window_size=(-1, 0),
-            enable_gqa=True,
-            seqused_k=of_keys.diff(),
-            block_table=table,
-            num_splits=1,  # otherwise chosen by what is in the batch
-        )
-        assert isinstance(attended, Tensor)  # no extra results were requested
-        return attended
-
-    return PagedKernel(f"torch {torch.__version__} varlen_attn", attend, attend_chunks)
+    return PagedKernel(f"Triton {triton.__version__}", attend, attend_chunks, fp32=True, page_multiple=1)

@@ -329,7 +329,7 @@ class PhantomPlatform(CudaPlatform):
         self.attention = CudaAttention(
             VarlenKernel("phantom", _attend_in_sequences),
             _attend_in_trees,
-            PagedKernel("phantom", _attend_in_pages, _attend_in_chunks),
+            [PagedKernel("phantom", _attend_in_pages, _attend_in_chunks, fp32=False, page_multiple=256)],
         )
         self.layer_kernels = TorchKernels("a phantom")
         self.made_of = UNASKED
@@ -351,7 +351,7 @@ class PhantomPlatform(CudaPlatform):
         return OneRank() if group.size() == 1 else CollectiveSum(group)
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> PhantomGraphs | None:
-        return PhantomGraphs() if self.attention.reads_pages(dtype, page_tokens) else None
+        return PhantomGraphs() if self.attention.page_kernel(dtype, page_tokens) else None
 
     def host_memory(self, size: int) -> Tensor:
         return self._phantom.host_memory(size)

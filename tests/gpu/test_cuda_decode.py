@@ -1,72 +1,111 @@
-"""Decoding attention with split keys, at the shape of a rank of Qwen2.5-32B with tensor parallelism 8."""
+"""Attention to pages at the shape of a rank of Qwen2.5-32B with tensor parallelism 8: decoding with split keys, and
+prefills that continue sequences. On a CPU, a smaller cache and Triton's interpreter."""
 
 from __future__ import annotations
 
+import os
+from functools import partial
+from typing import NamedTuple
+
 import pytest
 import torch
-from gpu_helpers import NEEDS_CUDA
+from gpu_helpers import DEVICE, NEEDS_GPU, replayed
 from torch import Tensor
 
-from megatron_rl.platform.flash_kernels import PagedKernel, find_paged_kernel
+from megatron_rl.platform.flash_kernels import PagedKernel, find_paged_kernels
 from megatron_rl.platform.kernel_speed import key_splits
 
-pytestmark = NEEDS_CUDA
+pytestmark = NEEDS_GPU
 
-ROWS, TOKENS, PAGE = 8, 10_000, 256
+ROWS, TOKENS, PAGE = (8, 10_000, 256) if DEVICE == "cuda" else (3, 500, 64)
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's products of bf16 are wrong
 HEADS, HEAD_SIZE = 5, 128  # of one key/value head
 PAGES = -(-TOKENS // PAGE)
-TIMED = 50
+NEW = [1, 700, 1, 2000, 64, 65, 3, 1000] if DEVICE == "cuda" else [1, 40, 21]
+"""New tokens of each sequence in a prefill."""
 
 
-@pytest.fixture(scope="module")
-def kernel() -> PagedKernel:
-    found = find_paged_kernel()
+class Cached(NamedTuple):
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+    lengths: Tensor
+
+
+@pytest.fixture(scope="module", params=["flash-attn", "Triton"])
+def kernel(request: pytest.FixtureRequest) -> PagedKernel:
+    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1")
+    found = next((each for each in find_paged_kernels() if each.name.startswith(request.param)), None)
     if found is None:
-        pytest.skip("no kernel here reads pages: flash-attn 2.7.4 or later, or torch 2.13, has one")
+        pytest.skip(f"{request.param} is not installed, or is too old")
     return found
 
 
+def random(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator(DEVICE).manual_seed(len(sizes)), device=DEVICE).to(DTYPE)
+
+
 @pytest.fixture(scope="module")
-def cached() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Query, keys, values, table and lengths."""
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def random(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator, device="cuda").bfloat16()
-
+def cached() -> Cached:
     pages = ROWS * PAGES
-    table = torch.randperm(pages, generator=generator, device="cuda").int().view(ROWS, PAGES)
-    lengths = TOKENS - 37 * torch.arange(ROWS, dtype=torch.int32, device="cuda")
-    keys, values = (random(pages, PAGE, 1, HEAD_SIZE) for _ in range(2))
-    return random(ROWS, HEADS, HEAD_SIZE), keys, values, table, lengths
+    table = torch.randperm(pages, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    lengths = TOKENS - 37 * torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
+    keys, values = random(2, pages, PAGE, 1, HEAD_SIZE)
+    return Cached(random(ROWS, HEADS, HEAD_SIZE), keys, values, table.int().view(ROWS, PAGES), lengths)
 
 
-def by_definition(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
-    """Attention in float64."""
-    rows = []
-    for row, length in enumerate(lengths.tolist()):
-        key, value = (pages[table[row].long()].flatten(0, 2)[:length].double() for pages in (keys, values))
-        rows.append((query[row].double() @ key.T / HEAD_SIZE**0.5).softmax(-1) @ value)
-    return torch.stack(rows)
+def by_definition(cached: Cached, query: Tensor, row: int, length: int) -> Tensor:
+    """Attention of one token, [heads, head_size], in float64."""
+    key, value = (
+        pages[cached.table[row].long()].flatten(0, 2)[:length].double() for pages in (cached.keys, cached.values)
+    )
+    return (query.double() @ key.T / HEAD_SIZE**0.5).softmax(-1) @ value
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found.double() - expected).abs().max() < 2e-2 * expected.abs().max())
 
 
 @pytest.mark.parametrize("splits", [1, 8, 16, key_splits(TOKENS)])
 def test_split_keys_attend_as_the_formula_says_whatever_the_other_rows(
-    kernel: PagedKernel, cached: tuple[Tensor, ...], splits: int, record_property: pytest.RecordProperty
+    kernel: PagedKernel, cached: Cached, splits: int, record_property: pytest.RecordProperty
 ) -> None:
     query, keys, values, table, lengths = cached
 
     def attend(rows: slice) -> Tensor:
         return kernel.attend(query[rows], keys, values, table[rows], lengths[rows], PAGES * PAGE, splits)
 
-    attended, expected = attend(slice(None)), by_definition(*cached)
-    assert (attended.double() - expected).abs().max() < 2e-2 * expected.abs().max()
+    attended = attend(slice(None))
+    assert close(
+        attended, torch.stack([by_definition(cached, query[row], row, int(lengths[row])) for row in range(ROWS)])
+    )
     for row in range(ROWS):
         assert torch.equal(attend(slice(row, row + 1))[0], attended[row])
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    for _ in range(TIMED):
-        attend(slice(None))
-    ended.record()
-    torch.cuda.synchronize()
-    record_property(f"{kernel.name}, {splits} splits, us", round(1000 * began.elapsed_time(ended) / TIMED, 1))
+    if DEVICE == "cuda":
+        recorded, microseconds = replayed(partial(attend, slice(None)))
+        assert torch.equal(recorded, attended)
+        record_property(f"{kernel.name}, {splits} splits, us", round(microseconds, 1))
+
+
+def test_new_tokens_attend_to_what_is_before_them(
+    kernel: PagedKernel, cached: Cached, record_property: pytest.RecordProperty
+) -> None:
+    _, keys, values, table, lengths = cached
+    query = random(sum(NEW), HEADS, HEAD_SIZE)
+    of_queries, of_keys = (
+        torch.nn.functional.pad(each.cumsum(0), (1, 0)).int()
+        for each in (torch.tensor(NEW, device=DEVICE), lengths.long())
+    )
+    given = (query, keys, values, table, of_queries, of_keys, max(NEW), TOKENS)
+    attended, first = kernel.attend_chunks(*given), 0
+    for row, new in enumerate(NEW):
+        for token in {0, new // 2, new - 1}:
+            length = int(lengths[row]) - new + 1 + token
+            expected = by_definition(cached, query[first + token], row, length)
+            assert close(attended[first + token], expected), (row, token)
+        first += new
+    if DEVICE == "cuda":
+        _, microseconds = replayed(lambda: kernel.attend_chunks(*given))
+        record_property(f"{kernel.name}, {sum(NEW)} new tokens, us", round(microseconds, 1))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_helpers import DEVICE, NEEDS_CUDA, NEEDS_GPU
+from gpu_helpers import DEVICE, NEEDS_CUDA, NEEDS_GPU, replayed
 from layer_kernel_checks import EPS, check_norm, check_rotation, check_sum_and_its_norm, check_swiglu, random
 
 from megatron_rl.platform.cuda import find_layer_kernels
@@ -70,26 +70,6 @@ def calls(kernels: LayerKernels, rows: int) -> dict[str, Callable[[], Any]]:
         "swiglu": lambda: kernels.swiglu(wide),
         "rotate": lambda: kernels.rotate(heads, turns, turns, 1, None, slots),
     }
-
-
-def replayed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Result of a call in a replayed CUDA graph of 100, and its microseconds, which launches from the host would
-    hide."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(100):
-            result = call()
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    began.record()
-    for _ in range(10):
-        graph.replay()
-    ended.record()
-    torch.cuda.synchronize()
-    return result, began.elapsed_time(ended)
 
 
 @NEEDS_CUDA

@@ -134,7 +134,7 @@ def decode_step(
     with alone_in(tp, 0, layout), PhantomDevice() as device, torch.no_grad():
         platform = PhantomPlatform(device)
         platform.layer_kernels = OneKernelEach(launches) if fused else None
-        platform.attention = replace(platform.attention, pages=_counted(launches, rows * mean_length, splits))
+        platform.attention = replace(platform.attention, pages=[_counted(launches, rows * mean_length, splits)])
         policy = build_policy(model, model.vocab_size, platform).requires_grad_(False).eval()
         pages = 2, platform.page_tokens
         runner = ModelRunner(policy, model, InferenceConfig(max_batch=rows, cuda_graphs=False), pages, {0}, longest)
@@ -180,7 +180,7 @@ def _counted(launches: Launches, tokens: int, splits: int | None) -> PagedKernel
         with launches.kernel("attention", size, 1 + (count > 1)):
             return torch.empty_like(query)
 
-    return PagedKernel("counted", attend, lambda query, *_: query)
+    return PagedKernel("counted", attend, lambda query, *_: query, fp32=False, page_multiple=256)
 
 
 QWEN_32B = ModelConfig(

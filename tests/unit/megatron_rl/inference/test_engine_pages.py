@@ -20,12 +20,11 @@ from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling,
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform import cuda_attention
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cpu import CpuPlatform
 from megatron_rl.platform.cuda import CudaPlatform
 from megatron_rl.platform.cuda_attention import CudaAttention
-from megatron_rl.platform.flash_kernels import find_paged_kernel, find_varlen_kernel
+from megatron_rl.platform.flash_kernels import find_paged_kernels, find_varlen_kernel
 from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 
@@ -114,33 +113,33 @@ def test_pages_pressure_pieces_and_shared_prefixes_change_no_answer(
 
 
 class ReadsPages(CpuPlatform):
-    """A CPU that generates like a GPU with flash-attn."""
+    """A CPU that generates like a GPU, with Triton's kernels for pages and flash-attn's for packed sequences."""
 
     computes_on_host = False
     layer_kernels = TorchKernels("a test")
 
     def __init__(self) -> None:
         super().__init__(threads=1)
-        self.attention = CudaAttention(find_varlen_kernel(), pages=find_paged_kernel())
+        self.attention = CudaAttention(find_varlen_kernel(), pages=find_paged_kernels())
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         assert part is None, "a part of the tokens would compile FlexAttention"
         return self.attention.layout(packed, self.device, torch.bfloat16)
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
-        return self.attention.paged(rows, torch.bfloat16)
+        return self.attention.paged(rows, dtype)
 
     def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
-        return self.attention.chunks(chunks, self.device, torch.bfloat16)
+        return self.attention.chunks(chunks, self.device, dtype)
 
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
         return False
 
 
 def test_on_a_gpu_found_and_cut_prefixes_are_read_in_place(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
     for name, module in (FLASH_ATTN | {"transformer_engine": None}).items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(cuda_attention, "PAGE_MULTIPLE", 4)
     of_gpu = tiny_policy(ReadsPages(), scale=0.15)
     of_gpu.load_state_dict(policy.state_dict())
     engine = engine_of(of_gpu, prefill_tokens=8)

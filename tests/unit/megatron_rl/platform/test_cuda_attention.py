@@ -250,7 +250,8 @@ def test_flex_attention_is_used_without_any_kernel_for_variable_lengths(
     assert find_varlen_kernel() is None
     attention = CudaAttention(None)
     assert isinstance(attention.layout(whole_sequences([3, 4]), CPU, torch.bfloat16), TreeLayout)
-    assert "flash-attn 2.7.4, Transformer Engine 2.4 and torch 2.12 are all missing" in attention.description
+    missing = "flash-attn 2.7.4, Transformer Engine 2.4 and torch 2.12 are all missing"
+    assert attention.description == f"FlexAttention, since {missing}; pages gathered"
 
 
 def test_a_package_with_a_missing_library_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

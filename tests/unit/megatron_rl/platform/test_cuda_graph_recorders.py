@@ -32,7 +32,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> CudaPlatform:
     `streams` the streams that were made."""
     made: Any = object.__new__(CudaPlatform)
     made.device = torch.device("cuda", 0)
-    made.attention = SimpleNamespace(reads_pages=lambda dtype, page_tokens: True)
+    made.attention = SimpleNamespace(page_kernel=lambda dtype, page_tokens: object())
     made.recorded, made.streams = [], []
 
     def graph(graph: Graph, pool: object, stream: object, *, capture_error_mode: str) -> Any:

@@ -103,7 +103,7 @@ def test_the_choice_is_logged_and_recorded_with_the_attempt(tmp_path: Path, capl
     recorded = read(Kernels, attempt.kernels)
     decoding = recorded.decoding
     assert decoding.startswith(
-        "operation by operation: this device has no kernel for pages of 48 tokens in bf16; on a GPU"
+        "operation by operation: this device has no kernel for pages of 48 tokens in bf16; a GPU has one"
     )
     assert recorded == Kernels(LOCAL, "the recipe requests it", "flash-attn 2.8.3", decoding=decoding, experts="none")
     first, failed, second = (record.getMessage() for record in caplog.records)

@@ -110,7 +110,7 @@ def cuda_platform() -> Any:
     """The CUDA platform without a device, whose attention can be recorded."""
     platform: Any = CudaPlatform.__new__(CudaPlatform)
     platform.device = torch.device("cuda", 0)
-    platform.attention = SimpleNamespace(reads_pages=lambda *_: True)
+    platform.attention = SimpleNamespace(page_kernel=lambda *_: object())
     return platform
 
 
