@@ -18,6 +18,9 @@ def install(folder: Path, package: str, *files: str) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
     (metadata / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    for file in files:
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).touch()
 
 
 def test_the_one_gguf_file_of_a_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

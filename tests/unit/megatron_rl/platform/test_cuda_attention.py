@@ -231,6 +231,9 @@ def test_torchs_own_kernel_takes_grouped_queries_on_a_gpu(monkeypatch: pytest.Mo
     for module in NOTHING_ELSE:
         monkeypatch.setitem(sys.modules, module, None)
     kernel = find_varlen_kernel()
+    if torch.__version__ < (2, 12):
+        assert kernel is None
+        pytest.skip("torch has had grouped queries since 2.12")
     assert kernel is not None
     assert kernel.name == f"torch {torch.__version__} varlen_attn"
     with PhantomDevice(GPU) as gpu:

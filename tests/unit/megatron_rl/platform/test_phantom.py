@@ -100,7 +100,7 @@ def test_the_host_reads_ones_if_configured() -> None:
         numbers = torch.zeros(2, 3, device=ACCELERATOR)
         assert numbers.sum().item() == 1.0
         assert numbers.cpu().tolist() == [[1.0] * 3] * 2
-        with pytest.raises(Exception, match="two devices"):
+        with pytest.raises(Exception, match="devices"):
             numbers + torch.zeros(2, 3)
 
 

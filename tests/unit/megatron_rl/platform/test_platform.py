@@ -214,6 +214,7 @@ def test_megatron_core_does_not_find_the_resiliency_extension_of_an_image(tmp_pa
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '0.4.0'\n")
     (package / "checkpointing.py").touch()
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", WHILE_IMPORTED], env=environment, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("hidden\n", 0), done.stderr
