@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, cached_property, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Imp
 from megatron_rl.platform.layer_kernels import LayerKernels, TorchKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 from megatron_rl.platform.tensor_sum import TensorSum, tensor_sum
+from megatron_rl.platform.transport import on_stream
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -208,11 +209,8 @@ class CudaPlatform:
         """One stream for all work beside: torch caches freed memory per stream."""
         return torch.cuda.Stream(self.device)
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        with torch.cuda.stream(self._beside):
-            yield
-        self._beside.synchronize()
+    def beside(self) -> AbstractContextManager[None]:
+        return on_stream(self._beside)
 
     def watch_memory(self, watch: bool) -> None:
         torch.cuda.memory._record_memory_history("all" if watch else None, max_entries=MEMORY_EVENTS)

@@ -166,6 +166,15 @@ TRANSPORTS: dict[str, type[GlooTransport] | type[NcclTransport]] = {"gloo": Gloo
 
 
 @contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Context of a thread that works on a stream, and thus on its GPU: CUDA selects the first GPU of the process for a
+    new thread, whatever the others have selected. Exit waits for the work."""
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+@contextmanager
 def _environment(**variables: str) -> Iterator[None]:
     """Set variables that the backend reads at its creation, and restore those of the world."""
     before = {name: os.environ.get(name) for name in variables}

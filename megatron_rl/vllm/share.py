@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -59,12 +59,21 @@ class Setting:
 class WeightShare:
     """One worker's share over the transfer groups of successive membership epochs."""
 
-    def __init__(self, setting: Setting, workers: Workers, host_memory: Callable[[int], Tensor]) -> None:
-        """host_memory: see Platform.host_memory. The share is staged there."""
+    def __init__(
+        self,
+        setting: Setting,
+        workers: Workers,
+        host_memory: Callable[[int], Tensor],
+        beside: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """
+        host_memory: see Platform.host_memory. The share is staged there.
+        beside: see Platform.beside. Context of transfers, which run in threads of their own.
+        """
         self._setting, self._workers = setting, workers
         self._receiver = Receiver(Share(workers.rank, workers.size), host_memory)
         self._group: TransferGroup | None = None
-        self._steps = BackgroundSteps(nullcontext)
+        self._steps = BackgroundSteps(beside)
         self._received: int | None = None
 
     def join(self, epoch: dict[str, Any]) -> Future[None]:
