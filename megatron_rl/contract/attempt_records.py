@@ -201,6 +201,7 @@ class ReplicaAddress(NamedTuple):
     digest: str  # SHA-256 of its resolved.yaml
     protocol: int  # version of the protocol
     at: float
+    transport: str = "gloo"  # of tensors, that its ranks have: gloo, or nccl with its release
 
 
 @record()

@@ -2,11 +2,12 @@
 
 torch.distributed knows one world per process. Its backends need none: each gets a store, a rank and a size. So a
 transport can end without ending a world, and its errors are ordinary exceptions, whereas the watchdog of a world would
-end the process. Written for torch 2.11 to 2.13; nothing else uses these classes.
+end the process. Written for torch 2.8 to 2.13; nothing else uses these classes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -160,6 +161,24 @@ class NcclTransport:
     def _check(self) -> None:
         if self._aborted.is_set():
             raise RuntimeError("the transfer was aborted: another rank is gone")
+
+
+def offered(backend: str) -> str:
+    """Name the transport that a process of this backend has: `gloo`, or `nccl` with its release, because NCCL connects
+    only processes with the same one."""
+    return f"{backend} {_nccl_release()}" if backend == "nccl" else backend
+
+
+def _nccl_release() -> str:
+    """Release of NCCL in this process, as NCCL itself compares it, such as 22703 for 2.27.3. torch reports the one that
+    it was compiled with, and LD_PRELOAD may have brought another."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number))
+    except OSError:  # it is part of torch's own library
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    major, rest = divmod(number.value, 10_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 TRANSPORTS: dict[str, type[GlooTransport] | type[NcclTransport]] = {"gloo": GlooTransport, "nccl": NcclTransport}

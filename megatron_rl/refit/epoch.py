@@ -2,6 +2,9 @@
 
 The members of an epoch are the training ranks and the ranks of all replicas that are alive when it begins. When one
 dies the epoch ends, and the next one excludes it.
+
+Tensors go over NCCL if all members have the same release of it, because NCCL connects no others; else over gloo, by TCP
+and host memory. The image of the ranks and a vLLM beside it usually have different releases.
 """
 
 from __future__ import annotations
@@ -14,12 +17,17 @@ ReplicaStart = tuple[int, int]
 """Number of a replica and of its earlier starts: a restarted replica is a new member."""
 
 
+GLOO = "gloo"
+
+
 class Member(NamedTuple):
     """A replica of an epoch."""
 
     replica: int
     start: int
     ranks: int
+    transport: str = GLOO
+    """Transport of tensors that its ranks have: see `transport.offered`."""
 
     @property
     def started(self) -> ReplicaStart:
@@ -38,6 +46,22 @@ class Epoch:
     """Shown by each peer that connects, to prove that it was invited."""
     training_ranks: int
     replicas: tuple[Member, ...]
+    transport: str = GLOO
+    """Transport of tensors that the training ranks have."""
+
+    @property
+    def others(self) -> dict[str, list[int]]:
+        """Transports that differ from that of the training ranks, with the replicas that have them."""
+        found: dict[str, list[int]] = {}
+        for member in self.replicas:
+            if member.transport != self.transport:
+                found.setdefault(member.transport, []).append(member.replica)
+        return found
+
+    @property
+    def backend(self) -> str:
+        """Backend of torch.distributed that transfers use: nccl or gloo."""
+        return GLOO if self.others else self.transport.partition(" ")[0]
 
     @property
     def size(self) -> int:
@@ -72,7 +96,11 @@ class Epoch:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Epoch:
         """Raises KeyError, TypeError or ValueError if the content is no epoch."""
-        return cls(**content | {"replicas": tuple(Member(*map(int, member)) for member in content["replicas"])})
+        members = (
+            Member(int(replica), int(start), int(ranks), str(transport))
+            for replica, start, ranks, transport in content["replicas"]
+        )
+        return cls(**content | {"replicas": tuple(members)})
 
     def _replica_ranks(self) -> Iterator[tuple[int, tuple[Member, int]]]:
         """(rank in the epoch, (replica, rank in it)) of all ranks of replicas."""

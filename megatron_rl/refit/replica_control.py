@@ -23,8 +23,8 @@ MAX_SKIPPED = 63
 class ReplicaControl(Protocol):
     """Replicas as the first training rank sees them."""
 
-    def live(self) -> Sequence[tuple[int, int, int]]:
-        """(number, start, ranks) of each replica that answered recently; may be empty. Returns at once."""
+    def live(self) -> Sequence[Member]:
+        """Replicas that answered recently; may be empty. Returns at once."""
         ...
 
     def begin_epoch(self, epoch: Epoch) -> None:
@@ -50,11 +50,11 @@ class PoolControl:
         self._pool, self._timeout_s = pool, min(timeout, TRANSFER_TIMEOUT).total_seconds()
         self._members: frozenset[ReplicaStart] = frozenset()
 
-    def live(self) -> list[tuple[int, int, int]]:
+    def live(self) -> list[Member]:
         """Raises NoReplicaLeft if no replica will ever come back."""
         if self._pool.given_up is not None and not self._pool.starts():
             raise NoReplicaLeft(f"all inference replicas are given up: {self._pool.given_up}")
-        return [Member(replica, start, ranks) for (replica, start), ranks in self._pool.starts().items()]
+        return [Member(each.replica, each.start, each.ranks, each.transport) for each in self._pool.starts().values()]
 
     def begin_epoch(self, epoch: Epoch) -> None:
         self._members = epoch.started

@@ -70,13 +70,14 @@ class Sender:
     @torch.no_grad()
     def publish(self, version: int) -> None:
         """Send the current weights. Collective with `Receiver.receive`. Raises TransferFailed."""
-        sums = Checksums(version, self._group.device)
+        device = self._group.device
+        sums = Checksums(version, device)
         self.sent_bytes = 0
         kept, self._kept = self._kept, None
         for own in self._once:
-            self._send(own, [each.packed() for each in own], sums)
+            self._send(own, [each.packed().to(device) for each in own], sums)
         for number, own in enumerate(self._rounds):
-            packed = [each.packed() for each in own]
+            packed = [each.packed().to(device) for each in own]
             if kept is None:
                 self._send(own, packed, sums)
             else:

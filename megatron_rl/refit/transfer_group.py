@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.platform.transport import TRANSPORTS, Message, Transport
+from megatron_rl.rank.addresses import address_towards, pin_gloo_interface
 from megatron_rl.rank.rendezvous import open_store
 from megatron_rl.refit.epoch import Epoch, ReplicaStart, TransferFailed
 from megatron_rl.refit.liveness import Listener, Liveness
@@ -30,12 +31,11 @@ class TransferGroup:
         self._broken: str | None = None
 
     @classmethod
-    def join(cls, epoch: Epoch, rank: int, backend: str, timeout: timedelta, listener: Listener | None = None) -> Self:
+    def join(cls, epoch: Epoch, rank: int, timeout: timedelta, listener: Listener | None = None) -> Self:
         """Collective over all members.
 
         Args:
             rank: in the epoch; see Epoch.member_rank.
-            backend: gloo or nccl.
             timeout: bounds the wait for all members to join, and later each wait for a silent one.
             listener: on rank 0, with the address in the epoch. This method closes it.
 
@@ -52,12 +52,13 @@ class TransferGroup:
                 listener.close()
         else:
             liveness, port = Liveness.follow(epoch, rank, seconds)
+            pin_gloo_interface(address_towards(epoch.host))  # a worker of vLLM has joined no world of ours before
             try:
                 store = dist.TCPStore(epoch.host, port, None, False, timeout, wait_for_workers=False)
             except RuntimeError as error:
                 liveness.close()
                 raise TransferFailed(f"epoch {epoch.number}: its first member is gone: {error}") from error
-        group = cls(epoch, rank, liveness, TRANSPORTS[backend](store, rank, epoch.size, timeout))
+        group = cls(epoch, rank, liveness, TRANSPORTS[epoch.backend](store, rank, epoch.size, timeout))
         liveness.watch(group._give_up)
         with group._working():
             group._transport.connect()

@@ -32,7 +32,7 @@ class TransferRefit:
         self,
         sender: Sender,
         control: dist.ProcessGroup,
-        backend: str,
+        transport: str,
         replicas: ReplicaControl | None,
         leaves: Callable[[], bool],
         timeout: timedelta,
@@ -41,7 +41,7 @@ class TransferRefit:
         """
         sender: this rank's.
         control: all training ranks, over gloo; used by nothing else.
-        backend: of torch.distributed, for the transfers.
+        transport: of tensors, that all training ranks have: see `transport.offered`.
         replicas: on rank 0; None on other ranks.
         leaves: whether this rank was asked to leave; called about once a second while there is no replica.
         timeout: bounds every wait within a transfer.
@@ -50,7 +50,7 @@ class TransferRefit:
         assert (replicas is not None) == (dist.get_rank(control) == 0)
         self._sender = sender
         self._control = control
-        self._backend = backend
+        self._transport = transport
         self._replicas = replicas
         self._leaves = leaves
         self._timeout = timeout
@@ -137,7 +137,7 @@ class TransferRefit:
             self._listener = Listener()
             host, port = self._listener.address
             ranks = dist.get_world_size(self._control)
-            epoch = Epoch(self._number, host, port, self._listener.secret, ranks, (*live,))
+            epoch = Epoch(self._number, host, port, self._listener.secret, ranks, (*live,), self._transport)
             try:
                 self._replicas.begin_epoch(epoch)
             except ReplicaLost as error:
@@ -158,7 +158,7 @@ class TransferRefit:
             self.close()
         rank = dist.get_rank(self._control)
         try:
-            self._group = TransferGroup.join(epoch, rank, self._backend, self._timeout, listener)
+            self._group = TransferGroup.join(epoch, rank, self._timeout, listener)
         except ReplicaLost as error:
             self._left_out |= error.who
             raise
@@ -166,7 +166,15 @@ class TransferRefit:
         if rank == 0:
             names = ", ".join(str(member.replica) for member in epoch.replicas)
             moved = self._sender.moved_bytes
-            logger.info("epoch %d: replicas %s get %d bytes with a version", epoch.number, names, moved)
+            logger.info(
+                "epoch %d: replicas %s get %d bytes with a version over %s", epoch.number, names, moved, epoch.backend
+            )
+            for transport, of in epoch.others.items():
+                logger.warning(
+                    "epoch %d: weights go over TCP and host memory, which is slower than NCCL: replicas %s have %s, "
+                    "the training ranks %s, and NCCL needs the same release at both ends (docs/partitioned.md)",
+                    *(epoch.number, ", ".join(map(str, of)), transport, epoch.transport),
+                )
 
     def _begin_receive(self, version: int) -> bool:
         assert self._replicas is not None

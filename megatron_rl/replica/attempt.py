@@ -18,6 +18,7 @@ from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.platform.implementation import choose_implementation
 from megatron_rl.platform.select import select
+from megatron_rl.platform.transport import offered
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rank.drain import DrainListener
@@ -75,7 +76,6 @@ def run_replica(
         engine,
         ranks,
         (replica.number, start),
-        platform.backend,
         min(timeout, TRANSFER_TIMEOUT),
         recompute_cache=config.asynchronous.recompute_cache,
         changed=config.placement.inference.transfer == "changed",
@@ -85,7 +85,8 @@ def run_replica(
     if ranks.drives:
         holds = not (ranks.alone or platform.transfers_beside_collectives)
         leader = Leader(engine, weights, commands, activity, holds=holds)
-        address = ReplicaAddress(replica.number, start, "", 0, world.size, digest, PROTOCOL, time.time())
+        transport = offered(platform.backend)
+        address = ReplicaAddress(replica.number, start, "", 0, world.size, digest, PROTOCOL, time.time(), transport)
         outcome = asyncio.run(serve(config, replica, address, leader, token, drain))
     else:
         assert commands is not None, "a replica of one rank has no followers"

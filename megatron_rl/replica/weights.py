@@ -31,7 +31,6 @@ class ReceivedWeights:
         engine: Engine,
         ranks: EngineRanks,
         started: ReplicaStart,
-        backend: str,
         timeout: timedelta,
         *,
         recompute_cache: bool = False,
@@ -39,13 +38,12 @@ class ReceivedWeights:
     ) -> None:
         """
         started: identifies this replica.
-        backend: of torch.distributed, for the tensors.
         timeout: limit of every wait for other members.
         recompute_cache: see AsyncConfig.
         changed: see Receiver.
         """
         self._engine, self._ranks, self._started = engine, ranks, started
-        self._backend, self._timeout, self._recompute_cache = backend, timeout, recompute_cache
+        self._timeout, self._recompute_cache = timeout, recompute_cache
         self._receiver = Receiver(weights_by_box(engine.policy), engine.policy.platform.host_memory, changed=changed)
         self._group: TransferGroup | None = None
         self._steps = BackgroundSteps(engine.policy.platform.beside)
@@ -83,7 +81,7 @@ class ReceivedWeights:
     def _join(self, epoch: Epoch) -> None:
         self._leave()
         rank = epoch.member_rank(*self._started, self._ranks.tensor.rank())
-        self._group = TransferGroup.join(epoch, rank, self._backend, self._timeout)
+        self._group = TransferGroup.join(epoch, rank, self._timeout)
         self._receiver.connect(self._group)
 
     def _receive(self, version: int) -> None:

@@ -13,6 +13,7 @@ from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import digest_of, read_token
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import Platform
+from megatron_rl.platform.transport import offered
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.model_tensors import weights_by_box
@@ -64,7 +65,7 @@ def generate_elsewhere(
     transfer = TransferRefit(
         Sender(weights_by_box(policy), host_memory=platform.host_memory if keeps else None),
         dist.new_group(backend="gloo", timeout=timeout, group_desc="refit"),
-        platform.backend,
+        offered(platform.backend),
         PoolControl(pool, timeout) if dist.get_rank() == 0 else None,
         safe_points.poll,
         min(timeout, TRANSFER_TIMEOUT),

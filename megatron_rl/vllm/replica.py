@@ -19,6 +19,7 @@ from megatron_rl.inference.replicas.wire import PROTOCOL, digest_of, read_token
 from megatron_rl.inference.request_limits import RequestLimits
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
+from megatron_rl.platform.transport import offered
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.world import World
@@ -98,7 +99,8 @@ def run_replica(
                 holds=config.job.device == "cuda" and tp > 1,
                 profiled=profiled,
             )
-            address = ReplicaAddress(replica.number, start, "", 0, tp, digest, PROTOCOL, time.time())
+            transport = offered("nccl" if config.job.device == "cuda" else "gloo")
+            address = ReplicaAddress(replica.number, start, "", 0, tp, digest, PROTOCOL, time.time(), transport)
             try:
                 return asyncio.run(serve(config, replica, address, leader, token, drain))
             finally:
@@ -118,7 +120,6 @@ def _setting(config: RunConfig, replica: Replica, start: int, tokenizer: Tokeniz
     return {
         "replica": replica.number,
         "start": start,
-        "backend": "nccl" if config.job.device == "cuda" else "gloo",
         "timeout_s": timeout_s,
         "model": config.model.model_dump(mode="json"),
         "vocabulary": tokenizer.vocab_size,

@@ -47,8 +47,6 @@ class Setting:
     """Facts of the run that a worker needs."""
 
     replica: ReplicaStart
-    backend: str
-    """Backend of torch.distributed for the transfers: gloo or nccl."""
     timeout: timedelta
     """Limit of every wait for other members."""
     model: ModelConfig
@@ -143,7 +141,7 @@ class WeightShare:
     def _join(self, epoch: Epoch) -> None:
         self._leave()
         rank = epoch.member_rank(*self._setting.replica, self._workers.rank)
-        self._group = TransferGroup.join(epoch, rank, self._setting.backend, self._setting.timeout)
+        self._group = TransferGroup.join(epoch, rank, self._setting.timeout)
         self._receiver.connect(self._group)
 
     def _receive(self, version: int) -> None:

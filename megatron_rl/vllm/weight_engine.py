@@ -134,7 +134,6 @@ def setting_of(content: dict[str, Any]) -> Setting:
     """The setting in the JSON of `encode_setting`."""
     return Setting(
         replica=(content["replica"], content["start"]),
-        backend=content["backend"],
         timeout=timedelta(seconds=content["timeout_s"]),
         model=ModelConfig.model_validate(content["model"]),
         vocabulary=content["vocabulary"],

@@ -125,9 +125,7 @@ def measure(
     group.close()
 
 
-def epoch_of(
-    folder: Path, rank: int, training: int, replicas: int
-) -> tuple[Epoch, int, str, timedelta, Listener | None]:
+def epoch_of(folder: Path, rank: int, training: int, replicas: int) -> tuple[Epoch, int, timedelta, Listener | None]:
     """Epoch and listener with which a rank joins."""
     file, listener = folder / "epoch.json", None
     if rank == 0:
@@ -138,7 +136,7 @@ def epoch_of(
         (folder / "epoch.tmp").rename(file)
     while not file.exists():
         time.sleep(0.01)
-    return Epoch.from_json(json.loads(file.read_text())), rank, "gloo", LIMIT, listener
+    return Epoch.from_json(json.loads(file.read_text())), rank, LIMIT, listener
 
 
 def main() -> None:

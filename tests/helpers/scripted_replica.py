@@ -164,6 +164,7 @@ class ScriptedReplica:
         protocol: int = PROTOCOL,
         token: str = TOKEN,
         published_digest: str | None = None,
+        transport: str = "gloo",
     ) -> None:
         self.engine = ScriptedEngine()
         self.weights = ScriptedWeights(self.engine)
@@ -173,7 +174,7 @@ class ScriptedReplica:
         replica.folder.mkdir(parents=True, exist_ok=True)
         self.leader = Leader(self.engine, self.weights, None, Activity(replica, published=False), report_every_s=0.0)
         self.leader.version = version
-        address = ReplicaAddress(number, start, "127.0.0.1", 0, 1, digest, protocol, 0.0)
+        address = ReplicaAddress(number, start, "127.0.0.1", 0, 1, digest, protocol, 0.0, transport)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.service = ReplicaService(self.leader, address)
         self._app = application(self.service, token)

@@ -76,7 +76,7 @@ class ThreadedReplica:
 
     def _join(self, epoch: Epoch) -> None:
         self.leave()
-        self._group = TransferGroup.join(epoch, epoch.member_rank(*self.started, 0), "gloo", LIMIT)
+        self._group = TransferGroup.join(epoch, epoch.member_rank(*self.started, 0), LIMIT)
         self._receiver.connect(self._group)
 
     def _receive(self, version: int) -> None:
@@ -91,9 +91,11 @@ class ThreadedReplicas:
         self.replicas = {replica.started: replica for replica in replicas}
         self.epochs: list[list[int]] = []
         """Replicas of each epoch so far."""
+        self.transport = "gloo"
+        """Transport that all of them report."""
 
     def live(self) -> list[Member]:
-        return [Member(*started, 1) for started in self.replicas]
+        return [Member(*started, 1, self.transport) for started in self.replicas]
 
     def begin_epoch(self, epoch: Epoch) -> None:
         self.epochs.append([member.replica for member in epoch.replicas])

@@ -99,7 +99,7 @@ class ReplicaRank:
     def join(self, epoch: Epoch) -> None:
         if self.group is not None:
             self.group.close()
-        self.group = TransferGroup.join(epoch, epoch.member_rank(self.number, 0, self.rank), "gloo", LIMIT)
+        self.group = TransferGroup.join(epoch, epoch.member_rank(self.number, 0, self.rank), LIMIT)
         self.receiver.connect(self.group)
 
     def receive(self, version: int) -> None:

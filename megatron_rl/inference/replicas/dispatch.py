@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Mapping
 from statistics import fmean, median
 from typing import Any
 
+from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer
 from megatron_rl.inference.replicas.link import LinkTimings, Pace, ReplicaGone, ReplicaLink
@@ -103,8 +104,8 @@ class Dispatch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def starts(self) -> dict[Start, int]:
-        return {start: link.about.ranks for start, link in self._links.reached.items() if link.about is not None}
+    async def starts(self) -> dict[Start, ReplicaAddress]:
+        return {start: link.address for start, link in self._links.reached.items()}
 
     async def metrics(self) -> dict[str, float]:
         repeated, self._repeated = self._repeated, 0

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.inference.replicas.dispatch import Dispatch
 from megatron_rl.inference.replicas.links import Start
@@ -88,8 +89,8 @@ class ReplicaPool:
         """Whether requests wait for weights: there are replicas, but every replica that had this version is lost."""
         return self._dispatch.starved
 
-    def starts(self) -> dict[Start, int]:
-        """Return the replicas that respond now, and the number of ranks of each."""
+    def starts(self) -> dict[Start, ReplicaAddress]:
+        """Return the replicas that respond now."""
         return self._in_thread(self._dispatch.starts()).result()
 
     def metrics(self) -> dict[str, float]:

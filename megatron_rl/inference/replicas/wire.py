@@ -32,7 +32,7 @@ from megatron_rl.inference.api import (
 )
 from megatron_rl.inference.config import Sampling
 
-PROTOCOL = 3
+PROTOCOL = 4
 FEWEST_CHARACTERS = 32
 """Minimal length of a run's token."""
 

@@ -322,6 +322,13 @@ def test_replica_without_the_version_is_lost_and_the_others_have_it(attempt: Att
     assert (one.leader.version, other.leader.version) == (0, 1)
 
 
+def test_the_transport_of_each_replica_is_known(attempt: Attempt) -> None:
+    with ScriptedReplica(attempt, 1, 2, transport="nccl 2.29.7") as one, pool_of(attempt) as pool:
+        there(pool, 1)
+        assert PoolControl(pool, timedelta(seconds=5)).live() == [Member(1, 2, 1, "nccl 2.29.7")]
+        one.hang_up()
+
+
 def test_replica_that_hangs_in_a_swap_does_not_hang_the_run(
     attempt: Attempt, two, monkeypatch: pytest.MonkeyPatch
 ) -> None:

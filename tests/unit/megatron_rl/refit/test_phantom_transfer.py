@@ -1,4 +1,5 @@
-"""A transfer between simulated GPUs: messages are on the device, and the host does not wait for it."""
+"""A transfer between simulated GPUs: messages are on the device of the transport, and the host does not wait for a
+device's."""
 
 from __future__ import annotations
 
@@ -21,10 +22,9 @@ GPU = torch.device("cuda", 0)
 class GroupOfTwo:
     """Stand-in for the transfer group of a training rank and a replica that hold the same part of the model."""
 
-    device = GPU
-
-    def __init__(self, gpu: PhantomDevice, rank: int) -> None:
+    def __init__(self, gpu: PhantomDevice, rank: int, device: torch.device = GPU) -> None:
         self.rank = rank
+        self.device = device
         self.exchanges = 0
         self.waits = 0
         self._gpu = gpu
@@ -38,7 +38,8 @@ class GroupOfTwo:
         self.waits = self._gpu.waits
         for peer, tensor in (*sends, *receives):
             assert peer == 1 - self.rank
-            assert isinstance(tensor, FakeTensor) and tensor.device == GPU and tensor.is_contiguous()
+            assert isinstance(tensor, FakeTensor) or self.device != GPU
+            assert tensor.device == self.device and tensor.is_contiguous()
 
 
 def test_the_host_does_not_wait_between_two_rounds(platform: Any, groups: Any) -> None:
@@ -57,3 +58,13 @@ def test_the_host_does_not_wait_between_two_rounds(platform: Any, groups: Any) -
                 assert end.swap() == 1
             assert group.exchanges > 10
             assert group.waits <= before + 1, "once, to create the checksum of its peer"
+
+
+def test_messages_of_a_gpu_go_through_host_memory_if_the_transport_is_tcp(platform: Any, groups: Any) -> None:
+    with PhantomDevice(GPU, reads_ones=True) as gpu:
+        policy = build_policy(tiny_model(dtype="bf16", head_dim=16), VOCAB, PhantomPlatform(gpu))
+        group: Any = GroupOfTwo(gpu, 0, torch.device("cpu"))
+        sender = Sender(weights_by_box(policy), ROUND_BYTES)
+        sender.connect(group)
+        sender.publish(1)
+        assert group.exchanges > 10

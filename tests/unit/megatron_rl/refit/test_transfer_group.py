@@ -45,10 +45,28 @@ def test_ranks_of_an_epoch_are_distinct_and_an_epoch_survives_json(epoch: Epoch)
         epoch.member_rank(99, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("training", "replicas", "backend"),
+    [
+        ("gloo", ["gloo", "gloo"], "gloo"),
+        ("nccl 2.27.3", ["nccl 2.27.3", "nccl 2.27.3"], "nccl"),
+        ("nccl 2.27.3", ["nccl 2.27.3", "nccl 2.29.7"], "gloo"),  # NCCL refuses to connect different releases
+        ("nccl 2.27.3", ["gloo"], "gloo"),
+    ],
+)
+def test_an_epoch_uses_nccl_where_all_members_have_the_same_release(
+    training: str, replicas: list[str], backend: str
+) -> None:
+    members = tuple(Member(number, 0, 1, transport) for number, transport in enumerate(replicas))
+    epoch = Epoch(1, "host", 1, "key", 2, members, training)
+    assert epoch.backend == backend
+    assert Epoch.from_json(json.loads(json.dumps(epoch.to_json()))) == epoch
+
+
 def all_join(epoch: Epoch, listener: Listener, limit: timedelta = LIMIT) -> list[Callable[[], TransferGroup]]:
     """Results of joining, one for each member: its group, or the error raised."""
     with ThreadPoolExecutor(epoch.size) as pool:
-        join = partial(TransferGroup.join, epoch, backend="gloo", timeout=limit)
+        join = partial(TransferGroup.join, epoch, timeout=limit)
         listeners = [listener] + [None] * (epoch.size - 1)
         return [pool.submit(join, rank, listener=each).result for rank, each in enumerate(listeners)]
 
@@ -143,10 +161,10 @@ def test_a_member_that_does_not_connect_is_named() -> None:
     with pytest.raises(
         ReplicaLost, match=r"replica 4: epoch 1: rank 0 of replica 4 did not connect within 0.05 s"
     ) as lost:
-        TransferGroup.join(epoch, 0, "gloo", timedelta(seconds=0.05), listener)
+        TransferGroup.join(epoch, 0, timedelta(seconds=0.05), listener)
     assert lost.value.who == {(4, 1)}
     with pytest.raises(TransferFailed, match=r"epoch 1: no start from .* within 60 s: .*refused"):
-        TransferGroup.join(epoch, 1, "gloo", LIMIT)
+        TransferGroup.join(epoch, 1, LIMIT)
 
 
 @given(st.integers(1, 400), st.data())

@@ -52,9 +52,11 @@ def replicas(policies: list[Policy]) -> Iterator[ThreadedReplicas]:
 def refit(trained: Policy, replicas: ThreadedReplicas, groups: Any) -> Iterator[Callable[..., TransferRefit]]:
     made = []
 
-    def make(leaves: Callable[[], bool] = lambda: False, no_replica_timeout: timedelta = LIMIT) -> TransferRefit:
+    def make(
+        leaves: Callable[[], bool] = lambda: False, no_replica_timeout: timedelta = LIMIT, transport: str = "gloo"
+    ) -> TransferRefit:
         sender = Sender(weights_by_box(trained), ROUND_BYTES)
-        made.append(TransferRefit(sender, groups.control, "gloo", replicas, leaves, LIMIT, no_replica_timeout))
+        made.append(TransferRefit(sender, groups.control, transport, replicas, leaves, LIMIT, no_replica_timeout))
         return made[-1]
 
     yield make
@@ -85,6 +87,15 @@ def test_every_replica_has_the_weights_bit_for_bit_and_one_epoch_serves_many_ver
         assert have(replicas, trained, version) == [0, 1]
     assert replicas.epochs == [[0, 1]]
     assert publish.moved_bytes == 2 * sum(weight.nbytes for weight in trained.parameters())
+
+
+def test_replicas_with_another_release_of_nccl_get_the_weights_by_tcp(
+    refit: Any, replicas: ThreadedReplicas, trained: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    replicas.transport = "nccl 2.29.7"
+    refit(transport="nccl 2.27.3").publish(1)
+    assert have(replicas, trained, 1) == [0, 1]
+    assert "replicas 0, 1 have nccl 2.29.7, the training ranks nccl 2.27.3" in caplog.text
 
 
 @pytest.mark.parametrize("fails_at", ["begin", "receive", "transfer"])

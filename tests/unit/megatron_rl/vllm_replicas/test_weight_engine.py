@@ -71,9 +71,9 @@ def test_a_worker_joins_and_receives_on_its_own_gpu(engine_module: Any, monkeypa
         monkeypatch.setattr(WeightShare, step, lambda *_: seen.append(getattr(selected, "device", "the first")))
 
     engine = engine_module.MrlWeightTransferEngine(torch.device("cuda", 3))
-    setting = {"replica": 0, "start": 0, "backend": "nccl", "timeout_s": 9.0, "vocabulary": 61}
+    setting = {"replica": 0, "start": 0, "timeout_s": 9.0, "vocabulary": 61}
     setting["model"] = tiny_model().model_dump(mode="json")
-    epoch = {"number": 1, "host": "h", "port": 1, "secret": "s", "training_ranks": 1, "replicas": [[0, 0, 1]]}
+    epoch = {"number": 1, "host": "h", "port": 1, "secret": "s", "training_ranks": 1, "replicas": [[0, 0, 1, "gloo"]]}
     engine.init_transfer_engine(engine_module.Step(epoch=epoch, setting=setting))
     engine.init_transfer_engine(engine_module.Step(version=1))
     engine._share._steps.newest.result(9)
