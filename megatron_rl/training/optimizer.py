@@ -55,6 +55,7 @@ class PolicyOptimizer:
         """offload: state that `offload` takes off the device. All state starts on the device."""
         self.config = config
         self.total_updates = total_updates
+        accumulators = overlap.add_in_place(policy)
         self.ddp = DistributedDataParallel(
             policy.config,
             DistributedDataParallelConfig(
@@ -66,11 +67,8 @@ class PolicyOptimizer:
             ),
             policy,
         )
+        del accumulators  # DDP has them now
         self.overlap = overlap.Overlap(self.ddp)
-        for module in policy.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):
-                # Transformer Engine's products then add to the gradient buffers that DDP gave the weights.
-                module.fuse_wgrad_accumulation = True
         dtype = DTYPES[model.dtype]
         self.megatron: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(

@@ -7,18 +7,53 @@ values, and no gradient of a weight. What the hooks need from the caller is here
 
 - only the last micro-batch may reduce, because each adds to the same gradients;
 - every rank must finish a pass that has begun to reduce: the others wait for it in a collective;
-- a weight that is read without its module being called must be waited for (`Policy.output`, `finish_gathering`).
+- a weight that is read without its module being called must be waited for (`Policy.output`, `finish_gathering`);
+- a weight whose product adds to the gradient buffer itself must have a gradient all the same (`add_in_place`).
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
+from torch.nn import Module, Parameter
 
 BUCKET_WEIGHTS: int | None = None
 """Weights of a bucket that is reduced at once; None: megatron-core's choice, 40 million, or a million per rank."""
+
+
+def add_in_place(model: Module) -> list[Any]:
+    """Have products of Transformer Engine add their weights' gradients to the buffers of the DDP that is built next.
+
+    Autograd then gets a gradient that must not be read; or none where a layer recomputes activations, because under
+    torch's hooks for saved tensors the product finds a copy of the weight that lacks DDP's attributes (2.4). DDP's
+    hooks refuse a weight without a gradient if they reduce buckets. So hooks before them give it one: itself, unread.
+
+    Returns what must live until DDP is built.
+    """
+    accumulators = []
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # mypy expects a tensor or a module
+            weight: Any = module.weight
+            accumulator: Any = weight.expand_as(weight).grad_fn.next_functions[0][0]
+            accumulator.register_hook(_AddedInPlace(weight))
+            accumulators.append(accumulator)
+    return accumulators
+
+
+@dataclass(frozen=True, slots=True)
+class _AddedInPlace:
+    """Hook that notes the gradient of a weight as added to DDP's buffer, called before the hook of DDP."""
+
+    weight: Parameter
+
+    def __call__(self, *_: Any) -> None:
+        weight: Any = self.weight
+        if weight.grad is None:
+            weight.grad, weight.grad_added_to_main_grad = weight.detach(), True
 
 
 class Overlap:

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import tiny_model, tiny_policy, tiny_run
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pydantic import ValidationError
+from te_stand_in import _AddedInPlace
 
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.model.config import Recompute
 from megatron_rl.model.policy import Policy
+from megatron_rl.platform.api import Linears
 from megatron_rl.training import overlap
 from megatron_rl.training.config import OptimizerConfig
 from megatron_rl.training.optimizer import PolicyOptimizer
@@ -64,6 +67,40 @@ def test_updates_are_those_without_overlap(
         optimizer.overlap.finish_gathering()
         found.append(weights(optimizer))
     assert all(map(torch.equal, *found))
+
+
+class InPlaceColumn(ColumnParallelLinear):
+    """Adds its weight's gradient to DDP's buffer on request, as Transformer Engine's linears do."""
+
+    fuse_wgrad_accumulation = False
+
+    def forward(self, input_: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self.fuse_wgrad_accumulation or not torch.is_grad_enabled()
+        out = _AddedInPlace.apply(input_, self.weight)
+        return out if self.bias is None else out + self.bias, None
+
+
+class InPlaceRow(RowParallelLinear):
+    fuse_wgrad_accumulation = False
+    forward = InPlaceColumn.forward
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_products_that_add_gradients_themselves_have_them_reduced_as_well(
+    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch, recompute: Recompute
+) -> None:
+    """Recomputation makes such a product return no gradient, and DDP's hooks expect one."""
+    found = []
+    for linears in (None, Linears(InPlaceColumn, InPlaceRow)):
+        monkeypatch.setattr(platform, "linears", lambda _, linears=linears: linears)
+        optimizer = optimizer_of(platform, monkeypatch, recompute, **OVERLAPPED)
+        for number, microbatches in enumerate((3, 1, 2)):
+            pass_over(optimizer, microbatches)
+            assert optimizer.update(number).applied
+        optimizer.overlap.finish_gathering()
+        found.append(weights(optimizer))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
