@@ -55,7 +55,7 @@ def engine_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_worker_joins_and_receives_on_its_own_gpu(engine_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a thread that selects none, CUDA uses the first GPU of the process, and each worker sees those of all."""
+    """CUDA uses the first GPU of the process in a thread that selects none, and each worker sees those of all."""
     selected = threading.local()  # as the CUDA runtime has it
 
     @contextmanager
