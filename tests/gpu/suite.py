@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,6 +69,7 @@ def run(part: Part, device: str, seconds: float, results: Path) -> dict[str, Any
         environment = os.environ | {"MRL_GPU_TESTS_ON": device, "MRL_GPU_REPORT": str(report)}
         # With this variable each of many starts would compile packages again that pip has not compiled.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment["PYTHONFAULTHANDLER"] = "1"
         environment["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
         environment["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, HELPERS, os.environ.get("PYTHONPATH", "")]))
         began = time.monotonic()
@@ -98,8 +100,10 @@ def _run(command: Sequence[str], environment: dict[str, str], seconds: float) ->
         try:
             code: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # ranks that the tests started too
-            process.wait()
+            for end, limit in ((signal.SIGABRT, 10), (signal.SIGKILL, None)):  # the first one writes stacks
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, end)  # ranks that the tests started too
+                    process.wait(limit)
             code = None
         log.seek(0)
         return code, log.read()[-6000:]

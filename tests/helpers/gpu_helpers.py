@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ NEEDS_GPU = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(
 NEEDS_CUDA = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="its kernels need a GPU")
 SHARED = DEVICE == "cuda" and torch.cuda.device_count() == 1
 """Whether two ranks have to share one GPU. NCCL refuses that, so gloo carries their collectives."""
+RUN_S = 240
+"""Most seconds of a run's ranks: less than a part of the suite has, so that a run that hangs is reported."""
+STACKS_S = 10
 # Gloo coalesces collectives of tensors on a CPU only: it reads those on a GPU as if they were on the host.
 OVER_GLOO = """
 import sys
@@ -50,7 +54,7 @@ def gpu_model(**fields: Any) -> ModelConfig:
 def with_helpers() -> dict[str, str]:
     """Environment of a child process that imports tests/helpers and what this process imports."""
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": path}
+    return os.environ | {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
 
 
 def run_recipe(run_dir: RunDir, recipe: dict[str, Any], attempt: int, device: str, ranks: int = 1) -> None:
@@ -63,7 +67,7 @@ def run_recipe(run_dir: RunDir, recipe: dict[str, Any], attempt: int, device: st
     run_ranks(
         [sys.executable, "-c", program, "--run-dir", str(run_dir.root), "--attempt", str(attempt)],
         ranks,
-        900,
+        RUN_S,
         MRL_CACHE=str(run_dir.root.parent / "cache"),
     )
 
@@ -88,15 +92,26 @@ def run_ranks(command: list[str], ranks: int, limit_s: float, **variables: str) 
         try:
             for process in processes:
                 process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for process in processes:
+                process.send_signal(signal.SIGABRT)  # writes the stacks
+            for process in processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(STACKS_S)
         finally:
             for process in processes:
                 process.kill()
+                process.wait()
         outputs = []
         for log in logs:
             log.seek(0)
             outputs.append(log.read())
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output[-3000:]
+    failed = [
+        f"rank {rank}, exit code {process.returncode}: {output[-4000:]}"
+        for rank, (process, output) in enumerate(zip(processes, outputs, strict=True))
+        if process.returncode
+    ]
+    assert not failed, "\n".join(failed)
     return outputs
 
 

@@ -17,7 +17,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2].removeprefix("Skipped: ")
     elif report.failed:
-        reason = str(report.longreprtext)[-2000:]
+        reason = str(report.longreprtext)[-8000:]
     result = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3), "reason": reason}
     with Path(os.environ["MRL_GPU_REPORT"]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(result | {"figures": dict(report.user_properties)}) + "\n")

@@ -78,9 +78,11 @@ def test_a_part_that_is_killed_keeps_the_results_of_its_tests(run: Any) -> None:
     assert [test["test"].rpartition("::")[2] for test in part["tests"]] == ["test_a"]
 
 
-def test_a_part_that_takes_too_long_is_cut_off_with_its_children(suite: Any) -> None:
-    code, _ = suite._run(["sh", "-c", "sleep 600 & wait"], dict(os.environ), 0.2)
+def test_a_part_that_takes_too_long_is_cut_off_with_its_children_and_says_where_it_was(suite: Any) -> None:
+    program = "import subprocess, time\ndef hang(): time.sleep(600)\nsubprocess.Popen(['sleep', '600'])\nhang()"
+    code, output = suite._run([sys.executable, "-X", "faulthandler", "-c", program], dict(os.environ), 0.5)
     assert code is None
+    assert "in hang" in output
     counts = {"passed": 1, "failed": 0, "skipped": 0}
     assert suite.line_of({"part": "slow", "seconds": 1.0, "cut": True, **counts}).endswith("1.0  cut off")
 
