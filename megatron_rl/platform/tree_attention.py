@@ -2,8 +2,9 @@
 pair of tokens is computed twice.
 
 One kernel visits the blocks of queries and keys that see one another. The host finds these blocks from the ends of
-subtrees, once for all layers. torch compiles the kernel at the first micro-batch, and at most twice more: for several
-blocks instead of one, and for another number of blocks.
+subtrees, once for all layers. torch compiles the kernel at the first micro-batch, and again for what differs in more
+than the numbers of tokens and blocks: the dtype, with and without gradients, in inference mode, and for a part of the
+tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from megatron_rl.platform.attention import PackedSequences
 
 BLOCK = 128
 """Tokens of a block of queries or keys."""
+FEWEST_TOKENS = BLOCK + 1
+"""Queries and keys of the kernel at least, with padding: torch would compile other kernels for one token, for one block
+and for less than 128 queries."""
+MOST_KERNELS = 64
+"""Kernels of a process. Beyond its own limit of 8, torch would attend uncompiled and store all scores."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]
 """query [1, heads, queries, head_size], key and value [1, kv_heads, tokens, head_size], mask of blocks
@@ -72,24 +78,27 @@ class TreeLayout:
     mask: BlockMask
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        queries = len(query)
         value = value.contiguous()  # as in `VarlenLayout.attend`
-        query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
+        query, key, value = (_padded(each).transpose(0, 1)[None] for each in (query, key, value))
         attended = self.kernel(query, key, value, self.mask)
-        return attended[0].transpose(0, 1).flatten(1)
+        return attended[0].transpose(0, 1)[:queries].flatten(1)
 
 
 def compiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
     """Attend by FlexAttention's compiled kernel; uncompiled it would store all scores. Its precision in fp32 is that of
     `torch.set_float32_matmul_precision`."""
-    # Otherwise torch uses and compiles another kernel for less than 128 tokens.
-    options = {"FORCE_USE_FLEX_ATTENTION": True}
-    attended: Tensor = _compiled()(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)
+    config = torch._dynamo.config
+    if config.recompile_limit < MOST_KERNELS:  # at each call, because newer releases keep it separately for each thread
+        config.recompile_limit = MOST_KERNELS
+    attended: Tensor = _compiled()(query, key, value, block_mask=mask, enable_gqa=True)
     return attended
 
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)  # for any number of tokens
+    # dynamic: for any number of tokens. fullgraph: raise instead of attending uncompiled.
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return compiled
 
 
@@ -97,10 +106,12 @@ def tree_layout(
     packed: PackedSequences, device: torch.device, kernel: Attend = compiled_attention, part: Tensor | None = None
 ) -> TreeLayout:
     """Build the layout of packed sequences, or of a part of them (see `Platform.attention_layout`), for one kernel."""
-    blocks = Blocks.of(packed.subtree_ends.numpy(), None if part is None else part.numpy())
-    ends = packed.subtree_ends.to(device, non_blocking=True)
-    queries = torch.arange(len(ends)) if part is None else part
-    at = queries.to(device, non_blocking=True)
+    queries = torch.arange(len(packed.subtree_ends)) if part is None else part
+    # Padding: queries see what the last one sees, and nothing sees keys with end 0.
+    queries = torch.cat((queries, queries[-1:].expand(max(0, FEWEST_TOKENS - len(queries)))))
+    subtree_ends = _padded(packed.subtree_ends)
+    blocks = Blocks.of(subtree_ends.numpy(), queries.numpy())
+    ends, at = (each.to(device, non_blocking=True) for each in (subtree_ends, queries))
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= at[query]) & (at[query] < ends[key])
@@ -113,6 +124,12 @@ def tree_layout(
         seq_lengths=(len(queries), len(ends)),
     )
     return TreeLayout(kernel, mask.to(device))
+
+
+def _padded(tokens: Tensor) -> Tensor:
+    """Append zeros to [tokens, ...] up to FEWEST_TOKENS."""
+    missing = max(0, FEWEST_TOKENS - len(tokens))
+    return torch.cat((tokens, tokens.new_zeros(missing, *tokens.shape[1:]))) if missing else tokens
 
 
 def _in_order(blocks: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ and FlexAttention as torch computes it on a CPU."""
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -19,11 +20,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from megatron_rl.algorithms.packing import MicroBatch, pack
+from megatron_rl.platform import tree_attention
 from megatron_rl.platform.attention import PackedSequences, whole_sequences
 from megatron_rl.platform.cuda_attention import CudaAttention, tree_is_faster
 from megatron_rl.platform.flash_kernels import VarlenKernel, find_varlen_kernel
 from megatron_rl.platform.phantom import PhantomDevice
-from megatron_rl.platform.tree_attention import TreeLayout, tree_layout
+from megatron_rl.platform.tree_attention import FEWEST_TOKENS, TreeLayout, tree_layout
 from megatron_rl.platform.varlen_attention import VarlenLayout, varlen_layout
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -286,7 +288,7 @@ def test_blocks_are_those_that_torch_finds_token_by_token(prompt: int, answers: 
     masks = [[False] + [True] * (len(row) - 1) for row in rows]
     (micro,) = pack(rows, masks, range(len(rows)), 10**6)
     mask = tree_layout(micro, CPU).mask
-    tokens = len(micro.tokens)
+    tokens = max(len(micro.tokens), FEWEST_TOKENS)
     expected = flex.create_block_mask(mask.mask_mod, None, None, tokens, tokens, device="cpu")
     assert mask.shape == expected.shape
     for kind in ("kv", "q", "full_kv", "full_q"):
@@ -295,8 +297,8 @@ def test_blocks_are_those_that_torch_finds_token_by_token(prompt: int, answers: 
 
 
 def test_trees_attend_in_place_with_a_kernel_that_is_not_compiled_for_each() -> None:
-    """Compares with a formula in float64, on a CPU, for two micro-batches: at the second torch learns that the numbers
-    of blocks differ."""
+    """Compares with a formula in float64, on a CPU. torch compiles again when it learns that the number of blocks may
+    differ from that of key/value heads."""
     from torch._dynamo.testing import CompileCounter  # slow to import
 
     counter = CompileCounter()
@@ -305,12 +307,25 @@ def test_trees_attend_in_place_with_a_kernel_that_is_not_compiled_for_each() -> 
     def kernel(query: Tensor, key: Tensor, value: Tensor, mask: flex.BlockMask) -> Tensor:
         return compiled(query, key, value, block_mask=mask, enable_gqa=True)
 
-    for answers in (3, 6, 9, 4):
-        micro = answers_to([7] * 100, [[number] * 30 for number in range(answers)])
-        query, key, value = random_qkv(len(micro.tokens))
-        attended = tree_layout(micro, CPU, kernel).attend(1, query, key, value)
-        expected = by_definition(query, key, value, seen_in_trees(micro)).float()
+    trees = [answers_to([7] * 100, [[number] * 30 for number in range(answers)]) for answers in (3, 1, 6, 9, 4)]
+    for packed in (whole_sequences([1]), *trees, whole_sequences([3, 4])):
+        query, key, value = random_qkv(len(packed.subtree_ends))
+        attended = tree_layout(packed, CPU, kernel).attend(1, query, key, value)
+        expected = by_definition(query, key, value, seen_in_trees(packed)).float()
         torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 2
+
+
+def test_many_kernels_of_a_process_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its limit torch would attend uncompiled and store all scores."""
+    from torch._dynamo.testing import CompileCounter  # slow to import
+
+    counter = CompileCounter()
+    monkeypatch.setattr(tree_attention, "_compiled", partial(torch.compile, flex.flex_attention, backend=counter))
+    layout = tree_layout(whole_sequences([5]), CPU)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for heads in (1, 2):
+            layout.attend(1, *(torch.randn(5, heads, HEAD_SIZE) for _ in range(3)))
     assert counter.frame_count == 2
 
 
