@@ -99,7 +99,7 @@ GPU_CALLS = (
         "torch.nn.attention.flex_attention",
         "flex_attention",
         3,
-        ("block_mask", "enable_gqa"),
+        ("block_mask", "enable_gqa", "kernel_options"),
     ),
     GpuCall("torch", "torch.nn.attention.varlen", "varlen_attn", 7, ("enable_gqa", "window_size"), since="2.12"),
     GpuCall("torch", "torch.nn.functional", "grouped_mm", 2, ("offs",), since="2.10"),

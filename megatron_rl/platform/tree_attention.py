@@ -28,6 +28,9 @@ FEWEST_TOKENS = BLOCK + 1
 and for less than 128 queries."""
 MOST_KERNELS = 64
 """Kernels of a process. Beyond its own limit of 8, torch would attend uncompiled and store all scores."""
+FP32_BLOCKS = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 16, "fwd_num_stages": 1}
+"""Options of the forward kernel in fp32. With torch's own, from heads of 64 on, ptxas gives a thread of an H100 only 32
+registers, and keeps the rest, up to 11 KB, in memory."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]
 """query [1, heads, queries, head_size], key and value [1, kv_heads, tokens, head_size], mask of blocks
@@ -91,7 +94,8 @@ def compiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMas
     config = torch._dynamo.config
     if config.recompile_limit < MOST_KERNELS:  # at each call, because newer releases keep it separately for each thread
         config.recompile_limit = MOST_KERNELS
-    attended: Tensor = _compiled()(query, key, value, block_mask=mask, enable_gqa=True)
+    options = FP32_BLOCKS if query.dtype is torch.float32 else None
+    attended: Tensor = _compiled()(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)
     return attended
 
 
