@@ -107,10 +107,9 @@ class NcclTransport:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         options.config.blocking = 0
-        with _environment(
-            TORCH_NCCL_ASYNC_ERROR_HANDLING="2",  # abort the communicator instead of the process
-            TORCH_NCCL_NONBLOCKING_TIMEOUT=str(int(timeout.total_seconds())),
-        ):
+        # torch reads this when it first waits for such a communicator, which is long after its creation.
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(int(timeout.total_seconds())))
+        with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):  # abort the communicator instead of the process
             self._backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
 
     def connect(self) -> None:

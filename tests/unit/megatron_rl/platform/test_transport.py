@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_rl.platform.transport import offered
+from megatron_rl.platform.transport import NcclTransport, offered
 
 
 class Nccl:
@@ -39,3 +41,27 @@ def test_the_release_of_nccl_is_that_of_torch_if_it_is_a_part_of_torch(monkeypat
     monkeypatch.setattr(ctypes, "CDLL", absent)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
     assert offered("nccl") == "nccl 2.29.7"
+
+
+def test_a_wait_for_nccl_to_connect_has_the_limit_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads it from the environment when it waits, not when the backend is created: its own is half an hour."""
+    seen = []
+
+    class Backend:
+        class Options:
+            def __init__(self) -> None:
+                self.config = SimpleNamespace()
+
+        def __init__(self, *_: object) -> None:
+            assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            seen.append(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT"))
+
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Backend, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(NcclTransport, "gather", lambda *_: [])
+    store: Any = None
+    NcclTransport(store, 0, 2, timedelta(minutes=2)).connect()
+    assert seen == ["120"]
