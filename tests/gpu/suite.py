@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,13 +41,15 @@ class Part:
     """Files in tests/gpu."""
     script: tuple[str, ...] = ()
     """Benchmark in tests/benchmarks, and its arguments."""
+    at_once: bool = False
+    """Whether its files run at the same time. They mostly start processes, and measure no speed."""
 
 
 PARTS = (
-    Part("parity", 300, ("test_cuda_parity.py", "test_cuda_run.py", "test_cuda_two_ranks.py")),
+    Part("parity", 300, ("test_cuda_parity.py", "test_cuda_run.py", "test_cuda_two_ranks.py"), at_once=True),
     Part("kernels", 240, ("test_cuda_kernels.py", "test_cuda_layer_kernels.py", "test_cuda_sums.py")),
     Part("decode", 240, ("test_cuda_decode.py", "test_cuda_megatron_engine.py")),
-    Part("graphs", 240, ("test_cuda_graphs.py", "test_cuda_exit.py")),
+    Part("graphs", 240, ("test_cuda_graphs.py", "test_cuda_exit.py"), at_once=True),
     Part("offload", 90, ("test_cuda_offload.py",)),
     Part("learning", 400, ("test_cuda_learns.py",)),
     Part("decode-speed", 180, script=("gpu_decode.py", "--size", "7b")),
@@ -59,54 +61,66 @@ PARTS = (
 def run(part: Part, device: str, seconds: float, results: Path) -> dict[str, Any]:
     """Run a part for at most so many seconds, on a GPU also for at most its limit, and return its results."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.jsonl"
-        command = [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", "-pno:timeout", "-pgpu_report"]
-        command += [str(GPU / name) for name in part.tests]
+        pytest = [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", "-pno:timeout", "-pgpu_report"]
+        files = [str(GPU / name) for name in part.tests]
+        commands = [[*pytest, file] for file in files] if part.at_once else [[*pytest, *files]]
         if part.script:
             script, *arguments = part.script if device == "cuda" else (part.script[0], "--size", "tiny")
-            command = [sys.executable, str(BENCHMARKS / script), *arguments]
-            command += ["--device", device, "--results", str(results)]
-        environment = os.environ | {"MRL_GPU_TESTS_ON": device, "MRL_GPU_REPORT": str(report)}
+            commands = [[sys.executable, str(BENCHMARKS / script), *arguments]]
+            commands[0] += ["--device", device, "--results", str(results)]
+        environment = os.environ | {"MRL_GPU_TESTS_ON": device, "MRL_GPU_REPORTS": folder, "PYTHONFAULTHANDLER": "1"}
         # With this variable each of many starts would compile packages again that pip has not compiled.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        environment["PYTHONFAULTHANDLER"] = "1"
         environment["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
         environment["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, HELPERS, os.environ.get("PYTHONPATH", "")]))
         began = time.monotonic()
         limit = min(part.limit_s, seconds) if device == "cuda" else seconds
-        code, output = _run(command, environment, limit)
-        lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
+        codes, output = _run(commands, environment, limit)
+        lines = [line for file in Path(folder).iterdir() for line in file.read_text(encoding="utf-8").splitlines()]
     tests = [json.loads(line) for line in lines]
     counts = Counter(test["outcome"] for test in tests)
-    failed = counts["failed"] + (code not in (0, 1, None)) + (code == 1 and not counts["failed"])
+    failed = counts["failed"] + sum(code not in (0, 1, None) for code in codes) + (1 in codes and not counts["failed"])
     return {
         "part": part.name,
         "seconds": round(time.monotonic() - began, 1),
         "passed": counts["passed"],
         "failed": failed,
         "skipped": counts["skipped"],
-        "cut": code is None,
-        "output": output if failed or code is None or part.script else "",
+        "cut": None in codes,
+        "output": output if failed or None in codes or part.script else "",
         "tests": tests,
     }
 
 
-def _run(command: Sequence[str], environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
-    """Return the exit code, None after a cut, and the end of the output."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            for end, limit in ((signal.SIGABRT, 10), (signal.SIGKILL, None)):  # the first one writes stacks
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, end)  # ranks that the tests started too
-                    process.wait(limit)
-            code = None
-        log.seek(0)
-        return code, log.read()[-6000:]
+def _run(
+    commands: Sequence[Sequence[str]], environment: dict[str, str], seconds: float
+) -> tuple[list[int | None], str]:
+    """Run commands at the same time. Return their exit codes, None after a cut, and the ends of their outputs."""
+    deadline = time.monotonic() + seconds
+    with ExitStack() as files:
+        logs = [files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")) for _ in commands]
+        processes = [
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            for command, log in zip(commands, logs, strict=True)
+        ]
+        codes = [_code(process, deadline) for process in processes]
+        for log in logs:
+            log.seek(0)
+        return codes, "\n".join(log.read()[-6000:] for log in logs)
+
+
+def _code(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Wait for a process, and kill it at the deadline."""
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        for end, limit in ((signal.SIGABRT, 10), (signal.SIGKILL, None)):  # the first one writes stacks
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, end)  # ranks that the tests started too
+                process.wait(limit)
+        return None
 
 
 def machine() -> dict[str, Any]:
@@ -135,8 +149,8 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     """Failures and reasons of skipped tests."""
     skips = Counter(test["reason"] for test in result["tests"] if test["outcome"] == "skipped")
     failures = [f"{test['test']}\n{test['reason']}" for test in result["tests"] if test["outcome"] == "failed"]
-    if not failures and (result["failed"] or result["cut"]):
-        failures = [f"{result['part']}: {result['output']}"]
+    if result["cut"] or (result["failed"] and not failures):
+        failures.append(f"{result['part']}: {result['output']}")
     return [*(f"  {count} skipped: {reason}" for reason, count in skips.items()), *failures]
 
 
