@@ -3,8 +3,9 @@ of a token: all weights, and the keys and values of each row.
 
     python tests/benchmarks/gpu_decode.py [--size 7b|0.5b|tiny] [--device cuda|cpu] [--results FOLDER]
 
-Random weights of a Qwen2.5 shape in bf16, prompts of 512 tokens. Writes figures to a file of tests/benchmarks/results.
-Without a GPU it exits with code 0 and a message; --size tiny --device cpu tries the script without recorded steps.
+Random weights of a Qwen2.5 shape in bf16, prompts of 512 tokens. Writes figures to a file of tests/benchmarks/results,
+again after each number of rows. Without a GPU it exits with code 0 and a message; --size tiny --device cpu tries the
+script without recorded steps.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main() -> None:
         platform.seed(0)
         policy = build_policy(model, model.vocab_size or 0, platform).requires_grad_(False).eval()
         rate = bytes_per_s(policy.device, 2**32 if asked.device == "cuda" else 2**26)
-        rows = {count: measured(policy, model, count, rate) for count in ROWS[asked.size]}
+        rows: dict[int, dict[str, float]] = {}
         result = {
             "benchmark": "gpu-decode",
             "size": asked.size,
@@ -56,15 +57,18 @@ def main() -> None:
             "bytes_per_s": rate,
             "rows": rows,
         }
-    print(result["machine"])
-    print(f"{asked.size}: ms a token of all rows, medians of {REPEATS}; the card reads {rate / 1e12:.2f} TB/s")
-    names = ("recorded", "told", "bytes", "recorded/bytes", "tokens/s", "s to record")
-    print(f"{'rows':>6}", *(f"{name:>14}" for name in names))
-    for count, one in rows.items():
-        figures = (one["recorded_ms"], one["told_ms"], one["bytes_ms"], one["recorded_ms"] / one["bytes_ms"])
-        tokens = 1000 * count / one["recorded_ms"]
-        print(f"{count:6}", *(f"{figure:14.2f}" for figure in figures), f"{tokens:14.0f} {one['recording_s']:14.2f}")
-    print(write_result(asked.results, result))
+        print(result["machine"])
+        print(f"{asked.size}: ms a token of all rows, medians of {REPEATS}; the card reads {rate / 1e12:.2f} TB/s")
+        names = ("recorded", "told", "bytes", "recorded/bytes", "tokens/s", "s to record")
+        print(f"{'rows':>6}", *(f"{name:>14}" for name in names))
+        for count in ROWS[asked.size]:
+            one = rows[count] = measured(policy, model, count, rate)
+            figures = (one["recorded_ms"], one["told_ms"], one["bytes_ms"], one["recorded_ms"] / one["bytes_ms"])
+            tokens = 1000 * count / one["recorded_ms"]
+            line = (f"{count:6}", *(f"{figure:14.2f}" for figure in figures), f"{tokens:14.0f}")
+            print(*line, f"{one['recording_s']:14.2f}", flush=True)
+            path = write_result(asked.results, result)
+        print(path)
 
 
 def shape(size: str) -> ModelConfig:

@@ -185,7 +185,7 @@ def main() -> None:
         print(f"{torch.cuda.device_count()} GPUs here, {asked.gpus} asked for: skipped")
         return
     device = torch.device(asked.device)
-    steps = {each: measured(recipe(asked.size, asked.gpus, asked.device, each)) for each in ("buffers", "optimizer")}
+    steps: dict[str, dict[str, float]] = {}
     result = {
         "benchmark": "gpu-step",
         "size": asked.size,
@@ -195,6 +195,9 @@ def main() -> None:
         "product_flops": product_flops(device, 8192 if asked.device == "cuda" else 256),
         "steps": steps,
     }
+    for offload in ("buffers", "optimizer"):
+        steps[offload] = measured(recipe(asked.size, asked.gpus, asked.device, offload))
+        path = write_result(asked.results, result)  # also if this is ended during the second run
     print(result["machine"])
     print(f"{asked.size}, {asked.gpus} ranks, medians of {STEPS - WARM_UP} steps; placement.offload {', '.join(steps)}")
     for name in NAMES:
@@ -202,7 +205,7 @@ def main() -> None:
             f"  {name:36}", *(f"{figures[name]:12.4g}" if name in figures else " " * 12 for figures in steps.values())
         )
     print(f"  a product of large matrices in bf16: {result['product_flops'] / 1e12:.3g} TFLOP/s")
-    print(write_result(asked.results, result))
+    print(path)
 
 
 if __name__ == "__main__":
