@@ -102,7 +102,7 @@ def sparse_attention(rows: PagedRows) -> SparseAttention:
     gaps = None
     if pages.min() < room:
         scores = torch.full((len(of_query) * room, tokens), -torch.inf)
-        gaps = Gaps(torch.from_numpy(query * np.int64(room) + number), scores)
+        gaps = Gaps(torch.from_numpy(query.astype(np.int64) * room + number), scores)
     return SparseAttention(of, at, beyond, products, gaps)
 
 
