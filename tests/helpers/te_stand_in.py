@@ -95,6 +95,9 @@ class _AddedInPlace(torch.autograd.Function):
 
 
 class _Linear(_Stateful):
+    split: int
+    """Dimension of the weight that tensor-parallel ranks share out: 0 for column-parallel, 1 for row-parallel."""
+
     def _begin(
         self, shape: Sequence[int], init_method: Any, bias: bool, dtype: torch.dtype | None, fuse: bool, returned: bool
     ) -> None:
@@ -103,6 +106,25 @@ class _Linear(_Stateful):
             init_method(self.weight)
         self.bias = Parameter(torch.zeros(shape[0], dtype=dtype)) if bias else None
         self.use_bias, self.return_bias, self.fuse_wgrad_accumulation = bias, returned, fuse
+        weights: list[Any] = [self.weight, *([self.bias] if self.bias is not None and self.split == 0 else [])]
+        for weight in weights:
+            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, self.split, 1
+
+    def _received(self, given: Tensor) -> Any:
+        """Input of a column-parallel product: the tokens of all ranks under sequence parallelism."""
+        from megatron.core.tensor_parallel import mappings
+
+        if self.sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(given, group=self.tp_group)
+        return mappings.copy_to_tensor_model_parallel_region(given, group=self.tp_group)
+
+    def _summed(self, out: Tensor) -> Any:
+        """Sum of a row-parallel product, or this rank's tokens of it."""
+        from megatron.core.tensor_parallel import mappings
+
+        if self.sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
+        return mappings.reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
 
     def _product(self, given: Tensor) -> Any:
         weight = self.weight
@@ -122,6 +144,8 @@ class _Linear(_Stateful):
 
 
 class LayerNormLinear(_Linear):
+    split = 0
+
     def __init__(
         self,
         in_features: int,
@@ -154,10 +178,14 @@ class LayerNormLinear(_Linear):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        assert (normalization, parallel_mode, tp_size) == ("RMSNorm", "column", 1)
+        assert (normalization, parallel_mode) == ("RMSNorm", "column")
         self.eps = eps
-        self.layer_norm_weight = Parameter(torch.ones(in_features, dtype=params_dtype))
-        self._begin((out_features, in_features), init_method, bias, params_dtype, fuse_wgrad_accumulation, return_bias)
+        self.tp_group, self.sequence_parallel = tp_group, sequence_parallel and tp_size > 1
+        weight: Any = Parameter(torch.ones(in_features, dtype=params_dtype))
+        weight.sequence_parallel = self.sequence_parallel
+        self.layer_norm_weight = weight
+        shape = (out_features // tp_size, in_features)
+        self._begin(shape, init_method, bias, params_dtype, fuse_wgrad_accumulation, return_bias)
 
     def forward(
         self,
@@ -167,10 +195,13 @@ class LayerNormLinear(_Linear):
         fp8_grad: bool | None = False,
     ) -> Any:
         assert is_first_microbatch is None, "otherwise the gradient of the first replaces the sum"
-        return self._product(rms_norm(inp, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps))
+        normed = rms_norm(inp, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        return self._product(self._received(normed))
 
 
 class Linear(_Linear):
+    split = 1
+
     def __init__(
         self,
         in_features: int,
@@ -200,9 +231,11 @@ class Linear(_Linear):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        assert (parallel_mode, tp_size) == ("row", 1)
+        assert (parallel_mode, bias) == ("row", False)
         self.save_original_input = save_original_input
-        self._begin((out_features, in_features), init_method, bias, params_dtype, fuse_wgrad_accumulation, return_bias)
+        self.tp_group, self.sequence_parallel = tp_group, sequence_parallel and tp_size > 1
+        shape = (out_features, in_features // tp_size)
+        self._begin(shape, init_method, bias, params_dtype, fuse_wgrad_accumulation, return_bias)
 
     def forward(
         self,
@@ -212,7 +245,8 @@ class Linear(_Linear):
         fp8_grad: bool | None = False,
     ) -> Any:
         assert is_first_microbatch is None, "otherwise the gradient of the first replaces the sum"
-        return self._product(inp)
+        out = self._product(inp)
+        return (self._summed(out[0]), None) if self.return_bias else self._summed(out)
 
 
 class SplitAlongDim:

@@ -160,6 +160,78 @@ print(json.dumps({
 )
 
 
+SPLIT = (
+    INSTALLED
+    + """
+import os
+import transformer_engine.pytorch
+import torch, torch.distributed as dist
+import megatron_rl.run.attempt
+from core_helpers import VOCAB, tiny_model
+from megatron_rl.algorithms.packing import pack
+from megatron_rl.model.parallel import _boxes
+from megatron_rl.model.policy import build_policy
+from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
+from megatron_rl.platform.select import select
+from megatron_rl.platform.te_linears import NormedColumnLinear, RowLinear, te_linears
+from megatron_rl.rank.config import JobConfig, TrainingLayout
+from megatron_rl.rank.groups import cut
+from megatron_rl.training import overlap
+from megatron_rl.training.config import OptimizerConfig
+from megatron_rl.training.optimizer import PolicyOptimizer
+from megatron_rl.training.pipeline import Pipeline
+from megatron_rl.training.schedule import ModelInput, forward_backward
+from datetime import timedelta
+
+overlap.BUCKET_WEIGHTS = 200
+rank, limit = int(os.environ["RANK"]), timedelta(seconds=120)
+platform = select(JobConfig(device="cpu"))
+dist.init_process_group("gloo", init_method=os.environ["STORE"], rank=rank, world_size=2, timeout=limit)
+cut(TrainingLayout(tp=2, sequence_parallel=True), limit)
+platform.seed(1)
+model = tiny_model(qk_norm=True, qkv_bias=True, tied_embeddings=False)
+plain = platform.transformer_overrides
+
+def described(policy):
+    return {(box.key, box.global_offset, box.local_shape, box.replica_id) for box in _boxes(policy)}
+
+def trained(policy, options):
+    \"\"\"Norms of the gradients of three updates of two micro-batches each, and the weights after them.\"\"\"
+    optimizer = PolicyOptimizer(policy, model, OptimizerConfig(learning_rate=1e-2, **options), 10)
+    seen = []
+    for update in range(3):
+        texts = [[*range(1 + number, 8 + number)] for number in range(2)]
+        batches = [pack([[*each]], [[False] + [True] * 6], [0], 16)[0] for each in texts]
+        optimizer.zero_grad()
+        inputs = [ModelInput.of(policy, batch) for batch in batches]
+        forward_backward(
+            policy, inputs, lambda hidden, _: policy.output().logits(hidden).sin().sum(), Pipeline(),
+            stop=lambda: False, partial_sums=optimizer.overlap.partial,
+        )
+        done = optimizer.update(update)
+        assert done.applied
+        seen.append(torch.tensor(done.grad_norm))
+    return seen + [weight.detach() for _, weight in sorted(policy.named_parameters())]
+
+compared = 0
+for recompute, options in (("selective", {}), ("selective", {"overlap_grad_reduce": True})):
+    platform.__dict__.pop("linears", None)
+    platform.transformer_overrides = plain
+    local = build_policy(model, VOCAB, platform, recompute, sequence_parallel=True)
+    platform.linears = lambda config: te_linears()
+    platform.transformer_overrides = plain | Implementation(TRANSFORMER_ENGINE, "").transformer_overrides
+    fused = build_policy(model, VOCAB, platform, recompute, sequence_parallel=True)
+    assert {NormedColumnLinear, RowLinear} <= {type(module) for module in fused.modules()}
+    assert described(local) == described(fused)
+    fused.load_state_dict(local.state_dict())
+    for one, other in zip(trained(local, options), trained(fused, options), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        compared += 1
+print(json.dumps({"compared": compared, "gradients in place": te_stand_in.gradients_in_place}))
+"""
+).replace("import os\n", "import json, os\n", 1)
+
+
 def run(program: str) -> tuple[Any, str]:
     environment = os.environ | {"PYTHONPATH": HELPERS}
     done = subprocess.run(
@@ -193,3 +265,25 @@ def test_model_of_its_linears_has_the_weights_checkpoint_and_training_of_one_wit
     assert said["answers"] == [5] * 2 * 2
     assert 0.005 < said["apart"] < 0.2
     assert said["shapes"]
+
+
+@pytest.mark.slow  # 15 s
+def test_its_linears_train_alike_on_two_tensor_parallel_ranks_with_sequence_parallelism(tmp_path: Path) -> None:
+    """Also where gradients are reduced behind the passes, as the recipe for 64 GPUs does."""
+    environment = os.environ | {"PYTHONPATH": HELPERS, "STORE": f"file://{tmp_path}/store"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SPLIT],
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        out, errors = rank.communicate(timeout=300)
+        assert out, errors
+        said = json.loads(out)
+        assert said["compared"] > 40
+        assert said["gradients in place"] == 2 * 2 * 4 * 2 * 3  # runs, layers, linears, micro-batches, updates
