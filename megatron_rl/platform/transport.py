@@ -109,7 +109,10 @@ class NcclTransport:
         options.config.blocking = 0
         # torch reads this when it first waits for such a communicator, which is long after its creation.
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(int(timeout.total_seconds())))
-        with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):  # abort the communicator instead of the process
+        # The host waits for each operation anyway. Otherwise torch would watch this backend in a thread, and a failure
+        # that it saw first would end the process: its flag for a dump is one for all backends of the process, and the
+        # world's own monitor follows it.
+        with _environment(TORCH_NCCL_BLOCKING_WAIT="1"):
             self._backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
 
     def connect(self) -> None:

@@ -43,9 +43,10 @@ def test_the_release_of_nccl_is_that_of_torch_if_it_is_a_part_of_torch(monkeypat
     assert offered("nccl") == "nccl 2.29.7"
 
 
-def test_a_wait_for_nccl_to_connect_has_the_limit_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reads it from the environment when it waits, not when the backend is created: its own is half an hour."""
-    seen = []
+def test_nccl_between_worlds_is_watched_by_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's watchdog would end the process for the loss of a replica. The limit for NCCL to connect is read from the
+    environment when torch waits, not when the backend is created: its own is half an hour."""
+    seen, blocking = [], []
 
     class Backend:
         class Options:
@@ -53,7 +54,7 @@ def test_a_wait_for_nccl_to_connect_has_the_limit_of_the_transfer(monkeypatch: p
                 self.config = SimpleNamespace()
 
         def __init__(self, *_: object) -> None:
-            assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+            blocking.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
 
         def eager_connect_single_device(self, device: torch.device) -> None:
             seen.append(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT"))
@@ -65,3 +66,5 @@ def test_a_wait_for_nccl_to_connect_has_the_limit_of_the_transfer(monkeypatch: p
     store: Any = None
     NcclTransport(store, 0, 2, timedelta(minutes=2)).connect()
     assert seen == ["120"]
+    assert blocking == ["1"]
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ, "the world's own backends are watched"
