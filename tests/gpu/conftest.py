@@ -11,7 +11,17 @@ from gpu_helpers import DEVICE
 
 @pytest.fixture(scope="session")
 def platform() -> Any:
+    from megatron_rl.model.config import too_small_head
     from megatron_rl.platform.select import select
     from megatron_rl.rank.config import JobConfig
 
-    return select(JobConfig(device=DEVICE, gpus_per_node=1, threads_per_rank=4))
+    chosen = select(JobConfig(device=DEVICE, gpus_per_node=1, threads_per_rank=4))
+    find = chosen.linears
+
+    def linears(config: Any) -> Any:
+        """Refuse on a CPU too what a GPU cannot compute."""
+        assert too_small_head(config.kv_channels) is None
+        return find(config)
+
+    chosen.linears = linears
+    return chosen
