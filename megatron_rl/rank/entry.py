@@ -60,6 +60,9 @@ def run_rank(files: RankFiles, world: World, load: Callable[[], Work], *, notifi
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it prints its configuration and deprecations
     for library in ("httpx", "uvicorn"):
         logging.getLogger(library).setLevel(logging.WARNING)  # they log every request
+    # Otherwise torch (seen in 2.11 and 2.13) compiles in processes beside this one. A signal that asks the ranks to
+    # leave ends them, and the next compilation waits for them for ever.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     timeline = Timeline()
     files.folder.mkdir(parents=True, exist_ok=True)
     activity = Activity(files, published=world.rank == 0)

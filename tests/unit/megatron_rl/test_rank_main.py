@@ -50,3 +50,11 @@ def test_a_request_to_leave_during_imports_is_answered(tmp_path: Path) -> None:
     asked = if_readable(read(Drain, attempt.drain))
     assert asked is not None
     assert (asked.cause, asked.by) == (SIGNALLED, "SIGTERM to rank 0")
+
+
+def test_torch_compiles_in_the_process_of_the_rank(tmp_path: Path) -> None:
+    process, attempt = start(tmp_path, "import os\nraise ImportError(os.environ['TORCHINDUCTOR_COMPILE_THREADS'])")
+    assert process.wait(60) == EXIT_CRASHED
+    error = if_readable(read(RankError, attempt.error(0)))
+    assert error is not None
+    assert error.error.startswith("ImportError: 1 (torch.py:2: ")
