@@ -15,7 +15,7 @@ from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationR
 from megatron_rl.inference.request_limits import RequestLimits
 from megatron_rl.inference.text import Decode
 from megatron_rl.rank.activity import Activity
-from megatron_rl.refit.epoch import TransferFailed
+from megatron_rl.refit.epoch import GLOO, Epoch, TransferFailed
 from megatron_rl.refit.probe import Probe
 from megatron_rl.vllm.client import CONTROL_S, VllmClient, VllmStats
 from megatron_rl.vllm.process import VllmClosed, VllmGone, VllmProcess, VllmRefused
@@ -65,13 +65,14 @@ class VllmLeader:
         setting: what vLLM's workers have to know of the run, see weight_engine.setting_of.
         most_samples: answers that one request to vLLM may ask for.
         silence_limit_s: seconds after which idle workers that do not react count as gone.
-        holds: whether vLLM pauses while weights are on their way, see refit/overlapped.py.
+        holds: whether vLLM pauses while weights are on their way over NCCL, see refit/overlapped.py.
         profiled: policy version -> name of its profile.
         """
         self.version: int | None = None
         self.failure: Exception | None = None
         self._process, self._client, self._limits = process, client, limits
         self._activity, self._setting, self._holds = activity, setting, holds
+        self._over_nccl = True  # whether the transfers of this epoch are
         self._silence_limit_s = silence_limit_s
         self._profiled = profiled
         self._streams = Streams(client, end_ids, decode, most_samples, self._fail)
@@ -132,6 +133,7 @@ class VllmLeader:
     # Weights
 
     def join(self, epoch: dict[str, Any]) -> Future[None]:
+        self._over_nccl = Epoch.from_json(epoch).backend != GLOO
         return self._begin(self._watched(self._step({"epoch": epoch, "setting": self._setting})))
 
     def receive(self, version: int) -> Future[None]:
@@ -229,7 +231,7 @@ class VllmLeader:
             logger.warning("a profile of vLLM (%s) is left out: %s", name or "the end of the last one", error)
 
     async def _step(self, step: dict[str, Any]) -> None:
-        if self._holds:
+        if self._holds and self._over_nccl:
             await self._client.pause()
             self._held_until = time.monotonic() + NEXT_S
         await self._client.begin_step(step)
