@@ -146,9 +146,9 @@ def line_of(result: dict[str, Any]) -> str:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """Failures and reasons of skipped tests."""
+    """Reasons of skipped tests, and the ends of failures."""
     skips = Counter(test["reason"] for test in result["tests"] if test["outcome"] == "skipped")
-    failures = [f"{test['test']}\n{test['reason']}" for test in result["tests"] if test["outcome"] == "failed"]
+    failures = [f"{test['test']}\n{test['reason'][-2000:]}" for test in result["tests"] if test["outcome"] == "failed"]
     if result["cut"] or (result["failed"] and not failures):
         failures.append(f"{result['part']}: {result['output']}")
     return [*(f"  {count} skipped: {reason}" for reason, count in skips.items()), *failures]
