@@ -61,8 +61,12 @@ class CudaGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # thread_local: another thread may be writing a checkpoint, pinning memory and recording events.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            function()
+        try:
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                function()
+        except RuntimeError:
+            self._pool = None  # torch believes that the failed recording still uses it, and refuses others
+            raise
         self._recorded.append(graph)
         return partial(self._replay, graph)
 

@@ -71,6 +71,22 @@ def test_a_recorder_frees_its_own_graphs_alone(platform: Any) -> None:
     assert len(platform.streams) == 1, "cuBLAS keeps a workspace for each stream"
 
 
+def test_a_recording_that_fails_leaves_its_pool_to_no_other(platform: Any) -> None:
+    """torch refuses: "beginAllocateToPool: already recording to mempool_id"."""
+
+    def fail() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    recorder = recorder_of(platform)
+    replay = recorder.record(lambda: None)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        recorder.record(fail)
+    recorder.record(lambda: None)
+    good, failed, after = platform.recorded
+    assert good is failed and failed is not after
+    replay()
+
+
 def test_the_platform_frees_the_graphs_of_all_engines_that_live(platform: Any) -> None:
     recorders = [recorder_of(platform) for _ in range(3)]
     replays = [recorder.record(lambda: None) for recorder in recorders]
