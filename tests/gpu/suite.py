@@ -108,7 +108,7 @@ def _run(
         codes = [_code(process, deadline) for process in processes]
         for log in logs:
             log.seek(0)
-        return codes, "\n".join(log.read()[-6000:] for log in logs)
+        return codes, "\n".join(log.read()[-8000:] for log in logs)
 
 
 def _code(process: subprocess.Popen[bytes], deadline: float) -> int | None:

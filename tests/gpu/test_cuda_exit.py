@@ -51,5 +51,5 @@ NEEDS_NCCL = pytest.mark.skipif(SHARED, reason="graphs of two ranks contain NCCL
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=NEEDS_NCCL)])
 def test_ranks_that_recorded_steps_end(tmp_path: Path, ranks: int) -> None:
     command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
-    for output in run_ranks(command, ranks, 240, MRL_GPU_TESTS_ON=DEVICE):
+    for output in run_ranks(command, ranks, 150, MRL_GPU_TESTS_ON=DEVICE):
         assert output.endswith("left\n")

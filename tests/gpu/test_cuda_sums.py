@@ -78,7 +78,7 @@ dist.destroy_process_group()
 def test_ranks_sum_their_products(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     backend = "nccl" if DEVICE == "cuda" and not SHARED else "gloo"
     program = [sys.executable, "-W", "ignore", "-c", PROGRAM, DEVICE, backend, str(tmp_path / "store")]
-    outputs = run_ranks(program, 2, 200)
+    outputs = run_ranks(program, 2, 120)
     said = [[line for line in output.splitlines() if line.startswith(("kind", "micro"))] for output in outputs]
     kinds = [[line for line in lines if line.startswith("kind")] for lines in said]
     assert kinds[0] == kinds[1] and len(kinds[0]) == 2
