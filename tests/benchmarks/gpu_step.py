@@ -107,7 +107,7 @@ def recipe(size: str, gpus: int, device: str, offload: str) -> dict[str, Any]:
 def measured(asked: dict[str, Any]) -> dict[str, float]:
     """Medians over the steps after the warm-up."""
     ranks = asked["job"]["gpus_per_node"]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Path(folder, "ranks.log").open("w+", encoding="utf-8") as log:
         run_dir = RunDir(folder)
         run_dir.resolved.write_text(yaml.safe_dump(asked))
         command = [sys.executable, "-m", "megatron_rl.rank_main", "--run-dir", folder, "--attempt", "1"]
@@ -116,7 +116,8 @@ def measured(asked: dict[str, Any]) -> dict[str, float]:
                 command,
                 env=os.environ
                 | {"MRL_CACHE": folder, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)},
-                stdout=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
             for rank in range(ranks)
         ]
@@ -127,7 +128,8 @@ def measured(asked: dict[str, Any]) -> dict[str, float]:
             for process in processes:
                 process.kill()
         if any(codes):
-            raise SystemExit(f"the ranks ended with {codes}")
+            log.seek(0)
+            raise SystemExit(f"{log.read()[-3000:]}\nthe ranks ended with {codes}")
         lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()][WARM_UP:]
     return {
         name: statistics.median(line[name] for line in lines) for name in NAMES if all(name in each for each in lines)
