@@ -104,6 +104,7 @@ def attend(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, longest: int, splits: int
 ) -> Tensor:
     """`PagedAttend` of flash_kernels.py."""
+    query = query.contiguous()  # queries of layers that also train are slices of a larger tensor
     rows, heads, size = query.shape
     kv_heads = keys.shape[2]
     out = torch.empty_like(query)
@@ -135,6 +136,7 @@ def attend_chunks(
     most_keys: int,
 ) -> Tensor:
     """`ChunkAttend` of flash_kernels.py."""
+    query = query.contiguous()  # as in `attend`
     heads, kv_heads = query.shape[1], keys.shape[2]
     out = torch.empty_like(query)
     # Without tensor cores, whose products in fp32 are too coarse, more rows do not fit into registers.

@@ -92,3 +92,15 @@ def test_chunks_attend_to_what_is_before_them(
     attended = attention.attend(query, *written(keys, values)).double()
     expected = by_formula(query, keys, values, of_tokens)
     torch.testing.assert_close(attended, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+def test_queries_may_be_a_slice_of_a_larger_tensor() -> None:
+    """Queries of layers that also train are, as for models with experts or adapters."""
+    query, keys, values, rows = pages_of([5, 20, 9], 16, 0)
+    size = query.shape[2]
+    wide = torch.cat((query, torch.full_like(query, torch.nan)), dim=2)
+    assert torch.equal(decoded(wide[..., :size], keys, values, rows, 2), decoded(query, keys, values, rows, 2))
+    chunks = PagedChunks(rows.table.numpy(), np.ones(3, dtype=np.int64), rows.lengths.numpy(), 16)
+    attention = ChunkAttention.of(chunks, kernels().attend_chunks, torch.device("cpu"))
+    sliced, whole = (attention.attend(each, *written(keys, values)) for each in (wide[..., :size], query))
+    assert torch.equal(sliced, whole)
