@@ -25,7 +25,7 @@ DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}  # major 
 
 # Runs in new namespaces: prints a line, waits for its network address, then becomes a machine called $1. Process 1 is a
 # shell, because slurmd would not collect the orphans it inherits. The node has a /dev of its own, so that a test can
-# remove a GPU.
+# remove a GPU, and its own containers, if the lab has the real pyxis.
 NODE = r"""
 set -eu
 name=$1 lab=$2 conf=$3
@@ -41,6 +41,11 @@ mount -t tmpfs -o mode=755,size=16g dev "$dev" # /dev/shm of a node with eight G
 cp -a "$lab/dev/." "$dev"
 mount --rbind /dev/pts "$dev/pts"
 mount --rbind "$dev" /dev
+if [ -d "$lab/run/pyxis" ]; then # where enroot unpacks images by default
+    mkdir -p "$lab/spool/$name.enroot" ~/.local/share/enroot
+    mount --bind "$lab/spool/$name.enroot" ~/.local/share/enroot
+    mount -t tmpfs -o mode=755 pyxis "$lab/run/pyxis"
+fi
 exec unshare --pid --fork --kill-child --mount-proc \
     sh -c 'slurmd -D -f "$1" -N "$0" & wait' "$name" "$conf" </dev/null >>"$lab/logs/$name.out" 2>&1
 """

@@ -61,10 +61,17 @@ class Cluster:
     """One lab. Ends with this object's process unless `owned` is false; then `down` ends it.
 
     isolation: net (a network namespace a node) or uts (host names and processes only); by default what is permitted.
+    pyxis: its plugin, spank_pyxis.so, beside an installed enroot; a stand-in by default.
     """
 
     def __init__(
-        self, directory: Path | None = None, *, nodes: int = 10, accounting: bool = False, isolation: str | None = None
+        self,
+        directory: Path | None = None,
+        *,
+        nodes: int = 10,
+        accounting: bool = False,
+        isolation: str | None = None,
+        pyxis: Path | None = None,
     ) -> None:
         self.owned = directory is None
         # Short, because Unix sockets live in it.
@@ -72,6 +79,7 @@ class Cluster:
         self.isolation = isolation or best_isolation() or "uts"
         self.names = [f"node{number:02d}" for number in range(1, nodes + 1)]
         self.accounting = accounting
+        self.pyxis = pyxis
         self._keeper: subprocess.Popen | None = None
 
     @property
@@ -124,7 +132,10 @@ class Cluster:
         key = self.directory / "run/munge.key"
         key.touch(0o600)
         key.write_bytes(os.urandom(128))
-        compile_stand_in(self.directory / "lib/pyxis_stand_in.so")
+        if self.pyxis is None:
+            compile_stand_in(self.directory / "lib/pyxis_stand_in.so")
+        else:
+            (self.directory / "run/pyxis").mkdir()
 
         with (self.directory / "logs/keeper.log").open("wb") as log:
             self._keeper = subprocess.Popen(
@@ -238,7 +249,10 @@ class Cluster:
         (etc / "slurm.conf").write_text(slurm_conf(layout))
         (etc / "gres.conf").write_text(gres_conf())
         (etc / "hosts").write_text(hosts(layout))
-        (etc / "plugstack.conf").write_text(f"required {self.directory}/lib/pyxis_stand_in.so {self.directory}\n")
+        plugin = f"{self.directory}/lib/pyxis_stand_in.so {self.directory}"
+        if self.pyxis is not None:
+            plugin = f"{self.pyxis} runtime_path={self.directory}/run/pyxis"
+        (etc / "plugstack.conf").write_text(f"required {plugin}\n")
         (etc / "clusters.yaml").write_text(clusters_yaml(layout, sys.executable))
         # To our own check an empty squashfs file, to the stand-in for pyxis an image that sets one variable.
         (etc / "image.sqsh").write_bytes(b"hsqs".ljust(96, b"\0") + b"\nMRL_IMAGE=lab\n")
@@ -320,6 +334,7 @@ def main() -> int:
     parser.add_argument("node", nargs="?")
     parser.add_argument("--nodes", type=int, default=10)
     parser.add_argument("--accounting", action="store_true", help="with slurmdbd, so that sacct works")
+    parser.add_argument("--pyxis", type=Path, help="spank_pyxis.so, instead of a stand-in; needs enroot")
     given = parser.parse_args()
     if given.what != "shell" and given.directory is None:
         parser.error(f"{given.what} needs the lab's directory")
@@ -327,7 +342,7 @@ def main() -> int:
     if (reason := missing(given.accounting)) is not None:
         raise LabError(reason)
     directory = given.directory and given.directory.resolve()
-    cluster = Cluster(directory, nodes=given.nodes, accounting=given.accounting)
+    cluster = Cluster(directory, nodes=given.nodes, accounting=given.accounting, pyxis=given.pyxis)
     match given.what:
         case "shell":
             cluster.up()

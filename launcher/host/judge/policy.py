@@ -158,7 +158,8 @@ def _after_crash(history: list[AttemptEnd], verdict: Verdict, cause: str | None,
     if repeated and last is not None and (not same_node or str(verdict.node) in last.excluded):
         message = "the same error at the same step twice"
         if verdict.step is None:
-            message = "the same error before the ranks had started, on two nodes"
+            where = f"twice on {last.node}, beside which no other was left" if same_node else "on two nodes"
+            message = f"the same error before the ranks had started, {where}"
         return decision._replace(then=HELD, message=message)
     if crashes >= CRASHES:
         return decision._replace(then=HELD, message=f"{crashes} crashes without a new checkpoint")

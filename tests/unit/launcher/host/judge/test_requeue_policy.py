@@ -301,3 +301,10 @@ def test_a_mount_that_the_profile_asks_for_is_no_fault_of_a_node():
     boom = crash(None)
     assert decide([ended(boom)], boom, None, Facts()).exclude == ("n3",)
     assert decide([ended(wrong)], wrong, None, Facts()).exclude == ()
+
+
+def test_the_reason_to_hold_a_run_whose_ranks_never_began_says_where_it_failed():
+    before = ended(NOT_UNPACKED)._replace(excluded=["n3"])
+    elsewhere, again = (decide([before], NOT_UNPACKED._replace(node=node), None, Facts()) for node in ("n4", "n3"))
+    assert elsewhere.message == "the same error before the ranks had started, on two nodes"
+    assert again.message == "the same error before the ranks had started, twice on n3, beside which no other was left"
