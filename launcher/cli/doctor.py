@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +28,7 @@ from launcher.doctor.node_files import on_nodes
 from launcher.doctor.preflight import collect_local
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import absent, known_caches
-from launcher.plan.gpu_memory import checkpoint_bytes
+from launcher.plan.gpu_memory import checkpoint_bytes, version_bytes
 from launcher.plan.parameters import vocabulary
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, load_recipe
@@ -46,7 +46,8 @@ HELP = """Check RECIPE on a cluster: how it is preempted and with how much notic
 nodes, GPUs, containers, Python and disk are available. Without RECIPE: a run of one node.
 
 SECTION.KEY=VALUE overrides a value of the recipe. Nothing is submitted, except that --deep runs two steps on one node;
-the second unpacks the image and starts a rank in it. With inference.engine vllm a third one looks for vLLM there.
+the second unpacks the image and starts a rank in it. With inference.engine vllm a third one looks for vLLM there and
+compares releases of NCCL.
 Levels: ok; note: worth knowing; warning: the run works, but may lose work or time; error: the run will not work.
 
 \b
@@ -90,7 +91,7 @@ def on_this_machine(recipe: Recipe | None) -> list[Finding]:
     """Return findings about a run without Slurm."""
     config = recipe.config if recipe else None
     run_root = disk.inspect(Path.cwd() / "runs")
-    return examine_local(collect_local(recipe), run_root, checkpoint_size(config), config)
+    return examine_local(collect_local(recipe), run_root, known(checkpoint_bytes, config), config)
 
 
 def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Finding]:
@@ -123,7 +124,8 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
         vllm=vllm,
         missing_secrets=tuple(name for name in profile.secrets if not os.environ.get(name)),
         missing_files=tuple(absent(config, profile)) if config and run_root.measured else (),
-        checkpoint_bytes=checkpoint_size(config),
+        checkpoint_bytes=known(checkpoint_bytes, config),
+        version_bytes=known(version_bytes, config),
         refusals=tuple(refusals(recipe, profile)) if recipe else (),
         preflight=tuple(on_nodes(recipe, profile)) if recipe else (),
     )
@@ -139,10 +141,10 @@ def refusals(recipe: Recipe, profile: Profile) -> list[str]:
     return []
 
 
-def checkpoint_size(config: RunConfig | None) -> int | None:
-    """Bytes of a checkpoint; None if unknown."""
+def known(count_bytes: Callable[[RunConfig, int], int], config: RunConfig | None) -> int | None:
+    """Bytes by a function of a recipe and the size of its vocabulary; None if these are unknown."""
     rows = vocabulary(config) if config else None
-    return checkpoint_bytes(config, rows) if config and rows else None
+    return count_bytes(config, rows) if config and rows else None
 
 
 def report(findings: Sequence[Finding], title: str, counts: Counter[Level]) -> None:

@@ -17,10 +17,11 @@ from launcher.doctor.cluster import Cluster, partition_names, read_cluster, targ
 from launcher.doctor.demand import Demand, demand_of
 from launcher.doctor.finding import Finding, error, note, ok, warning
 from launcher.doctor.preflight import LocalFacts
-from launcher.doctor.vllm import inexact_options, vllm_findings, vllm_later
+from launcher.doctor.vllm import inexact_options, transfers, vllm_findings, vllm_later
 from launcher.fetch.prefetch import Need
 from launcher.host.image.reference import is_path
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import INFER
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class ClusterFacts:
     """Reasons why mrl-submit would refuse the recipe: an impossible layout, an unsupported feature."""
     vllm: VllmFacts | None = None
     """vLLM in the container of the inference replicas; None: without --deep, or the run starts none."""
+    version_bytes: int | None = None
+    """Bytes that each replica receives with a version of the weights; None: as for `checkpoint_bytes`."""
     preflight: tuple[Finding, ...] = ()
     """Findings about what the ranks will lack on the nodes, as far as this machine can see."""
 
@@ -74,6 +77,7 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
         found += inexact_options(config)
     if config is not None and profile.container is not None and config.started_vllms:
         found += vllm_findings(facts.vllm, config.job.device) if facts.vllm else [vllm_later(config, profile)]
+        found += _transfers(facts, config)
     found += software.host_python(facts.software, facts.node, profile)
     found += storage.run_root(facts.run_root, demand)
     found += storage.shared(facts.run_root, facts.node, demand)
@@ -92,6 +96,12 @@ def examine_local(
         *preflight.findings(facts, config),
         *storage.run_root(run_root, demand_of(config, profile, checkpoint_bytes, _speed(run_root))),
     ]
+
+
+def _transfers(facts: ClusterFacts, config: RunConfig) -> Iterator[Finding]:
+    """Finding about how weights reach the replicas, if both releases of NCCL are known. A teacher receives none."""
+    if INFER in config.started_vllms and facts.rank and facts.rank.nccl and facts.vllm and facts.vllm.nccl:
+        yield transfers(facts.rank.nccl, facts.vllm, facts.version_bytes)
 
 
 def _speed(run_root: Disk) -> float | None:

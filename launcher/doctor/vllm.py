@@ -1,4 +1,5 @@
-"""Findings about vLLM: whether the Python of its replicas has it, in a version that was tried. Pure."""
+"""Findings about vLLM: whether the Python of its replicas has it, in a version that was tried, and how weights reach
+them. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from launcher.backends.probe.vllm import VllmFacts
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
-from launcher.doctor.finding import Finding, error, note, ok, warning
+from launcher.doctor.finding import Finding, error, note, ok, size, warning
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import INFER, TEACHER
 from megatron_rl.inference.vllm_options import VLLM_VERSIONS, untried
@@ -63,6 +64,25 @@ def vllm_findings(facts: VllmFacts, device: str, named: str = PYTHON_KEYS[INFER]
 def _build(version: str | None) -> str:
     """Device that a package is built for, such as cpu or cu130; empty: its version does not say."""
     return (version or "").partition("+")[2]
+
+
+def transfers(ranks: str, vllm: VllmFacts, version_bytes: int | None) -> Finding:
+    """Finding about how weights travel from the training ranks to the replicas on GPUs.
+
+    Args:
+        ranks: release of NCCL of the training ranks.
+        vllm: Python of the replicas, with its release of NCCL.
+        version_bytes: bytes that each replica receives with a version; None: unknown.
+    """
+    if ranks == vllm.nccl:
+        return ok("nccl", f"the ranks and vLLM's replicas have the same release, {ranks}")
+    each = f"{size(version_bytes)} to each replica" if version_bytes else "all of them to each replica"
+    return warning(
+        "nccl",
+        f"the ranks have {ranks}, and {vllm.python} {vllm.where} has {vllm.nccl}. NCCL connects only processes with "
+        f"the same release, so new weights go over TCP and host memory, which is slower: {each} with every step",
+        f"give the ranks {vllm.nccl}: docs/partitioned.md has the command, and the wrapper for the cluster profile",
+    )
 
 
 def inexact_options(config: RunConfig) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ end the process. Written for torch 2.8 to 2.13; nothing else uses these classes.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -19,6 +18,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_rl.platform.nccl import nccl_release
 
 Message = tuple[int, Tensor]
 """Rank of the peer, and the contiguous tensor on `Transport.device` to send or to fill."""
@@ -168,19 +169,7 @@ class NcclTransport:
 def offered(backend: str) -> str:
     """Name the transport that a process of this backend has: `gloo`, or `nccl` with its release, because NCCL connects
     only processes with the same one."""
-    return f"{backend} {_nccl_release()}" if backend == "nccl" else backend
-
-
-def _nccl_release() -> str:
-    """Release of NCCL in this process, as NCCL itself compares it, such as 22703 for 2.27.3. torch reports the one that
-    it was compiled with, and LD_PRELOAD may have brought another."""
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number))
-    except OSError:  # it is part of torch's own library
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    major, rest = divmod(number.value, 10_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    return f"{backend} {nccl_release()}" if backend == "nccl" else backend
 
 
 TRANSPORTS: dict[str, type[GlooTransport] | type[NcclTransport]] = {"gloo": GlooTransport, "nccl": NcclTransport}

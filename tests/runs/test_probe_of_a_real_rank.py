@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launcher.backends.probe.rank import RankFacts, probe
-from launcher.cluster.profile import Container, Profile
+from launcher.cluster.profile import Container, Profile, Wrapper
 
 
 @pytest.fixture
@@ -46,6 +47,17 @@ def test_probe_reports_the_packages_that_gpus_use(on, tmp_path):
     assert (False, "flash-attn is not installed: install flash-attn 2.7.4 or later") in found.packages
     assert any(fits and text.startswith("torch ") for fits, text in found.packages)
     assert found.capability is None
+
+
+@pytest.mark.parametrize(("ranks", "release"), [(None, "2.29.7"), ([3], "2.27.3")], ids=str)
+def test_a_wrapper_of_all_ranks_may_bring_another_nccl(on: Any, tmp_path: Path, ranks: Any, release: str) -> None:
+    python = tmp_path / "python"
+    of_nccl = 'echo "mrl.nccl=${NCCL:-2.27.3}"'
+    python.write_text(f'#!/bin/sh\ntouch "$3"\n{of_nccl}\nprintf "mrl.%s\\n" versions=1 gpus=1 cpus=0 done=yes\n')
+    python.chmod(0o755)
+    wrapper = Wrapper(command=["env", "NCCL=2.29.7"], ranks=ranks)
+    wrapped = on.model_copy(update={"python": str(python), "wrapper": wrapper})
+    assert probe(wrapped, None, tmp_path, gpus=True).nccl == release
 
 
 def test_faults_of_the_container_are_reported(on, tmp_path):

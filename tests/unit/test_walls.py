@@ -48,6 +48,7 @@ LIGHT = (
     "megatron_rl.platform.cards",
     "megatron_rl.platform.gpu_calls",
     "megatron_rl.platform.kernel_speed",
+    "megatron_rl.platform.nccl",
 )
 """Modules of megatron_rl that the launcher may import, besides the `config` of every room."""
 

