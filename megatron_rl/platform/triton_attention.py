@@ -26,7 +26,7 @@ default of three it is one."""
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])  # it differs between prefills, which then share one kernel
 def _attend(
     query, keys, values, table, lengths, query_edges, key_edges, out, parts, weights,
     scale, table_width, kv_heads, split_tokens,
@@ -37,15 +37,19 @@ def _attend(
     token. SINGLE: each sequence has one new token, and programs divide its keys instead of its new tokens."""
     part, group, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if SINGLE:
-        first, new, begin, split = sequence, 1, 0, part
+        first, new, begin = sequence, 1, 0
         length = tl.load(lengths + sequence)
+        start = part * split_tokens
+        stop = tl.minimum(length, start + split_tokens)
     else:
         first = tl.load(query_edges + sequence).to(tl.int64)
         new = (tl.load(query_edges + sequence + 1) - first).to(tl.int32)
-        begin, split = part * (ROWS // GROUP), 0
+        begin = part * (ROWS // GROUP)
         if begin >= new:
             return
         length = tl.load(key_edges + sequence + 1) - tl.load(key_edges + sequence)
+        start = 0
+        stop = length - new + tl.minimum(begin + ROWS // GROUP, new)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     token = begin + row // GROUP
     inside = (token < new) & (row < ROWS // GROUP * GROUP)
@@ -53,8 +57,6 @@ def _attend(
     of_query = inside[:, None] & (column < SIZE)[None, :]
     q = tl.load(query + head[:, None] * SIZE + column[None, :], mask=of_query, other=0.0)
     last = length - new + token  # key of the token itself, the last one it sees
-    start = split * split_tokens
-    stop = tl.minimum(length - new + tl.minimum(begin + ROWS // GROUP, new), start + split_tokens)
 
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -80,7 +82,7 @@ def _attend(
     if SPLITS == 1:
         tl.store(out + head[:, None] * SIZE + column[None, :], attended.to(out.dtype.element_ty), mask=of_query)
     else:
-        place = head * SPLITS + split
+        place = head * SPLITS + part
         tl.store(parts + place[:, None] * SIZE + column[None, :], attended, mask=of_query)
         tl.store(weights + place, most + tl.log2(total), mask=inside)
 
@@ -133,7 +135,7 @@ def attend_chunks(
     query_edges: Tensor,
     key_edges: Tensor,
     most_queries: int,
-    most_keys: int,
+    _most_keys: int,
 ) -> Tensor:
     """`ChunkAttend` of flash_kernels.py."""
     query = query.contiguous()  # as in `attend`
@@ -144,7 +146,7 @@ def attend_chunks(
     blocks = triton.cdiv(most_queries, of_tile["ROWS"] // of_tile["GROUP"])
     _attend[(blocks, kv_heads, len(table))](
         *_checked(query, keys, values, table), key_edges, query_edges, key_edges, out, out, key_edges,
-        LOG2_E * query.shape[2] ** -0.5, table.shape[1], kv_heads, most_keys,
+        LOG2_E * query.shape[2] ** -0.5, table.shape[1], kv_heads, 0,
         SINGLE=False, SPLITS=1, **of_tile,
     )  # fmt: skip
     return out

@@ -4,7 +4,9 @@ It runs in Triton's interpreter, on a CPU, whose products of bf16 are wrong: fp1
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,3 +106,23 @@ def test_queries_may_be_a_slice_of_a_larger_tensor() -> None:
     attention = ChunkAttention.of(chunks, kernels().attend_chunks, torch.device("cpu"))
     sliced, whole = (attention.attend(each, *written(keys, values)) for each in (wide[..., :size], query))
     assert torch.equal(sliced, whole)
+
+
+def test_prefills_of_all_lengths_have_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles another kernel where a number is 1 or a multiple of 16, and the engine waits for it."""
+    from megatron_rl.platform import triton_attention
+
+    kernel: Any = triton_attention._attend
+    kinds = set()
+
+    def launch(*given: Any, **_: Any) -> None:
+        numbers = {name: each for name, each in zip(kernel.arg_names, given, strict=False) if isinstance(each, int)}
+        seen = [each for name, each in numbers.items() if name not in kernel.kwargs["do_not_specialize"]]
+        kinds.add(tuple((each == 1, each % 16 == 0) for each in seen))
+
+    monkeypatch.setattr(triton_attention, "_attend", defaultdict(lambda: launch))  # by grid
+    for length in (1, 16, 17):
+        query, keys, values, rows = pages_of([length], 1, 0)
+        chunks = PagedChunks(rows.table.numpy(), np.array([1]), np.array([length]), 1)
+        ChunkAttention.of(chunks, kernels().attend_chunks, torch.device("cpu")).attend(query, *written(keys, values))
+    assert len(kinds) == 1
