@@ -329,7 +329,7 @@ class PhantomPlatform(CudaPlatform):
         self.attention = CudaAttention(
             VarlenKernel("phantom", _attend_in_sequences),
             _attend_in_trees,
-            [PagedKernel("phantom", _attend_in_pages, _attend_in_chunks, fp32=False, page_multiple=256)],
+            [PagedKernel("phantom", _attend_in_pages, _attend_in_chunks, fp32=True, page_multiple=1)],
         )
         self.layer_kernels = TorchKernels("a phantom")
         self.made_of = UNASKED

@@ -3,6 +3,7 @@ device at most once in eight tokens."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,10 @@ def test_host_waits_at_most_once_in_eight_tokens(
     monkeypatch.setattr(row_state, "_read", reads)
     model = tiny_model(dtype="bf16", head_dim=16, num_layers=1, max_position_embeddings=LONGEST)
     with PhantomDevice(GPU) as gpu:
-        policy = build_policy(model, VOCAB, PhantomPlatform(gpu))
+        simulated = PhantomPlatform(gpu)
+        if page_tokens == 32:
+            simulated.attention = replace(simulated.attention, pages=())
+        policy = build_policy(model, VOCAB, simulated)
         config = InferenceConfig(max_batch=3)
         pages = Pages(3 * -(-LONGEST // page_tokens), page_tokens)
         scheduler = Scheduler(config, pages, {END}, TOKENIZER.decode)
