@@ -80,7 +80,8 @@ class CudaAttention:
     @property
     def description(self) -> str:
         """Description of the kernels, for people."""
-        pages = f"pages by {self.pages[0].name}" if self.pages else "pages gathered"
+        names = " or ".join(kernel.name for kernel in self.pages)  # the first one that supports their dtype and size
+        pages = f"pages by {names}" if names else "pages gathered"
         if self.varlen is None:
             return (
                 f"FlexAttention, since flash-attn 2.7.4, Transformer Engine 2.4 and torch 2.12 are all missing; {pages}"

@@ -92,7 +92,9 @@ def test_kernels_are_flash_attns_and_for_what_those_do_not_support_tritons() -> 
         attention = CudaAttention(None, pages=find_paged_kernels())
     found = {of: attention.page_kernel(*of) for of in product((torch.bfloat16, torch.float32), (256, 16))}
     names = {of: kernel.name for of, kernel in found.items() if kernel}
-    assert names == dict.fromkeys(found, f"Triton {triton.__version__}") | {(torch.bfloat16, 256): "flash-attn 1.2.3"}
+    ours = f"Triton {triton.__version__}"
+    assert names == dict.fromkeys(found, ours) | {(torch.bfloat16, 256): "flash-attn 1.2.3"}
+    assert f"pages by flash-attn 1.2.3 or {ours}" in attention.description
     with mock.patch.dict(sys.modules, {"flash_attn": None, "triton": None}):
         assert find_paged_kernels() == ()
 
