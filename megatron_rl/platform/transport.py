@@ -23,6 +23,9 @@ from megatron_rl.platform.nccl import nccl_release
 
 Message = tuple[int, Tensor]
 """Rank of the peer, and the contiguous tensor on `Transport.device` to send or to fill."""
+TCP_EXCHANGE = timedelta(minutes=30)
+"""Limit of an exchange over TCP. A rank that has sent its part of the weights waits until the receivers have all parts,
+which takes minutes for a large model. Members that are gone are noticed sooner, see refit/liveness.py."""
 POLL_S = 0.0001
 UNUSED_TAG = 1
 """Tag that no message has."""
@@ -52,7 +55,7 @@ class Transport(Protocol):
 
 class GlooTransport:
     """Transport between CPUs. Waiting for a process that ended or closed its transport fails at once; waiting for a
-    silent one lasts until `timeout` or `abort`."""
+    silent one lasts until `abort`, in an exchange at most TCP_EXCHANGE, else at most `timeout`."""
 
     device = torch.device("cpu")
 
@@ -72,7 +75,7 @@ class GlooTransport:
             *(self._backend.recv([tensor], rank, 0) for rank, tensor in receives),
         ]
         for work in works:
-            work.wait()
+            work.wait(TCP_EXCHANGE)
 
     def gather(self, content: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(content) for _ in range(self._size)]

@@ -15,7 +15,8 @@ from megatron_rl.refit.probe import Probe
 logger = logging.getLogger("megatron_rl")
 
 TRANSFER_TIMEOUT = timedelta(minutes=2)
-"""Bounds every wait for a rank within a transfer, on both sides. Connecting NCCL for the first time takes longest."""
+"""Bounds every wait for a rank within a transfer, on both sides, except exchanges over TCP (`transport.TCP_EXCHANGE`).
+Connecting NCCL for the first time takes longest."""
 MAX_SKIPPED = 63
 """Versions after which a failing replica gets another chance."""
 

@@ -36,7 +36,8 @@ class TransferGroup:
 
         Args:
             rank: in the epoch; see Epoch.member_rank.
-            timeout: bounds the wait for all members to join, and later each wait for a silent one.
+            timeout: bounds the wait for all members to join, and later each wait for a silent one, except in exchanges
+                over TCP: see `transport.TCP_EXCHANGE`.
             listener: on rank 0, with the address in the epoch. This method closes it.
 
         Raises:

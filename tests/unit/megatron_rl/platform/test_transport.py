@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.platform.transport import NcclTransport, offered
+from megatron_rl.platform.transport import GlooTransport, NcclTransport, offered
 
 
 class Nccl:
@@ -68,3 +70,19 @@ def test_nccl_between_worlds_is_watched_by_nobody_else(monkeypatch: pytest.Monke
     assert seen == ["120"]
     assert blocking == ["1"]
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ, "the world's own backends are watched"
+
+
+def test_a_rank_waits_over_tcp_for_one_that_is_late() -> None:
+    """Weights of a large model take minutes, and ranks are not done with their parts at the same time."""
+    store = torch.distributed.HashStore()
+
+    def exchanged(rank: int) -> float:
+        transport = GlooTransport(store, rank, 2, timedelta(seconds=1))
+        transport.connect()
+        content = torch.full((1,), float(rank))
+        time.sleep(1.2 * rank)
+        transport.exchange([(1, content)] if rank == 0 else [], [(0, content)] if rank == 1 else [])
+        return content.item()
+
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(exchanged, range(2))] == [0.0, 0.0]
