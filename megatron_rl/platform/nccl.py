@@ -1,17 +1,19 @@
 """Release of NCCL in a process.
 
-Only the function imports torch, so that `mrl doctor --deep` can send this file into any image.
+Only the function imports torch, so that `mrl doctor --deep` can send this file into any image, and ctypes, which would
+slow the launcher's commands.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 
 def nccl_release() -> str:
     """Return the release of NCCL that this process uses, as NCCL itself compares it, such as 2.27.3. torch reports the
     one that it was compiled with, and LD_PRELOAD may have brought another. torch must be a build with NCCL."""
+    import ctypes
+
     import torch
 
     number = ctypes.c_int()
