@@ -119,8 +119,8 @@ def find_image(profile: Profile, reference: str) -> Path | None:
 
 
 def ask_in_container(profile: Profile, image: Path, gpus: bool, command: Sequence[str]) -> Fact:
-    """Run a command in a container on a compute node, behind the profile's wrapper if that is for all ranks. Its errors
-    are part of its output; a failure has its cause.
+    """Run a command in a container on a compute node, with the profile's variables, and behind its wrapper if that is
+    for all ranks. Its errors are part of its output; a failure has its cause.
 
     Args:
         image: file of the image.
@@ -145,7 +145,9 @@ def _in_container(profile: Profile, image: Path, gpus: bool, command: Sequence[s
     binding = {"distribution": profile.distribution, "cpu-bind": profile.cpu_bind}
     step += [*placed(profile, gpus), *(f"--{name}={value}" for name, value in binding.items() if value)]
     step += [f"--container-image={image}", f"--container-mounts={mounts}", "--no-container-mount-home"]
-    if not gpus:
-        step += ["--export=ALL,NVIDIA_VISIBLE_DEVICES=void", "--container-env=NVIDIA_VISIBLE_DEVICES"]
+    variables = {**({} if gpus else {"NVIDIA_VISIBLE_DEVICES": "void"}), **profile.environment}
+    if variables:
+        step += ["--export=ALL", f"--container-env={','.join(variables)}"]  # otherwise those of the image would win
     wrapper = profile.wrapper.command if profile.wrapper and profile.wrapper.ranks is None else []
-    return ["sh", "-c", 'exec "$@" 2>&1', "srun", *step, *profile.srun, *wrapper, *command]
+    assigned = [f"{name}={value}" for name, value in variables.items()]
+    return ["sh", "-c", 'exec env "$@" 2>&1', "srun", *assigned, *step, *profile.srun, *wrapper, *command]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends.probe.rank import probe
+from launcher.backends.probe.rank import ask_in_container, probe
 from launcher.cluster.profile import Profile
 
 SRUN = "srun: error: node01: task 0: Exited with exit code 1"
@@ -39,3 +39,19 @@ def test_the_cause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said
         {"partition": "low", "gpus_per_node": 8, "container": {"image": str(image)}, "run_root": str(tmp_path)}
     )
     assert probe(profile, None, tmp_path, gpus=False).failure == cause
+
+
+def test_the_rank_has_the_variables_of_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyxis prefers a variable of the image unless --container-env names it."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$SITE $NVIDIA_VISIBLE_DEVICES"; echo "$@"; exit 1\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    image = tmp_path / "image.sqsh"
+    image.write_bytes(b"hsqs".ljust(96, b"\0"))
+    fields = {"partition": "low", "gpus_per_node": 8, "container": {"image": str(image)}, "run_root": str(tmp_path)}
+    profile = Profile.model_validate(fields | {"environment": {"SITE": "a, b"}})
+    said = ask_in_container(profile, image, False, ["true"]).text
+    assert said.startswith("a, b void\n")
+    assert "--container-env=NVIDIA_VISIBLE_DEVICES,SITE " in said
+    assert "--container-env=SITE " in ask_in_container(profile, image, True, ["true"]).text
