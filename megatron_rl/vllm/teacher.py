@@ -81,7 +81,8 @@ def run_teacher(
                 return DRAINED
             activity.enter("serving", 0)
             address = ReplicaAddress(replica.number, start, "", 0, sizes.tp, digest, PROTOCOL, time.time())
-            scores = Scores(VllmClient(served.socket), process, activity, _answer_limit_s(config))
+            vocabulary = sizes.model.vocab_size or 0
+            scores = Scores(VllmClient(served.socket), process, activity, _answer_limit_s(config), vocabulary)
             return asyncio.run(_serve(scores, token, replica, address, drain))
 
 
@@ -121,13 +122,21 @@ async def _serve(scores: Scores, token: str, replica: Replica, address: ReplicaA
 class Scores:
     """Log-probs of prompts by one vLLM."""
 
-    def __init__(self, client: VllmClient, process: VllmProcess, activity: Activity, limit_s: float) -> None:
-        """limit_s: seconds that the log-probs of one prompt may take."""
+    def __init__(
+        self, client: VllmClient, process: VllmProcess, activity: Activity, limit_s: float, vocabulary: int
+    ) -> None:
+        """
+        limit_s: seconds that the log-probs of one prompt may take.
+        vocabulary: entries of the teacher's.
+        """
         self._client, self._process, self._activity, self._limit_s = client, process, activity, limit_s
+        self._vocabulary = vocabulary
         self._open = 0
 
     async def score(self, tokens: list[int]) -> list[float]:
         """Implement `replica.scoring.Score`."""
+        if (largest := max(tokens)) >= self._vocabulary:  # without a tokenizer vLLM accepts it, and its engine ends
+            raise ValueError(f"token {largest} is none of the teacher's, which has {self._vocabulary}")
         self._open += 1
         try:
             found = await self._client.score(tokens, self._limit_s)

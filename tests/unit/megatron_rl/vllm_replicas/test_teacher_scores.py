@@ -1,0 +1,36 @@
+"""The front of a teacher in vLLM refuses what would end its engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from megatron_rl.vllm.teacher import Scores
+
+
+class Client:
+    """A vLLM that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    async def score(self, tokens: list[int], limit_s: float) -> list[float]:
+        self.asked.append(tokens)
+        return [0.0] * (len(tokens) - 1)
+
+
+class Silent:
+    def beat(self) -> None:
+        pass
+
+
+def test_a_token_beyond_the_teachers_vocabulary_is_refused_and_not_passed_on() -> None:
+    client, other = Client(), Silent()
+    given: Any = (client, other, other)
+    scores = Scores(*given, limit_s=1.0, vocabulary=16)
+    assert asyncio.run(scores.score([3, 15])) == [0.0]
+    with pytest.raises(ValueError, match="token 16 is none of the teacher's, which has 16"):
+        asyncio.run(scores.score([3, 16]))
+    assert client.asked == [[3, 15]]
