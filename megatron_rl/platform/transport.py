@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -185,6 +186,11 @@ def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+def beside(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes the contexts of threads that transfer to or from a device, as Platform.beside does."""
+    return partial(on_stream, torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext
 
 
 @contextmanager

@@ -10,10 +10,8 @@ POST /finish_weight_update
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_rl.model.config import ModelConfig
-from megatron_rl.platform.transport import on_stream
+from megatron_rl.platform.transport import beside
 from megatron_rl.vllm.share import Setting, WeightShare
 
 
@@ -64,10 +62,9 @@ class MrlWeightTransferEngine(WeightTransferEngine[Step, Update]):
         if init_info.epoch is not None:
             if self._share is None:
                 assert init_info.setting is not None
-                gpu = self.device.type == "cuda"
-                memory = _pinned_memory if gpu else _memory
-                beside = partial(on_stream, torch.cuda.Stream(self.device)) if gpu else nullcontext
-                self._share = WeightShare(setting_of(init_info.setting), _TensorParallel(), memory, beside)
+                memory = _pinned_memory if self.device.type == "cuda" else _memory
+                setting = setting_of(init_info.setting)
+                self._share = WeightShare(setting, _TensorParallel(), memory, beside(self.device))
             self._share.join(init_info.epoch)
         if init_info.version is not None:
             self._known().receive(init_info.version)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
+from srun_stand_in import on_a_node
 
 from launcher.backends.probe.rank import ask_in_container, probe
 from launcher.cluster.profile import Profile
@@ -29,12 +29,7 @@ slurmstepd: error: Failed to invoke spank plugin stack"""
     ],
 )
 def test_the_cause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, cause: str) -> None:
-    srun = tmp_path / "srun"
-    srun.write_text(f"#!/bin/sh\ncat <<'end'\n{said}\nend\necho '{SRUN}' >&2\nexit 1\n")
-    srun.chmod(0o755)
-    image = tmp_path / "image.sqsh"
-    image.write_bytes(b"hsqs".ljust(96, b"\0"))
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    image = on_a_node(tmp_path, monkeypatch, f"cat <<'end'\n{said}\nend\necho '{SRUN}' >&2\nexit 1")
     profile = Profile.model_validate(
         {"partition": "low", "gpus_per_node": 8, "container": {"image": str(image)}, "run_root": str(tmp_path)}
     )
@@ -43,12 +38,7 @@ def test_the_cause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said
 
 def test_the_rank_has_the_variables_of_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pyxis prefers a variable of the image unless --container-env names it."""
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\necho "$SITE $NVIDIA_VISIBLE_DEVICES"; echo "$@"; exit 1\n')
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    image = tmp_path / "image.sqsh"
-    image.write_bytes(b"hsqs".ljust(96, b"\0"))
+    image = on_a_node(tmp_path, monkeypatch, 'echo "$SITE $NVIDIA_VISIBLE_DEVICES"; echo "$@"; exit 1')
     fields = {"partition": "low", "gpus_per_node": 8, "container": {"image": str(image)}, "run_root": str(tmp_path)}
     profile = Profile.model_validate(fields | {"environment": {"SITE": "a, b"}})
     said = ask_in_container(profile, image, False, ["true"]).text

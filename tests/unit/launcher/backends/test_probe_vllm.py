@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from srun_stand_in import on_a_node
 
 from launcher.backends.probe import vllm
 from launcher.backends.probe.vllm import probe, probe_in_container
@@ -94,12 +95,8 @@ def test_an_image_says_its_release_of_nccl_if_gpus_need_it(
     (torch / "distributed.py").write_text("is_nccl_available = lambda: True\n")
     (torch / "cuda.py").write_text("class nccl:\n    version = lambda: (2, 29, 7)\n")
     (torch / "__init__.py").write_text("from torch import cuda\n")
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n')
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    image = tmp_path / "vllm.sqsh"
-    image.write_bytes(b"hsqs".ljust(96, b"\0"))
+    program = 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"'
+    image = on_a_node(tmp_path, monkeypatch, program)
     profile = Profile.model_validate({"gpus_per_node": 8, "container": {"image": "a:b"}, "run_root": str(tmp_path)})
     found = probe_in_container(profile, str(image), python, gpus)
     assert (found.failure, found.version, found.nccl) == (None, "0.32.0", nccl)
