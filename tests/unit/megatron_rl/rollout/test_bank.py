@@ -146,12 +146,14 @@ def test_a_finished_step_is_neither_generated_nor_scored_again(
 
 
 def test_unfinished_answers_are_written_regularly(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bank = bank_of(run, tmp_path, 1, ResumeConfig(flush_s=0.001))
+    """Every pass of the loop flushes here, and each step waits for the writer, so the clock decides nothing."""
+    bank = bank_of(run, tmp_path, 1, ResumeConfig(flush_s=1e-9))
     seen = []
     step = run.engine.step
 
     def watched() -> None:
         step()
+        assert bank._file.wait(60)
         seen.append(banked_tokens(tmp_path))
 
     monkeypatch.setattr(run.engine, "step", watched)
