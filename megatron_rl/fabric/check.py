@@ -34,7 +34,18 @@ from megatron_rl.contract.attempt_records import Address, AllReduce
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Absent, Unreadable, read, write
 from megatron_rl.contract.shapes import from_json, to_json
-from megatron_rl.fabric.findings import Edge, findings, is_bad, rounds, stragglers, summary, whole_nodes, worst
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.fabric.findings import (
+    Edge,
+    findings,
+    is_bad,
+    rounds,
+    stragglers,
+    summary,
+    unusable,
+    whole_nodes,
+    worst,
+)
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.rendezvous import meet
 
@@ -91,6 +102,7 @@ def run(
         return
     began = time.monotonic()
     slow: dict[str, str] = {}
+    broken: dict[str, str] = {}
 
     def reduce(stages: Sequence[Stage]) -> dict[str, AllReduce]:
         """Results of stages that share no rank, the same on every rank."""
@@ -100,10 +112,11 @@ def run(
         found_by_rank = board.exchange(key, found and to_json(found), members, timeouts.stage + timeouts.slack)
         answers = [None if one is None else from_json(AllReduce, one) for one in found_by_rank]
         slow.update(stragglers(hosts, answers))
+        broken.update(unusable(hosts, answers))
         return {stage.name: worst([answers[one] for one in stage.members]) for stage in stages}
 
     whole = reduce([Stage("all", members)])["all"]
-    names = list(nodes)
+    names = [name for name in nodes if name not in broken]
     pairs: dict[Edge, AllReduce] = {}
     if is_bad(whole, slower_than):
         for edges in rounds(len(names)):
@@ -113,7 +126,7 @@ def run(
             found = reduce(list(stages.values()))
             pairs |= {edge: found[stage.name] for edge, stage in stages.items()}
     if rank == 0:
-        report = findings(names, whole, pairs, slower_than, time.monotonic() - began, slow)
+        report = findings(names, whole, pairs, slower_than, time.monotonic() - began, slow | broken)
         write(attempt.fabric, report)
         for line in summary(report):
             logger.info(line)
@@ -183,7 +196,8 @@ def _report(work: Callable[[], AllReduce], writer: Connection) -> None:
         writer.send(work())
     except (RuntimeError, ValueError, OSError) as error:
         message = f"{socket.gethostname()}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        writer.send(AllReduce(error=message))
+        # Only the choice of the device, which involves no other rank, raises a ConfigurationError.
+        writer.send(AllReduce(error=message, unusable=isinstance(error, ConfigurationError)))
     os._exit(0)  # a normal exit waits for communicators whose peers may be gone
 
 

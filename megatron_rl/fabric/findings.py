@@ -77,6 +77,13 @@ def culprits(nodes: int, bad: Set[Edge]) -> list[int]:
     return sorted(named)
 
 
+def unusable(hosts: Sequence[str | None], answers: Sequence[AllReduce | None]) -> dict[str, str]:
+    """Host -> why one of its ranks cannot use its own device, which no other node explains. hosts, answers: one per
+    rank."""
+    failed = {rank: one.error for rank, one in enumerate(answers) if one is not None and one.unusable}
+    return {str(hosts[rank]): str(error) for rank, error in failed.items()}
+
+
 def stragglers(hosts: Sequence[str | None], answers: Sequence[AllReduce | None]) -> dict[str, str]:
     """Host -> a sentence about its GPU that computes more slowly than all others. hosts, answers: one per rank."""
     known = {rank: one.tflops for rank, one in enumerate(answers) if one is not None and one.tflops is not None}
@@ -96,13 +103,13 @@ def findings(
     pairs: dict[Edge, AllReduce],
     slower_than: float | None,
     seconds: float,
-    slow: Mapping[str, str],
+    alone: Mapping[str, str],
 ) -> FabricReport:
-    """Report of the nodes to blame. Edges are pairs of positions in `names`. slow: host -> what is slow about it
-    alone."""
+    """Report of the nodes to blame. Edges are pairs of positions in `names`. alone: host -> what is wrong with it
+    without any other: see `unusable` and `stragglers`."""
     bad_pairs = {edge for edge, found in pairs.items() if is_bad(found, slower_than)}
     named = culprits(len(names), bad_pairs)
-    bad = dict(slow)
+    bad = dict(alone)
     for node in named:
         edge = next(edge for edge in sorted(bad_pairs) if node in edge)
         other = names[edge[0] if edge[1] == node else edge[1]]

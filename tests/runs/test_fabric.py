@@ -17,6 +17,7 @@ from megatron_rl.contract.records import if_readable, read
 from megatron_rl.fabric import check
 from megatron_rl.fabric.check import FabricTimeouts
 from megatron_rl.fabric.findings import findings, summary, whole_nodes
+from megatron_rl.platform.api import UnsupportedPlatform
 from megatron_rl.rank.config import JobConfig
 
 JOB = JobConfig(device="cpu", gpus_per_node=1)
@@ -33,6 +34,8 @@ def rank_main(root: str, rank: int, size: int, node: str, trouble: str | None, l
     def measure(address: Path, job: JobConfig, stage: check.Stage, *who: int) -> AllReduce:
         if trouble == "hangs":
             time.sleep(300)
+        if trouble == "no GPU":
+            raise UnsupportedPlatform("job.device is cuda but torch sees no GPU")
         found = real(address, job, stage, *who)
         return found._replace(gbps=1.0 if trouble == "slow" else 100.0)
 
@@ -92,6 +95,13 @@ def test_node_that_fails_in_every_group_is_named(tmp_path, trouble, words, limit
     assert words in found.bad["n2"]
     assert "n1" in found.bad["n2"]
     assert len(found.pairs) == 4
+
+
+def test_node_whose_rank_sees_no_gpu_is_named_though_there_is_only_one_other(tmp_path):
+    limits = FabricTimeouts(meet=20.0, stage=2.0, slack=10.0)
+    found = fabric(tmp_path, [None, "no GPU"], limits=limits)
+    assert list(found.bad) == ["n1"]
+    assert "torch sees no GPU" in found.bad["n1"]
 
 
 def test_node_that_does_not_arrive_is_left_out_and_the_others_are_tested(tmp_path):
