@@ -88,6 +88,7 @@ class Preparation:
         self._context, self._checks, self._runner, self._steps, self._job = context, checks, runner, steps, job
         self._attempt: Attempt = runner.attempt
         self._without_image: dict[str, str] = {}  # host -> why the image could not be unpacked there
+        self._has_containers = False  # whether containers may have come to the nodes
 
     def run(self) -> NodeAssignment:
         """Prepare the attempt. Returns which node does what.
@@ -112,16 +113,19 @@ class Preparation:
         if self._checks.fabric:
             assignment = self._check_and_assign("fabric", fit)
         self._leave_if_asked()
+        self._has_containers = bool(self._checks.images)
         mark_ready(self._attempt, time.time())
         return assignment
 
     def forget_containers(self, request: Drain | None) -> None:
-        """Remove the attempt's containers from the nodes that are alive, once its ranks have ended: they would fill the
-        disks there until the next job of ours. Raises OSError.
+        """Remove the attempt's containers from the nodes that are alive, once its steps have ended, however it ended:
+        they would fill the disks there until the next job of ours. Raises OSError.
 
         Args:
             request: request to leave, if there was one; the removal must end before its deadline.
         """
+        if not self._has_containers:
+            return
         deadline = request.deadline if request is not None else None
         left = FORGET_S if deadline is None else min(FORGET_S, deadline - CLOSE_S - time.time())
         if left < SHORTEST_FORGET_S:
@@ -129,8 +133,13 @@ class Preparation:
         dead = dead_nodes(self._context.hosts)
         alive = [host for host in self._context.hosts if host not in dead]
         give_up = time.monotonic() + left
-        child = self._steps.start("forget", alive, errors=str(self._attempt.logs / "forget.srun.log"))
+        log = self._attempt.logs / "forget.srun.log"
+        child = self._steps.start("forget", alive, errors=str(log))
         self._runner.wait(lambda: child.exit_code() is not None or time.monotonic() >= give_up)
+        code = child.exit_code()
+        if code != 0:
+            why = f"not done within {left:.0f} s" if code is None else self._why_failed("forget", signed(code))
+            print(f"containers of this attempt may have stayed on the nodes, where they use disk space: {why}")
 
     def _unpack(self, of: str, hosts: list[str]) -> bool:
         """Unpack an image on the nodes. Returns whether some of them failed. Raises as `run`.
@@ -140,6 +149,7 @@ class Preparation:
         """
         folder, step = self._attempt.unpacked("x", of).parent, f"unpack{of}"
         folder.mkdir(exist_ok=True)
+        self._has_containers = True
         failure = self._run_step(step, hosts)
         if failure is None:
             return False
@@ -237,14 +247,17 @@ class Preparation:
         self._wait(lambda: child.exit_code() is not None)
         code = signed(child.exit_code() or 0)
         sys.stderr.write(tail(log, LONG_TAIL))
-        if code in ENDED_BY_TIMEOUT:
-            why = "took too long and was ended: a node does not answer, or Slurm considers it busy with another step"
-        elif code:
-            why = reason_of_step(self._attempt.logs, name) or describe_exit(code)
-        else:
+        if not code:
             return None
+        why = self._why_failed(name, code)
         print(f"{PURPOSES[name]}: {why}", file=sys.stderr)
         return why
+
+    def _why_failed(self, name: str, code: int) -> str:
+        """Why a step ended with this code, which is not 0."""
+        if code in ENDED_BY_TIMEOUT:
+            return "took too long and was ended: a node does not answer, or Slurm considers it busy with another step"
+        return reason_of_step(self._attempt.logs, name) or describe_exit(code)
 
     def _wait(self, ended: Callable[[], bool]) -> None:
         """Wait until `ended()`. Raises AskedToLeave."""

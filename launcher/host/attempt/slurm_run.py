@@ -150,8 +150,6 @@ def supervise_attempt(
         finally:
             harvest.stop()
             runner.tasks.clear()
-        if settings.checks.images:
-            preparation.forget_containers(runner.request)
     except (AskedToLeave, NotEnoughNodes):
         pass
     except NotReady as error:
@@ -167,6 +165,11 @@ def supervise_attempt(
         unready = f"{type(error).__name__}: {error}"
         traceback.print_exc()
     steps.stop_all()
+    try:
+        preparation.forget_containers(runner.request)
+    except (OSError, SlurmRefused) as error:
+        print(f"containers of this attempt may have stayed on the nodes: {error}", file=sys.stderr)
+    steps.stop_all()  # a removal that took too long
     if runner.has_lost_directory():  # final: another start would create an empty run of that name
         raise Refused(describe_loss(context.run))
     signals.take()  # later signals are for the next attempt

@@ -496,33 +496,43 @@ class TestForget:
     OTHERS = ("pyxis_77.0", "pyxis_17.0", "pyxis_7", "mrl-7-001", "pyxis_mine", "pyxis_8_8.0")
     OTHERS += ("pyxis_mrl-dev", "pyxis_mrl-7-001-mine", "pyxis_mrl-", "pyxis_7_mine", "pyxis_7.mine", "pyxis_7x0")
 
-    def forget(self, tmp_path: Path, there: tuple[str, ...]) -> list[str]:
+    def forget(self, tmp_path: Path, there: tuple[str, ...], listed: int = 0) -> tuple[list[str], int]:
+        """Containers that the step removes, and its exit code. The submitting shell has settings of the user's.
+
+        listed: exit code of `enroot list`.
+        """
         tools = tmp_path / "bin"
         tools.mkdir()
-        listed = "".join(f"echo {name}; " for name in there)
-        enroot = f'#!/bin/sh\n[ "$1" = list ] && {{ {listed}exit; }}\necho "$*" >>{tmp_path}/removed\n'
+        names = "".join(f"echo {name}; " for name in there)
+        elsewhere = "[ -z ${ENROOT_DATA_PATH:-} ] || exit 0"  # where pyxis has never unpacked anything
+        enroot = (
+            f'#!/bin/sh\n{elsewhere}\n[ "$1" = list ] && {{ {names}exit {listed}; }}\necho "$*" >>{tmp_path}/removed\n'
+        )
         for name, text in {
             "enroot": enroot,
-            "srun": '#!/bin/sh\nuntil [ "$1" = sh ]; do shift; done\nexec "$@"\n',
+            "srun": '#!/bin/sh\nuntil [ "$1" = env ]; do shift; done\nexec "$@"\n',
         }.items():
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
         script = tmp_path / "job.sbatch"
         script.write_text(render(a_job("demo")))
         environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "MRL_ATTEMPT": "3"}
-        environ |= {"MRL_RUN_DIR": str(tmp_path), "MRL_CPUS_PER_TASK": "1"}
+        environ |= {"MRL_RUN_DIR": str(tmp_path), "MRL_CPUS_PER_TASK": "1", "ENROOT_DATA_PATH": "/scratch/me"}
         (tmp_path / "attempts" / "003").mkdir(parents=True)
         (tmp_path / "attempts" / "003" / "image").write_text("/i.sqsh\n")
-        subprocess.run(["bash", script, "step", "forget", "node01"], env=environ, timeout=10, check=False)
+        ended = subprocess.run(["bash", script, "step", "forget", "node01"], env=environ, timeout=60, check=False)
         removed = tmp_path / "removed"
-        return removed.read_text().split() if removed.exists() else []
+        return (removed.read_text().split() if removed.exists() else []), ended.returncode
 
     def test_this_jobs_containers_go_and_so_do_those_of_other_jobs_of_ours(self, tmp_path):
         """A requeue keeps the numbers of job and step, by which pyxis calls an unnamed one."""
-        assert self.forget(tmp_path, self.THERE + self.OTHERS) == ["remove", "--force", *self.THERE]
+        assert self.forget(tmp_path, self.THERE + self.OTHERS) == (["remove", "--force", *self.THERE], 0)
 
     def test_nothing_else_does(self, tmp_path):
-        assert self.forget(tmp_path, self.OTHERS) == []
+        assert self.forget(tmp_path, self.OTHERS) == ([], 0)
+
+    def test_a_node_that_cannot_list_its_containers_is_not_clean(self, tmp_path):
+        assert self.forget(tmp_path, self.THERE, listed=3) == ([], 3)
 
 
 class TestEnvironmentOfSteps:

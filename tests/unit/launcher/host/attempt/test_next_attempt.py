@@ -13,7 +13,7 @@ from launcher.host.attempt import own, slurm_run
 from launcher.host.attempt import runner as runner_module
 from launcher.host.attempt.begin import begin_attempt, next_attempt
 from launcher.host.attempt.job_context import JobContext, Refused
-from launcher.host.attempt.prepare import Checks, NotReady, Preparation
+from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Preparation
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.attempt.slurm_run import without_dead_nodes
@@ -223,17 +223,62 @@ def test_an_image_that_nobody_can_unpack_is_no_nodes_fault(
     assert caught.value.host == blamed
 
 
+def forgetting(attempt: Attempt, then: str = "exit 0") -> str:
+    """Simulate steps that unpack everywhere; their removals are listed in a file, and end with `then`."""
+    unpacked = " ".join(str(attempt.unpacked(host)) for host in ("n1", "n2", "n3"))
+    return f'case $2 in unpack) touch {unpacked} ;; forget) echo "$3" >>{attempt.folder}/forgotten; {then} ;; esac'
+
+
+def forgotten(attempt: Attempt) -> list[str]:
+    listed = attempt.folder / "forgotten"
+    return listed.read_text().split() if listed.exists() else []
+
+
 def test_containers_are_removed_from_the_nodes_that_live_if_there_is_time(
     context: JobContext, unpack: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queries, "node_states", lambda hosts: {"n1": "allocated", "n2": "down*", "n3": "allocated"})
     attempt = begun(context)
-    preparation = preparation_of(context, attempt, unpack, f'echo "$2 $3" >>{attempt.folder}/steps')
+    preparation = preparation_of(context, attempt, unpack, forgetting(attempt))
+    preparation.run()
+    (attempt.folder / "forgotten").unlink()  # those of earlier attempts
     now = time.time()
     for request in (None, Drain("preempted", "x", now), Drain("preempted", "x", now, deadline=now + 60.0)):
         preparation.forget_containers(request)
     preparation.forget_containers(Drain("preempted", "x", now, deadline=now + 15.0))
-    assert (attempt.folder / "steps").read_text() == "forget n1,n3\n" * 3
+    assert forgotten(attempt) == ["n1,n3"] * 3
+
+
+@pytest.mark.parametrize("asked", ["before", "while unpacking"])
+def test_containers_of_an_attempt_that_leaves_while_it_unpacks_are_removed(
+    context: JobContext, unpack: Checks, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    monkeypatch.setattr(queries, "node_states", lambda hosts: dict.fromkeys(hosts, "allocated"))
+    attempt = begun(context)
+    drain = attempt.folder / "request"
+    write(drain, Drain("cancelled", "you", time.time()))
+    ask = f"cp {drain} {attempt.drain}"
+    step = f'{forgetting(attempt)}; [ "$2" != unpack ] || {ask}' if asked == "while unpacking" else ask
+    preparation = preparation_of(context, attempt, unpack, step)
+    with pytest.raises(AskedToLeave):
+        preparation.run()
+    before = forgotten(attempt)
+    preparation.forget_containers(None)
+    assert forgotten(attempt)[len(before) :] == (["n1,n2,n3"] if asked == "while unpacking" else [])
+
+
+def test_containers_that_cannot_be_removed_are_told(
+    context: JobContext, unpack: Checks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(queries, "node_states", lambda hosts: dict.fromkeys(hosts, "allocated"))
+    attempt = begun(context)
+    complaint = "sh: 1: enroot: not found"
+    fails = f"echo '{complaint}' >{attempt.logs}/forget.0.log; "
+    fails += "echo 'srun: error: n1: task 0: Exited with exit code 127' >&2; exit 127"
+    preparation = preparation_of(context, attempt, unpack, forgetting(attempt, fails))
+    preparation.run()
+    preparation.forget_containers(None)
+    assert f"may have stayed on the nodes, where they use disk space: {complaint}" in capfd.readouterr().out
 
 
 def test_the_nodes_that_are_left_are_asked_for_until_slurm_answers(context: JobContext, monkeypatch) -> None:
