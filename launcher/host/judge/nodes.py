@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from megatron_rl.contract.run_records import PlanRecord, SmallerPlan
 
 ABSENT_FROM_FABRIC = "did not come to the all-reduce between the nodes (see fabric.*.log)"
 NOT_UNPACKED = "the image could not be unpacked: "
+DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 CLOCK_S = 10.0  # seconds by which clocks may differ without a warning
 
 
@@ -85,13 +87,19 @@ def skewed_clocks(reports: NodeReports, began: float, now: float) -> list[str]:
 
 
 def to_exclude(unfit: dict[str, str], before: Collection[str]) -> list[str]:
-    """Unfit nodes that the job should avoid from now on. A node that is absent from the all-reduce is excluded only the
-    second time in a row, since a slow container or file system is not its fault.
+    """Unfit nodes that the job should avoid for a day. A fault that may pass (`_may_pass`) excludes a node only the
+    second time in a row.
 
     Args:
         before: hosts that were unfit in the previous attempt.
     """
-    return sorted(host for host, why in unfit.items() if why != ABSENT_FROM_FABRIC or host in before)
+    return sorted(host for host, why in unfit.items() if host in before or not _may_pass(why))
+
+
+def _may_pass(why: str) -> bool:
+    """Whether the reason may be something else's fault: a slow file system, or a process that was killed as it unpacked
+    the image. A disk that is full stays full."""
+    return why == ABSENT_FROM_FABRIC or (why.startswith(NOT_UNPACKED) and not DISK_FULL.search(why))
 
 
 def suffice(plan: PlanRecord, hosts: Collection[str]) -> bool:

@@ -23,7 +23,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from launcher.host.judge.nodes import NOT_UNPACKED
+from launcher.host.judge.nodes import DISK_FULL, NOT_UNPACKED
 from launcher.host.judge.verdict import NODES_DISK, NOT_STARTED, Verdict
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, LedgerLine
 from megatron_rl.contract.codes import (
@@ -62,7 +62,6 @@ LOSSES = 5  # node failures in a row that one allocation survives
 LONGEST_BACKOFF_S = 900.0  # seconds
 ROOM_AGAIN_S = 900.0  # seconds until a run checks again whether the disk has room
 
-_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _READ_ONLY = re.compile("Read-only file system: ")  # only at the start: later in a text it may be the container's
 ON_A_NODE = (NOT_STARTED, NOT_UNPACKED, NODES_DISK)  # beginnings of errors that may be about a node's own disk
 
@@ -158,7 +157,8 @@ def _after_crash(history: list[AttemptEnd], verdict: Verdict, cause: str | None,
     if repeated and last is not None and (not same_node or str(verdict.node) in last.excluded):
         message = "the same error at the same step twice"
         if verdict.step is None:
-            where = f"twice on {last.node}, beside which no other was left" if same_node else "on two nodes"
+            where = "on all nodes" if _is_on_all_nodes(verdict) else "on two nodes"
+            where = f"twice on {last.node}, beside which no other was left" if same_node else where
             message = f"the same error before the ranks had started, {where}"
         return decision._replace(then=HELD, message=message)
     if crashes >= CRASHES:
@@ -174,14 +174,14 @@ def is_crash(end: AttemptEnd) -> bool:
 
 def found_disk_full(error: str | None) -> bool:
     """Whether this is the error of a full shared disk."""
-    full = _FULL.search(error or "") or _READ_ONLY.match(error or "")
+    full = DISK_FULL.search(error or "") or _READ_ONLY.match(error or "")
     return full is not None and not _found_nodes_disk_full(error)
 
 
 def _found_nodes_disk_full(error: str | None) -> bool:
     """Whether this is the error of a full disk of one node, where containers are unpacked."""
     error = error or ""
-    return error.startswith(ON_A_NODE) and _FULL.search(error) is not None
+    return error.startswith(ON_A_NODE) and DISK_FULL.search(error) is not None
 
 
 def _same_place(end: Verdict, last: AttemptEnd) -> bool:
@@ -190,7 +190,16 @@ def _same_place(end: Verdict, last: AttemptEnd) -> bool:
 
 
 def _knows_place(end: Verdict | AttemptEnd) -> bool:
-    return end.step is not None or (end.phase is None and not end.hung and (end.rank, end.node) != (None, None))
+    return (
+        _is_on_all_nodes(end)
+        or end.step is not None
+        or (end.phase is None and not end.hung and (end.rank, end.node) != (None, None))
+    )
+
+
+def _is_on_all_nodes(end: Verdict | AttemptEnd) -> bool:
+    """Whether no node could unpack the image."""
+    return end.node is None and (end.error or "").startswith(NOT_UNPACKED)
 
 
 def _is_wrong_everywhere(error: str | None) -> bool:

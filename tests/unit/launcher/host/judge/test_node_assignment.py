@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.host.judge.nodes import (
+    NOT_UNPACKED,
     NodeReports,
     NotEnoughNodes,
     assign,
@@ -139,6 +140,12 @@ def test_a_node_is_not_excluded_the_first_time_that_it_does_not_come_to_the_all_
     nodes = {name: NodeHealth(name, 0.0, name != "c", ["3 of 8 GPUs are there"]) for name in ("a", "b", "c")}
     unfit = unfit_nodes(NodeReports(nodes, {}, FabricReport(["a"], {})), ["a", "b", "c"])
     assert set(unfit) == {"b", "c"}, "it is not used"
+    assert to_exclude(unfit, before=[]) == ["c"]
+    assert to_exclude(unfit, before=["b"]) == ["b", "c"]
+
+
+def test_a_node_where_unpacking_was_killed_once_is_not_excluded_and_one_without_room_is():
+    unfit = {"b": f"{NOT_UNPACKED}Killed", "c": f"{NOT_UNPACKED}write failed because No space left on device"}
     assert to_exclude(unfit, before=[]) == ["c"]
     assert to_exclude(unfit, before=["b"]) == ["b", "c"]
 

@@ -54,6 +54,7 @@ WITHOUT_N3 = ended(crash())._replace(excluded=["n3"])
 NEVER_BEGAN = Verdict("crashed", None, "it could not be started: execve(): python3: No such file", 3, "n3")
 NO_ROOM_ON_NODE = NEVER_BEGAN._replace(error="it could not be started: Write failed because No space left on device")
 NOT_UNPACKED = NO_ROOM_ON_NODE._replace(error="the image could not be unpacked: No space left on device", rank=None)
+UNUSABLE_IMAGE = Verdict("crashed", error="the image could not be unpacked: FATAL ERROR: Bad inode number")  # nowhere
 NO_ROOM_IN_TMP = crash(error="on its node's own disk: OSError: [Errno 28] No space left on device: '/tmp/x'")
 NO_ROOM = crash(error="OSError: [Errno 28] No space left on device: 'metrics.jsonl'")
 READ_ONLY = crash(error="Read-only file system: '/runs/r/attempts/003'; it left with exit code 1 without a report")
@@ -125,6 +126,9 @@ TABLE: list[tuple[Verdict, str, list[AttemptEnd], int, str, str, float, str, int
     # A node's own disk is that node's fault, and nobody makes room there.
     (NO_ROOM_ON_NODE, "-",           [],                               40, "crashed",       "requeue",  30, "n3",  1),
     (NOT_UNPACKED,   "-",            [],                               40, "crashed",       "requeue",  30, "n3",  1),
+    (UNUSABLE_IMAGE, "-",            [],                               40, "crashed",       "requeue",  30, "",    1),
+    (UNUSABLE_IMAGE, "-",            [ended(UNUSABLE_IMAGE)],          40, "crashed",       "held",     60, "",    1),
+    (UNUSABLE_IMAGE, "-",            [ended(NOT_UNPACKED)],            40, "crashed",       "requeue",  60, "",    1),
     (NO_ROOM_IN_TMP, "-",            [],                               40, "crashed",       "requeue",  30, "n3",  1),
     (NO_ROOM_ON_NODE, "-",           [ANOTHER] * 2,                    40, "crashed",       "held",    120, "n3",  1),
     # Ranks that never began: the same on two nodes is nobody's but ours.
@@ -308,3 +312,5 @@ def test_the_reason_to_hold_a_run_whose_ranks_never_began_says_where_it_failed()
     elsewhere, again = (decide([before], NOT_UNPACKED._replace(node=node), None, Facts()) for node in ("n4", "n3"))
     assert elsewhere.message == "the same error before the ranks had started, on two nodes"
     assert again.message == "the same error before the ranks had started, twice on n3, beside which no other was left"
+    everywhere = decide([ended(UNUSABLE_IMAGE)], UNUSABLE_IMAGE, None, Facts())
+    assert everywhere.message == "the same error before the ranks had started, on all nodes"
