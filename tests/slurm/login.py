@@ -176,6 +176,11 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         return read_json_lines(self.dir.metrics)
 
+    def has_each_step_once(self) -> bool:
+        """Whether the metrics, read once because a run may be writing them, have no gap and no repeat."""
+        steps = [line["step"] for line in self.metrics()]
+        return steps == [*range(1, len(steps) + 1)]
+
     def ledger(self) -> list[dict[str, Any]]:
         return read_json_lines(self.dir.attempts_ledger)
 
