@@ -93,6 +93,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    """Spare the last search for garbage, which pytest makes at the end. On a busy machine it took a worker longer than
+    the five seconds after which execnet sends the worker a SIGINT: a KeyboardInterrupt then ended the output of runs
+    in which every test had passed."""
+    gc.freeze()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """File system of 16 MiB."""

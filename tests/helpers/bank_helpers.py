@@ -48,6 +48,7 @@ def bank_in(
 def drive(run: Run, bank: Bank, agent: GroupedRolloutGenerator | None = None) -> None:
     """Give a run a driver with this bank, and with this agent instead of its environment."""
     agent = agent or run.environment
+    run.generation.loop.close()  # of the driver that this one replaces
     run.generation = replace(run.generation, loop=loop_of(run))
     parts = (agent, agent.training_sets(), run.engine, bank, run.config, run.groups, run.safe_points)
     run.driver = RolloutDriver(*parts, run.generation.loop)

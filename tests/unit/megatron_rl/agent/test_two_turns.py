@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,15 @@ class AsksTwice(GroupedRolloutGenerator):
 
 
 @pytest.fixture
-def run(platform: Any, groups: Any) -> Run:
+def run(platform: Any, groups: Any) -> Iterator[Run]:
     config = tiny_run(
         sampling={"max_new_tokens": 8},
         inference={"max_batch": 6},
         optimizer={"learning_rate": 1e-2},
     )
-    return build_run(config, platform, groups, scale=0.15)
+    built = build_run(config, platform, groups, scale=0.15)
+    yield built
+    built.generation.loop.close()
 
 
 def agent_of(run: Run) -> AsksTwice:

@@ -234,6 +234,8 @@ def test_run_rolls_out_and_trains_with_it_as_with_the_native_engine(platform: An
             run.refit.publish(run.trainer.policy_version)
             run.next_ordinal = batch.next_ordinal
     assert runs[0].engine.policy_version == runs[1].engine.policy_version > 0
+    for run in runs:
+        run.generation.loop.close()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +44,10 @@ def run_of(platform: Any, groups: Any, **sampling: Any) -> Run:
 
 
 @pytest.fixture(scope="module")
-def run(platform: Any, groups: Any) -> Run:
-    return run_of(platform, groups)
+def run(platform: Any, groups: Any) -> Iterator[Run]:
+    built = run_of(platform, groups)
+    yield built
+    built.generation.loop.close()
 
 
 @pytest.fixture(scope="module")
