@@ -12,9 +12,10 @@ from typing import Any
 from megatron_rl.agent.keys import turn_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits, as_task_error, await_score, score_answer
-from megatron_rl.agent.trajectories import Conversation, Problem, Trajectory
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryBuilder
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.config import ChatConfig
+from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.chat.messages import Message, ToolCall
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
 from megatron_rl.model.tokenizer import Tokenizer
@@ -91,11 +92,11 @@ class ConversationAgent(RewardOnlyAgent):
         limits: RolloutLimits,
     ) -> Trajectory | str:
         """Continue the conversation to its end; return it with its score, or the reason why it is lost."""
-        conversation = Conversation(request.prompt_tokens)
+        builder = TrajectoryBuilder(request.prompt_tokens)
         turns: list[Turn] = []
         while True:
-            prompt = list(conversation.tokens)
-            conversation.add_turn(completion)
+            prompt = list(builder.tokens)
+            builder.add_turn(completion)
             turns.append(self.turn(prompt, completion.tokens))
             if completion.finish_reason == "length" or len(turns) == self.max_turns:
                 break
@@ -105,15 +106,15 @@ class ConversationAgent(RewardOnlyAgent):
                     reply = await await_score(limits.timeout_s, reply, limits)
                 if reply is None:
                     break
-                conversation.add_observation(self._tokens_of(reply, prompt, completion.tokens))
+                builder.add_observation(self._tokens_of(reply, prompt, completion.tokens))
             except BaseException as error:  # noqa: BLE001 - a task's own code may raise anything; it ends no run
                 return self._reason("get_observation", as_task_error(error), problem, turns[-1].text)
             key = turn_key(request.key, sample, len(turns))
-            next_request = GenerationRequest(list(conversation.tokens), 1, request.sampling, key, request.ordinal)
+            next_request = GenerationRequest(list(builder.tokens), 1, request.sampling, key, request.ordinal)
             try:
                 [completion] = await inference.generate(next_request)
             except PromptTooLong:
-                completion = conversation.cut_off()
+                completion = builder.cut_off()
                 break
         responses = [turn.text for turn in turns]
         score = partial(self.get_trajectory_reward, responses, problem.golden, completion.finish_reason)
@@ -121,13 +122,14 @@ class ConversationAgent(RewardOnlyAgent):
         if isinstance(found, Exception):
             return self._reason("get_trajectory_reward", found, problem, responses[-1])
         calls = [len(turn.calls) for turn in turns if turn.calls is not None]
-        return conversation.scored("\n".join(responses), found.reward, sum(calls) if calls else None, found.components)
+        return builder.scored("\n".join(responses), found.reward, sum(calls) if calls else None, found.components)
 
     def _tokens_of(self, reply: str | Sequence[Message], prompt: list[int], answer: list[int]) -> list[int]:
         """Return the tokens between a response and the next one. Raises ValueError."""
         if isinstance(reply, str):
             return self.tokenizer.encode(reply)
-        extended = self.chat.extend(prompt, answer, reply, self.offers, keep_reasoning=True)
+        said = conversation_of(reply, self.offers, field="observation")
+        extended = self.chat.extend(prompt, answer, said, keep_reasoning=True)
         if extended is None:
             why = self.chat.why_not or "the chat template does not append these messages"
             raise ValueError(f"the conversation cannot go on token for token: {why}")

@@ -10,6 +10,7 @@ from pydantic import model_validator
 
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.config import ChatConfig
+from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.model.tokenizer import Tokenizer
 
 
@@ -50,7 +51,8 @@ def render_prompt(tokenizer: Tokenizer, message: str, config: PromptConfig) -> s
     """
     if in_chat(tokenizer, config):
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
-        return Chat.of(tokenizer, config.chat_template).text([*system, {"role": "user", "content": message}])
+        asked = conversation_of([*system, {"role": "user", "content": message}])
+        return Chat.of(tokenizer, config.chat_template).text(asked)
     given = {"chat: always": config.chat == "always", "system": config.system, "chat_template": config.chat_template}
     if needs := next((name for name, value in given.items() if value), None):
         raise ValueError(f"environment.args.{needs}, but the tokenizer has no chat template")

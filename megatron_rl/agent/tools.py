@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_rl.agent.multi_turn import ConversationAgent, Reply, Turn
 from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.chat.messages import ToolCall
 
 BEGIN, END = "[", "]"
@@ -117,4 +118,4 @@ def render_tool_prompt(chat: Chat, message: str, tools: Sequence[Tool]) -> str:
             "the tokenizer's chat template offers no tools, or writes calls in a format that cannot be read; "
             "tokenizer.renderer can name a renderer that fits the model"
         )
-    return chat.text([{"role": "user", "content": message}], [tool.offer for tool in tools])
+    return chat.text(conversation_of([{"role": "user", "content": message}], [tool.offer for tool in tools]))

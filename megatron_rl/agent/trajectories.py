@@ -206,14 +206,14 @@ def contrastive_pair(group: TrajectoryGroup) -> ContrastivePair | None:
     return ContrastivePair(group.problem, chosen, rejected) if chosen.reward > rejected.reward else None
 
 
-class Conversation:
+class TrajectoryBuilder:
     """Builder of a trajectory, turn by turn.
 
-        conversation = Conversation(prompt_tokens)
-        conversation.add_turn(completion)         # the model's answer to conversation.tokens
-        conversation.add_observation(tokens)      # the environment's reply
+        builder = TrajectoryBuilder(prompt_tokens)
+        builder.add_turn(completion)         # the model's answer to builder.tokens
+        builder.add_observation(tokens)      # the environment's reply
         ...
-        conversation.scored(text, reward)
+        builder.scored(text, reward)
 
     Tokens are only appended: sampled tokens are never decoded and encoded again, which could give other tokens.
     """

@@ -1,10 +1,10 @@
 """Messages to tokens, and tokens to messages: the only place where either happens.
 
     chat = Chat.of(tokenizer, {"enable_thinking": False})
-    prompt = chat.prompt(messages, tools)
+    prompt = chat.prompt(conversation_of(messages, tools))
     answer = ...                                            # sampled by the model
     parsed = chat.parse(answer, prompt, tools)
-    prompt = chat.extend(prompt, answer, [{"role": "tool", "content": "4"}], tools)
+    prompt = chat.extend(prompt, answer, conversation_of([{"role": "tool", "content": "4"}], tools))
 
 The model's chat template writes the first prompt. Later ones begin with the tokens that the model saw and sampled; only
 what the template writes behind them is encoded. The library `renderers` does that for the model families that it knows.
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.chat.messages import ParsedAnswer, for_template
+from megatron_rl.chat.messages import Conversation, ParsedAnswer
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.extras import install_command
@@ -105,54 +105,51 @@ class Chat:
             raise ValueError(f"conversations need `{install_command('train')}`: {error}") from error
         return format_of(self.tokenizer, self._variables)
 
-    def text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def text(self, conversation: Conversation) -> str:
         """Return the prompt for the next answer as text; the tokenizer's `encode` gives its tokens. Control tokens
         spelled out in a message are marked, and stay text.
 
         Raises ValueError if the model has no chat template, or if the template refuses the conversation.
         """
-        text = self.tokenizer.conversation(
-            for_template(messages), [dict(tool) for tool in tools] or None, self._variables
-        )
+        text = self.tokenizer.conversation(conversation.messages, conversation.tools or None, self._variables)
         if text is None:
             raise ValueError("the model has no chat template")
         return text
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def prompt(self, conversation: Conversation) -> list[int]:
         """Return the tokens of the prompt for the next answer. Raises ValueError as `text` does."""
-        return self.tokenizer.encode(self.text(messages, tools))
+        return self.tokenizer.encode(self.text(conversation))
 
-    def example(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Example:
-        """Return a whole conversation as tokens, with a mask of those that the model would sample: the assistant's
+    def example(self, conversation: Conversation) -> Example:
+        """Return a whole conversation as tokens, with a mask of those that the model would sample: the learned
         messages, each with its end.
 
         Raises ValueError if the model has no chat template, or if the template refuses the conversation.
         """
         if not self.has_template:
             raise ValueError("the model has no chat template")
-        return self._format.example(for_template(messages), tools)
+        return self._format.example([*conversation.messages], conversation.tools)
 
     def extend(
         self,
         prompt: list[int],
         answer: list[int],
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        new: Conversation,
         *,
         keep_reasoning: bool = False,
     ) -> list[int] | None:
         """Return the next prompt: `prompt`, `answer`, and what the template writes up to the next answer. None if the
         template would change what stands before, for example drop earlier reasoning at a new question.
 
-        messages: the new ones. A tool's result needs the `name` of its tool where the template writes it.
+        new: the messages behind the answer. A tool's result needs the `name` of its tool where the template writes it.
         keep_reasoning: whether earlier turns and their reasoning stay in any case, so that a conversation is one
             sequence.
 
         Raises ValueError if the template refuses the messages.
         """
-        if not self.has_template or not prompt or not messages:
+        if not self.has_template or not prompt or not new.messages:
             return None
-        return self._format.extend(prompt, answer, for_template(messages), tools, keep_reasoning=keep_reasoning)
+        return self._format.extend(prompt, answer, [*new.messages], new.tools, keep_reasoning=keep_reasoning)
 
     def parse(
         self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()

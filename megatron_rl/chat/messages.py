@@ -1,15 +1,56 @@
-"""Messages of a conversation, as in OpenAI's API."""
+"""Messages of a conversation, as in OpenAI's API and as chat templates read them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
 Message = dict[str, Any]
-"""A message in OpenAI's form: the arguments of its tool calls are JSON text, or already an object."""
+"""A message in OpenAI's form. Within a `Conversation` its content is one text, the arguments of its calls are objects,
+and it has no field without a value."""
+Tool = dict[str, Any]
+"""The definition of a tool: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
+
+class ConversationError(ValueError):
+    """A conversation that cannot be understood, or that the chat template does not write as a whole."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        """field: place of the fault, such as messages.2.tool_calls.0.function.arguments."""
+        super().__init__(f"{field}: {reason}")
+        self.field, self.reason = field, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages in the one form that chat templates read. `conversation_of` makes it."""
+
+    messages: tuple[Message, ...]
+    """Roles system, user, assistant and tool; content as text; reasoning_content; tool_calls with objects as arguments;
+    tool_call_id; name."""
+    tools: tuple[Tool, ...] = ()
+    learned: tuple[bool, ...] = ()
+    """[messages] whether a message of the assistant is learned; False for other roles."""
+    places: tuple[str, ...] = ()
+    """[messages] where each message stands in what was given, such as messages.2."""
+
+    def __add__(self, other: Conversation) -> Conversation:
+        """Return this conversation and the messages behind it, with the tools of both."""
+        return Conversation(
+            self.messages + other.messages,
+            self.tools + tuple(tool for tool in other.tools if tool not in self.tools),
+            self.learned + other.learned,
+            self.places + other.places,
+        )
+
+    def __getitem__(self, part: slice) -> Conversation:
+        """Return some of the messages, with all tools."""
+        return Conversation(self.messages[part], self.tools, self.learned[part], self.places[part])
+
+    def as_context(self) -> Conversation:
+        """Return the same conversation with nothing to learn."""
+        return replace(self, learned=(False,) * len(self.messages))
 
 
 def new_call_id() -> str:
@@ -48,53 +89,3 @@ class ParsedAnswer:
         if self.tool_calls:
             found["tool_calls"] = [call.message for call in self.tool_calls]
         return found
-
-
-def for_template(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return the messages as chat templates read them: text as one string, arguments of calls as objects, no field
-    without a value.
-
-    Raises ValueError for content other than text, and for arguments that are not JSON.
-    """
-    return [_for_template(message) for message in messages]
-
-
-def _for_template(message: Mapping[str, Any]) -> Message:
-    role = message["role"]
-    found: Message = {"role": "system" if role == "developer" else role, "content": text_of(message.get("content"))}
-    thought = message.get("reasoning_content")
-    thought = message.get("reasoning") if thought is None else thought  # vLLM's name
-    for name, value in (
-        ("name", message.get("name")),
-        ("tool_call_id", message.get("tool_call_id")),
-        ("reasoning_content", thought),
-    ):
-        if value is not None:
-            found[name] = value
-    if calls := message.get("tool_calls"):
-        found["tool_calls"] = [_call_for_template(call) for call in calls]
-    return found
-
-
-def text_of(content: Any) -> str:
-    """Return the text of a message's content: a string, or a list of parts. Raises ValueError."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("content: a part is no text; the model reads text only")
-    return "".join(map(str, texts))
-
-
-def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"tool_calls: arguments are not JSON: {error}") from error
-    identity = {"id": call["id"]} if call.get("id") is not None else {}
-    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

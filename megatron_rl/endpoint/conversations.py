@@ -8,44 +8,40 @@ A changed text, or other calls, are not.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.chat.messages import Message, for_template
+from megatron_rl.chat.conversation import Conversation, conversation_of
+from megatron_rl.chat.messages import Message
 
 _Compared = tuple[str, str, tuple[tuple[str, str], ...]]
 """Role, text, and the calls as (name, arguments)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages, and what else decides how a chat template writes them."""
+class KnownConversation:
+    """A conversation, and what else decides how a chat template writes it."""
 
-    tools: Sequence[Mapping[str, Any]]
+    said: Conversation
     variables: Mapping[str, Any]
     """Variables of the chat template in the request."""
     settings: str
     """Tools and variables, to be compared."""
-    messages: tuple[Message, ...]
-    """The messages, as chat templates read them."""
     compared: tuple[_Compared, ...]
     thoughts: tuple[str, ...]
     """Reasoning of each message."""
 
     @classmethod
-    def of(
-        cls, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> Conversation:
-        """Return the conversation of a request, whose messages are as in OpenAI's API. Raises ValueError."""
-        plain = tuple(_with_tool_names(for_template(messages)))
-        settings = json.dumps([tools, variables], sort_keys=True)
-        return cls(tools, variables, settings, plain, tuple(map(_compared, plain)), tuple(map(_thought, plain)))
+    def of(cls, said: Conversation, variables: Mapping[str, Any]) -> KnownConversation:
+        """Return the conversation of a request."""
+        settings = json.dumps([said.tools, variables], sort_keys=True)
+        return cls(said, variables, settings, tuple(map(_compared, said.messages)), tuple(map(_thought, said.messages)))
 
     def __len__(self) -> int:
-        return len(self.messages)
+        return len(self.said.messages)
 
-    def continues(self, known: Conversation) -> bool:
+    def continues(self, known: KnownConversation) -> bool:
         """Whether this conversation consists of the known one and further messages."""
         count = len(known)
         return (
@@ -55,35 +51,27 @@ class Conversation:
             and all(not ours or ours == its for ours, its in zip(self.thoughts, known.thoughts, strict=False))
         )
 
-    def after(self, known: Conversation) -> Conversation:
+    def after(self, known: KnownConversation) -> KnownConversation:
         """Return this conversation, which continues `known`, with the messages of `known` in place of its own. They
         take no memory of their own, and include the reasoning that a program may have left out."""
         count = len(known)
         return replace(
             known,
-            messages=known.messages + self.messages[count:],
+            said=replace(known.said + self.said[count:], places=self.said.places),
             compared=known.compared + self.compared[count:],
             thoughts=known.thoughts + self.thoughts[count:],
         )
 
-    def answered(self, answer: Message) -> Conversation:
+    def answered(self, answer: Message) -> KnownConversation:
         """Return the conversation with the model's answer, as the program received it."""
-        (plain,) = for_template([answer])
+        answered = conversation_of([answer], field="answer")
+        (plain,) = answered.messages
         return replace(
             self,
-            messages=(*self.messages, plain),
+            said=self.said + answered,
             compared=(*self.compared, _compared(plain)),
             thoughts=(*self.thoughts, _thought(plain)),
         )
-
-
-def _with_tool_names(messages: Sequence[Message]) -> Iterator[Message]:
-    """Add the name of the tool to results that lack it, by the id of the call: some chat templates write it."""
-    names: dict[str, str] = {}
-    for message in messages:
-        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
-        name = names.get(message.get("tool_call_id", ""))
-        yield message | {"name": name} if name is not None and "name" not in message else message
 
 
 def _compared(message: Message) -> _Compared:

@@ -15,8 +15,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.endpoint.conversations import Conversation
+from megatron_rl.endpoint.conversations import KnownConversation
 from megatron_rl.endpoint.generate_api import GenerateBody, GenerateFormat
 from megatron_rl.endpoint.responses_api import ResponsesBody, answer_of, as_chat, events_of, new_messages, response_of
 from megatron_rl.endpoint.session import MODEL, UNLIMITED, Session
@@ -82,7 +83,7 @@ class Routes:
         asked = await self._model.chat(body)
         return asked, await session.ask(asked, conversation)
 
-    def _prompt(self, session: Session, body: ChatBody) -> tuple[list[int], Conversation]:
+    def _prompt(self, session: Session, body: ChatBody) -> tuple[list[int], KnownConversation]:
         if not self._chat.has_template:
             raise ApiError(
                 400,
@@ -92,12 +93,11 @@ class Routes:
             )
         tools = body.tools if body.tool_choice != "none" else []
         try:
-            conversation = Conversation.of(
+            said = conversation_of(
                 [message.model_dump(exclude_none=True) for message in body.messages],
                 [tool.model_dump(exclude_none=True) for tool in tools],
-                body.variables,
             )
-            return session.prompt_of(conversation)
+            return session.prompt_of(KnownConversation.of(said, body.variables))
         except ValueError as error:
             raise ApiError(
                 400, f"messages: {str(error)[:MOST_SAID]}", param="messages", code="invalid_value"

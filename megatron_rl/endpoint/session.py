@@ -17,7 +17,7 @@ from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.messages import Message
 from megatron_rl.endpoint.branches import Branches, Turn
 from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.endpoint.conversations import Conversation
+from megatron_rl.endpoint.conversations import KnownConversation
 from megatron_rl.endpoint.narrowing import narrowed
 from megatron_rl.inference.api import Completion, GenerationRequest, InferenceInterface, PromptTooLong, Unsupported
 from megatron_rl.inference.config import Sampling
@@ -69,7 +69,7 @@ class Session:
         self._config, self._inference, self._sampling = config, inference, sampling
         self._key, self._ordinal = key, ordinal
         self._branches = Branches()
-        self._conversations: list[tuple[Conversation, Turn]] = []
+        self._conversations: list[tuple[KnownConversation, Turn]] = []
         self._texts: list[tuple[str, Turn]] = []
         self._responses: dict[str, Sequence[Message]] = {}
         self._asked: Counter[bytes] = Counter()  # how often each prompt was asked
@@ -82,10 +82,10 @@ class Session:
 
     # Prompts
 
-    def prompt_of(self, conversation: Conversation) -> tuple[list[int], Conversation]:
+    def prompt_of(self, conversation: KnownConversation) -> tuple[list[int], KnownConversation]:
         """Return the prompt of a conversation, and the conversation as it is known. A conversation that continues a
         known one continues its tokens. Raises ValueError for messages that the chat template refuses."""
-        tools, chat = conversation.tools, self._chat.with_variables(conversation.variables)
+        chat = self._chat.with_variables(conversation.variables)
         known, turn = max(
             ((known, turn) for known, turn in self._conversations if conversation.continues(known)),
             key=lambda each: (len(each[0]), not each[1].children),
@@ -93,11 +93,11 @@ class Session:
         )
         if known is not None and turn is not None:
             conversation = conversation.after(known)
-            new = conversation.messages[len(known) :]
-            prompt = chat.extend(turn.prompt, turn.completion.tokens, new, tools, keep_reasoning=True)
+            new = conversation.said[len(known) :]
+            prompt = chat.extend(turn.prompt, turn.completion.tokens, new, keep_reasoning=True)
             if prompt is not None:
                 return prompt, conversation
-        return chat.prompt(conversation.messages, tools), conversation
+        return chat.prompt(conversation.said), conversation
 
     def prompt_of_text(self, text: str) -> list[int] | None:
         """Return the prompt of a text that continues a known one; None if it continues none."""
@@ -128,7 +128,7 @@ class Session:
     # Calls
 
     async def ask(
-        self, asked: ParsedRequest, conversation: Conversation | None = None, texts: Sequence[str] = ()
+        self, asked: ParsedRequest, conversation: KnownConversation | None = None, texts: Sequence[str] = ()
     ) -> dict[int, Part]:
         """Answer a request of the program, and keep the answers. Raises ApiError.
 
@@ -243,7 +243,7 @@ class Session:
         asked: ParsedRequest,
         answers: Sequence[Sequence[Completion]],
         parts: Mapping[int, Part],
-        conversation: Conversation | None,
+        conversation: KnownConversation | None,
         texts: Sequence[str],
     ) -> None:
         for number, (prompt, completions) in enumerate(zip(asked.prompts, answers, strict=True)):

@@ -30,6 +30,7 @@ from megatron_rl.agent.prompts import PromptConfig, in_chat, render_prompt
 from megatron_rl.agent.scoring import Reward
 from megatron_rl.agent.text_rows import value_at
 from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.errors import task_location
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
@@ -132,7 +133,7 @@ def _conversation(tokenizer: Tokenizer, messages: Sequence[Any], prompt_config: 
     if prompt_config.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": prompt_config.system}, *messages]
     if in_chat(tokenizer, prompt_config):
-        return Chat.of(tokenizer, prompt_config.chat_template).text(messages)
+        return Chat.of(tokenizer, prompt_config.chat_template).text(conversation_of(messages))
     if prompt_config.chat == "always":
         raise ValueError("environment.args.chat: always, but the tokenizer has no chat template")
     return "\n\n".join(str(one["content"]) for one in messages)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.server.bodies import (
     MOST_CHOICES,
@@ -211,7 +212,7 @@ def chat_text(chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[s
             code="no_chat_template",
         )
     try:
-        return chat.text([message.model_dump(exclude_none=True) for message in messages], tools)
+        return chat.text(conversation_of([message.model_dump(exclude_none=True) for message in messages], tools))
     except ValueError as error:
         param = "chat_template_kwargs" if "is no variable" in str(error) else "messages"
         raise ApiError(400, f"{param}: {str(error)[:MOST_SAID]}", param=param, code="invalid_value") from error

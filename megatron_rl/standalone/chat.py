@@ -100,6 +100,7 @@ async def _answer(
     """
     from megatron_rl.agent.keys import stable_key
     from megatron_rl.chat.chat import Chat
+    from megatron_rl.chat.conversation import conversation_of
     from megatron_rl.inference.api import GenerationRequest
     from megatron_rl.inference.text import TextStream
 
@@ -107,7 +108,7 @@ async def _answer(
     try:
         chat = Chat.of(tokenizer)
         plain = tokenizer.as_prompt(messages[-1]["content"])
-        tokens = chat.prompt(messages) if chat.has_template else tokenizer.encode(plain)
+        tokens = chat.prompt(conversation_of(messages)) if chat.has_template else tokenizer.encode(plain)
         room = engine.max_length - len(tokens)
         if room < 1:
             raise ValueError(

@@ -15,6 +15,7 @@ from megatron_rl.agent.datasets import Source, check_column, read_rows
 from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.supervised.config import DataConfig
@@ -124,7 +125,7 @@ class RowEncoder:
                     raise ConfigurationError(f"data: row {number + 1} cannot be trained on: {error}") from error
 
     def _conversation(self, values: Mapping[str, Any]) -> Example:
-        return Example(*self._chat.example(values["messages"], values.get("tools") or ()))
+        return Example(*self._chat.example(conversation_of(values["messages"], values.get("tools"))))
 
     def _pair(self, values: Mapping[str, Any]) -> Example:
         prompt, answer, chat = values["prompt"], values["answer"], self._data.chat
@@ -133,7 +134,7 @@ class RowEncoder:
         if chat == "always" or (chat == "auto" and self._chat.has_template):
             system = [] if self._data.system is None else [{"role": "system", "content": self._data.system}]
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-            return Example(*self._chat.example([*system, *turns]))
+            return Example(*self._chat.example(conversation_of([*system, *turns])))
         if self._data.system is not None or self._data.chat_template:
             raise ValueError("data.system or data.chat_template is given, but the tokenizer has no chat template")
         return token_example(self._tokenizer.as_prompt(prompt), answer, self._tokenizer)

@@ -17,6 +17,7 @@ from torch import Tensor
 from launcher.recipe.load import load_recipe
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.config import RunConfig
 from megatron_rl.environments.reasoning_gym import ReasoningGymEnvironment
@@ -89,8 +90,8 @@ def test_a_conversation_is_continued_as_the_template_writes_it(tokenizer: Tokeni
     more = {"role": "user", "content": "And <|im_end|> 2+2?"}
     assert (chat.renderer, chat.why_not) == ("template", None)
     answer = [*tokenizer.encode("Two."), tokenizer.eos_id]
-    whole = chat.prompt([asked, {"role": "assistant", "content": "Two."}, more])
-    assert chat.extend(chat.prompt([asked]), answer, [more]) == whole
+    whole = chat.prompt(conversation_of([asked, {"role": "assistant", "content": "Two."}, more]))
+    assert chat.extend(chat.prompt(conversation_of([asked])), answer, conversation_of([more])) == whole
 
 
 def test_logits_are_those_of_transformers(ours: Policy, theirs: Any, prompts: list[str], tokenizer: Tokenizer) -> None:

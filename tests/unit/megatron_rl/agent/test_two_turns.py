@@ -15,7 +15,7 @@ from core_helpers import build_run, full_forward, tiny_run
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import turn_key
-from megatron_rl.agent.trajectories import Conversation, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryBuilder, TrajectoryGroup
 from megatron_rl.inference.api import Completion, GenerationRequest
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rollout.batch import RolloutBatch
@@ -44,7 +44,7 @@ class AsksTwice(GroupedRolloutGenerator):
     async def _go_on(
         self, request: GroupRolloutRequest, prompt: list[int], sample: int, first: Completion
     ) -> Trajectory:
-        conversation = Conversation(prompt)
+        conversation = TrajectoryBuilder(prompt)
         conversation.add_turn(first)
         conversation.add_observation(self.tokenizer.encode(WORDS))
         key = turn_key(request.key, sample, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from chat_templates import CHATML, QWEN3, QWEN25, llama, qwen3, shown, tokenizer_of
 
 from megatron_rl.chat.chat import Chat
+from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.chat.messages import ToolCall
 from megatron_rl.chat.probes import TOOL
 from megatron_rl.model.config import TokenizerConfig
@@ -26,13 +27,18 @@ CALLED = ToolCall("look_up", '{"word": "é"}')
 
 def extended(chat: Chat, answer: str, *messages: dict[str, Any], **options: Any) -> str | None:
     """Text of the next prompt behind the tokens of the first one and of the answer, which must be in it unchanged."""
-    prompt, said = chat.prompt([USER]), chat.tokenizer.encode(answer)
-    found = chat.extend(prompt, said, messages, **options)
+    prompt, said = prompt_of(chat, USER), chat.tokenizer.encode(answer)
+    found = chat.extend(prompt, said, conversation_of(messages), **options)
     if found is None:
         return None
     assert found[: len(prompt) + len(said)] == prompt + said
     assert isinstance(chat.tokenizer, HuggingFaceTokenizer)
     return shown(chat.tokenizer, found[len(prompt) + len(said) :])
+
+
+def prompt_of(chat: Chat, *messages: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+    """Tokens of the prompt for the next answer."""
+    return chat.prompt(conversation_of(messages, tools))
 
 
 def test_a_renderer_is_found_by_what_it_writes() -> None:
@@ -87,9 +93,11 @@ def test_the_next_prompt_is_what_the_template_makes_of_the_whole(made: Callable[
     tokenizer = made()
     chat = Chat.of(tokenizer)
     call = {"role": "assistant", "content": "Hm.", "tool_calls": [CALLED.message]}
-    prompt = chat.prompt([USER], [TOOL])
+    prompt = prompt_of(chat, USER, tools=[TOOL])
     answer = tokenizer.encode(f"Hm.\n{CALL}<|im_end|>")
-    assert chat.extend(prompt, answer, [RESULT], [TOOL]) == chat.prompt([USER, call, RESULT], [TOOL])
+    assert chat.extend(prompt, answer, conversation_of([RESULT], [TOOL])) == prompt_of(
+        chat, USER, call, RESULT, tools=[TOOL]
+    )
 
 
 def test_an_answer_that_a_stop_string_ended_gets_the_end_of_its_turn() -> None:
@@ -112,13 +120,13 @@ def test_control_tokens_in_the_next_message_are_text() -> None:
     said = {"role": "tool", "name": "look_up", "content": "<|im_end|><|eot_id|><|im_start|>"}
     for tokenizer in (qwen3(), tokenizer_of(CHATML), llama()):
         chat = Chat.of(tokenizer)
-        prompt = chat.prompt([USER])
+        prompt = prompt_of(chat, USER)
         for name in ("<|im_end|>", "<|eot_id|>"):
             ids = tokenizer.encode(name)
             if len(ids) > 1:
                 continue
-            plain = chat.extend(prompt, [5], [{**said, "content": "plain"}])
-            found = chat.extend(prompt, [5], [said])
+            plain = chat.extend(prompt, [5], conversation_of([{**said, "content": "plain"}]))
+            found = chat.extend(prompt, [5], conversation_of([said]))
             assert plain and found and found.count(ids[0]) == plain.count(ids[0])
 
 
@@ -144,17 +152,17 @@ def test_a_template_that_drops_reasoning_is_continued_only_without_any() -> None
 def test_variables_reach_the_prompt_and_later_turns() -> None:
     chat = Chat.of(qwen3(), {"enable_thinking": False})
     assert chat.renderer == "qwen3"
-    assert shown(qwen3(), chat.prompt([USER])).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert shown(qwen3(), prompt_of(chat, USER)).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     found = extended(chat, "2<|im_end|>", MORE)
     assert found is not None and found.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert chat.with_variables({"enable_thinking": True}).prompt([USER]) == Chat.of(qwen3()).prompt([USER])
+    assert prompt_of(chat.with_variables({"enable_thinking": True}), USER) == prompt_of(Chat.of(qwen3()), USER)
     with pytest.raises(ValueError, match="tokenize is no variable of a chat template"):
-        chat.with_variables({"tokenize": False}).prompt([USER])
+        prompt_of(chat.with_variables({"tokenize": False}), USER)
 
 
 def test_a_later_day_changes_only_the_first_prompt() -> None:
     chat = Chat.of(llama(today="2026-11-25"))
-    assert "Today Date: 25 Nov 2026" in shown(llama(), chat.prompt([USER])) and chat.renderer == "llama-3"
+    assert "Today Date: 25 Nov 2026" in shown(llama(), prompt_of(chat, USER)) and chat.renderer == "llama-3"
 
 
 def test_messages_may_have_what_clients_send() -> None:
@@ -166,13 +174,13 @@ def test_messages_may_have_what_clients_send() -> None:
         {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call], "cache_control": {}},
         {"role": "tool", "tool_call_id": "c", "content": "noon"},
     ]
-    text = shown(qwen3(), chat.prompt(told))
+    text = shown(qwen3(), prompt_of(chat, *told))
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in text
-    with pytest.raises(ValueError, match="arguments are not JSON"):
-        chat.prompt([USER, {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": "{"}}]}])
+    with pytest.raises(ValueError, match=r"messages.1.tool_calls.0.function.arguments: is not JSON"):
+        prompt_of(chat, USER, {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": "{"}}]})
     with pytest.raises(ValueError, match="the model reads text only"):
-        chat.prompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+        prompt_of(chat, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
 
 
 # Answers
@@ -226,7 +234,7 @@ def test_an_answer_is_divided_and_nothing_is_lost(
     """Whole, and in a stream of single tokens. None: all of it is content."""
     tokenizer = made()
     chat = Chat.of(tokenizer)
-    prompt, answer = chat.prompt([USER], [TOOL]), tokenizer.encode(said + end)
+    prompt, answer = prompt_of(chat, USER, tools=[TOOL]), tokenizer.encode(said + end)
     found = chat.parse(answer, prompt, [TOOL])
     reasoning, content, calls = expected or (None, said, [])
     assert (found.reasoning_content, found.content, list(found.tool_calls)) == (reasoning, content, calls)
@@ -241,16 +249,16 @@ def test_without_tools_calls_are_content_and_reasoning_is_reasoning() -> None:
     for tokenizer in (qwen3(), tokenizer_of(QWEN25)):
         chat = Chat.of(tokenizer)
         answer = tokenizer.encode(f"<think>Hm.</think>See {CALL}<|im_end|>")
-        found = chat.parse(answer, chat.prompt([USER]))
+        found = chat.parse(answer, prompt_of(chat, USER))
         assert (found.reasoning_content, found.content, found.tool_calls) == ("Hm.", f"See {CALL}", ())
-        stream = chat.stream(chat.prompt([USER]))
+        stream = chat.stream(prompt_of(chat, USER))
         assert "".join(piece.content for piece in map(stream.push, [[token] for token in answer])) == f"See {CALL}"
 
 
 def test_a_thought_that_the_prompt_opens_has_no_calls() -> None:
     thinks = tokenizer_of(QWEN25.replace("assistant\\n' }}\n{%- endif %}", "assistant\\n<think>\\n' }}\n{%- endif %}"))
     chat = Chat.of(thinks)
-    prompt = chat.prompt([USER], [TOOL])
+    prompt = prompt_of(chat, USER, tools=[TOOL])
     assert shown(thinks, prompt).endswith("<think>\n")
     found = chat.parse(thinks.encode(f"Call {CALL}?</think>{CALL}"), prompt, [TOOL])
     assert (found.reasoning_content, found.content, found.tool_calls) == (f"Call {CALL}?", "", (CALLED,))
@@ -259,7 +267,7 @@ def test_a_thought_that_the_prompt_opens_has_no_calls() -> None:
 def test_tags_that_are_no_tokens_are_found_in_the_text() -> None:
     spelled = tokenizer_of(CHATML, tags=())
     chat = Chat.of(spelled)
-    prompt = chat.prompt([USER])
+    prompt = prompt_of(chat, USER)
     stream = chat.stream(prompt)
     pieces = [stream.push([token]) for token in spelled.encode("<think>Hm</th.</think> <b>2<|im_end|>")]
     assert "".join(piece.reasoning for piece in pieces) == "Hm</th."
@@ -269,7 +277,7 @@ def test_tags_that_are_no_tokens_are_found_in_the_text() -> None:
 
 def test_text_appears_with_its_token() -> None:
     chat = Chat.of(qwen3())
-    stream = chat.stream(chat.prompt([USER], [TOOL]), [TOOL])
+    stream = chat.stream(prompt_of(chat, USER, tools=[TOOL]), [TOOL])
     said = [stream.push(qwen3().encode(text)) for text in ("<think>", "Hm", "m", "</think>", "\n\nT", "wo", CALL)]
     assert [piece.reasoning for piece in said] == ["", "Hm", "m", "", "", "", ""]
     assert [piece.content for piece in said] == ["", "", "", "", "T", "wo", ""]
@@ -283,7 +291,7 @@ def test_the_cost_of_a_stream_does_not_grow_with_the_number_of_tags(monkeypatch:
     parsed = module.parsed
     monkeypatch.setattr(module, "parsed", lambda *given: read.append(len(given[2])) or parsed(*given))
     chat = Chat.of(qwen3())
-    stream = chat.stream(chat.prompt([USER]))
+    stream = chat.stream(prompt_of(chat, USER))
     for token in qwen3().encode("</think>" * 3000):
         stream.push([token])
     assert sum(read) < 64 * 65 + 5 * 3000
@@ -294,9 +302,9 @@ def test_a_model_without_a_chat_template_has_content_only() -> None:
     stream = plain.stream([1])
     assert [stream.push([1]).content, stream.push([11]).content, stream.push([2]).content] == ["1", "", " 2"]
     assert plain.parse([1, 11, 2], [1]).content == "1 2"
-    assert plain.why_not == "the model has no chat template" and plain.extend([1], [2], [MORE]) is None
+    assert plain.why_not == "the model has no chat template" and plain.extend([1], [2], conversation_of([MORE])) is None
     with pytest.raises(ValueError, match="the model has no chat template"):
-        plain.prompt([USER])
+        plain.prompt(conversation_of([USER]))
 
 
 def test_named_templates_are_chat_templates_too(caplog: pytest.LogCaptureFixture) -> None:
@@ -306,8 +314,8 @@ def test_named_templates_are_chat_templates_too(caplog: pytest.LogCaptureFixture
     named._tokenizer.chat_template = {"default": CHATML, "tool_use": QWEN25}
     try:
         chat = Chat(named, {})
-        assert "# Tools" in shown(named, chat.prompt([USER], [TOOL]))
-        assert "# Tools" not in shown(named, chat.prompt([USER]))
+        assert "# Tools" in shown(named, prompt_of(chat, USER, tools=[TOOL]))
+        assert "# Tools" not in shown(named, prompt_of(chat, USER))
     finally:
         named._tokenizer.chat_template = CHATML
 
@@ -332,7 +340,7 @@ def test_calls_of_functions_with_parameters_are_not_taken_for_json() -> None:
     assert CODER != QWEN25
     coder = tokenizer_of(CODER)
     chat = Chat.of(coder)
-    prompt = chat.prompt([USER], [TOOL])
+    prompt = prompt_of(chat, USER, tools=[TOOL])
     said = "<tool_call>\n<function=look_up>\n<parameter=word>\né\n</parameter>\n</function>\n</tool_call>"
     assert (chat.renderer, chat.has_tools) == ("template", True)
     assert chat.parse(coder.encode(f"See.\n{said}<|im_end|>"), prompt, [TOOL]).tool_calls == (CALLED,)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.endpoint.conversations import Conversation
+from megatron_rl.chat.conversation import conversation_of
+from megatron_rl.endpoint.conversations import KnownConversation
 
 USER = {"role": "user", "content": "1+1?"}
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "2"}
@@ -19,8 +20,8 @@ def call(arguments: Any = '{"x": 1, "y": 2}', name: str = "add") -> dict[str, An
 ANSWER = {"role": "assistant", "content": "Well.", "reasoning_content": "Hm.", "tool_calls": [call()]}
 
 
-def conversation(*messages: dict[str, Any], tools: Any = (), **variables: Any) -> Conversation:
-    return Conversation.of(messages, tools, variables)
+def conversation(*messages: dict[str, Any], tools: Any = (), **variables: Any) -> KnownConversation:
+    return KnownConversation.of(conversation_of(messages, tools), variables)
 
 
 KNOWN = conversation(USER).answered(ANSWER)
@@ -61,20 +62,20 @@ def test_null_and_empty_content_are_the_same() -> None:
         conversation(USER, {**ANSWER, "tool_calls": [call(name="sub")]}, RESULT),
         conversation(USER, {**ANSWER, "tool_calls": []}, RESULT),
         conversation({"role": "system", "content": "Be brief."}, USER, ANSWER, RESULT),
-        conversation(USER, ANSWER, RESULT, tools=[{"type": "function"}]),
+        conversation(USER, ANSWER, RESULT, tools=[{"name": "add"}]),
         conversation(USER, ANSWER, RESULT, enable_thinking=False),
         conversation(USER, ANSWER),
         conversation(USER),
     ],
 )
-def test_changed_text_calls_tools_or_variables_are_another_conversation(other: Conversation) -> None:
+def test_changed_text_calls_tools_or_variables_are_another_conversation(other: KnownConversation) -> None:
     assert not other.continues(KNOWN)
 
 
 def test_reasoning_that_a_program_leaves_out_stays_known() -> None:
     following = conversation(USER, {**ANSWER, "reasoning_content": None}, RESULT)
-    assert following.after(KNOWN).messages[1]["reasoning_content"] == "Hm."
+    assert following.after(KNOWN).said.messages[1]["reasoning_content"] == "Hm."
 
 
 def test_result_without_a_name_gets_that_of_its_call() -> None:
-    assert conversation(USER, ANSWER, RESULT).messages[-1]["name"] == "add"
+    assert conversation(USER, ANSWER, RESULT).said.messages[-1]["name"] == "add"
