@@ -255,7 +255,7 @@ class Session:
             for index, turn in enumerate(turns):
                 answer = asked.form.whole(index, parts[index], prompt)["message"]
                 self._conversations.append((conversation.answered(answer), turn))
-                if conversation.tools:
+                if conversation.said.tools:
                     self._tool_calls = (self._tool_calls or 0) + len(answer.get("tool_calls") or ())
 
     def _keep_texts(self, text: str, prompt: list[int], turns: Sequence[Turn]) -> None:
