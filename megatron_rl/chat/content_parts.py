@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rl.chat.messages import ConversationError
-from megatron_rl.chat.tool_forms import arguments_of, is_list, kind_of, said
+from megatron_rl.chat.tool_forms import arguments_of, items_of, kind_of, said
 
 PART_WITHOUT_MEANING = {
     "annotations": "sources of a text that are not part of it",
@@ -50,9 +50,9 @@ def pieces_of(content: object, role: str, place: str) -> list[Piece]:
     """Return the parts of a content. Raises ConversationError."""
     if content is None:
         return []
-    if not isinstance(content, Sequence) or not is_list(content):
+    if not isinstance(content, Sequence) or isinstance(content, str):
         return [Piece("text", checked_text(content, place))]
-    pieces = [_piece(each, role, f"{place}.{number}") for number, each in enumerate(content)]
+    pieces = [_piece(each, role, f"{place}.{number}") for number, each in enumerate(items_of(content, place, "parts"))]
     if role == "assistant":
         ranks = [ORDER.index(piece.kind) for piece in pieces]
         late = next((n for n in range(1, len(ranks)) if ranks[n] < ranks[n - 1]), None)
@@ -119,10 +119,8 @@ def thought_of(fields: dict[str, Any], names: Sequence[str], parts: Sequence[str
 
 def _block_texts(blocks: object, place: str) -> str:
     """Return the texts of the blocks of a thought; those that only their provider can read are none."""
-    if not isinstance(blocks, Sequence) or not is_list(blocks):
-        raise ConversationError(place, f"is {kind_of(blocks)}, not a list of blocks")
     found = ""
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(items_of(blocks, place, "blocks")):
         if not isinstance(block, Mapping):
             raise ConversationError(f"{place}.{number}", f"is {kind_of(block)}, not a block of a thought")
         text = next((block[name] for name in ("thinking", "text", "summary") if block.get(name) is not None), "")

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.chat.content_parts import Piece, pieces_of, thought_of
 from megatron_rl.chat.messages import Conversation, ConversationError, Message
-from megatron_rl.chat.tool_forms import call_of, calls_of, is_list, kind_of, parsed_json, said, tools_of
+from megatron_rl.chat.tool_forms import call_of, calls_of, items_of, kind_of, parsed_json, said, tools_of
 
 __all__ = ["Conversation", "ConversationError", "conversation_of"]
 
@@ -80,12 +80,10 @@ def conversation_of(messages: object, tools: object = None, *, field: str = "mes
     """
     if isinstance(messages, str):
         messages = parsed_json(messages, field)
-    if not isinstance(messages, Sequence) or not is_list(messages):
-        raise ConversationError(field, f"is {kind_of(messages)}, not a list of messages")
     found: list[Message] = []
     learned: list[bool] = []
     places: list[str] = []
-    for number, given in enumerate(messages):
+    for number, given in enumerate(items_of(messages, field, "messages")):
         place = f"{field}.{number}"
         for message, is_learned in _messages(given, place):
             found.append(message)

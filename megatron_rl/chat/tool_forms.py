@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron_rl.chat.messages import ConversationError, Tool
 
+MOST_ITEMS = 10_000
+"""Messages of a conversation, parts of a message, calls or tools: a server reads them while other requests wait."""
 CALL_WITHOUT_MEANING = {
     "cache_control": "advice to a cache",
     "extra_content": "notes of another provider",
@@ -53,8 +55,16 @@ def said(given: Mapping[Any, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+def items_of(given: object, place: str, what: str) -> Sequence[Any]:
+    """Return the items of a list. Raises ConversationError.
+
+    what: name of the items, for errors.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise ConversationError(place, f"is {kind_of(given)}, not a list of {what}")
+    if len(given) > MOST_ITEMS:
+        raise ConversationError(place, f"has {len(given)} {what}; at most {MOST_ITEMS} can be read")
+    return given
 
 
 def calls_of(given: object, place: str) -> list[dict[str, Any]]:
@@ -66,9 +76,7 @@ def calls_of(given: object, place: str) -> list[dict[str, Any]]:
         given = parsed_json(given, place) if given.strip() else []
     if isinstance(given, Mapping):
         return [call_of(given, place)]
-    if not isinstance(given, Sequence) or not is_list(given):
-        raise ConversationError(place, f"is {kind_of(given)}, not a list of calls")
-    return [call_of(each, f"{place}.{number}") for number, each in enumerate(given)]
+    return [call_of(each, f"{place}.{number}") for number, each in enumerate(items_of(given, place, "calls"))]
 
 
 def call_of(given: object, place: str) -> dict[str, Any]:
@@ -132,9 +140,7 @@ def tools_of(given: object, place: str = "tools") -> tuple[Tool, ...]:
         return ()
     if isinstance(given, Mapping):
         given = [given]
-    if not isinstance(given, Sequence) or not is_list(given):
-        raise ConversationError(place, f"is {kind_of(given)}, not a list of tools")
-    return tuple(_tool(each, f"{place}.{number}") for number, each in enumerate(given))
+    return tuple(_tool(each, f"{place}.{number}") for number, each in enumerate(items_of(given, place, "tools")))
 
 
 def _tool(given: object, place: str) -> Tool:

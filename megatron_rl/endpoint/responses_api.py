@@ -15,9 +15,8 @@ from uuid import uuid4
 from pydantic import ConfigDict, Field, ValidationError
 
 from megatron_rl.chat.messages import Message
-from megatron_rl.server.bodies import ChatBody
+from megatron_rl.server.bodies import Body, ChatBody, Objects, check_said, check_tool_choice
 from megatron_rl.server.errors import ApiError, invalid, unsupported
-from megatron_rl.server.messages import Body, Objects
 
 Item = dict[str, Any]
 
@@ -67,7 +66,6 @@ class ResponsesBody(_Loose):
             ("background", self.background),
             ("conversation", self.conversation),
             ("prompt", self.prompt),
-            ("text.format", self.text.format.get("type", "text") != "text"),
         ):
             if asked:
                 raise unsupported(name)
@@ -142,10 +140,12 @@ def as_chat(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:
     """
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     chosen = {"temperature": body.temperature, "top_p": body.top_p, "max_completion_tokens": body.max_output_tokens}
-    if body.tool_choice not in ("none", "auto"):
-        raise unsupported("tool_choice", "other than none and auto is not supported here: no call can be forced")
+    choice = body.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    check_tool_choice(choice, [tool.name for tool in body.tools])
     try:
-        return ChatBody.model_validate(
+        chat = ChatBody.model_validate(
             {
                 "model": body.model,
                 "messages": [*system, *messages],
@@ -153,14 +153,25 @@ def as_chat(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:
                     {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
                     for tool in body.tools
                 ],
-                "tool_choice": body.tool_choice,
+                "tool_choice": choice,
+                "response_format": _response_format(body.text.format),
                 "parallel_tool_calls": body.parallel_tool_calls,
                 "reasoning_effort": body.reasoning.effort,
                 **{name: value for name, value in chosen.items() if value is not None},
             }
         )
     except ValidationError as error:
-        raise invalid(error, {"messages": "input", "max_completion_tokens": "max_output_tokens"}) from error
+        names = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+        raise invalid(error, names) from error
+    check_said(chat)
+    return chat
+
+
+def _response_format(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the format of a text as one of a chat, which has the schema in a field of its own."""
+    if given.get("type") != "json_schema":
+        return dict(given)
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
 
 def response_of(body: ResponsesBody, chat: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +197,7 @@ def response_of(body: ResponsesBody, chat: Mapping[str, Any]) -> dict[str, Any]:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
-        "text": {"format": {"type": "text"}},
+        "text": {"format": body.text.format},
         "truncation": "disabled",
         "store": False,
         "metadata": {},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.conversation import conversation_of
+from megatron_rl.chat.conversation import ConversationError
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.conversations import KnownConversation
 from megatron_rl.endpoint.generate_api import GenerateBody, GenerateFormat
@@ -24,14 +24,12 @@ from megatron_rl.endpoint.session import MODEL, UNLIMITED, Session
 from megatron_rl.server.bodies import ChatBody, CompletionBody, parse
 from megatron_rl.server.body_limits import read_body
 from megatron_rl.server.error_handlers import ERROR_HANDLERS
-from megatron_rl.server.errors import ApiError, invalid
+from megatron_rl.server.errors import MOST_SAID, ApiError, invalid, invalid_conversation
 from megatron_rl.server.event_stream import EventStream, unless_gone
-from megatron_rl.server.request_parsing import ParsedRequest, ServedModel
+from megatron_rl.server.request_parsing import ParsedRequest, ServedModel, no_template
 from megatron_rl.server.response_bodies import Part
 from megatron_rl.server.service import whole_body, whole_events
 
-MOST_SAID = 500
-"""Characters of an error about messages, since it may quote them."""
 STALL_S = 60.0
 """Longest time, in seconds, in which the reader of a stream takes nothing."""
 
@@ -85,19 +83,11 @@ class Routes:
 
     def _prompt(self, session: Session, body: ChatBody) -> tuple[list[int], KnownConversation]:
         if not self._chat.has_template:
-            raise ApiError(
-                400,
-                "messages: this model has no chat template; use /v1/completions, or give prompt_token_ids",
-                param="messages",
-                code="no_chat_template",
-            )
-        tools = body.tools if body.tool_choice != "none" else []
+            raise no_template()
         try:
-            said = conversation_of(
-                [message.model_dump(exclude_none=True) for message in body.messages],
-                [tool.model_dump(exclude_none=True) for tool in tools],
-            )
-            return session.prompt_of(KnownConversation.of(said, body.variables))
+            return session.prompt_of(KnownConversation.of(body.said, body.variables))
+        except ConversationError as error:
+            raise invalid_conversation(error) from error
         except ValueError as error:
             raise ApiError(
                 400, f"messages: {str(error)[:MOST_SAID]}", param="messages", code="invalid_value"
@@ -107,11 +97,12 @@ class Routes:
         body = parsed(ResponsesBody, raw)
         body.check()
         messages = [*session.messages_of(body.previous_response_id), *new_messages(body)]
-        response = response_of(body, whole_body(*await self._chatted(session, as_chat(body, messages))))
+        asked, parts = await self._chatted(session, as_chat(body, messages))
+        response = response_of(body, whole_body(asked, parts))
         session.keep_response(response["id"], [*messages, *answer_of(response)])
         if not body.stream:
-            return JSONResponse(response)
-        return event_stream([*events_of(response)])
+            return JSONResponse(response, headers=asked.headers)
+        return event_stream([*events_of(response)], asked.headers)
 
     async def _completions(self, session: Session, raw: bytes) -> Response:
         body = parse(CompletionBody, raw)
@@ -137,8 +128,8 @@ class Routes:
 
     def _response(self, asked: ParsedRequest, parts: dict[int, Part]) -> Response:
         if not asked.body.stream:
-            return JSONResponse(whole_body(asked, parts))
-        return event_stream([*whole_events(asked, parts, self._chat.tokenizer)])
+            return JSONResponse(whole_body(asked, parts), headers=asked.headers)
+        return event_stream([*whole_events(asked, parts, self._chat.tokenizer)], asked.headers)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -165,11 +156,11 @@ def parsed(kind: type[AnyModel], raw: bytes) -> AnyModel:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
 
 
-def event_stream(events: Sequence[bytes]) -> EventStream:
+def event_stream(events: Sequence[bytes], headers: Mapping[str, str]) -> EventStream:
     """Return a stream of events that are all known."""
 
     async def following() -> Any:
         for event in events[1:]:
             yield event
 
-    return EventStream(events[0], following(), STALL_S)
+    return EventStream(events[0], following(), STALL_S, headers)

@@ -110,10 +110,11 @@ class Application:
 
     async def _answer(self, request: Request, asked: ParsedRequest) -> Response:
         if not asked.body.stream:
-            return JSONResponse(await unless_gone(request.receive, self._service.whole(asked)))
+            whole = await unless_gone(request.receive, self._service.whole(asked))
+            return JSONResponse(whole, headers=asked.headers)
         events = self._service.events(asked)
         first = await unless_gone(request.receive, anext(events))  # errors before it get an HTTP status of their own
-        return EventStream(first, events, self._limits.stall_s)
+        return EventStream(first, events, self._limits.stall_s, asked.headers)
 
     async def _update_weights(self, request: Request) -> Response:
         body = parse(UpdateBody, await read_body(request))

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
+from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
 from megatron_rl.inference.api import MOST_TOP_LOGPROBS
 from megatron_rl.inference.config import MOST_BIASED, AdjustedSampling, Sampling
-from megatron_rl.server.errors import ApiError, invalid, unsupported
-from megatron_rl.server.messages import Body, Items, Message, Objects, TokenId, Tool
+from megatron_rl.server.errors import ApiError, invalid, invalid_conversation, unsupported
 from megatron_rl.server.parameters import REFUSED, WITHOUT_EFFECT
 
 MOST_CHOICES = 128
 """Answers to one request."""
+NOT_ENFORCED = ("tool_choice", "response_format")
+"""Parameters that ask for a form of the answer. They are accepted, since agents send them by default, and the response
+names them: to enforce them means to sample from another distribution than the model's."""
 
 AnyBody = TypeVar("AnyBody", bound="Body")
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list of which only the first wrong item is reported: a body has room for millions."""
+MOST_OBJECTS = 10_000
+Objects = Annotated[list[Item], Field(max_length=MOST_OBJECTS, fail_fast=True)]
+"""A list of items that take longer to parse than a number or a string; parsing blocks all other requests."""
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """Base of all bodies. null means left out. Only one unknown name is reported."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        said = {name: value for name, value in given.items() if value is not None}
+        known = {name: said[name] for name in cls.model_fields.keys() & said.keys()}
+        unknown = next((name for name in said if name not in known), None)
+        return known if unknown is None else known | {unknown: said[unknown]}
 
 
 class StreamOptions(Body):
@@ -78,6 +107,11 @@ class GenerationBody(Body):
         return self.prompt_logprobs
 
     @property
+    def not_enforced(self) -> tuple[str, ...]:
+        """Names of the parameters that ask for a form of the answer, which sampling does not enforce."""
+        return ()
+
+    @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """(token, bias) of logit_bias. Raises ApiError."""
         if wrong := next((token for token in self.logit_bias if not token.isdecimal()), None):
@@ -135,15 +169,23 @@ class CompletionBody(GenerationBody):
         )
 
 
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] = {}
+
+
 class ChatBody(GenerationBody):
-    messages: Objects[Message] = []
+    messages: Objects[Any] = []
     prompt_token_ids: Items[TokenId] = []
     """Prompt to use instead of the messages."""
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
-    tools: Objects[Tool] = []
+    tools: Objects[Any] = []
     tool_choice: str | dict[str, Any] = "auto"
+    """Other than none and auto, it is accepted and not enforced: see `not_enforced`."""
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    """Accepted and not enforced."""
     parallel_tool_calls: bool = True
     """false: only the first call of an answer is returned."""
     include_reasoning: bool = True
@@ -154,6 +196,16 @@ class ChatBody(GenerationBody):
     """A variable of the chat template, by vLLM's rule: any but none also sets `enable_thinking`."""
     add_special_tokens: bool = False
     """Whether to start the prompt as the tokenizer starts any text; most chat templates do so themselves."""
+
+    @cached_property
+    def said(self) -> Conversation:
+        """The messages, with the tools that the model may call. Raises ConversationError."""
+        return conversation_of(self.messages, None if self.tool_choice == "none" else self.tools)
+
+    @property
+    def not_enforced(self) -> tuple[str, ...]:
+        asked = (self.tool_choice not in ("none", "auto"), self.response_format.type != "text")
+        return tuple(name for name, is_asked in zip(NOT_ENFORCED, asked, strict=True) if is_asked)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -175,13 +227,18 @@ class ChatBody(GenerationBody):
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: Objects[Message] = []
-    tools: Objects[Tool] = []
+    messages: Objects[Any] = []
+    tools: Objects[Any] = []
     chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool | None = None
     """Whether to add BOS; default: to a prompt, not to messages."""
     add_generation_prompt: Literal[True] = True
     return_token_strs: bool = False
+
+    @cached_property
+    def said(self) -> Conversation:
+        """The messages with the tools. Raises ConversationError."""
+        return conversation_of(self.messages, self.tools)
 
 
 class DetokenizeBody(Body):
@@ -215,6 +272,8 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
         body = kind.model_validate(given)
     except ValidationError as error:
         raise invalid(error) from error
+    if isinstance(body, ChatBody | TokenizeBody):
+        check_said(body)
     if isinstance(body, ChatBody):
         _check_chat(body)
     if isinstance(body, GenerationBody) and body.stream and body.prompt_logprobs is not None:
@@ -222,12 +281,31 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     return body
 
 
+def check_said(body: ChatBody | TokenizeBody) -> None:
+    """Raise ApiError if the messages or tools cannot be understood."""
+    try:
+        _ = body.said
+    except ConversationError as error:
+        raise invalid_conversation(error) from error
+
+
+def check_tool_choice(choice: str | dict[str, Any], names: Collection[str]) -> None:
+    """Raise ApiError unless the choice is one that OpenAI knows, of the tools with these names."""
+    if choice in ("none", "auto"):
+        return
+    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if choice != "required" and name is None:
+        raise unsupported("tool_choice", "other than none, auto, required and a function's name is not supported here")
+    if not names or (name is not None and name not in names):
+        missing = "tools, but there are none" if name is None else f"a tool {str(name)[:64]!r}, but there is none"
+        raise ApiError(400, f"tool_choice asks for {missing}", param="tool_choice", code="invalid_value")
+
+
 def _check_chat(body: ChatBody) -> None:
     if not body.messages and not body.prompt_token_ids:
         raise ApiError(400, "messages: must not be empty", param="messages", code="invalid_value")
-    if body.tool_choice not in ("none", "auto"):
-        why = "other than none and auto is not supported here: no call can be forced. Use auto, or serve the weights "
-        raise unsupported("tool_choice", why + "with vLLM")
+    check_tool_choice(body.tool_choice, [tool["function"]["name"] for tool in body.said.tools])
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:

@@ -7,6 +7,11 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
+from megatron_rl.chat.conversation import ConversationError
+
+MOST_SAID = 500
+"""Characters of an error about a text, since it may quote the text."""
+
 
 class ApiError(Exception):
     """An error for the client, with an HTTP status."""
@@ -61,6 +66,11 @@ def invalid(error: ValidationError, names: dict[str, str] | None = None) -> ApiE
     if found["type"] == "extra_forbidden":
         return unsupported(where, "is no parameter of this server; leave it out")
     return ApiError(400, f"{where}: {message}" if where else message, param=where or None, code="invalid_value")
+
+
+def invalid_conversation(error: ConversationError) -> ApiError:
+    """Report a fault of messages or tools by its place."""
+    return ApiError(400, str(error)[:MOST_SAID], param=error.field, code="invalid_value")
 
 
 def context_exceeded(prompt: int, answer: int, limit: int, param: str) -> ApiError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar, cast
 
@@ -46,12 +46,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncIterator[bytes], stall_s: float) -> None:
+    def __init__(
+        self, first: bytes, events: AsyncIterator[bytes], stall_s: float, headers: Mapping[str, str] | None = None
+    ) -> None:
         """
         first: first event. events: the following ones, closed in any case.
         stall_s: longest time, in seconds, in which the reader takes nothing.
         """
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._first, self._events, self._stall_s = first, events, stall_s
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.conversation import conversation_of
+from megatron_rl.chat.conversation import Conversation, ConversationError
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.server.bodies import (
     MOST_CHOICES,
@@ -19,17 +20,18 @@ from megatron_rl.server.bodies import (
     GenerationBody,
     TokenizeBody,
 )
-from megatron_rl.server.errors import ApiError, context_exceeded
-from megatron_rl.server.messages import Message
+from megatron_rl.server.errors import MOST_SAID, ApiError, context_exceeded, invalid_conversation
 from megatron_rl.server.response_bodies import ChatFormat, CompletionFormat, Format, Prompt, Reading
 from megatron_rl.server.token_names import TokenNames
+
+logger = logging.getLogger(__name__)
 
 COMPLETION_TOKENS = 16
 """Default tokens of an answer to /v1/completions, as OpenAI has it."""
 LONG_TEXT = 20_000
 """Characters from which on text is encoded in another thread, so that other requests need not wait."""
-MOST_SAID = 500
-"""Characters of an error about a text, since it may quote the text."""
+HEADER = "x-mrl-not-enforced"
+"""Names the parameters of a request that ask for a form of the answer and are not enforced."""
 _KEYS = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -45,6 +47,12 @@ class ParsedRequest:
     requests: list[GenerationRequest]
     """One for each prompt."""
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        names = self.body.not_enforced
+        return {HEADER: ", ".join(names)} if names else {}
+
 
 class ServedModel:
     """The model as clients see it. It detects every fault of a request before the engine is asked."""
@@ -53,6 +61,7 @@ class ServedModel:
         """max_length: tokens of a prompt and its answer together."""
         self.name, self.tokenizer, self.max_length = name, chat.tokenizer, max_length
         self._chat = chat
+        self._not_enforced: set[str] = set()
         self._names = {as_ids: TokenNames(self.tokenizer, as_ids=as_ids) for as_ids in (False, True)}
 
     def check_model(self, model: str) -> None:
@@ -73,7 +82,8 @@ class ServedModel:
 
     async def chat(self, body: ChatBody) -> ParsedRequest:
         """Parse a request of /v1/chat/completions. Raises ApiError."""
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tool_choice != "none" else []
+        tools = body.said.tools
+        self._warn_once(body.not_enforced)
         chat = await self._chat_of(body.variables)
         if tools and not chat.has_tools:
             raise ApiError(
@@ -85,7 +95,7 @@ class ServedModel:
         if body.prompt_token_ids:
             prompt, param = body.prompt_token_ids, "prompt_token_ids"
         else:
-            text = chat_text(chat, body.messages, tools)
+            text = chat_text(chat, body.said)
             prompt, param = await self._encode(text, "messages", begins=body.add_special_tokens), "messages"
         undivided = not body.skip_special_tokens and not tools  # the names of control tokens are asked for
         reading = replace(
@@ -96,6 +106,16 @@ class ServedModel:
             reasoning=body.include_reasoning,
         )
         return self._asked(body, [Prompt(prompt)], self._form(ChatFormat, body), reading, None, param)
+
+    def _warn_once(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._not_enforced:
+                self._not_enforced.add(name)
+                logger.warning(
+                    "requests ask for %s, which is not enforced: answers are sampled as the model gives them, and the "
+                    "header %s of the response says so. Ask for the form in the prompt",
+                    *(name, HEADER),
+                )
 
     async def _chat_of(self, variables: Mapping[str, Any]) -> Chat:
         """Return the chat with these template variables. Checking new ones takes a while, so a thread does it."""
@@ -188,8 +208,7 @@ class ServedModel:
         begins = body.add_special_tokens
         if body.prompt is not None:
             return await self._encode(body.prompt, "prompt", begins=begins is not False)
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        text = chat_text(self._chat.with_variables(body.chat_template_kwargs), body.messages, tools)
+        text = chat_text(self._chat.with_variables(body.chat_template_kwargs), body.said)
         return await self._encode(text, "messages", begins=begins is True)
 
     def token_strings(self, tokens: Sequence[int]) -> list[str]:
@@ -202,20 +221,26 @@ class ServedModel:
         return self.tokenizer.decode(body.tokens)
 
 
-def chat_text(chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+def chat_text(chat: Chat, said: Conversation) -> str:
     """Render a conversation by the model's chat template. Raises ApiError."""
     if not chat.has_template:
-        raise ApiError(
-            400,
-            "messages: this model has no chat template; use /v1/completions, or give prompt_token_ids",
-            param="messages",
-            code="no_chat_template",
-        )
+        raise no_template()
     try:
-        return chat.text(conversation_of([message.model_dump(exclude_none=True) for message in messages], tools))
+        return chat.text(said)
+    except ConversationError as error:
+        raise invalid_conversation(error) from error
     except ValueError as error:
         param = "chat_template_kwargs" if "is no variable" in str(error) else "messages"
         raise ApiError(400, f"{param}: {str(error)[:MOST_SAID]}", param=param, code="invalid_value") from error
+
+
+def no_template() -> ApiError:
+    return ApiError(
+        400,
+        "messages: this model has no chat template; use /v1/completions, or give prompt_token_ids",
+        param="messages",
+        code="no_chat_template",
+    )
 
 
 def _reading(body: GenerationBody) -> Reading:

@@ -77,9 +77,11 @@ def test_answer_that_is_cut_off_is_incomplete() -> None:
         ({"input": [{"type": "computer_call"}]}, "items of type 'computer_call'"),
         ({"input": [{"type": "function_call", "name": "add"}]}, "input.0: 'arguments' is missing"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice asks for tools, but there are none"),
+        ({"tool_choice": {"type": "function", "name": "sub"}, "tools": TOOLS}, "a tool 'sub', but there is none"),
+        ({"tool_choice": {"type": "mcp"}, "tools": TOOLS}, "tool_choice other than none, auto, required"),
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], message: str) -> None:
@@ -90,10 +92,31 @@ def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], message:
     with_session(program)
 
 
+def test_forms_that_frameworks_ask_for_lose_no_rollout() -> None:
+    """The answer is sampled as the policy gives it, and the response says so."""
+    schema: Any = {"type": "json_schema", "name": "sum", "schema": {"type": "object"}, "strict": True}
+
+    async def program(one: Opened) -> None:
+        raw = await one.openai.responses.with_raw_response.create(
+            model="policy", input="1+1", tools=TOOLS, tool_choice="required", text={"format": schema}
+        )
+        response = raw.parse()
+        assert raw.headers["x-mrl-not-enforced"] == "tool_choice, response_format"
+        assert response.tool_choice == "required" and response.text and response.text.format
+        assert response.text.format.type == "json_schema" and response.output_text == "hello"
+        chat = await one.openai.chat.completions.with_raw_response.create(
+            model="policy", messages=[{"role": "user", "content": "1+1"}], response_format={"type": "json_object"}
+        )
+        assert chat.headers["x-mrl-not-enforced"] == "response_format"
+        assert [trained for _, trained in one.sequences()] == ["hello<end>"] * 2
+
+    with_session(program)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 def test_agent_of_the_sdk_is_one_sequence(streamed: bool) -> None:
-    from agents import Agent, OpenAIResponsesModel, RunConfig, Runner, function_tool  # takes seconds
+    from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool  # takes seconds
 
     @function_tool
     def add(x: int) -> str:
@@ -102,7 +125,8 @@ def test_agent_of_the_sdk_is_one_sequence(streamed: bool) -> None:
 
     async def program(one: Opened) -> None:
         model = OpenAIResponsesModel("policy", one.openai)
-        agent = Agent("adder", instructions="Use the tool.", tools=[add], model=model)
+        settings = ModelSettings(tool_choice="required")
+        agent = Agent("adder", instructions="Use the tool.", tools=[add], model=model, model_settings=settings)
         config = RunConfig(tracing_disabled=True)
         if streamed:
             stream = Runner.run_streamed(agent, "1+1", run_config=config)

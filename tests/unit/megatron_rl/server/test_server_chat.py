@@ -125,6 +125,31 @@ def test_tools_reach_the_template_without_fields_that_have_no_effect() -> None:
     assert engine.asked[0].prompt_tokens == engine.asked[1].prompt_tokens
 
 
+@pytest.mark.parametrize(
+    ("asked", "header"),
+    [
+        ({}, None),
+        ({"tools": TOOLS, "tool_choice": "auto", "response_format": {"type": "text"}}, None),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice, response_format",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_response_names_the_form_that_was_not_enforced(
+    asked: dict[str, Any], header: str | None, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = ask(SayingEngine("2"), ROUTE, {"messages": [USER], "stream": stream, **asked})
+    assert response.status_code == 200 and response.headers.get("x-mrl-not-enforced") == header
+    warned = [record.getMessage() for record in caplog.records if "not enforced" in record.getMessage()]
+    assert len(warned) == (len(header.split(", ")) if header else 0)
+
+
 def test_thoughts_reach_the_template() -> None:
     template = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }};{% endfor %}"
     for name in ("reasoning", "reasoning_content"):
