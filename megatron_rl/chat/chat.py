@@ -15,20 +15,24 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.chat.messages import Conversation, ParsedAnswer
+from megatron_rl.chat.messages import Conversation, ConversationError, ParsedAnswer
+from megatron_rl.chat.proof import Proof, Rendering
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.extras import install_command
 
 if TYPE_CHECKING:  # imports of the library take time, which conversations of one turn do not need
-    from megatron_rl.chat.formats import Example, Format
+    from megatron_rl.chat.formats import Example, Extension, Format
     from megatron_rl.chat.stream import AnswerStream
 
 logger = logging.getLogger(__name__)
 
+TEMPLATE = "the chat template"
+"""What writes a conversation, for errors."""
 VARIANTS = 32
 """Sets of template variables that are kept ready."""
 
@@ -39,6 +43,7 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
         self._variables = dict(variables)
+        self._warned = False
         self._variant = lru_cache(maxsize=VARIANTS)(self._with_variables)
 
     @classmethod
@@ -109,12 +114,22 @@ class Chat:
         """Return the prompt for the next answer as text; the tokenizer's `encode` gives its tokens. Control tokens
         spelled out in a message are marked, and stay text.
 
-        Raises ValueError if the model has no chat template, or if the template refuses the conversation.
+        Raises ValueError if the model has no chat template, or if the template refuses the conversation;
+        ConversationError if it does not write a part of it.
         """
+        text = self._text(conversation)
+        self._proof.check(conversation, Rendering(text), lambda sample: Rendering(self._text(sample)))
+        return text
+
+    def _text(self, conversation: Conversation) -> str:
         text = self.tokenizer.conversation(conversation.messages, conversation.tools or None, self._variables)
         if text is None:
             raise ValueError("the model has no chat template")
         return text
+
+    @cached_property
+    def _proof(self) -> Proof:
+        return _proof_of(self.tokenizer, str(self.tokenizer.chat_template), str(sorted(self._variables.items())))
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return the tokens of the prompt for the next answer. Raises ValueError as `text` does."""
@@ -124,11 +139,56 @@ class Chat:
         """Return a whole conversation as tokens, with a mask of those that the model would sample: the learned
         messages, each with its end.
 
-        Raises ValueError if the model has no chat template, or if the template refuses the conversation.
+        Where the template writes earlier answers in other words than the model gives them, or without their thoughts,
+        the last answer alone is learned; a warning says so once.
+
+        Raises ValueError if the model has no chat template, or if the template refuses the conversation;
+        ConversationError if it does not write a part of it, or if a learned message is empty.
         """
         if not self.has_template:
             raise ValueError("the model has no chat template")
-        return self._format.example([*conversation.messages], conversation.tools)
+        learned = [index for index, is_learned in enumerate(conversation.learned) if is_learned]
+        _check_learned(conversation, learned)
+        try:
+            return self._proven_example(conversation)
+        except ConversationError as error:
+            if len(learned) == 1 and learned[0] == len(conversation.messages) - 1:
+                raise
+            until = conversation[: learned[-1] + 1]
+            alone = replace(until, learned=(False,) * learned[-1] + (True,))
+            try:
+                found = self._proven_example(alone)
+            except ConversationError:
+                raise error from None
+            self._warn_of_last_answer(error)
+            return found
+
+    def _warn_of_last_answer(self, error: ConversationError) -> None:
+        if not self._warned:
+            logger.warning(
+                "of a conversation with several answers only the last one is learned if an earlier one cannot be (%s). "
+                "To learn all of them, divide the row so that each answer is the last one of a row, or name a renderer "
+                "that fits the model (tokenizer.renderer)",
+                error,
+            )
+        self._warned = True
+
+    def _proven_example(self, conversation: Conversation) -> Example:
+        found, rendering = self._format.example(conversation)
+        self._proof_of_examples.check(conversation, rendering, lambda sample: self._format.example(sample)[1])
+        return found
+
+    @cached_property
+    def _proof_of_examples(self) -> Proof:
+        return Proof(self._writer)
+
+    @cached_property
+    def _proof_of_extensions(self) -> Proof:
+        return Proof(self._writer)
+
+    @property
+    def _writer(self) -> str:
+        return TEMPLATE if self.renderer == "template" else f"the renderer {self.renderer}"
 
     def extend(
         self,
@@ -149,6 +209,22 @@ class Chat:
         """
         if not self.has_template or not prompt or not new.messages:
             return None
+        found = self._extension(prompt, answer, new, keep_reasoning)
+        if found is None:
+            return None
+
+        def rendered(sample: Conversation) -> Rendering:
+            extension = self._extension(prompt, answer, sample, keep_reasoning)
+            if extension is None:
+                raise ValueError("nothing can be appended")
+            return Rendering(extension.text)
+
+        self._proof_of_extensions.check(replace(new, tools=()), Rendering(found.text), rendered)
+        return found.tokens
+
+    def _extension(
+        self, prompt: list[int], answer: list[int], new: Conversation, keep_reasoning: bool
+    ) -> Extension | None:
         return self._format.extend(prompt, answer, [*new.messages], new.tools, keep_reasoning=keep_reasoning)
 
     def parse(
@@ -168,3 +244,22 @@ class Chat:
 
         form = self._format if self.has_template else None
         return AnswerStream(form, self.tokenizer, [*prompt], tools)
+
+
+def _check_learned(conversation: Conversation, learned: Sequence[int]) -> None:
+    """Raise ConversationError if nothing is learned, or an answer without a word."""
+    if not learned:
+        place = conversation.places[0].rpartition(".")[0] if conversation.places else "messages"
+        raise ConversationError(place, "no token to learn: no message is the assistant's, or all have weight 0")
+    for index in learned:
+        message = conversation.messages[index]
+        if not (message["content"].strip() or message.keys() & {"reasoning_content", "tool_calls"}):
+            raise ConversationError(
+                f"{conversation.places[index]}.content", "is empty, so that an end alone is learned; give it weight 0"
+            )
+
+
+@lru_cache(maxsize=VARIANTS)
+def _proof_of(tokenizer: Tokenizer, template: str, variables: str) -> Proof:
+    """Return the proof of prompts by a template, which prompts of many `Chat`s share."""
+    return Proof(TEMPLATE)

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple, Protocol
 
 from renderers import ParsedResponse, Renderer
 
-from megatron_rl.chat.messages import Message
+from megatron_rl.chat.messages import Conversation, Message
+from megatron_rl.chat.proof import THINK as THINK
+from megatron_rl.chat.proof import THINK_END as THINK_END
+from megatron_rl.chat.proof import Rendering
 from megatron_rl.model.tokenizer import PROMPT_MARK, Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
 LETTERS = "xaeXA01="
-THINK, THINK_END = "<think>", "</think>"
 
 
 class CallMarkup(NamedTuple):
@@ -33,6 +35,31 @@ class Example(NamedTuple):
     """Whether the model would sample the token: a part of an answer, or the token that ends it."""
 
 
+class Extension(NamedTuple):
+    """What follows an answer, up to the next one."""
+
+    tokens: list[int]
+    """The whole next prompt."""
+    text: str
+    """Text of the part behind the answer."""
+
+
+class TokenTexts(dict[int, bytes]):
+    """Bytes of each token; those of tokens that were asked for are kept."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> bytes:
+        self[token] = found = self._tokenizer.token_bytes(token)
+        return found
+
+    def of(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, with the names of control tokens."""
+        return b"".join(map(self.__getitem__, tokens)).decode(errors="replace")
+
+
 class Format(Protocol):
     """How one model writes conversations."""
 
@@ -49,14 +76,14 @@ class Format(Protocol):
 
     def extend(
         self, prompt: list[int], answer: list[int], messages: list[Message], tools: Tools, *, keep_reasoning: bool
-    ) -> list[int] | None:
+    ) -> Extension | None:
         """Return the next prompt, which begins with prompt and answer; None if that cannot be proven right."""
 
     def parse(self, answer: list[int], prompt: list[int], tools: Tools) -> ParsedResponse:
         """Divide an answer. It may raise anything: the answer can be any text."""
 
-    def example(self, messages: list[Message], tools: Tools) -> Example:
-        """Return a whole conversation with the assistant's tokens. Raises ValueError."""
+    def example(self, said: Conversation) -> tuple[Example, Rendering]:
+        """Return a whole conversation with the tokens of the learned messages. Raises ValueError."""
 
 
 class LibraryTokenizer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, get_args
 
 from renderers import (
@@ -14,9 +16,10 @@ from renderers import (
     create_renderer,
 )
 
-from megatron_rl.chat.formats import CallMarkup, Example, LibraryTokenizer, Tools
-from megatron_rl.chat.messages import Message
+from megatron_rl.chat.formats import CallMarkup, Example, Extension, LibraryTokenizer, TokenTexts, Tools
+from megatron_rl.chat.messages import Conversation, Message
 from megatron_rl.chat.probes import Probe
+from megatron_rl.chat.proof import Rendering
 from megatron_rl.model.tokenizer import Tokenizer
 
 GENERIC = ("auto", "default", "custom")
@@ -43,6 +46,7 @@ class LibraryFormat:
         Raises ValueError if the tokenizer or the variables do not fit the renderer.
         """
         self.name, self._tokenizer = name, tokenizer
+        self._texts = TokenTexts(tokenizer)
         self.renderer = self._built(variables)
         try:
             self._keeping = self._built({**variables, "thinking_retention": "all"})
@@ -70,7 +74,7 @@ class LibraryFormat:
 
     def extend(
         self, prompt: list[int], answer: list[int], messages: list[Message], tools: Tools, *, keep_reasoning: bool
-    ) -> list[int] | None:
+    ) -> Extension | None:
         renderer = self._keeping if keep_reasoning else self.renderer
         # The renderer ends a turn by its own token unless it finds a known end, so an end of ours is put back below.
         foreign = answer[-1:] if answer and answer[-1] in self._tokenizer.end_ids - self.stop_ids else []
@@ -87,20 +91,26 @@ class LibraryFormat:
         before = prompt + known
         if found is None or found.token_ids[: len(before)] != before:
             return None
-        return before + foreign + found.token_ids[len(before) + len(foreign) :]
+        new = found.token_ids[len(before) + len(foreign) :]
+        return Extension(before + foreign + new, self._texts.of(new))
 
     def parse(self, answer: list[int], prompt: list[int], tools: Tools) -> ParsedResponse:
         return self.renderer.parse_response(answer, tools=list(tools) or None, prompt_ids=prompt)
 
-    def example(self, messages: list[Message], tools: Tools) -> Example:
+    def example(self, said: Conversation) -> tuple[Example, Rendering]:
+        messages = self._tokenizer.mark([*said.messages])
         try:
             found = build_training_sample(
                 self.renderer,
-                self._tokenizer.mark(messages),
+                messages,
                 role_to_mask=lambda message: message["role"] == "assistant",
-                tools=self._tokenizer.mark(list(tools)) or None,
+                tools=self._tokenizer.mark([*said.tools]) or None,
                 ensure_final_stop=True,
+                message_loss_mask=[*said.learned],
             )
         except Exception as error:  # a renderer refuses roles and contents by errors of any type
             raise ValueError(f"the renderer {self.name} refuses the messages: {error}") from error
-        return Example(found.token_ids, found.loss_mask)
+        runs = groupby(zip(found.loss_mask, found.token_ids, strict=True), key=itemgetter(0))
+        texts = [(is_learned, self._texts.of([token for _, token in run])) for is_learned, run in runs]
+        learned = "\0".join(text for is_learned, text in texts if is_learned)
+        return Example(found.token_ids, found.loss_mask), Rendering("".join(text for _, text in texts), learned)

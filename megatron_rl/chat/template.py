@@ -19,13 +19,15 @@ from megatron_rl.chat.formats import (
     THINK_END,
     CallMarkup,
     Example,
+    Extension,
     LibraryTokenizer,
     Tools,
     call_markup,
     token_named,
 )
-from megatron_rl.chat.messages import Message
+from megatron_rl.chat.messages import Conversation, ConversationError, Message
 from megatron_rl.chat.probes import ANSWER, ARGUMENTS, MORE, SYSTEM, TOOL, USER, Probe, calling
+from megatron_rl.chat.proof import Rendering
 from megatron_rl.model.tokenizer import Tokenizer
 
 PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"
@@ -46,6 +48,7 @@ class _Tail(NamedTuple):
     end: list[int]
     """Tokens that end the answer, up to its end token; empty if the template writes none."""
     rest: list[int]
+    text: str
 
 
 class TemplateFormat:
@@ -57,6 +60,7 @@ class TemplateFormat:
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
         self._tokenizer, self._variables = tokenizer, variables
         self.stop_ids = tokenizer.end_ids
+        self._ends = [tokenizer.show(token) for token in tokenizer.end_ids]
         self._think = token_named(tokenizer, THINK)
         tokens = (self._think, token_named(tokenizer, THINK_END))
         self.tags: tuple[str, ...] = () if None not in tokens else (THINK, THINK_END)
@@ -67,7 +71,7 @@ class TemplateFormat:
 
     def extend(
         self, prompt: list[int], answer: list[int], messages: list[Message], tools: Tools, *, keep_reasoning: bool
-    ) -> list[int] | None:
+    ) -> Extension | None:
         if any(message["role"] == "assistant" for message in messages):
             return None
         if not keep_reasoning and (self.why_not or (not self._keeps_reasoning and self._reasons(answer, prompt))):
@@ -76,38 +80,46 @@ class TemplateFormat:
         if tail is None:
             return None
         ended = bool(answer) and answer[-1] in self._tokenizer.end_ids
-        return prompt + answer + ([] if ended else tail.end) + tail.rest
+        return Extension(prompt + answer + ([] if ended else tail.end) + tail.rest, tail.text)
 
     def parse(self, answer: list[int], prompt: list[int], tools: Tools) -> ParsedResponse:
         # The library looks for an open thought behind a header of Qwen's only.
         opened = self._opens_thought(prompt)
         return self._parser.parse_response(answer, prompt_ids=self._tokenizer.encode(THINK) if opened else None)
 
-    def example(self, messages: list[Message], tools: Tools) -> Example:
-        """Cut the whole conversation where the prompts of the answers end. Each part is encoded by itself, as a prompt
-        is when the model answers it. The first end token behind a prompt ends the answer."""
+    def example(self, said: Conversation) -> tuple[Example, Rendering]:
+        """Cut the whole conversation where the prompts of the learned answers end. Each part is encoded by itself, as a
+        prompt is when the model answers it. The first end token behind a prompt ends the answer."""
+        messages, tools = [*said.messages], said.tools
         whole = self._text(messages, tools, generation=False)
-        asked = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        asked = [index for index, is_learned in enumerate(said.learned) if is_learned]
         prompts = [self._text(messages[:index], tools) for index in asked]
         for index, prompt in zip(asked, prompts, strict=True):
             if not whole.startswith(prompt):
-                raise ValueError(
-                    f"the chat template writes the conversation before message {index} in other words once it goes on: "
-                    "name the renderer of the model (tokenizer.renderer)"
+                raise ConversationError(
+                    said.places[index],
+                    "the chat template writes the conversation before it in other words once it goes on: name the "
+                    "renderer of the model (tokenizer.renderer)",
                 )
         cuts = [0, *map(len, prompts), len(whole)]
-        parts = [self._tokenizer.encode(whole[start:end]) for start, end in pairwise(cuts)]
-        found = Example(parts[0], [False] * len(parts[0]))
+        parts = [whole[start:end] for start, end in pairwise(cuts)]
+        tokens = self._tokenizer.encode(parts[0])
+        found = Example(tokens, [False] * len(tokens))
         for index, part in zip(asked, parts[1:], strict=True):
-            ends = (place for place, token in enumerate(part, 1) if token in self._tokenizer.end_ids)
+            tokens = self._tokenizer.encode(part)
+            ends = (place for place, token in enumerate(tokens, 1) if token in self._tokenizer.end_ids)
             if (learned := next(ends, None)) is None:
                 if index != len(messages) - 1:
-                    raise ValueError(f"the chat template writes no end token behind message {index}")
-                part.append(self._tokenizer.eos_id)
-                learned = len(part)
-            found.tokens.extend(part)
-            found.loss_mask.extend([True] * learned + [False] * (len(part) - learned))
-        return found
+                    raise ConversationError(said.places[index], "the chat template writes no end token behind it")
+                tokens.append(self._tokenizer.eos_id)
+                learned = len(tokens)
+            found.tokens.extend(tokens)
+            found.loss_mask.extend([True] * learned + [False] * (len(tokens) - learned))
+        return found, Rendering(whole, "\0".join(map(self._answer, parts[1:])))
+
+    def _answer(self, part: str) -> str:
+        """Return the text up to the first end token. Names of control tokens within messages are marked."""
+        return part[: min((at for name in self._ends if (at := part.find(name)) >= 0), default=len(part))]
 
     def _opens_thought(self, prompt: list[int]) -> bool:
         return self._tokenizer.decode(prompt[-THOUGHT_TOKENS:], special=True).rstrip().endswith(THINK)
@@ -128,7 +140,8 @@ class TemplateFormat:
         end = self._tokenizer.encode(alone)
         closes = next((place for place, token in enumerate(end, 1) if self._tokenizer.is_special(token)), 0)
         tokens = self._tokenizer.encode(rest[2])
-        return _Tail(tokens[:closes], tokens[closes:]) if tokens[:closes] == end[:closes] else _Tail([], tokens)
+        closes = closes if tokens[:closes] == end[:closes] else 0
+        return _Tail(tokens[:closes], tokens[closes:], rest[2])
 
     def _only_appends(self, thought: str) -> bool:
         """Whether an answer leaves the conversation before it as it was, also one that begins with a thought."""

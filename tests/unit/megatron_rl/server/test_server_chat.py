@@ -160,7 +160,7 @@ def test_thoughts_reach_the_template() -> None:
         assert prompt_of(engine) == "assistant:2+24;"
 
 
-VARIABLES = "{{ enable_thinking }},{{ reasoning_effort }},{{ mood }}"
+VARIABLES = "{{ messages[0].content }}:{{ enable_thinking }},{{ reasoning_effort }},{{ mood }}"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ VARIABLES = "{{ enable_thinking }},{{ reasoning_effort }},{{ mood }}"
 def test_variables_reach_the_template(asked: dict[str, Any], expected: str) -> None:
     engine = SayingEngine()
     chat(engine, USER, options={"tokenizer": byte_tokenizer(VARIABLES)}, **asked)
-    assert prompt_of(engine) == expected
+    assert prompt_of(engine) == f"1+1:{expected}"
 
 
 def test_control_tokens_in_user_messages_are_text() -> None:

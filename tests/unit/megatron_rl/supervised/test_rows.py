@@ -127,7 +127,7 @@ def test_long_rows_are_unusable_and_do_not_stop_the_start() -> None:
     with pytest.raises(UnusableRow, match=r"longer than training.sequence_length"):
         encoder.example(row)
     encoder.check([row])
-    with pytest.raises(ConfigurationError, match="data: row 2 cannot be trained on: it has no token to learn"):
+    with pytest.raises(ConfigurationError, match="data: row 2 cannot be trained on: messages: no token to learn"):
         encoder.check([row, Problem("", {"messages": TALK[:1]})])
 
 
