@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # imports of the library take time, which conversations of on
 logger = logging.getLogger(__name__)
 
 TEMPLATE = "the chat template"
-"""What writes a conversation, for errors."""
+"""Name of the program that renders, for errors."""
 VARIANTS = 32
 """Sets of template variables that are kept ready."""
 

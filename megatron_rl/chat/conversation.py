@@ -41,7 +41,7 @@ ROLES = {
 ADVICE = {
     "tools": "definitions of tools stand beside the messages (`tools`), and the result of a call has the role tool",
 }
-"""What to do about roles that several sets use for different things."""
+"""Advice about roles that several sets use for different things."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's thought: DeepSeek's and vLLM's, OpenRouter's, and gpt-oss's."""
 WITHOUT_MEANING = {

@@ -36,7 +36,7 @@ class Example(NamedTuple):
 
 
 class Extension(NamedTuple):
-    """What follows an answer, up to the next one."""
+    """The next prompt of a conversation, behind an answer."""
 
     tokens: list[int]
     """The whole next prompt."""

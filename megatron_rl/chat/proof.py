@@ -27,6 +27,8 @@ MOST_FORMS = 1000
 """Forms of conversations whose proof is kept."""
 MOST_TOOLS = 3
 """Tools in the conversation that stands for a form."""
+NEAR = 2000
+"""Characters behind the last part in which to look for the next one first, since most stand there."""
 SHOWN = 60
 """Characters of a lost text in an error."""
 THINK, THINK_END = "<think>", "</think>"
@@ -34,7 +36,7 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 class Rendering(NamedTuple):
-    """What a model sees of a conversation."""
+    """A conversation as the model sees it."""
 
     text: str
     learned: str | None = None
@@ -229,12 +231,12 @@ class _Search:
     def _end_of_arguments(self, arguments: dict[str, Any], start: int) -> int:
         at = end = start
         for spellings in _leaves(arguments):
-            found = [each for text in spellings if (each := self._end(text, at)) >= 0]
-            if not found and self._exact:  # a template may sort them
-                found = [each for text in spellings if (each := self._end(text, start)) >= 0]
-            if not found:
+            ends = (each for text in spellings if (each := self._end(text, at)) >= 0)
+            at = min(ends, default=-1) if self._exact else next(ends, -1)
+            if at < 0 and self._exact:  # a template may sort them
+                at = min((each for text in spellings if (each := self._end(text, start)) >= 0), default=-1)
+            if at < 0:
                 return -1
-            at = min(found)
             end = max(end, at)
         return end
 
@@ -244,14 +246,17 @@ class _Search:
         if self._composed:
             said = normalize("NFKC", said)
         said = said.strip()
-        at = self._text.find(said, start)
-        if at >= 0 and not self._exact:
+        near = start + NEAR + 2 * len(said)
+        if not self._exact and (at := self._text.find(said, start, near)) >= 0:
             return at + len(said)
-        ends = [at + len(said)] if at >= 0 else []
-        for spelled in {json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1], repr(said)[1:-1]} - {said}:
-            if (at := self._text.find(spelled, start)) >= 0:
-                ends.append(at + len(spelled))
-        return min(ends, default=-1)
+        spelled = {json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1], repr(said)[1:-1]} - {said}
+        if self._exact:
+            found = [(self._text.find(text, start), text) for text in (said, *spelled)]
+            return min((at + len(text) for at, text in found if at >= 0), default=-1)
+        for text, until in (*((text, near) for text in spelled), *((text, None) for text in (said, *spelled))):
+            if (at := self._text.find(text, start, until)) >= 0:
+                return at + len(text)
+        return -1
 
 
 def _leaves(value: Any) -> Iterator[Sequence[str]]:
