@@ -152,12 +152,12 @@ class Chat:
         try:
             return self._proven_example(conversation)
         except ConversationError as error:
-            if len(learned) == 1 and learned[0] == len(conversation.messages) - 1:
+            lost = next((n for n in learned if f"{error.field}.".startswith(f"{conversation.places[n]}.")), learned[-1])
+            if lost == learned[-1] == len(conversation.messages) - 1 and len(learned) == 1:
                 raise
-            until = conversation[: learned[-1] + 1]
-            alone = replace(until, learned=(False,) * learned[-1] + (True,))
             try:
-                found = self._proven_example(alone)
+                self._proven_example(_last_alone(conversation, lost))  # it could be learned if it were the last one
+                found = self._proven_example(_last_alone(conversation, learned[-1]))
             except ConversationError:
                 raise error from None
             self._warn_of_last_answer(error)
@@ -257,6 +257,11 @@ def _check_learned(conversation: Conversation, learned: Sequence[int]) -> None:
             raise ConversationError(
                 f"{conversation.places[index]}.content", "is empty, so that an end alone is learned; give it weight 0"
             )
+
+
+def _last_alone(conversation: Conversation, index: int) -> Conversation:
+    """Return the messages up to an answer, which alone is learned."""
+    return replace(conversation[: index + 1], learned=(False,) * index + (True,))
 
 
 @lru_cache(maxsize=VARIANTS)

@@ -94,6 +94,8 @@ class TemplateFormat:
         whole = self._text(messages, tools, generation=False)
         asked = [index for index, is_learned in enumerate(said.learned) if is_learned]
         prompts = [self._text(messages[:index], tools) for index in asked]
+        if asked and asked[-1] == len(messages) - 1:
+            whole = self._within_opened_thought(whole, prompts[-1], messages[-1])
         for index, prompt in zip(asked, prompts, strict=True):
             if not whole.startswith(prompt):
                 raise ConversationError(
@@ -116,6 +118,16 @@ class TemplateFormat:
             found.tokens.extend(tokens)
             found.loss_mask.extend([True] * learned + [False] * (len(tokens) - learned))
         return found, Rendering(whole, "\0".join(map(self._answer, parts[1:])))
+
+    def _within_opened_thought(self, whole: str, prompt: str, answer: Message) -> str:
+        """Return a conversation whose last answer goes on in the thought that its prompt opens, as the model's answer
+        does, also if the template writes the answer without one."""
+        before, tag, opened = prompt.rpartition(THINK)
+        if whole.startswith(prompt) or not tag or opened.strip() or not whole.startswith(before):
+            return whole
+        thought = answer.get("reasoning_content") or answer["content"].rpartition(THINK_END)[0].lstrip()
+        thought = self._tokenizer.mark(thought.removeprefix(THINK).strip())
+        return f"{prompt}{thought}\n{THINK_END}\n\n{whole[len(before) :].lstrip()}"
 
     def _answer(self, part: str) -> str:
         """Return the text up to the first end token. Names of control tokens within messages are marked."""

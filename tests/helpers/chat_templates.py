@@ -261,6 +261,8 @@ LLAMA_CONTROLS = (
     "<|python_tag|>",
 )  # fmt: skip
 
+BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>")
+
 
 @cache
 def tokenizer_of(
@@ -281,7 +283,8 @@ def tokenizer_of(
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(list(tags))
     backend.add_special_tokens([AddedToken(name, special=True) for name in controls])
-    bos = {"bos_token": "<|begin_of_text|>"} if "<|begin_of_text|>" in controls else {}
+    begin = next((name for name in BEGINS if name in controls), None)
+    bos = {} if begin is None else {"bos_token": begin}
     return HuggingFaceTokenizer(
         PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, chat_template=template, **bos),
         [token for name in also_ends if (token := backend.token_to_id(name)) is not None],
