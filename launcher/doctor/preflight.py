@@ -24,6 +24,7 @@ from megatron_rl.agent.registry import required_extras
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import package_of
 from megatron_rl.model.hf_config import CONFIG_FILE
+from megatron_rl.recipe.data_files import is_text_file
 from megatron_rl.recipe.extras import install_command, is_installed, missing, names
 
 OF_RANKS = "train"
@@ -74,8 +75,8 @@ def collect_local(recipe: Recipe | None) -> LocalFacts:
 def extras_of(config: RunConfig) -> list[str]:
     """Extras of mrl that a run needs."""
     found = [OF_RANKS, *(required_extras(config.task) if config.generates else [])]
-    if config.data and config.data.path:
-        found.append("math")
+    if config.data and config.data.path and not is_text_file(config.data.path):
+        found.append("data")
     if config.tokenizer.type == "huggingface" or config.model.init == "huggingface":
         found.append("huggingface")
     if config.logging.wandb is not None:

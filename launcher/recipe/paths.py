@@ -17,8 +17,9 @@ from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import environment_class
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import is_hub_name, package_of
+from megatron_rl.recipe.data_files import names_a_file
 from megatron_rl.recipe.own_code import Reference, beside, is_own
-from megatron_rl.recipe.section import PathMark
+from megatron_rl.recipe.section import PathMark, Section
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ def _absolute(named: NamedPath, folder: Path) -> str:
         if kind == "code":
             return beside(text, folder)
         path = folder / Path(text).expanduser()
-        if kind == "hub" and is_hub_name(text) and not path.exists():
+        if kind == "hub" and is_hub_name(text) and not path.exists() and not names_a_file(text):
             return text
         # `..` after a link leads elsewhere than the text suggests: with a -> /x/y, a/../b is /x/b. Other links stay,
         # because they may lead elsewhere on a node.
@@ -112,6 +113,8 @@ def _changed(value: Any, kind: Any, key: KeyPath, change: Callable[[NamedPath], 
         for one in arguments:
             value = _changed(value, one, key, change)
         return value
+    if isinstance(kind, type) and issubclass(kind, Section) and kind.shorthand and isinstance(value, str):
+        value = {kind.shorthand: value}
     if isinstance(value, list | tuple) and arguments:
         items = [_changed(one, arguments[0], (*key, str(number)), change) for number, one in enumerate(value)]
         return type(value)(items)

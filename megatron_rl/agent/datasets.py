@@ -1,8 +1,7 @@
-"""Questions of a local data set, without exact repeats, in the order of the data set."""
+"""Rows and questions of a local data set, in the order of the data set."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,31 +9,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import model_validator
 
 from megatron_rl.agent.answer_format import FORMATS
-from megatron_rl.agent.text_rows import SUFFIXES, as_text, text_rows, value_at
+from megatron_rl.agent.arrow_rows import BATCH, arrow_rows, file_batches, file_columns
+from megatron_rl.agent.text_rows import as_text, text_rows, value_at
 from megatron_rl.model.config import is_hub_name
+from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
 from megatron_rl.recipe.extras import install_command
 from megatron_rl.recipe.section import HubPath, Section
 
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-
 logger = logging.getLogger(__name__)
-
-Found: TypeAlias = "Dataset | IterableDataset | list[str]"
-"""An opened data set, or the paths of its text files."""
-
-BATCH = 10_000
-"""Rows read at a time."""
-
-READERS = {".parquet": "parquet", ".arrow": "arrow"}
-"""Reader of `datasets` by the suffix of a binary file."""
 
 
 class Source(Section):
-    """A data set, and the column of its questions."""
+    """A data set, and the column of its questions. PATH alone is short for {path: PATH}."""
 
     structured: ClassVar[bool] = False
     """Whether question and answer may be lists and objects, which are read as JSON."""
@@ -52,6 +43,13 @@ class Source(Section):
     """Texts to remove from every question, such as instructions that contradict ours. Any white space matches any
     other."""
 
+    shorthand = "path"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_path(cls, values: Any) -> Any:
+        return {"path": values} if isinstance(values, str) else values
+
 
 class DataSet(Source):
     """A data set, and the columns of its questions and answers."""
@@ -64,6 +62,16 @@ class DataSet(Source):
     r"""Whether the answer is the content of the last \boxed{} of a worked solution."""
 
 
+def hub_names(sources: Iterable[Source | None]) -> list[str]:
+    """Return the names on the hub of the data sets that are read from there."""
+    return sorted({source.path for source in sources if source and is_hub_name(source.path)})
+
+
+def data_extras(sources: Iterable[Source | None]) -> list[str]:
+    """Return the extras of mrl that reading the data sets needs: none for text files."""
+    return [] if all(is_text_file(source.path) for source in sources if source) else ["data"]
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     text: str
@@ -72,6 +80,17 @@ class Question:
     """All columns, if the source names no answer column."""
     source: Source | None = field(default=None, compare=False)
     """Data set of the question, if it names no answer column."""
+    where: str = field(default="", compare=False)
+    """Location of the row, such as `data.jsonl:7`."""
+
+
+class Row(NamedTuple):
+    """A row of a data set: values as JSON has them, whatever the format of the file."""
+
+    where: str
+    """Location, such as `data.jsonl:7` or `data.parquet: row 7`."""
+    values: Mapping[str, Any]
+    """All columns. From a text file without those that the row lacks; else null there."""
 
 
 def normalised(text: str) -> str:
@@ -88,14 +107,13 @@ def read_questions(source: Source) -> Iterator[Question]:
     removed = [re.compile(r"\s+".join(map(re.escape, text.split()))) for text in source.remove]
     seen = set()
     rows = lacking = 0
-    with _opened(source) as found:
-        for question in _answered(source, found) if isinstance(source, DataSet) else _whole(source, found):
-            rows += 1
-            if question is None:
-                lacking += 1
-            elif (question.text, question.answer) not in seen:
-                seen.add((question.text, question.answer))
-                yield replace(question, text=_without(removed, question.text))
+    for question in _answered(source) if isinstance(source, DataSet) else _whole(source):
+        rows += 1
+        if question is None:
+            lacking += 1
+        elif (question.text, question.answer) not in seen:
+            seen.add((question.text, question.answer))
+            yield replace(question, text=_without(removed, question.text))
     if 0 < lacking < rows:
         needed = f"a question ({source.question})"
         if isinstance(source, DataSet):
@@ -106,31 +124,47 @@ def read_questions(source: Source) -> Iterator[Question]:
         )
 
 
-def read_rows(source: Source) -> Iterator[Mapping[str, Any]]:
-    """Yield all rows with all columns, in the order of the data set. Raises ValueError if the data is missing."""
-    with _opened(source) as found:
-        yield from _rows(found)
+def read_rows(source: Source, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """Yield all rows in the order of the data set.
+
+    columns: those that the caller reads; rows may have others too. Default: all.
+
+    Raises ValueError if the data is missing, unreadable, or has none of one of the columns.
+    """
+    found: dict[str, None] = {}
+    with _errors_of(source), TemporaryDirectory(prefix="mrl-datasets-") as scratch:
+        files = _files(source, Path(scratch))
+        for where, values in _streamed(source, scratch) if files is None else _of_files(files, columns):
+            found |= dict.fromkeys(values)
+            yield Row(where, values)
+        if not found:
+            raise ValueError("it has no rows")
+        for name in columns or ():
+            check_column(name, found)
 
 
-def _rows(found: Found) -> Iterator[Mapping[str, Any]]:
-    return (row for file in found for _, row in text_rows(file)) if isinstance(found, list) else iter(found)
-
-
-def _answered(source: DataSet, found: Found) -> Iterator[Question | None]:
+def _answered(source: DataSet) -> Iterator[Question | None]:
     """Yield the question and answer of each row; None if it lacks one of them."""
-    for text, solution in _of_text(source, found) if isinstance(found, list) else _of_arrow(source, found):
+    paths = [path.split(".") for path in (source.question, source.answer)]
+    for where, values in read_rows(source, [path[0] for path in paths]):
+        found = [value_at(values, path) for path in paths]
+        if not source.structured and any(isinstance(value, dict | list) for value in found):
+            raise ValueError(f"data set {source.path}: {where}: {_no_text(source)}")
+        text, solution = map(as_text, found)
         answer = None if text is None or solution is None else _answer_in(source, solution)
-        yield Question(text, answer) if text is not None and answer else None
+        yield Question(text, answer, where=where) if text is not None and answer else None
 
 
-def _whole(source: Source, found: Found) -> Iterator[Question | None]:
-    """Yield the question of each row, with all columns; None if it lacks the question."""
+def _whole(source: Source) -> Iterator[Question | None]:
+    """Yield the question of each row, with all columns of the data set; None if it lacks the question."""
     path = source.question.split(".")
-    for row in _rows(found):
-        text = as_text(value_at(row, path))
-        if not text:
-            check_column(path[0], row)
-        yield Question(text, "", row, source) if text else None
+    rows = [*read_rows(source)]
+    columns = dict.fromkeys(name for row in rows for name in row.values)
+    check_column(path[0], columns)
+    for where, values in rows:
+        text = as_text(value_at(values, path))
+        row = {name: values.get(name) for name in columns}
+        yield Question(text, "", row, source, where) if text else None
 
 
 def _without(removed: Sequence[re.Pattern[str]], text: str) -> str:
@@ -165,46 +199,20 @@ def distinct(questions: Iterable[Question]) -> list[Question]:
 
 
 @contextmanager
-def _opened(source: Source) -> Iterator[Found]:
-    """Open a data set with `_load`, and turn errors of reading it into ValueError."""
+def _errors_of(source: Source) -> Iterator[None]:
+    """Turn errors of reading a data set into ValueError."""
     try:
-        # Imported here because it takes seconds; the launcher, which only checks the arguments, does not have them.
-        import datasets
-        import pyarrow
-    except ImportError as error:
-        raise ValueError(f"data set {source.path}: needs `{install_command('math')}`: {error}") from error
-    datasets.disable_progress_bars()  # a rank's log is not a terminal
-    try:
-        with TemporaryDirectory(prefix="mrl-datasets-") as scratch:
-            yield _load(source, scratch)
+        yield
     except StopIteration as error:  # raised by `datasets` for a data set without rows
         raise ValueError(f"data set {source.path}: it has no rows") from error
-    except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
+    except ImportError as error:
+        raise ValueError(f"data set {source.path}: needs `{install_command('data')}`: {error}") from error
+    except (OSError, ValueError) as error:
         raise ValueError(f"data set {source.path}: {error}") from error
-
-
-def _of_text(source: DataSet, files: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
-    """Yield question and answer of the rows of JSON or CSV files. A row may lack a column that other rows have."""
-    paths = [path.split(".") for path in (source.question, source.answer)]
-    columns: dict[str, None] = {}
-    for file in files:
-        for where, row in text_rows(file):
-            columns |= dict.fromkeys(row)
-            found = [value_at(row, path) for path in paths]
-            if not source.structured and any(isinstance(value, dict | list) for value in found):
-                raise ValueError(f"{where}: {_no_text(source)}")
-            question, answer = map(as_text, found)
-            yield question, answer
-    if not columns:
-        raise ValueError("it has no rows")
-    for name, *_ in paths:
-        check_column(name, columns)
-
-
-def _of_arrow(source: DataSet, found: Dataset | IterableDataset) -> Iterator[tuple[str | None, str | None]]:
-    paths = (source.question, source.answer)
-    for batch in found.with_format("arrow").iter(batch_size=BATCH):
-        yield from zip(*(_values(batch, path, source) for path in paths), strict=True)
+    except Exception as error:
+        if not type(error).__module__.startswith(("datasets", "pyarrow")):
+            raise
+        raise ValueError(f"data set {source.path}: {error}") from error
 
 
 def check_column(name: str, columns: Collection[str]) -> None:
@@ -221,34 +229,58 @@ def _no_text(source: DataSet) -> str:
     )
 
 
-def _load(source: Source, scratch: str) -> Found:
-    """Return the data set, or the paths of its text files.
+def _of_files(files: Sequence[str], columns: Sequence[str] | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for file in files:
+        if is_text_file(file):
+            yield from text_rows(file)
+            continue
+        for name in columns or ():
+            check_column(name, file_columns(file))
+        yield from arrow_rows(file_batches(file, columns), file)
+
+
+def _streamed(source: Source, scratch: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the rows of a directory by `datasets`, in any of its further layouts.
 
     Data is streamed unless `datasets` saved it to disk: otherwise `datasets` would write it again to its cache, on a
-    file system shared by all ranks. The files and locks that it writes anyway go to `scratch`.
+    file system shared by all ranks.
     """
-    from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk
+    from datasets import DatasetDict, load_dataset_builder, load_from_disk
 
     place = _on_this_machine(source.path)
-    if place.is_file():
-        if place.suffix in SUFFIXES:
-            return [str(place)]
-        if place.suffix not in READERS:
-            raise ValueError(f"unknown file type: supported are {', '.join([*READERS, *SUFFIXES])}")
-        kind, only = READERS[place.suffix], {source.split: str(place)}
-        return load_dataset(kind, data_files=only, split=source.split, cache_dir=scratch, streaming=True)
-    if not any((place / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
+    if any((place / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
+        found = load_from_disk(str(place))
+        if isinstance(found, DatasetDict):
+            _check_split(source.split, found)
+            found = found[source.split]
+    else:
         builder = load_dataset_builder(str(place), name=source.subset, cache_dir=scratch)
-        if builder.name not in ("json", "csv"):
-            return builder.as_streaming_dataset(split=source.split)
-        files = builder.config.data_files
-        _check_split(source.split, files)
-        return list(files[source.split])
-    saved = load_from_disk(str(place))
-    if isinstance(saved, DatasetDict):
-        _check_split(source.split, saved)
-        return saved[source.split]
-    return saved
+        found = builder.as_streaming_dataset(split=source.split)
+    yield from arrow_rows(found.with_format("arrow").iter(batch_size=BATCH), str(place))
+
+
+def _files(source: Source, scratch: Path) -> list[str] | None:
+    """Return the files of a data set, if they are text or Arrow columns.
+
+    scratch: directory for files and locks that `datasets` writes.
+    """
+    place = _on_this_machine(source.path)
+    if place.is_file():
+        if data_suffix(place.name) not in (*COLUMNS, *TEXT):
+            raise ValueError(f"unknown file type: supported are {', '.join([*COLUMNS, *TEXT])}")
+        return [str(place)]
+    # Imported here because it takes seconds; the launcher, which only checks the arguments, does not have it.
+    import datasets
+
+    datasets.disable_progress_bars()  # a rank's log is not a terminal
+    if any((place / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
+        return None
+    builder = datasets.load_dataset_builder(str(place), name=source.subset, cache_dir=str(scratch))
+    if builder.name not in ("json", "csv", "parquet", "arrow"):
+        return None
+    files = builder.config.data_files
+    _check_split(source.split, files)
+    return list(files[source.split])
 
 
 def _check_split(split: str, splits: Collection[str]) -> None:
@@ -275,24 +307,3 @@ def _on_this_machine(path: str) -> Path:
         raise ValueError(
             "not on this machine; `mrl prefetch RECIPE` fetches it on a host with internet access"
         ) from error
-
-
-def _values(batch: Any, path: str, source: DataSet) -> list[str | None]:
-    """Return the texts at a dotted path in every row of a pyarrow table; None for rows without a value, for example if
-    a list is too short."""
-    from pyarrow import compute, types
-
-    name, *inner = path.split(".")
-    check_column(name, batch.column_names)
-    column = batch[name]
-    for part in inner:
-        if part.isdecimal():  # list_element fails if any list is too short; a slice of fixed size is padded with nulls
-            element = compute.list_slice(column, int(part), int(part) + 1, return_fixed_size_list=True)
-            column = compute.list_element(element, 0)
-        else:
-            column = compute.struct_field(column, part)
-    if not types.is_nested(column.type):
-        return [None if value is None else str(value) for value in column.to_pylist()]
-    if not source.structured:
-        raise ValueError(_no_text(source))
-    return [None if value is None else json.dumps(value) for value in column.to_pylist()]

@@ -8,12 +8,20 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from megatron_rl.agent.datasets import DataSet, Question, Source, distinct, normalised, read_questions
+from megatron_rl.agent.datasets import (
+    DataSet,
+    Question,
+    Source,
+    data_extras,
+    distinct,
+    hub_names,
+    normalised,
+    read_questions,
+)
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.prompts import PromptConfig, prompt_format, render_prompt, template_fields
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.model.config import is_hub_name
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import NonNegativeInt, PositiveInt
 
@@ -49,11 +57,10 @@ class HFDatasetConfig(PromptConfig):
         return prompt
 
     def datasets(self) -> list[str]:
-        sets = [*self.evaluate.values(), *([self.train] if self.train else [])]
-        return sorted({data.path for data in sets if is_hub_name(data.path)})
+        return hub_names([self.train, *self.evaluate.values()])
 
     def extras(self) -> list[str]:
-        return ["math"]
+        return data_extras([self.train, *self.evaluate.values()])
 
 
 class HFDatasetAgent(RewardOnlyAgent):

@@ -7,15 +7,14 @@ and quotes every text of a column in which one row holds a number. Reading must 
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePath
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, cast
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
-"""Suffixes of supported files; each may be compressed, for example .jsonl.gz."""
-
+from megatron_rl.recipe.data_files import PACKED, data_suffix
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
@@ -41,11 +40,8 @@ def text_rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         OSError: the file cannot be read.
         ValueError: a row is not a JSON object; the message has its location.
     """
-    # Installed with `datasets`, which the launcher, which only checks arguments, does not have.
-    from fsspec.implementations.local import LocalFileSystem
-
-    kind = next((each for each in reversed(PurePath(file).suffixes) if each in SUFFIXES), "")  # data.csv.gz: .csv
-    with LocalFileSystem().open(file, "rt", encoding="utf-8-sig", newline="", compression="infer") as opened:
+    kind = data_suffix(file)
+    with _opened(file) as opened:
         if kind in DELIMITERS:
             yield from _table(file, opened, DELIMITERS[kind])
         else:
@@ -71,6 +67,24 @@ def as_text(value: Any) -> str | None:
     return value.text if isinstance(value, SpelledNumber) else json.dumps(value)
 
 
+def parse_json(text: str, where: str) -> Any:
+    """Parse JSON, with each number as it is spelled. Raises ValueError with the location."""
+    try:
+        return json.loads(text, parse_float=SpelledNumber, parse_int=_integer, parse_constant=SpelledNumber)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not valid JSON: {error}") from error
+
+
+def _opened(file: str) -> IO[str]:
+    name = PACKED.get(Path(file).suffix)
+    try:
+        module = importlib.import_module(name) if name else None
+    except ImportError as error:
+        raise ValueError(f"{file}: reading it needs `pip install {name}`") from error
+    text = {"mode": "rt", "encoding": "utf-8-sig", "newline": ""}
+    return cast(IO[str], module.open(file, **text) if module else Path(file).open(**text))  # type: ignore[call-overload]
+
+
 def _objects(file: str, opened: IO[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for where, row in _values(file, opened):
         if not isinstance(row, Mapping):
@@ -83,17 +97,10 @@ def _values(file: str, opened: IO[str]) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         if line.lstrip().startswith("["):  # one list holds all rows
-            for place, row in enumerate(_parsed(line + opened.read(), file), 1):
+            for place, row in enumerate(parse_json(line + opened.read(), file), 1):
                 yield f"{file}: row {place}", row
             return
-        yield f"{file}:{number}", _parsed(line, f"{file}:{number}")
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text, parse_float=SpelledNumber, parse_int=_integer, parse_constant=SpelledNumber)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not valid JSON: {error}") from error
+        yield f"{file}:{number}", parse_json(line, f"{file}:{number}")
 
 
 def _integer(text: str) -> int | SpelledNumber:

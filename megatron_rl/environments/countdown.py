@@ -16,14 +16,13 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from megatron_rl.agent.answer_format import FORMATS
-from megatron_rl.agent.datasets import DataSet, read_questions
+from megatron_rl.agent.datasets import DataSet, data_extras, hub_names, read_questions
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.prompts import PromptConfig, prompt_format, render_prompt
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.expression import BadExpression, evaluate
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.inference.api import FinishReason
-from megatron_rl.model.config import is_hub_name
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import PositiveInt
 
@@ -67,10 +66,10 @@ class CountdownConfig(DrawnProblemsConfig, PromptConfig):
         return self
 
     def datasets(self) -> list[str]:
-        return [self.train.path] if self.train and is_hub_name(self.train.path) else []
+        return hub_names([self.train])
 
     def extras(self) -> list[str]:
-        return ["math"] if self.train else []
+        return data_extras([self.train])
 
 
 class Countdown(DrawnProblems):

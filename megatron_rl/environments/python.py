@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.datasets import Question, Source
@@ -36,7 +36,7 @@ from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.own_code import import_file
 from megatron_rl.recipe.python_file import defined_names
-from megatron_rl.recipe.section import HubPath, PathMark
+from megatron_rl.recipe.section import PathMark
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ Scoring = Callable[..., Reward | Awaitable[Reward]]
 
 
 class Rows(Source):
-    """Rows of a data set. FILE alone is short for {path: FILE}."""
+    """Rows of a data set. PATH alone is short for {path: PATH}."""
 
     structured: ClassVar[bool] = True
 
@@ -56,21 +56,14 @@ class Rows(Source):
     """Column of the system message; default: environment.args.system."""
 
 
-def _as_rows(given: str | Rows | None) -> Rows | None:
-    return Rows(path=given) if isinstance(given, str) else given
-
-
-RowsOrPath = Annotated[HubPath | Rows, AfterValidator(_as_rows)]
-
-
 class PythonConfig(HFDatasetConfig):
     """Arguments of the environment `python`."""
 
     file: Annotated[str, PathMark(read=False)]  # a run has its own copy and does not need the file
     """Python file that defines `reward`."""
-    train: RowsOrPath | None = None  # type: ignore[assignment]
+    train: Rows | None = None  # type: ignore[assignment]
     """Rows to train on; default: none, the environment only evaluates."""
-    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], RowsOrPath] = {}  # type: ignore[assignment]
+    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], Rows] = {}  # type: ignore[assignment]
     """Evaluation sets by name. Their problems are excluded from the training set."""
 
     def files(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import date
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -60,3 +60,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True, serialize_by_alias=True
     )
+
+    shorthand: ClassVar[str | None] = None
+    """Key that a text in place of the section gives, if any: FILE is short for {path: FILE}."""

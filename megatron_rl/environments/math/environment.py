@@ -44,6 +44,9 @@ class MathConfig(HFDatasetConfig):
     verify_memory_gib: PositiveFloat = 4.0
     """Memory limit of a comparing process, in GiB."""
 
+    def extras(self) -> list[str]:
+        return ["math"]
+
 
 class MathEnvironment(HFDatasetAgent):
     """Mathematics with one right answer per problem, from any data set."""

@@ -7,19 +7,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from megatron_rl.agent.datasets import DataSet, Source
+from megatron_rl.agent.datasets import DataSet, Source, data_extras, hub_names
 from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.model.config import is_hub_name
 from megatron_rl.recipe.python_file import defined_names
-from megatron_rl.recipe.section import HubPath, NonNegativeInt, PathMark
+from megatron_rl.recipe.section import NonNegativeInt, PathMark
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class Rows(Source):
-    """Rows of a data set; a program gets whole rows. FILE alone is short for {path: FILE}."""
+    """Rows of a data set; a program gets whole rows. PATH alone is short for {path: PATH}."""
 
     structured: ClassVar[bool] = True
 
@@ -28,22 +27,12 @@ class Rows(Source):
 
 
 class Examples(DataSet):
-    """Prompts of the model with right answers. FILE alone is short for {path: FILE}."""
+    """Prompts of the model with right answers. PATH alone is short for {path: PATH}."""
 
     question: str = "prompt"
     """Column of the prompt, exactly as the program sends it."""
 
 
-def _as_rows(given: str | Rows) -> Rows:
-    return Rows(path=given) if isinstance(given, str) else given
-
-
-def _as_examples(given: str | Examples | None) -> Examples | None:
-    return Examples(path=given) if isinstance(given, str) else given
-
-
-RowsOrPath = Annotated[HubPath | Rows, AfterValidator(_as_rows)]
-ExamplesOrPath = Annotated[HubPath | Examples, AfterValidator(_as_examples)]
 OwnFile = Annotated[str, PathMark(read=False)]  # a run has its own copy and does not need the file
 
 
@@ -58,15 +47,15 @@ class ProgramConfig(EndpointConfig):
     code: list[OwnFile] = []
     """Files of the program, relative to the recipe. A run keeps copies of them; each rollout finds them, executable, in
     its working directory."""
-    problems: RowsOrPath
+    problems: Rows
     """Rows to train on."""
-    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], RowsOrPath] = {}
+    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], Rows] = {}
     """Evaluation sets by name. Their problems are excluded from the training set."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the distinct problems that form the evaluation set held_out and are never trained on."""
     split_seed: NonNegativeInt = 0
     """Seed that selects the held-out problems."""
-    demonstrations: ExamplesOrPath | None = None
+    demonstrations: Examples | None = None
     """Prompts and right answers, which teach the format to a tiny model (`model.init: supervised`)."""
 
     @field_validator("function")
@@ -100,12 +89,14 @@ class ProgramConfig(EndpointConfig):
             )
         return self
 
+    def _sources(self) -> list[Source | None]:
+        return [self.problems, *self.evaluate.values(), self.demonstrations]
+
     def datasets(self) -> list[str]:
-        sets = [self.problems, *self.evaluate.values(), *([self.demonstrations] if self.demonstrations else [])]
-        return sorted({data.path for data in sets if isinstance(data, Source) and is_hub_name(data.path)})
+        return hub_names(self._sources())
 
     def extras(self) -> list[str]:
-        return ["math", *(["program"] if self.function else [])]
+        return [*data_extras(self._sources()), *(["program"] if self.function else [])]
 
     def files(self) -> list[str]:
         return self.code

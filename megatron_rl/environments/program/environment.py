@@ -33,7 +33,7 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
 from megatron_rl.endpoint.program_environment import program_environment
-from megatron_rl.environments.program.arguments import Examples, ProgramConfig, Rows, RowsOrPath
+from megatron_rl.environments.program.arguments import ProgramConfig, Rows
 from megatron_rl.environments.program.reward_line import NoReward, reward_in, reward_of
 from megatron_rl.environments.program.wire import Ended, Job, Program
 from megatron_rl.model.tokenizer import Tokenizer
@@ -97,7 +97,6 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
         examples = self.config.demonstrations
         if examples is None:
             return []
-        assert isinstance(examples, Examples)  # the validator replaces a path
         return [(each.text, each.answer) for each in read_questions(examples)]
 
     async def run(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
@@ -161,8 +160,7 @@ def _command(config: ProgramConfig, variables: Mapping[str, str]) -> list[str]:
     return words
 
 
-def _questions(rows: RowsOrPath) -> list[Question]:
-    assert isinstance(rows, Rows)  # the validator replaces a path
+def _questions(rows: Rows) -> list[Question]:
     questions = distinct(read_questions(rows))
     if not questions:
         raise ValueError(f"data set {rows.path}, split {rows.split}: no row has a problem ({rows.question})")

@@ -125,7 +125,7 @@ def test_all_that_a_recipe_lacks_is_reported_at_once(laptop):
     assert code == 2
     assert f"model.checkpoint: {recipes}/nowhere: no such file or directory" in said and "mine.yaml:3:" in said
     assert f"later.path: {laptop}/later.jsonl: no such file" in said
-    assert "dataset train.jsonl is neither a file nor a repository in" in said
+    assert f"train.path: {recipes}/train.jsonl: no such file" in said
     assert "mine needs 17 GB (job.memory_gib), and this machine has 8.6 GB" in said
     assert "tokenizer" not in said
     code, dry = submitted("../recipes/mine.yaml", "job.memory_gib=16", "--dry-run")

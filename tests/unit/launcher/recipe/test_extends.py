@@ -74,7 +74,7 @@ def test_paths_of_an_extended_file_begin_at_that_file(folder):
     asked = write(folder, "own.yaml", "extends: base/base.yaml\nenvironment: {args: {train: mine.jsonl}}\n")
     arguments = load_recipe(asked).config.environment.args
     assert arguments["file"] == f"{folder}/recipes/base/reward.py"
-    assert arguments["train"] == f"{folder}/recipes/mine.jsonl"
+    assert arguments["train"] == {"path": f"{folder}/recipes/mine.jsonl"}
 
 
 def test_another_environment_replaces_the_section_of_the_base(folder):

@@ -11,6 +11,7 @@ from launcher.job.evaluation_request import origin_of, requested
 from launcher.recipe.load import dump_resolved, load_recipe
 from launcher.recipe.paths import named_paths
 from launcher.recipe.shipped import SHIPPED, shipped_recipes
+from megatron_rl.agent.registry import required_extras
 from megatron_rl.contract.paths import RunDir
 
 RECIPE = """\
@@ -77,6 +78,32 @@ def test_paths_of_an_override_begin_at_the_current_directory(folder):
     assert config.environment.args["train"]["path"] == f"{folder}/elsewhere/train.jsonl"
     assert config.environment.args["evaluate"]["near"]["path"] == f"{folder}/near.jsonl"
     assert config.model.checkpoint == f"{folder}/home/step"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "more"),
+    [
+        ("python", "train", "file: reward.py"),
+        ("judge", "train", "judge: {url: 'http://node:1/v1', model: m}"),
+        *((name, "train", "") for name in ("countdown", "math", "gsm8k", "code")),
+        ("program", "problems", "command: ['true']"),
+    ],
+)
+def test_a_path_alone_is_a_data_set_in_every_environment(folder, name, key, more):
+    (folder / "elsewhere" / "reward.py").write_text("def reward(response, **columns): return 0\n")
+    given = ", ".join(filter(None, [more, f"{key}: missing.jsonl"]))
+    config = load_recipe("demo", [f"environment={{name: {name}, args: {{{given}}}}}"]).config
+    assert config.environment.args[key] == {"path": f"{folder}/elsewhere/missing.jsonl"}
+    assert not required_extras(config.environment) or name in ("math", "gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("a.jsonl", True), ("a/b.csv.gz", True), ("a/b.parquet", True), ("a/b/c", True), ("a/b", False), ("a", False)],
+)
+def test_a_name_that_can_only_be_a_file_is_one_though_it_is_missing(folder, name, file):
+    path = load_recipe("demo-supervised", [f"data.path={name}"]).config.data.path
+    assert path == (f"{folder}/elsewhere/{name}" if file else name)
 
 
 def test_paths_of_a_file_of_environments_begin_at_that_file(folder):

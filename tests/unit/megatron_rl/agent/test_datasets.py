@@ -247,7 +247,6 @@ def test_numeric_answers_become_text_and_rows_without_answer_are_skipped(tmp_pat
         ({"path": "owner/never-fetched"}, r"not on this machine; `mrl prefetch RECIPE` fetches it"),
         ({"path": "data/train.parquet/more"}, r"neither a name on the hub nor a path that begins with /, . or ~"),
         ({"question": "text"}, r"there is no column 'text', only problem, answer"),
-        ({"question": "problem.0"}, r"data set .*data.parquet: "),
         ({"split": "test", "path": "SAVED"}, r"there is no split 'test', only train"),
         ({"path": "TEXT"}, r"unknown file type: supported are .parquet, .arrow, .jsonl, .json, .csv, .tsv"),
         ({"path": "BROKEN"}, r"data set .*broken.parquet: "),

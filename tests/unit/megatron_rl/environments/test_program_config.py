@@ -65,7 +65,7 @@ def test_a_run_keeps_the_code_and_names_paths_beside_the_recipe(tmp_path: Path) 
     )
     (tmp_path / "p.jsonl").touch()
     arguments = load_recipe(str(tmp_path / "recipe.yaml")).config.environment.args
-    assert arguments["problems"] == str(tmp_path / "p.jsonl")
+    assert arguments["problems"] == {"path": str(tmp_path / "p.jsonl")}
     assert ProgramConfig(**arguments).files() == [str(tmp_path / "agent.py")]
 
 
