@@ -76,7 +76,7 @@ def arrow_rows(batches: Iterable[Any], where: str) -> Iterator[tuple[str, Mappin
             yield f"{where}: row {number}", dict(zip(names, values, strict=True))
     if lacking:
         logger.info(
-            "%s: null keys within the objects of %s are left out, which its format does not distinguish from missing ones",
+            "%s: null keys within the objects of %s are left out: the file does not distinguish them from missing ones",
             *(where, ", ".join(sorted(lacking))),
         )
 

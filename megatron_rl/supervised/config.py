@@ -23,20 +23,23 @@ class DataConfig(ChatConfig):
     """Split to read."""
     subset: str | None = None
     """Configuration to read, if the data set has several."""
-    messages: str = "messages"
-    """Column of the conversations, each a list of messages as in OpenAI's API; a.0.b is the field b of the first
-    element of the list in column a."""
+    messages: str | None = None
+    """Column of the conversations, each a list of messages; a.0.b is the field b of the first element of the list in
+    column a. Default: the columns are recognised by their names, such as messages, conversations, or prompt and
+    completion."""
     tools: str | None = None
-    """Column of the tools that a conversation offers, as in OpenAI's API; default: none."""
+    """Column of the tools that a conversation offers, as in OpenAI's API; default: `tools` or `functions`, if there is
+    one."""
     prompt: str | None = None
-    """Column of the prompt, in place of `messages` and together with `answer`."""
+    """Column of the prompt, a text or a list of messages, in place of `messages` and together with `answer`."""
     answer: str | None = None
-    """Column of the answer to the prompt."""
+    """Column of the answer to the prompt, a text or a list of messages."""
     chat: Literal["always", "auto", "never"] = "auto"
     """Prompts and answers as messages in the tokenizer's chat template. always: do so. auto: do so if the tokenizer has
-    a template. never: the plain texts follow each other."""
+    a template. never: the plain texts follow each other. Lists of messages need the template."""
     system: str | None = None
-    """System message before each prompt; default: the chat template's own. Conversations have their own."""
+    """System message of the rows that have none, in their messages or in a column `system`; default: the chat
+    template's own."""
     examples_per_step: PositiveInt = 32
     """Rows per step, which is one update. The loss is the mean over all their tokens that carry loss. A pass over N
     rows takes N / examples_per_step steps."""
@@ -45,12 +48,9 @@ class DataConfig(ChatConfig):
     def _columns_fit(self) -> DataConfig:
         if (self.prompt is None) != (self.answer is None):
             raise ValueError("prompt and answer belong together: give both columns, or neither for conversations")
-        if self.prompt is None and (self.system is not None or self.chat != "auto"):
-            name = "system" if self.system is not None else "chat"
-            raise ValueError(f"{name}: only prompts with answers have it; conversations are messages as they are")
+        if self.prompt is not None and self.messages is not None:
+            raise ValueError("messages and prompt are both given: keep the columns of one form")
         if self.chat == "never" and (self.system is not None or self.chat_template):
             name = "system" if self.system is not None else "chat_template"
             raise ValueError(f"{name}: with chat: never the chat template is not used")
-        if self.prompt is not None and self.tools is not None:
-            raise ValueError("tools: only conversations offer tools; leave out prompt and answer, or tools")
         return self

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import Demonstrator, Environment
 from megatron_rl.agent.datasets import Source, check_column, read_rows
-from megatron_rl.agent.text_rows import as_text, value_at
+from megatron_rl.agent.dropped_rows import FIRST, DroppedRows
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.conversation import conversation_of
+from megatron_rl.chat.conversation import Conversation, conversation_of
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.supervised.config import DataConfig
+from megatron_rl.supervised.forms import columns_of, conversation_in, form_of, row_of
 
 logger = logging.getLogger(__name__)
 
-CHECKED = 16
-"""Rows that are turned into tokens at the start. A template that refuses one of them probably refuses most."""
+TRIED = 64
+"""Rows that are turned into tokens at the start: the first ones, and others from the whole set."""
 
 
 class Example(NamedTuple):
@@ -54,21 +57,46 @@ def rows_of(data: DataConfig, environment: object) -> list[Problem]:
                 "environment `demonstrations` (megatron_rl.agent.api.Demonstrator) or `gold_response`"
             )
         return [_row({"prompt": prompt, "answer": answer, "plain": True}) for prompt, answer in pairs]
-    found, rows = [], 0
     try:
-        for number, row in enumerate(read_rows(Source(path=data.path, split=data.split, subset=data.subset))):
-            rows = number + 1
-            if (values := _values(data, row, number)) is not None:
-                found.append(_row(values))
+        return _read(data, Source(path=data.path, split=data.split, subset=data.subset))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+
+
+def _read(data: DataConfig, source: Source) -> list[Problem]:
+    name = f"data set {source.path}"
+    rows = read_rows(source)
+    first = [*islice(rows, FIRST)]
+    columns = dict.fromkeys(chain.from_iterable(row.values for row in first))
+    try:
+        form = form_of(data, columns)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    logger.info("%s: %s", name, form)
+    found: list[Problem] = []
+    dropped, lacking = DroppedRows(name), 0
+    for number, row in enumerate(chain(first, rows)):
+        columns |= dict.fromkeys(row.values)
+        try:
+            values = row_of(form, row.values)
+        except ValueError as error:
+            dropped.add(number, row.where, error)
+            continue
+        if values is None:
+            lacking += 1
+        else:
+            found.append(_row(values, row.where))
+    for column in columns_of(form):
+        check_column(column, columns)
+    count = len(found) + lacking + sum(dropped.by_reason.values())
     if not found:
-        raise ConfigurationError(f"data set {data.path}, split {data.split}: no row has {_wanted(data)}")
-    if len(found) < rows:
+        raise ValueError(f"{name}, split {source.split}: no row has {form.wanted}")
+    if lacking:
         logger.warning(
-            "data set %s, split %s: %d of %d rows are skipped, because they lack %s",
-            *(data.path, data.split, rows - len(found), rows, _wanted(data)),
+            "%s, split %s: %d of %d rows are skipped, because they lack %s",
+            *(name, source.split, lacking, count, form.wanted),
         )
+    dropped.report(count)
     return found
 
 
@@ -104,9 +132,8 @@ class RowEncoder:
 
     def example(self, row: Problem) -> Example:
         """Return the tokens of a row. Raises UnusableRow."""
-        values = row.golden
         try:
-            found = self._conversation(values) if "messages" in values else self._pair(values)
+            found = self._encoded(row.golden)
         except ValueError as error:
             raise UnusableRow(str(error)) from error
         if len(found.tokens) > self._longest:
@@ -116,74 +143,57 @@ class RowEncoder:
         return found._replace(loss_mask=[False, *found.loss_mask[1:]])
 
     def check(self, rows: Sequence[Problem]) -> None:
-        """Raise ConfigurationError if one of the first rows cannot be turned into tokens; long ones can."""
-        for number, row in enumerate(rows[:CHECKED]):
+        """Raise ConfigurationError if one of the first rows cannot be turned into tokens, unless it is too long, or if
+        most rows of a sample of all cannot be trained on."""
+        spread = range(FIRST, len(rows), max(1, -(-(len(rows) - FIRST) // (TRIED - FIRST))))
+        tried = [*range(min(FIRST, len(rows))), *spread][:TRIED]
+        reasons: Counter[str] = Counter()
+        for number in tried:
             try:
-                self.example(row)
+                self.example(rows[number])
             except UnusableRow as error:
-                if str(error) != TOO_LONG:
-                    raise ConfigurationError(f"data: row {number + 1} cannot be trained on: {error}") from error
+                if str(error) != TOO_LONG and number < FIRST:
+                    raise ConfigurationError(
+                        f"data: {place_of(rows[number], number)} cannot be trained on: {error}"
+                    ) from error
+                reasons[str(error)] += 1
+        if reasons.total() * 2 > len(tried):
+            why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+            raise ConfigurationError(f"data: {reasons.total()} of {len(tried)} rows tried cannot be trained on: {why}")
 
-    def _conversation(self, values: Mapping[str, Any]) -> Example:
-        return Example(*self._chat.example(conversation_of(values["messages"], values.get("tools"))))
-
-    def _pair(self, values: Mapping[str, Any]) -> Example:
-        prompt, answer, chat = values["prompt"], values["answer"], self._data.chat
+    def _encoded(self, values: Mapping[str, Any]) -> Example:
         if values.get("plain"):  # the environment has already put the prompt into the chat template
-            return token_example(prompt, answer, self._tokenizer)
-        if chat == "always" or (chat == "auto" and self._chat.has_template):
-            system = [] if self._data.system is None else [{"role": "system", "content": self._data.system}]
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-            return Example(*self._chat.example(conversation_of([*system, *turns])))
-        if self._data.system is not None or self._data.chat_template:
-            raise ValueError("data.system or data.chat_template is given, but the tokenizer has no chat template")
-        return token_example(self._tokenizer.as_prompt(prompt), answer, self._tokenizer)
+            return token_example(values["prompt"], values["answer"], self._tokenizer)
+        chat, talk = self._data.chat, "messages" in values
+        if talk and chat == "never":
+            raise ValueError("data.chat is never, and only the chat template can write a list of messages")
+        if talk or chat == "always" or (chat == "auto" and self._chat.has_template):
+            return Example(*self._chat.example(self._conversation(values)))
+        if self._data.system is not None or self._data.chat_template or "system" in values:
+            raise ValueError("there is a system message or data.chat_template, but the tokenizer has no chat template")
+        return token_example(self._tokenizer.as_prompt(values["prompt"]), values["answer"], self._tokenizer)
+
+    def _conversation(self, values: Mapping[str, Any]) -> Conversation:
+        if "messages" in values:
+            found = conversation_in(values)
+        else:
+            system = [{"role": "system", "content": values["system"]}] if "system" in values else []
+            turns = [{"role": "user", "content": values["prompt"]}, {"role": "assistant", "content": values["answer"]}]
+            found = conversation_of([*system, *turns])
+        if self._data.system is None or any(message["role"] == "system" for message in found.messages):
+            return found
+        return conversation_of([{"role": "system", "content": self._data.system}], field="data.system") + found
 
 
 TOO_LONG = "it is longer than training.sequence_length"
 
 
-def _row(values: Mapping[str, Any]) -> Problem:
+def place_of(row: Problem, number: int) -> str:
+    """Return the location of a row in its file, or its number, from 0, among all rows."""
+    return str(row.golden.get("where") or f"row {number + 1}")
+
+
+def _row(values: Mapping[str, Any], where: str = "") -> Problem:
     """Make a row, whose text is that of its values: the digest of the rows covers all that is learned."""
-    return Problem(json.dumps(values, ensure_ascii=False, sort_keys=True), values)
-
-
-def _values(data: DataConfig, row: Mapping[str, Any], number: int) -> dict[str, Any] | None:
-    """Return the columns of a row that are trained on; None if one of them is empty. Raises ValueError."""
-    if data.prompt is not None and data.answer is not None:
-        prompt, answer = (as_text(_value(row, column)) for column in (data.prompt, data.answer))
-        return {"prompt": prompt, "answer": answer} if prompt and answer else None
-    messages = _parsed(_value(row, data.messages))
-    if not messages:
-        return None
-    if not isinstance(messages, list) or not all(isinstance(each, Mapping) and "role" in each for each in messages):
-        raise ValueError(
-            f"data set {data.path}, row {number + 1}: column {data.messages} is no list of messages with a role and a "
-            "content; for prompts and answers give data.prompt and data.answer"
-        )
-    kept = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    tools = _parsed(_value(row, data.tools)) if data.tools is not None else None
-    return {"messages": kept, "tools": tools} if tools else {"messages": kept}
-
-
-def _value(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column, which may be dotted. Raises ValueError if no row has it."""
-    path = column.split(".")
-    value = value_at(row, path)
-    if value is None:
-        check_column(path[0], row)
-    return value
-
-
-def _parsed(value: Any) -> Any:
-    """Return the value of a column that may hold its lists as JSON text."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _wanted(data: DataConfig) -> str:
-    if data.prompt is not None:
-        return f"both a prompt ({data.prompt}) and an answer ({data.answer})"
-    return f"messages ({data.messages})"
+    text = json.dumps(values, ensure_ascii=False, sort_keys=True)
+    return Problem(text, {**values, "where": where} if where else values)

@@ -22,6 +22,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
 from megatron_rl.supervised.config import DataConfig
+from megatron_rl.supervised.forms import form_of, row_of
 from megatron_rl.supervised.rows import RowEncoder, UnusableRow, rows_of
 
 pytestmark = needs("datasets")
@@ -46,9 +47,16 @@ CALLS = [
 ]
 
 
-def encoded(data: DataConfig, values: dict[str, Any], tokenizer: Any, longest: int = 1000) -> tuple[Any, list[str]]:
+def problem(row: dict[str, Any], data: DataConfig | None = None) -> Problem:
+    """The row of a data set with these columns."""
+    values = row_of(form_of(data or DataConfig(), row), row)
+    assert values is not None
+    return Problem("", values)
+
+
+def encoded(data: DataConfig, row: dict[str, Any], tokenizer: Any, longest: int = 1000) -> tuple[Any, list[str]]:
     """Tokens of a row, and the texts of its learned parts."""
-    found = RowEncoder(data, tokenizer, longest).example(Problem("", values))
+    found = RowEncoder(data, tokenizer, longest).example(problem(row, data))
     parts, part = [], []
     for token, learned in [*zip(found.tokens, found.loss_mask, strict=True), (0, False)]:
         if learned:
@@ -81,7 +89,7 @@ def test_the_messages_of_the_assistant_are_learned_with_their_ends(of: str) -> N
 @pytest.mark.parametrize("of", ["renderer", "template"])
 def test_calls_of_tools_are_learned_and_their_results_are_not(of: str) -> None:
     tokenizer = TOKENIZERS[of]()
-    found, parts = encoded(DataConfig(tools="tools"), {"messages": CALLS, "tools": [TOOL]}, tokenizer)
+    found, parts = encoded(DataConfig(), {"messages": CALLS, "tools": [TOOL]}, tokenizer)
     first, last = (part.removeprefix("<think>\n\n</think>\n\n") for part in parts)
     assert first == '<tool_call>\n{"name": "look_up", "arguments": {"word": "é"}}\n</tool_call><|im_end|>'
     assert last == "It is a letter.<|im_end|>"
@@ -96,58 +104,61 @@ def test_a_control_token_spelled_out_in_a_message_stays_text() -> None:
 
 
 def test_prompts_and_answers_are_messages_where_there_is_a_chat_template() -> None:
-    pair = {"prompt": "1+1", "answer": "2"}
+    pair = {"question": "1+1", "answer": "2"}
     columns = {"prompt": "question", "answer": "answer"}
     as_chat, _ = encoded(DataConfig(**columns, system="Be brief."), pair, qwen3())
     assert as_chat == encoded(DataConfig(), {"messages": TALK[:3]}, qwen3())[0]
     found, parts = encoded(DataConfig(**columns, chat="never"), pair, qwen3())
     assert (shown(qwen3(), found.tokens[:3]), parts[0][0]) == ("1+1", "2")
-    plain, parts = encoded(DataConfig(**columns), {"prompt": "1+1=", "answer": "2"}, CHARACTERS)
+    plain, parts = encoded(DataConfig(**columns), {"question": "1+1=", "answer": "2"}, CHARACTERS)
     assert plain.loss_mask == [False] * 4 + [True] * 2
     assert plain.tokens[-1] == END
-    with pytest.raises(UnusableRow, match=r"data.system or data.chat_template is given, but the tokenizer has no chat"):
+    with pytest.raises(UnusableRow, match=r"a system message or data.chat_template, but the tokenizer has no chat"):
         encoded(DataConfig(**columns, system="x"), pair, CHARACTERS)
 
 
 @pytest.mark.parametrize(
-    ("messages", "why"),
+    ("of", "data", "why"),
     [
-        (TALK[:2], "no token to learn"),
-        ([{"role": "user", "content": [{"type": "image"}]}, TALK[2]], "the model reads text only"),
+        (qwen3, {"chat": "never"}, "data.chat is never, and only the chat template can write a list of messages"),
+        (lambda: CHARACTERS, {}, "the model has no chat template"),
     ],
 )
-def test_rows_that_cannot_be_learned_are_unusable(messages: list[dict[str, Any]], why: str) -> None:
+def test_messages_need_the_chat_template(of: Callable[[], Any], data: dict[str, Any], why: str) -> None:
     with pytest.raises(UnusableRow, match=why):
-        encoded(DataConfig(), {"messages": messages}, qwen3())
+        encoded(DataConfig(**data), {"messages": TALK}, of())
 
 
-def test_long_rows_are_unusable_and_do_not_stop_the_start() -> None:
-    row = Problem("", {"messages": TALK})
-    encoder = RowEncoder(DataConfig(), qwen3(), 20)
+def test_long_rows_are_unusable_and_stop_the_start_if_they_are_the_most() -> None:
+    row, short = problem({"messages": TALK}), problem({"messages": TALK[1:3]})
+    encoder = RowEncoder(DataConfig(), qwen3(), 30)
     with pytest.raises(UnusableRow, match=r"longer than training.sequence_length"):
         encoder.example(row)
-    encoder.check([row])
-    with pytest.raises(ConfigurationError, match="data: row 2 cannot be trained on: messages: no token to learn"):
-        encoder.check([row, Problem("", {"messages": TALK[:1]})])
+    encoder.check([row, short] * 50)
+    with pytest.raises(
+        ConfigurationError, match=r"data: 60 of 64 rows tried cannot be trained on: 60 x it is longer than"
+    ):
+        encoder.check([short] * 4 + [row] * 1000)
+
+
+def test_a_row_that_the_template_refuses_is_an_error_among_the_first_rows_and_later_dropped() -> None:
+    system = problem({"messages": TALK[:3]})
+    plain = problem({"messages": TALK[1:3]})
+    tokenizer = tokenizer_of("{{ 1 / 0 if messages[0].role == 'system' }}" + CHATML)
+    encoder = RowEncoder(DataConfig(), tokenizer, 1000)
+    with pytest.raises(ConfigurationError, match=r"data: row 2 cannot be trained on: .*division by zero"):
+        encoder.check([plain, system])
+    encoder.check([plain] * 20 + [system])
 
 
 def test_every_row_is_read_as_it_is_also_repeated_ones(tmp_path: Path) -> None:
     rows = [*sums(5), {"question": " 1+1= ", "answer": " 2\n"}, *sums(5)]
     file = write_rows(tmp_path / "rows.jsonl", rows)
     found = rows_of(DataConfig(path=str(file), prompt="question", answer="answer"), None)
-    assert [dict(row.golden) for row in found] == [{"prompt": r["question"], "answer": r["answer"]} for r in rows]
+    expected = [(row["question"], row["answer"]) for row in rows]
+    assert [(row.golden["prompt"], row.golden["answer"]) for row in found] == expected
+    assert found[1].golden["where"] == f"{file}:2"
     assert len({row.prompt for row in found}) == len({json.dumps(row) for row in rows})  # the answer is in the digest
-
-
-def test_conversations_are_read_from_json_lines_and_parquet_alike(tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    rows = [{"messages": TALK}, {"messages": CALLS[:1] + TALK[2:3]}]
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    one, other = (rows_of(DataConfig(path=str(path)), None) for path in (file, tmp_path / "rows.parquet"))
-    assert [row.golden["messages"] for row in one] == [rows[0]["messages"], rows[1]["messages"]]
-    assert one == other
 
 
 def test_rows_that_lack_a_value_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,11 +167,34 @@ def test_rows_that_lack_a_value_are_skipped_and_counted(tmp_path: Path, caplog: 
     assert "2 of 3 rows are skipped, because they lack messages (messages)" in caplog.text
 
 
+BAD = {"messages": [{"role": "user", "content": 7}, TALK[2]]}
+
+
+def test_late_rows_that_mean_nothing_are_dropped_and_counted_by_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = {"messages": TALK}
+    other = {"messages": [TALK[1], {"role": "narrator", "content": "2"}]}
+    file = write_rows(tmp_path / "rows.jsonl", [*[good] * 16, BAD, other, BAD])
+    assert len(rows_of(DataConfig(path=str(file)), None)) == 16
+    (said,) = caplog.messages
+    assert said.startswith(
+        f"data set {file}: 3 of 19 rows cannot be used and are dropped: 2 x messages.N.content: is a"
+    )
+    assert f"(first: {file}:17); 1 x messages.N.role: is 'narrator'" in said
+    write_rows(file, [*[good] * 15, BAD])
+    with pytest.raises(ConfigurationError, match=rf"data set {file}: {file}:16: messages\.0\.content: is a number"):
+        rows_of(DataConfig(path=str(file)), None)
+    write_rows(file, [*[good] * 16, *[BAD] * 17])
+    with pytest.raises(ConfigurationError, match=r"17 of 33 rows cannot be used and are dropped: 17 x messages\.N"):
+        rows_of(DataConfig(path=str(file)), None)
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "error"),
     [
-        ([{"text": "x"}], {}, "there is no column 'messages', only text"),
-        ([{"messages": "Hello"}], {}, "row 1: column messages is no list of messages"),
+        ([{"text": "x"}], {"messages": "talk"}, "there is no column 'talk', only text"),
+        ([{"messages": "Hello"}], {}, "rows.jsonl:1: messages: is not JSON"),
         ([{"messages": None}], {}, r"no row has messages \(messages\)"),
         ([{"q": "1", "a": ""}], {"prompt": "q", "answer": "a"}, r"no row has both a prompt \(q\) and an answer \(a\)"),
     ],
@@ -188,6 +222,7 @@ def test_an_environment_gives_its_worked_examples_or_its_problems_with_right_res
     found = rows_of(DataConfig(), countdown)
     assert [row.golden["prompt"] for row in found] == [problem.prompt for problem in countdown.training_problems()]
     assert found[0].golden["answer"] == countdown.gold_response(countdown.training_problems()[0])
-    example, parts = encoded(DataConfig(), found[0].golden, qwen3())
+    example = RowEncoder(DataConfig(), qwen3(), 1000).example(found[0])
+    parts = [shown(qwen3(), [token for token, learned in zip(*example, strict=True) if learned])]
     assert parts == [found[0].golden["answer"] + "<|im_end|>"]
     assert shown(qwen3(), example.tokens).startswith("<|im_start|>")  # the environment has rendered the prompt

@@ -55,8 +55,7 @@ def test_null_removes_the_section_of_an_extended_recipe() -> None:
         ),
         ({"data": {"path": "/x", "answer": None}}, "prompt and answer belong together"),
         ({"data": {"path": "/x", "chat": "never", "system": "s"}}, "system: with chat: never"),
-        ({"data": {"path": "/x", "prompt": None, "answer": None, "system": "s"}}, "system: only prompts with answers"),
-        ({"data": {"path": "/x", "tools": "t"}}, "tools: only conversations offer tools"),
+        ({"data": {"path": "/x", "messages": "m"}}, "messages and prompt are both given: keep the columns of one form"),
     ],
 )
 def test_contradictions_are_refused_with_their_keys(sections: dict[str, Any], error: str) -> None:
