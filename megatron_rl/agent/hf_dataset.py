@@ -18,8 +18,9 @@ from megatron_rl.agent.datasets import (
     normalised,
     read_questions,
 )
+from megatron_rl.agent.dropped_rows import DroppedRows
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.prompts import PromptConfig, prompt_format, render_prompt, template_fields
+from megatron_rl.agent.prompts import PromptConfig, check_characters, prompt_format, render_prompt, template_fields
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.model.tokenizer import Tokenizer
@@ -104,7 +105,17 @@ class HFDatasetAgent(RewardOnlyAgent):
         return {"question": question.text}
 
     def _problems(self, source: str, questions: Sequence[Question]) -> list[Problem]:
-        problems = [Problem(self._prompt(question), self.golden(question)) for question in questions]
+        problems: list[Problem] = []
+        dropped = DroppedRows(f"data set {source}")
+        for number, question in enumerate(questions):
+            try:
+                prompt = self._prompt(question)
+                check_characters(self.tokenizer, prompt)
+            except ValueError as error:
+                dropped.add(number, question.where, error)
+            else:
+                problems.append(Problem(prompt, self.golden(question)))
+        dropped.report(len(questions))
         limit = self.config.max_prompt_tokens
         if limit is None:
             return problems

@@ -1,17 +1,18 @@
-"""Prompts: a template with named fields, inside the tokenizer's chat template."""
+"""Prompts: a text with named fields, or a list of messages, inside the tokenizer's chat template."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from string import Formatter
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
+from megatron_rl.agent.text_rows import parse_json
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.config import ChatConfig
-from megatron_rl.chat.conversation import conversation_of
-from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
+from megatron_rl.model.tokenizer import CharacterTokenizer, Tokenizer
 
 
 class PromptConfig(ChatConfig):
@@ -57,6 +58,72 @@ def render_prompt(tokenizer: Tokenizer, message: str, config: PromptConfig) -> s
     if needs := next((name for name, value in given.items() if value), None):
         raise ValueError(f"environment.args.{needs}, but the tokenizer has no chat template")
     return tokenizer.as_prompt(message)
+
+
+def messages_in(value: Any, column: str) -> list[Any] | None:
+    """Return the messages that a value of a data set holds: a list of them, one alone, an object of lists as older sets
+    of `datasets` store it, or the JSON text of these, which is all that CSV can hold. None for other texts and for
+    numbers.
+
+    A list or an object that is not a message is returned too: `conversation_of` refuses it by its place.
+    """
+    found = value
+    if is_text := isinstance(value, str):
+        if not value.lstrip().startswith(("[", "{")):
+            return None
+        try:
+            found = parse_json(value, column)
+        except ValueError:
+            return None
+    if isinstance(found, Mapping):
+        found = _transposed(found) if found and all(isinstance(each, list) for each in found.values()) else [found]
+    if not isinstance(found, list) or (is_text and not (found and all(map(_is_message, found)))):
+        return None
+    return found
+
+
+def _transposed(lists: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=False)]
+
+
+def _is_message(value: Any) -> bool:
+    pairs = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+    return isinstance(value, Mapping) and any(pair <= value.keys() for pair in pairs)
+
+
+def render_messages(tokenizer: Tokenizer, messages: Sequence[Any], config: PromptConfig, column: str) -> str:
+    """Return the prompt of a list of messages. Without a chat template, the texts of the system and of the user follow
+    each other.
+
+    column: name of the messages, for errors.
+
+    Raises ValueError for messages that cannot be understood, that ask nothing, or that the chat template refuses.
+    """
+    found = conversation_of(messages, field=column)
+    last = found.messages[-1]["role"] if found.messages else "nobody"
+    if last not in ("user", "tool"):
+        raise ConversationError(column, f"is a prompt without a question: its last message is from {last}")
+    if config.system and not any(message["role"] == "system" for message in found.messages):
+        found = conversation_of([{"role": "system", "content": config.system}], field="system") + found
+    if in_chat(tokenizer, config):
+        return Chat.of(tokenizer, config.chat_template).text(found)
+    return _plain(found, config)
+
+
+def _plain(conversation: Conversation, config: PromptConfig) -> str:
+    if config.chat == "always":
+        raise ValueError("environment.args.chat: always, but the tokenizer has no chat template")
+    for message, place in zip(conversation.messages, conversation.places, strict=True):
+        if message["role"] not in ("system", "user"):
+            raise ConversationError(place, f"is from {message['role']}, which only a chat template can write")
+    return "\n\n".join(message["content"] for message in conversation.messages)
+
+
+def check_characters(tokenizer: Tokenizer, prompt: str) -> None:
+    """Raise ValueError if a prompt has a character for which a tokenizer of characters has no token. Others have tokens
+    for every text."""
+    if isinstance(tokenizer, CharacterTokenizer):
+        tokenizer.encode(prompt)
 
 
 def prompt_format(tokenizer: Tokenizer, config: PromptConfig) -> str:

@@ -26,11 +26,9 @@ from pydantic import Field
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.datasets import Question, Source
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
-from megatron_rl.agent.prompts import PromptConfig, in_chat, render_prompt
+from megatron_rl.agent.prompts import messages_in, render_messages, render_prompt
 from megatron_rl.agent.scoring import Reward
 from megatron_rl.agent.text_rows import value_at
-from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.errors import task_location
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
@@ -113,23 +111,10 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
         assert isinstance(source, Rows)
         system = value_at(question.row, source.system.split(".")) if source.system else None
         prompt_config = config if system is None else config.model_copy(update={"system": str(system)})
-        messages = value_at(question.row, source.question.split("."))
-        if isinstance(messages, list):
-            return _conversation(self.tokenizer, messages, prompt_config)
+        messages = messages_in(value_at(question.row, source.question.split(".")), source.question)
+        if messages is not None:
+            return render_messages(self.tokenizer, messages, prompt_config, source.question)
         return render_prompt(self.tokenizer, config.prompt.format(**self.fields(question)), prompt_config)
-
-
-def _conversation(tokenizer: Tokenizer, messages: Sequence[Any], prompt_config: PromptConfig) -> str:
-    """Return the prompt of a list of chat messages; without a chat template, their contents. Raises ValueError."""
-    if not messages or not all(isinstance(one, Mapping) and {"role", "content"} <= {*one} for one in messages):
-        raise ValueError("environment.args: a prompt that is a list must contain chat messages with role and content")
-    if prompt_config.system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": prompt_config.system}, *messages]
-    if in_chat(tokenizer, prompt_config):
-        return Chat.of(tokenizer, prompt_config.chat_template).text(conversation_of(messages))
-    if prompt_config.chat == "always":
-        raise ValueError("environment.args.chat: always, but the tokenizer has no chat template")
-    return "\n\n".join(str(one["content"]) for one in messages)
 
 
 def _check(file: Path) -> None:

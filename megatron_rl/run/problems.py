@@ -11,12 +11,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.problem_digest import ProblemDigest, differences
+from megatron_rl.agent.prompts import check_characters
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
@@ -44,8 +46,9 @@ def choose_problems(
     """Return the training sets without problems whose prompt leaves no room for an answer, and the number of problems
     left out, by environment. Leaving them out here costs no step an answer.
 
-    Raises ConfigurationError if no problem of an environment is left.
+    Raises ConfigurationError if no problem of an environment is left, or if the tokenizer cannot write a prompt.
     """
+    _check_prompts(environment, config, tokenizer)
     longest = config.sequence_length - config.sampling.max_new_tokens
     room = f"training.sequence_length {config.sequence_length} less sampling.max_new_tokens"
     chosen: list[TrainingSet] = []
@@ -69,6 +72,18 @@ def choose_problems(
             )
         chosen.append(fitting)
     return chosen, left_out
+
+
+def _check_prompts(environment: Environment, config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise ConfigurationError for a prompt, also one of an evaluation, with a character that the tokenizer lacks."""
+    sets = [(each.environment or config.task.name, each.problems) for each in environment.training_sets()]
+    for name, problems in chain(sets, environment.evaluation_problems().items()):
+        for problem in problems:
+            try:
+                if problem.is_prompt:
+                    check_characters(tokenizer, problem.prompt)
+            except ValueError as error:
+                raise ConfigurationError(f"environment {config.task.name!r}, problems {name!r}: {error}") from error
 
 
 def without_long_prompts(whole: TrainingSet, longest: int, encode: Callable[[str], Sequence[int]]) -> TrainingSet:

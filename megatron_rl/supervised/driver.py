@@ -8,6 +8,8 @@ agree on the batch without communication.
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
@@ -20,7 +22,7 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import Mixture
-from megatron_rl.supervised.rows import Example, RowEncoder, UnusableRow
+from megatron_rl.supervised.rows import Example, RowEncoder, UnusableRow, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class ExampleDriver:
         self._environment, self._loop = environment, loop
         self._tokenizer = tokenizer
         self._encoder = RowEncoder(config.rows, tokenizer, config.sequence_length)
+        self._dropped: Counter[str] = Counter()
         self._encoder.check([row for each in sets for row in each.problems])
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
@@ -71,7 +74,7 @@ class ExampleDriver:
                 example = self._encoder.example(row)
             except UnusableRow as error:
                 dropped[ordinal] = str(error)
-                logger.warning("row %d is dropped: %s", ordinal, error)
+                self._warn(place_of(row, ordinal), str(error))
                 continue
             found.append(TrajectoryGroup(ordinal, row, [_trajectory(example, self._tokenizer)], {}))
             positions.append(position)
@@ -82,6 +85,12 @@ class ExampleDriver:
             next_ordinal=ordinals.stop,
             dropped=dropped if self._groups.reports else {},
         )
+
+    def _warn(self, where: str, reason: str) -> None:
+        """Report a dropped row: the 1st, 10th, 100th ... with its reason."""
+        self._dropped[reason] += 1
+        if re.fullmatch("10*", count := str(self._dropped[reason])):
+            logger.warning("%s is dropped: %s (rows dropped for this reason so far: %s)", where, reason, count)
 
     def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
         """Return at once: nothing has to be on disk beside a checkpoint, because its cursor says which rows follow."""

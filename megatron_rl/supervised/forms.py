@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.agent.prompts import messages_in
 from megatron_rl.agent.text_rows import as_text, parse_json, value_at
 from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
 from megatron_rl.chat.tool_forms import kind_of
@@ -128,24 +129,24 @@ def row_of(form: Form, row: Mapping[str, Any]) -> dict[str, Any] | None:
     system = _text(_value(row, form.system), form.system)
     tools = _value(row, form.tools) or None
     if form.messages:
-        given = _listed(_parsed(_value(row, form.messages), form.messages))
-        return _learned(_behind(system, form, conversation_of(given, tools, field=form.messages))) if given else None
+        given = _value(row, form.messages)
+        talk = messages_in(given, form.messages) or given
+        return _learned(_behind(system, form, conversation_of(talk, tools, field=form.messages))) if talk else None
     asked, answer = _value(row, form.prompt), _value(row, form.answer)
     inputs = [_text(_value(row, name), name) for name in form.inputs]
     if not asked or answer in (None, "", [], {}):
         return None
     earlier = _history(_value(row, form.history))
-    prompt = _messages_in(asked, form.prompt)
-    answered = _messages_in(answer, form.answer)
+    prompt, answered = messages_in(asked, form.prompt), messages_in(answer, form.answer)
     if form.answer_is_calls:
         answered = [{"role": "function_call", "content": answer}]
-    if isinstance(prompt, str):
-        prompt = "\n".join(filter(None, [prompt, *inputs]))
-        if isinstance(answered, str) and not tools and not earlier:
-            return {"prompt": prompt, "answer": answered} | ({"system": system} if system else {})
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(answered, str):
-        answered = [{"role": "assistant", "content": answered}]
+    if prompt is None:
+        text = "\n".join(filter(None, [as_text(asked), *inputs]))
+        if answered is None and not tools and not earlier:
+            return {"prompt": text, "answer": as_text(answer)} | ({"system": system} if system else {})
+        prompt = [{"role": "user", "content": text}]
+    if answered is None:
+        answered = [{"role": "assistant", "content": as_text(answer)}]
     context = conversation_of(prompt, tools, field=form.prompt).as_context()
     completion = conversation_of(answered, field=form.answer)
     if completion.messages and completion.messages[0]["role"] != "assistant":
@@ -184,43 +185,10 @@ def conversation_in(values: Mapping[str, Any]) -> Conversation:
     return Conversation(tuple(messages), tuple(values.get("tools", ())), tuple(values["learned"]), places)
 
 
-def _messages_in(value: Any, column: str) -> str | list[Any]:
-    """Return a list of messages, or the text of a value. JSON text of messages, which is all that CSV can hold, is a
-    list of messages too."""
-    given, value = value, _listed(_parsed(value, column))
-    found = [value] if isinstance(value, Mapping) else value
-    if isinstance(given, str):
-        is_talk = isinstance(found, list) and found and all(map(_is_message, found))
-        return found if is_talk else given
-    return found if isinstance(found, list) else as_text(found) or ""
-
-
-def _is_message(value: Any) -> bool:
-    pairs = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
-    return isinstance(value, Mapping) and any(pair <= value.keys() for pair in pairs)
-
-
-def _parsed(value: Any, column: str) -> Any:
-    """Return the list or object in a JSON text; other values as they are."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
-        return value
-    try:
-        return parse_json(value, column)
-    except ValueError:
-        return value
-
-
-def _listed(value: Any) -> Any:
-    """Return a list of objects of an object of lists, as older sets of `datasets` store it; other values as they
-    are."""
-    if isinstance(value, Mapping) and value and all(isinstance(each, list) for each in value.values()):
-        return [dict(zip(value, each, strict=False)) for each in zip(*value.values(), strict=False)]
-    return value
-
-
 def _history(value: Any) -> Conversation | None:
     """Return the earlier turns of a row. Their answers are learned, as in LLaMA-Factory."""
-    value = _parsed(value, HISTORY)
+    if isinstance(value, str) and value:
+        value = parse_json(value, HISTORY)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):

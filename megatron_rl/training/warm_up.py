@@ -69,7 +69,10 @@ def teach(
             f"model.init is supervised but environment {config.task.name!r} has no worked examples: give it "
             "`demonstrations` (megatron_rl.agent.api.Demonstrator), or set model.init to from-scratch"
         )
-    examples = [token_example(prompt, answer, tokenizer) for prompt, answer in worked]
+    try:
+        examples = [token_example(prompt, answer, tokenizer) for prompt, answer in worked]
+    except ValueError as error:
+        raise ConfigurationError(f"a worked example of environment {config.task.name!r}: {error}") from error
     path = cache_path(config, examples)
     state = _read(path)
     if state is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.environments.python import PythonConfig, PythonEnvironment
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.model.tokenizer import build_tokenizer
 
 pytestmark = needs("datasets")
 
@@ -108,11 +111,48 @@ def test_prompt_may_be_a_conversation_and_have_a_system_message(tmp_path: Path) 
     source, tokenizer = "def reward(response, **columns):\n    return 0", Chat("<user>{}<assistant>")
     environment = build(tmp_path, source, [{"prompt": said}], tokenizer, system="Be brief.")
     assert environment.training_problems()[0].prompt == "<system>Be brief.<user>Hi<assistant>Yes?<user>2"
-    environment = build(tmp_path, source, [{"prompt": said}])
-    assert environment.training_problems()[0].prompt == "Hi\n\nYes?\n\n2", "as it stands where there is no template"
+    environment = build(tmp_path, source, [{"prompt": said[:1]}])
+    assert environment.training_problems()[0].prompt == "Hi", "the text where there is no template"
+    shared = [{"from": "human", "value": "Hi"}]
+    environment = build(tmp_path, source, [{"prompt": json.dumps(shared)}], tokenizer)
+    assert environment.training_problems()[0].prompt == "<user>Hi", "messages of ShareGPT, as JSON text"
     rows = {"path": str(tmp_path / "mine.jsonl"), "question": "ask", "system": "rules"}
     environment = build(tmp_path, source, [{"ask": "2?", "rules": "Be kind."}], tokenizer, train=rows)
     assert environment.training_problems()[0].prompt == "<system>Be kind.<user>2?"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([{"role": "narrator", "content": "2+2"}], "prompt.0.role: is 'narrator'"),
+        ([{"role": "user", "content": 4}], "prompt.0.content: "),
+        (
+            [{"role": "system", "content": "Be brief."}],
+            "prompt: is a prompt without a question",
+        ),
+        (
+            [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}],
+            "its last message is from assistant",
+        ),
+        (["2+2"], "prompt.0: "),
+        (
+            [{"role": "user", "content": "2"}, {"role": "assistant", "content": "?"}, {"role": "user", "content": "3"}],
+            "prompt.1: is from assistant, which only a chat template can write",
+        ),
+    ],
+)
+def test_prompt_that_asks_nothing_is_refused_by_row_and_field(tmp_path: Path, prompt: list[Any], said: str) -> None:
+    source = "def reward(response, **columns):\n    return 0"
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        build(tmp_path, source, [ROWS[0], {"prompt": prompt}])
+    assert f"{tmp_path / 'mine.jsonl'}:2: prompt" in str(error.value)
+
+
+def test_character_without_a_token_is_an_error_with_its_row_before_anything_is_built(tmp_path: Path) -> None:
+    tokenizer: Any = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789+="))
+    source = "def reward(response, **columns):\n    return 0"
+    with pytest.raises(ValueError, match=r"mine.jsonl:3: no token for the character '\*' of '6\*8=': add it to tokeni"):
+        build(tmp_path, source, [*ROWS, {"prompt": "6*8="}], tokenizer)
 
 
 def test_rows_are_split_and_evaluated_like_any_data_set(tmp_path: Path) -> None:

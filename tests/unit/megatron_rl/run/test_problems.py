@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,11 +80,14 @@ def test_a_problem_whose_prompts_a_program_writes_is_not_tokenised() -> None:
 
 
 class Environment:
-    def __init__(self, *sets: TrainingSet) -> None:
-        self._sets = sets
+    def __init__(self, *sets: TrainingSet, held_out: Sequence[Problem] = ()) -> None:
+        self._sets, self._held_out = sets, held_out
 
     def training_sets(self) -> Sequence[TrainingSet]:
         return self._sets
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        return {"held_out": self._held_out}
 
 
 def test_problems_left_out_are_counted_by_environment(caplog: pytest.LogCaptureFixture) -> None:
@@ -103,6 +106,15 @@ def test_problems_left_out_are_counted_by_environment(caplog: pytest.LogCaptureF
     environment = Environment(short, training_set("12345+67=", environment="long"))
     with pytest.raises(ConfigurationError, match="environment 'long': the prompts of all its 1 training problems are"):
         choose_problems(environment, config, tokenizer)
+
+
+def test_a_character_that_the_tokenizer_lacks_is_an_error_of_the_recipe() -> None:
+    config = tiny_run()
+    tokenizer = build_tokenizer(config.tokenizer)
+    fitting, foreign = training_set("1+2="), training_set("6*8=")
+    for environment in (Environment(fitting, foreign), Environment(fitting, held_out=foreign.problems)):
+        with pytest.raises(ConfigurationError, match=r"no token for the character '\*' of '6\*8=': add it to"):
+            choose_problems(environment, config, tokenizer)  # type: ignore[arg-type]
 
 
 # Problems that have changed

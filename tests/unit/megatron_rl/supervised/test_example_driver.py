@@ -71,6 +71,16 @@ def test_a_row_that_is_too_long_is_dropped_with_its_reason_and_not_replaced() ->
     assert [*batch.dropped.values()] == ["it is longer than training.sequence_length"]
 
 
+def test_dropped_rows_are_warned_of_by_reason_at_growing_counts(caplog: pytest.LogCaptureFixture) -> None:
+    long = [Problem("long", {"prompt": "1" * 60, "answer": "2", "where": "rows.jsonl:7"})] * 12
+    each = driver([*rows(16), *long], wanted=7)
+    for step in range(4):
+        each.collect(7 * step)
+    first, tenth = caplog.messages
+    assert first.startswith("rows.jsonl:7 is dropped: it is longer than training.sequence_length (rows dropped")
+    assert tenth.endswith("so far: 10)")
+
+
 def test_a_trajectory_marks_the_learned_tokens_as_turns() -> None:
     (group,) = driver([Problem("", {"prompt": "1+1=", "answer": "2"})] * 6).collect(0).groups[:1]
     (answer,) = group.trajectories
