@@ -45,6 +45,10 @@ class Source(Section):
 
     shorthand = "path"
 
+    def text_of(self, row: Mapping[str, Any]) -> str | None:
+        """Return the question of a row; None if it has none."""
+        return as_text(value_at(row, self.question.split(".")))
+
     @model_validator(mode="before")
     @classmethod
     def _of_path(cls, values: Any) -> Any:
@@ -157,12 +161,12 @@ def _answered(source: DataSet) -> Iterator[Question | None]:
 
 def _whole(source: Source) -> Iterator[Question | None]:
     """Yield the question of each row, with all columns of the data set; None if it lacks the question."""
-    path = source.question.split(".")
     rows = [*read_rows(source)]
     columns = dict.fromkeys(name for row in rows for name in row.values)
-    check_column(path[0], columns)
+    if source.question:
+        check_column(source.question.partition(".")[0], columns)
     for where, values in rows:
-        text = as_text(value_at(values, path))
+        text = source.text_of(values)
         row = {name: values.get(name) for name in columns}
         yield Question(text, "", row, source, where) if text else None
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.agent.datasets import DataSet, Source, data_extras, hub_names
+from megatron_rl.agent.text_rows import as_text
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.recipe.python_file import defined_names
 from megatron_rl.recipe.section import NonNegativeInt, PathMark
@@ -22,8 +25,15 @@ class Rows(Source):
 
     structured: ClassVar[bool] = True
 
-    question: str = "prompt"
-    """Column that names a problem in logs and records. Rows with the same text there count once."""
+    question: str = ""
+    """Column that names a problem in logs and records. Rows with the same text there count once. Default: `prompt`
+    where the rows have it, otherwise the whole row."""
+
+    def text_of(self, row: Mapping[str, Any]) -> str | None:
+        """Return the name of a problem; None if the row has none."""
+        if self.question or "prompt" in row:
+            return super().text_of(row) if self.question else as_text(row["prompt"])
+        return json.dumps(row, ensure_ascii=False)
 
 
 class Examples(DataSet):

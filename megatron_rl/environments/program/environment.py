@@ -163,7 +163,9 @@ def _command(config: ProgramConfig, variables: Mapping[str, str]) -> list[str]:
 def _questions(rows: Rows) -> list[Question]:
     questions = distinct(read_questions(rows))
     if not questions:
-        raise ValueError(f"data set {rows.path}, split {rows.split}: no row has a problem ({rows.question})")
+        raise ValueError(
+            f"data set {rows.path}, split {rows.split}: no row has a problem ({rows.question or 'prompt'})"
+        )
     return questions
 
 

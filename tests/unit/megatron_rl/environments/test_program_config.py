@@ -74,6 +74,15 @@ def test_a_program_gets_the_whole_row_and_its_text_column_only_names_it(tmp_path
     assert (problem.prompt, dict(problem.golden), problem.is_prompt) == ("p0", PROBLEMS[0], False)
 
 
+def test_any_row_is_a_problem(tmp_path: Path) -> None:
+    tasks = [{"task": "count", "to": 3}, {"task": "count", "to": 4}]
+    problems = environment(problems=rows(tmp_path, [*tasks, tasks[0]])).training_problems()
+    assert [dict(problem.golden) for problem in problems] == tasks
+    assert json.loads(problems[0].prompt) == tasks[0], "its name in logs and records"
+    with pytest.raises(ValueError, match="there is no column 'id', only task, to"):
+        environment(problems={"path": rows(tmp_path, tasks), "question": "id"})
+
+
 def test_evaluation_sets_and_held_out_problems_are_not_trained_on(tmp_path: Path) -> None:
     found = environment(
         problems=rows(tmp_path, PROBLEMS),
