@@ -28,9 +28,9 @@ from megatron_rl.chat.formats import (
 from megatron_rl.chat.messages import Conversation, ConversationError, Message
 from megatron_rl.chat.probes import ANSWER, ARGUMENTS, MORE, SYSTEM, TOOL, USER, Probe, calling
 from megatron_rl.chat.proof import Rendering
+from megatron_rl.chat.turn_end import PLACEHOLDER, turn_end
 from megatron_rl.model.tokenizer import Tokenizer
 
-PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"
 THOUGHT_TOKENS = 8
 """Number of last prompt tokens in which to look for the tag that opens a thought."""
 _THOUGHT = f"{THINK}\nHm.\n{THINK_END}\n\n"
@@ -60,7 +60,9 @@ class TemplateFormat:
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
         self._tokenizer, self._variables = tokenizer, variables
         self.stop_ids = tokenizer.end_ids
-        self._ends = [tokenizer.show(token) for token in tokenizer.end_ids]
+        end = turn_end(tokenizer)
+        ends = self.stop_ids if end is None else self.stop_ids | {end}
+        self._ends = {token: tokenizer.show(token) for token in ends}
         self._think = token_named(tokenizer, THINK)
         tokens = (self._think, token_named(tokenizer, THINK_END))
         self.tags: tuple[str, ...] = () if None not in tokens else (THINK, THINK_END)
@@ -109,7 +111,7 @@ class TemplateFormat:
         found = Example(tokens, [False] * len(tokens))
         for index, part in zip(asked, parts[1:], strict=True):
             tokens = self._tokenizer.encode(part)
-            ends = (place for place, token in enumerate(tokens, 1) if token in self._tokenizer.end_ids)
+            ends = (place for place, token in enumerate(tokens, 1) if token in self._ends)
             if (learned := next(ends, None)) is None:
                 if index != len(messages) - 1:
                     raise ConversationError(said.places[index], "the chat template writes no end token behind it")
@@ -131,7 +133,7 @@ class TemplateFormat:
 
     def _answer(self, part: str) -> str:
         """Return the text up to the first end token. Names of control tokens within messages are marked."""
-        return part[: min((at for name in self._ends if (at := part.find(name)) >= 0), default=len(part))]
+        return part[: min((at for name in self._ends.values() if (at := part.find(name)) >= 0), default=len(part))]
 
     def _opens_thought(self, prompt: list[int]) -> bool:
         return self._tokenizer.decode(prompt[-THOUGHT_TOKENS:], special=True).rstrip().endswith(THINK)

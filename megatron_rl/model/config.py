@@ -268,6 +268,9 @@ class TokenizerConfig(Section):
     path: HubPath | None = None
     """Name on the hub, directory, or package:NAME as in `model.huggingface` (`type: huggingface`); default:
     model.huggingface."""
+    end_tokens: list[str] = []
+    """Names of further tokens that end an answer, such as <|im_end|> for a base model with a chat template (`type:
+    huggingface`). Default: the end-of-text token of the tokenizer, and those in generation_config.json."""
     date: Day | None = None
     """Day, as YYYY-MM-DD, that chat templates use as today, for example in the system message of Llama 3. Default: the
     day of the first submission, so that prompts stay the same for the whole run."""
@@ -280,6 +283,8 @@ class TokenizerConfig(Section):
     def _complete(self) -> TokenizerConfig:
         if self.type == "characters" and (not self.alphabet or len(set(self.alphabet)) != len(self.alphabet)):
             raise ValueError("type: characters needs alphabet, a string of distinct characters")
+        if self.type == "characters" and self.end_tokens:
+            raise ValueError("end_tokens: a tokenizer of characters has one end token")
         if self.type == "huggingface" and self.path is None:
             raise ValueError("type: huggingface needs path, the tokenizer's name on the hub or directory")
         return self

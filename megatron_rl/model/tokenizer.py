@@ -288,10 +288,10 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.type == "characters":
         return CharacterTokenizer(config.alphabet)
     assert config.path is not None  # Tokenizer._complete
-    return _load_hugging_face(config.path, config.date, config.renderer)
+    return _load_hugging_face(config, config.path)
 
 
-def _load_hugging_face(path: str, today: str | None, renderer: str) -> HuggingFaceTokenizer:
+def _load_hugging_face(config: TokenizerConfig, path: str) -> HuggingFaceTokenizer:
     folder = local_folder(path, "tokenizer.path", "tokenizer.json")
     try:
         tokenizer = load_pretrained_tokenizer(folder)
@@ -300,7 +300,16 @@ def _load_hugging_face(path: str, today: str | None, renderer: str) -> HuggingFa
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error
     _check_blanks(tokenizer, path)
-    return HuggingFaceTokenizer(tokenizer, _end_ids(folder, len(tokenizer)), today, renderer)
+    end_ids = [*_end_ids(folder, len(tokenizer)), *(_token(tokenizer, name) for name in config.end_tokens)]
+    return HuggingFaceTokenizer(tokenizer, end_ids, config.date, config.renderer)
+
+
+def _token(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
+    """Return the token of a name. Raises ValueError."""
+    found: int | None = tokenizer.get_vocab().get(name)
+    if found is None:
+        raise ValueError(f"tokenizer.end_tokens: the tokenizer has no token {name!r}")
+    return found
 
 
 def _check_blanks(tokenizer: PreTrainedTokenizerBase, path: str) -> None:

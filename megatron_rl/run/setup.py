@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.registry import build_environment, with_kept_files
+from megatron_rl.chat.turn_end import unknown_end
 from megatron_rl.checkpoint.adapters import check_base
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
@@ -66,6 +67,7 @@ def set_up(
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     training_sets, left_out = _training_sets(environment, config, tokenizer)
+    _warn_of_end(training_sets, config, tokenizer)
     pool = None
     if config.placement.mode == "partitioned":
         from megatron_rl.run import partitioned  # slow to import: it needs an HTTP client
@@ -180,6 +182,17 @@ def _training_sets(
     if not all(each.problems for each in environment.training_sets()):
         raise ConfigurationError(f"environment {config.task.name!r} has no training problems")
     return choose_problems(environment, config, tokenizer)
+
+
+def _warn_of_end(training_sets: Sequence[TrainingSet], config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Warn if answers in the chat template do not end where it ends them."""
+    if config.supervised:
+        warning = None if config.rows.chat == "never" else unknown_end(tokenizer)
+    else:
+        first = training_sets[0].problems[0]
+        warning = unknown_end(tokenizer, first.prompt if first.is_prompt else None)
+    if warning:
+        logger.warning("%s", warning)
 
 
 def _generation(
