@@ -17,9 +17,9 @@ SHOWN = 5
 class DroppedRows:
     """Unusable rows of one data set, by reason."""
 
-    def __init__(self, name: str) -> None:
-        """name: of the data set, for errors."""
-        self._name = name
+    def __init__(self, path: str) -> None:
+        """path: of the data set, for errors."""
+        self._path = path
         self._count: Counter[str] = Counter()
         self._first: dict[str, str] = {}
 
@@ -31,7 +31,8 @@ class DroppedRows:
         Raises ValueError for one of the first rows.
         """
         if number < FIRST:
-            raise ValueError(f"{self._name}: {where}: {error}") from error
+            named = where if where.startswith(self._path) else f"{self._path}: {where}"
+            raise ValueError(f"data set {named}: {error}") from error
         reason = re.sub(r"(?<=\.)\d+(?=[.:])", "N", str(error))  # messages.3.role: one reason for all messages
         self._count[reason] += 1
         self._first.setdefault(reason, where)
@@ -54,7 +55,9 @@ class DroppedRows:
         reasons = [
             f"{count:,} x {reason} (first: {self._first[reason]})" for reason, count in self._count.most_common(SHOWN)
         ]
-        what = f"{self._name}: {dropped:,} of {rows:,} rows cannot be used and are dropped: {'; '.join(reasons)}"
+        what = (
+            f"data set {self._path}: {dropped:,} of {rows:,} rows cannot be used and are dropped: {'; '.join(reasons)}"
+        )
         if dropped * 2 > rows:
             raise ValueError(what)
         logger.warning("%s", what)

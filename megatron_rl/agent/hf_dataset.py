@@ -106,7 +106,7 @@ class HFDatasetAgent(RewardOnlyAgent):
 
     def _problems(self, source: str, questions: Sequence[Question]) -> list[Problem]:
         problems: list[Problem] = []
-        dropped = DroppedRows(f"data set {source}")
+        dropped = DroppedRows(source)
         for number, question in enumerate(questions):
             try:
                 prompt = self._prompt(question)

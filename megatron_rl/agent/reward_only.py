@@ -53,7 +53,8 @@ class RewardOnlyAgent(Environment):
 
     def gold_response(self, problem: Problem) -> str:
         """Return the problem's `answer`, if its verifier data has one."""
-        return str(problem.golden["answer"]) if "answer" in problem.golden else super().gold_response(problem)
+        answer = problem.golden.get("answer")
+        return super().gold_response(problem) if answer is None else str(answer)
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         trajectories, failures = await self._answer(

@@ -28,7 +28,7 @@ from megatron_rl.agent.datasets import Question, Source
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
 from megatron_rl.agent.prompts import messages_in, render_messages, render_prompt
 from megatron_rl.agent.scoring import Reward
-from megatron_rl.agent.text_rows import value_at
+from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.errors import task_location
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
@@ -90,7 +90,8 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
     def demonstrations(self) -> Sequence[tuple[str, str]]:
         """Return prompts and right answers of the rows with a column `answer`; used only by `model.init:
         supervised`."""
-        return [(one.prompt, str(one.golden["answer"])) for one in self.training_problems() if "answer" in one.golden]
+        answers = [(one.prompt, as_text(one.golden.get("answer"))) for one in self.training_problems()]
+        return [(prompt, answer) for prompt, answer in answers if answer]
 
     def get_reward(
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason

@@ -74,7 +74,7 @@ def _read(data: DataConfig, source: Source) -> list[Problem]:
         raise ValueError(f"{name}: {error}") from error
     logger.info("%s: %s", name, form)
     found: list[Problem] = []
-    dropped, lacking = DroppedRows(name), 0
+    dropped, lacking = DroppedRows(source.path), 0
     for number, row in enumerate(chain(first, rows)):
         columns |= dict.fromkeys(row.values)
         try:

@@ -157,9 +157,14 @@ def test_character_without_a_token_is_an_error_with_its_row_before_anything_is_b
 
 def test_rows_are_split_and_evaluated_like_any_data_set(tmp_path: Path) -> None:
     rows = [{"prompt": str(number), "answer": "1"} for number in range(10)]
-    environment = build(tmp_path, "def reward(response, **columns):\n    return 0", rows, held_out=0.2)
+    source = "def reward(response, **columns):\n    return 0"
+    environment = build(tmp_path, source, rows, held_out=0.2)
     assert (len(environment.training_problems()), len(environment.evaluation_problems()["held_out"])) == (8, 2)
     assert environment.demonstrations()[0] == (environment.training_problems()[0].prompt, "1")
+    environment = build(tmp_path, source, [*rows[:2], {"prompt": "x"}])
+    assert [prompt for prompt, _ in environment.demonstrations()] == ["0", "1"], "no answer is not the text None"
+    with pytest.raises(NotImplementedError):
+        environment.gold_response(environment.training_problems()[-1])
 
 
 @pytest.mark.parametrize(

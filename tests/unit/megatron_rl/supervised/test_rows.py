@@ -181,7 +181,7 @@ def test_late_rows_that_mean_nothing_are_dropped_and_counted_by_reason(
     assert said.startswith(f"data set {file}: 3 of 19 rows cannot be used and are dropped: 2 x messages.N.content")
     assert f"(first: {file}:17); 1 x messages.N.role: is 'narrator'" in said
     write_rows(file, [*[good] * 15, BAD])
-    with pytest.raises(ConfigurationError, match=rf"data set {file}: {file}:16: messages\.0\.content: is a number"):
+    with pytest.raises(ConfigurationError, match=rf"data set {file}:16: messages\.0\.content: is a number"):
         rows_of(DataConfig(path=str(file)), None)
     write_rows(file, [*[good] * 16, *[BAD] * 17])
     with pytest.raises(ConfigurationError, match=r"17 of 33 rows cannot be used and are dropped: 17 x messages\.N"):

