@@ -152,11 +152,16 @@ def _answered(source: DataSet) -> Iterator[Question | None]:
     paths = [path.split(".") for path in (source.question, source.answer)]
     for where, values in read_rows(source, [path[0] for path in paths]):
         found = [value_at(values, path) for path in paths]
-        if not source.structured and any(isinstance(value, dict | list) for value in found):
+        if (not source.structured and any(isinstance(value, dict | list) for value in found)) or _is_talk(found[0]):
             raise ValueError(f"data set {source.path}: {where}: {_no_text(source)}")
         text, solution = map(as_text, found)
         answer = None if text is None or solution is None else _answer_in(source, solution)
         yield Question(text, answer, where=where) if text is not None and answer else None
+
+
+def _is_talk(question: Any) -> bool:
+    """Whether a question is a list of messages, which no environment with right answers reads."""
+    return isinstance(question, list) and any(isinstance(each, Mapping) for each in question)
 
 
 def _whole(source: Source) -> Iterator[Question | None]:

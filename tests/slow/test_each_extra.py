@@ -1,4 +1,4 @@
-"""Each extra of mrl does what it promises beside `train` alone, so that what other extras bring by chance is missing."""
+"""Each extra of mrl does what it promises beside `train` alone, without what other extras bring by chance."""
 
 from __future__ import annotations
 

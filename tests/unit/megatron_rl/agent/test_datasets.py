@@ -200,6 +200,18 @@ def test_row_with_too_short_list_has_no_answer(tmp_path: Path, caplog: pytest.Lo
         list(read_questions(DataSet(path=str(file), answer="answers")))
 
 
+def test_a_list_of_messages_is_not_the_text_of_a_question(tmp_path: Path) -> None:
+    class Structured(DataSet):
+        structured = True
+
+    talk = {"problem": [{"role": "user", "content": "a"}], "answer": ["1"]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(talk) + "\n")
+    with pytest.raises(ValueError, match=r"data.jsonl:1: the question .*for example question: problem.0.content"):
+        list(read_questions(Structured(path=str(tmp_path / "data.jsonl"))))
+    found = Structured(path=str(tmp_path / "data.jsonl"), question="problem.0.content")
+    assert list(read_questions(found)) == [Question("a", '["1"]')]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
