@@ -169,7 +169,7 @@ def _whole(source: Source) -> Iterator[Question | None]:
     rows = [*read_rows(source)]
     columns = dict.fromkeys(name for row in rows for name in row.values)
     if source.question:
-        check_column(source.question.partition(".")[0], columns)
+        check_column(source.question.partition(".")[0], columns, f"data set {source.path}")
     for where, values in rows:
         text = source.text_of(values)
         row = {name: values.get(name) for name in columns}
@@ -224,10 +224,10 @@ def _errors_of(source: Source) -> Iterator[None]:
         raise ValueError(f"data set {source.path}: {error}") from error
 
 
-def check_column(name: str, columns: Collection[str]) -> None:
-    """Raise ValueError if there is no column of this name."""
+def check_column(name: str, columns: Collection[str], data_set: str = "") -> None:
+    """Raise ValueError if there is no column of this name. data_set: named by the error."""
     if name not in columns:
-        raise ValueError(f"there is no column {name!r}, only {', '.join(columns)}")
+        raise ValueError(f"{data_set}: " * bool(data_set) + f"there is no column {name!r}, only {', '.join(columns)}")
 
 
 def _no_text(source: DataSet) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 
 logger = logging.getLogger(__name__)
 
-FIRST = 16
+CHECKED = 16
 """Rows at the start of a data set of which each must be usable: an unusable one there probably stands for most."""
 SHOWN = 5
 """Reasons of a report, the most frequent ones."""
@@ -30,7 +30,7 @@ class DroppedRows:
 
         Raises ValueError for one of the first rows.
         """
-        if number < FIRST:
+        if number < CHECKED:
             named = where if where.startswith(self._path) else f"{self._path}: {where}"
             raise ValueError(f"data set {named}: {error}") from error
         reason = re.sub(r"(?<=\.)\d+(?=[.:])", "N", str(error))  # messages.3.role: one reason for all messages

@@ -12,7 +12,7 @@ Beside them, `tools` are definitions of tools, and `system` is the system messag
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.agent.prompts import messages_in
@@ -82,16 +82,16 @@ class Form:
 
 def form_of(data: DataConfig, columns: Collection[str]) -> Form:
     """Return the form of a data set with these columns. Raises ValueError if it is none, or may be several."""
-    beside = {
-        "system": next((name for name in SYSTEMS if name in columns), ""),
-        "tools": data.tools or next((name for name in TOOLS if name in columns), ""),
-    }
+    beside = Form(
+        system=next((name for name in SYSTEMS if name in columns), ""),
+        tools=data.tools or next((name for name in TOOLS if name in columns), ""),
+    )
     if data.prompt is not None and data.answer is not None:
-        return Form(prompt=data.prompt, answer=data.answer, **beside)
+        return replace(beside, prompt=data.prompt, answer=data.answer)
     whole = data.messages or next((name for name in CONVERSATIONS if name in columns), "")
     if whole:
-        return Form(messages=whole, **beside)
-    found = [pair for pair in PAIRS if {*pair} <= {*columns} and (pair != CALLS or beside["tools"])]
+        return replace(beside, messages=whole)
+    found = [pair for pair in PAIRS if {*pair} <= {*columns} and (pair != CALLS or beside.tools)]
     if not found:
         raise ValueError(
             f"no known columns of conversations among {', '.join(columns)}: name them by data.messages, or by "
@@ -104,13 +104,13 @@ def form_of(data: DataConfig, columns: Collection[str]) -> Form:
             "name them by data.prompt and data.answer"
         )
     prompt, answer = found[0]
-    return Form(
+    return replace(
+        beside,
         prompt=prompt,
         answer=answer,
         inputs=tuple(name for name in INPUTS.get(prompt, ()) if name in columns),
         answer_is_calls=found[0] == CALLS,
         history=HISTORY if HISTORY in columns else "",
-        **beside,
     )
 
 
@@ -170,10 +170,6 @@ def _behind(system: str, form: Form, conversation: Conversation) -> Conversation
 def _learned(conversation: Conversation) -> dict[str, Any] | None:
     if not conversation.messages:
         return None
-    if not any(conversation.learned):
-        raise ConversationError(
-            conversation.places[-1].partition(".")[0], "has nothing to learn: no message is the assistant's"
-        )
     values = {"messages": [*conversation.messages], "learned": [*conversation.learned]}
     return values | ({"tools": [*conversation.tools]} if conversation.tools else {})
 

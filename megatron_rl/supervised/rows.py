@@ -9,19 +9,20 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import Demonstrator, Environment
 from megatron_rl.agent.datasets import Source, check_column, read_rows
-from megatron_rl.agent.dropped_rows import FIRST, DroppedRows
+from megatron_rl.agent.dropped_rows import CHECKED, DroppedRows
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import Conversation, conversation_of
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.supervised.config import DataConfig
-from megatron_rl.supervised.forms import columns_of, conversation_in, form_of, row_of
+from megatron_rl.supervised.forms import Form, columns_of, conversation_in, form_of, row_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +59,44 @@ def rows_of(data: DataConfig, environment: object) -> list[Problem]:
             )
         return [_row({"prompt": prompt, "answer": answer, "plain": True}) for prompt, answer in pairs]
     try:
-        return _read(data, Source(path=data.path, split=data.split, subset=data.subset))
+        return [*read_data(data).rows]
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
 
 
-def _read(data: DataConfig, source: Source) -> list[Problem]:
-    name = f"data set {source.path}"
-    rows = read_rows(source)
-    first = [*islice(rows, FIRST)]
+@dataclass(frozen=True, slots=True)
+class DataRows:
+    """Rows of a data set that are trained on, and the number of the others."""
+
+    form: Form
+    rows: Sequence[Problem]
+    dropped: Mapping[str, int]
+    """Rows that are not understood, by reason."""
+    lacking: int
+    """Rows without a value in a column that is trained on."""
+
+    @property
+    def count(self) -> int:
+        return len(self.rows) + self.lacking + sum(self.dropped.values())
+
+
+def read_data(data: DataConfig) -> DataRows:
+    """Read the rows of `data.path`, and warn of those that are not trained on.
+
+    Raises ValueError if the data is missing or does not match the configuration, or if one of the first rows or most of
+    them cannot be understood.
+    """
+    assert data.path is not None
+    rows = read_rows(source := Source(path=data.path, split=data.split, subset=data.subset))
+    first = [*islice(rows, CHECKED)]
     columns = dict.fromkeys(chain.from_iterable(row.values for row in first))
+    name = f"data set {source.path}"
     try:
         form = form_of(data, columns)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     logger.info("%s: %s", name, form)
-    found: list[Problem] = []
+    kept: list[Problem] = []
     dropped, lacking = DroppedRows(source.path), 0
     for number, row in enumerate(chain(first, rows)):
         columns |= dict.fromkeys(row.values)
@@ -85,18 +108,18 @@ def _read(data: DataConfig, source: Source) -> list[Problem]:
         if values is None:
             lacking += 1
         else:
-            found.append(_row(values, row.where))
+            kept.append(_row(values, row.where))
     for column in columns_of(form):
-        check_column(column, columns)
-    count = len(found) + lacking + sum(dropped.by_reason.values())
-    if not found:
+        check_column(column, columns, name)
+    found = DataRows(form, kept, dropped.by_reason, lacking)
+    dropped.report(found.count)
+    if not kept:
         raise ValueError(f"{name}, split {source.split}: no row has {form.wanted}")
     if lacking:
         logger.warning(
             "%s, split %s: %d of %d rows are skipped, because they lack %s",
-            *(name, source.split, lacking, count, form.wanted),
+            *(name, source.split, lacking, found.count, form.wanted),
         )
-    dropped.report(count)
     return found
 
 
@@ -145,14 +168,14 @@ class RowEncoder:
     def check(self, rows: Sequence[Problem]) -> None:
         """Raise ConfigurationError if one of the first rows cannot be turned into tokens, unless it is too long, or if
         most rows of a sample of all cannot be trained on."""
-        spread = range(FIRST, len(rows), max(1, -(-(len(rows) - FIRST) // (TRIED - FIRST))))
-        tried = [*range(min(FIRST, len(rows))), *spread][:TRIED]
+        spread = range(CHECKED, len(rows), max(1, -(-(len(rows) - CHECKED) // (TRIED - CHECKED))))
+        tried = [*range(min(CHECKED, len(rows))), *spread][:TRIED]
         reasons: Counter[str] = Counter()
         for number in tried:
             try:
                 self.example(rows[number])
             except UnusableRow as error:
-                if str(error) != TOO_LONG and number < FIRST:
+                if str(error) != TOO_LONG and number < CHECKED:
                     raise ConfigurationError(
                         f"data: {place_of(rows[number], number)} cannot be trained on: {error}"
                     ) from error
