@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, Protocol
 from renderers import ParsedResponse, Renderer
 
 from megatron_rl.chat.messages import Conversation, Message
-from megatron_rl.chat.proof import THINK as THINK
-from megatron_rl.chat.proof import THINK_END as THINK_END
 from megatron_rl.chat.proof import Rendering
 from megatron_rl.model.tokenizer import PROMPT_MARK, Tokenizer
 

@@ -13,6 +13,10 @@ Tool = dict[str, Any]
 """The definition of a tool: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
+THINK, THINK_END = "<think>", "</think>"
+"""Tags of a thought within a text, at which many templates cut an earlier answer."""
+
+
 class ConversationError(ValueError):
     """A conversation that cannot be understood, or that the chat template does not write as a whole."""
 

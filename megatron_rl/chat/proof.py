@@ -20,19 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unicodedata import normalize
 
-from megatron_rl.chat.messages import Conversation, ConversationError, Message
+from megatron_rl.chat.messages import THINK, THINK_END, Conversation, ConversationError, Message
+from megatron_rl.chat.sample_conversations import form_of, sample_of
 from megatron_rl.model.control_tokens import MARK
 
 MOST_FORMS = 1000
 """Forms of conversations whose proof is kept."""
-MOST_TOOLS = 3
-"""Tools in the conversation that stands for a form."""
 NEAR = 2000
 """Characters behind the last part in which to look for the next one first, since most stand there."""
 SHOWN = 60
 """Characters of a lost text in an error."""
-THINK, THINK_END = "<think>", "</think>"
-"""Tags of a thought within a text, at which many templates cut an earlier answer."""
 
 
 class Rendering(NamedTuple):
@@ -46,10 +43,10 @@ class Rendering(NamedTuple):
 class Lost(NamedTuple):
     """A part of a conversation that does not stand in its rendering."""
 
-    message: int | None
-    """Number of the message; None for a tool."""
     part: str
     """Its place, such as tool_calls.0.function.name."""
+    message: int | None = None
+    """Number of its message; None for a tool."""
 
 
 class Proof:
@@ -65,10 +62,10 @@ class Proof:
 
         render: renders a conversation of the same form. It may raise ValueError: then the text alone is looked at.
         """
-        lost = _lost_text(said, found) or self._lost_form(said, render)
+        lost = self._lost_form(said, render) or _lost_text(said, found)
         if lost is not None:
             place = lost.part if lost.message is None else f"{said.places[lost.message]}.{lost.part}"
-            raise ConversationError(place, f"{self._writer} does not write it{_quoted(said, lost)}")
+            raise ConversationError(place, f"{self._writer} does not write it: {_shown(said, lost)!r}")
 
     def _lost_form(self, said: Conversation, render: Callable[[Conversation], Rendering]) -> Lost | None:
         form = form_of(said)
@@ -81,60 +78,6 @@ class Proof:
             except ValueError:
                 self._forms[form] = None
         return self._forms[form]
-
-
-def form_of(said: Conversation) -> tuple[Any, ...]:
-    """Return what decides, besides the texts, which parts a template writes."""
-    return (
-        bool(said.tools),
-        said.learned,
-        *(
-            (
-                message["role"],
-                bool(message["content"]),
-                "reasoning_content" in message,
-                tuple(bool(call["function"]["arguments"]) for call in message.get("tool_calls", ())),
-            )
-            for message in said.messages
-        ),
-    )
-
-
-def sample_of(said: Conversation) -> Conversation:
-    """Return a conversation of the same form, whose texts are words that occur nowhere else."""
-    count = 0
-
-    def word() -> str:
-        nonlocal count
-        count += 1
-        return f"zq{count}qz"
-
-    names: dict[str, str] = {}
-    tools = []
-    for tool in said.tools[:MOST_TOOLS]:
-        name = names.setdefault(tool["function"]["name"], word())
-        schema = {"type": "object", "properties": {word(): {"type": "string", "description": word()}}}
-        tools.append({"type": "function", "function": {"name": name, "description": word(), "parameters": schema}})
-    messages = []
-    for message in said.messages:
-        found = {**message, "content": word() if message["content"].strip() else message["content"]}
-        if "reasoning_content" in message:
-            found["reasoning_content"] = word()
-        if "name" in message:
-            found["name"] = names.setdefault(message["name"], word())
-        if "tool_calls" in message:
-            found["tool_calls"] = [
-                call
-                | {
-                    "function": {
-                        "name": names.setdefault(call["function"]["name"], word()),
-                        "arguments": {word(): word()} if call["function"]["arguments"] else {},
-                    }
-                }
-                for call in message["tool_calls"]
-            ]
-        messages.append(found)
-    return Conversation(tuple(messages), tuple(tools), said.learned, said.places)
 
 
 def _lost_text(said: Conversation, found: Rendering) -> Lost | None:
@@ -173,17 +116,26 @@ class _Search:
     def all_in(self, text: str) -> Lost | None:
         """Return the first part that is not in a rendering, apart from thoughts."""
         self._text, end = _unmarked(text), 0
-        for number, tool in enumerate(self._said.tools):
-            if self._end(tool["function"]["name"], 0) < 0:
-                return Lost(None, f"tools.{number}.function.name")
+        if (lost := self._lost_tool()) is not None:
+            return lost
         for number, message in enumerate(self._said.messages):
-            if message["role"] == "system":
-                if self._end(message["content"], 0) < 0:
-                    return Lost(number, "content")
-            elif isinstance(found := self._end_of(message, end, whole=False), str):
-                return Lost(number, found)
-            else:
-                end = found
+            is_system = message["role"] == "system"
+            found = self._end_of(message, 0 if is_system else end, whole=False)
+            if isinstance(found, Lost):
+                return found._replace(message=number)
+            end = end if is_system else found
+        return None
+
+    def _lost_tool(self) -> Lost | None:
+        """Return the first tool that is not written anywhere, by its name or that of a parameter."""
+        for number, tool in enumerate(self._said.tools):
+            name, parameters = tool["function"]["name"], tool["function"]["parameters"]
+            if self._end(name, 0) < 0:
+                return Lost(f"tools.{number}.function.name")
+            properties = parameters.get("properties")
+            for each in properties if isinstance(properties, dict) else ():
+                if self._end(each, 0) < 0:
+                    return Lost(f"tools.{number}.function.parameters.properties")
         return None
 
     def learned_in(self, text: str) -> Lost | None:
@@ -192,29 +144,31 @@ class _Search:
         for number, message in enumerate(self._said.messages):
             if not self._said.learned[number]:
                 continue
-            if isinstance(found := self._end_of(message, end, whole=True), str):
-                return Lost(number, found)
+            found = self._end_of(message, end, whole=True)
+            if isinstance(found, Lost):
+                return found._replace(message=number)
             end = found
         return None
 
-    def _end_of(self, message: Message, start: int, *, whole: bool) -> int | str:
-        """Return where a message ends that begins at `start` or later, or the place of the first part that is missing.
-        whole: with its thoughts. The parts may stand in any order."""
+    def _end_of(self, message: Message, start: int, *, whole: bool) -> int | Lost:
+        """Return where a message ends that begins at `start` or later, or its first part that is missing. whole: with
+        its thoughts. The parts may stand in any order."""
         end = self._end_of_content(message, start, whole=whole)
         if end < 0:
-            return "content"
+            return Lost("content")
         if whole and (thought := message.get("reasoning_content")):
             if (found := self._end(thought, start)) < 0:
-                return "reasoning_content"
+                return Lost("reasoning_content")
             end = max(end, found)
         at = start
         for number, call in enumerate(message.get("tool_calls", ())):
-            at = self._end(call["function"]["name"], at)
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            at = self._end(name, at)
             if at < 0:
-                return f"tool_calls.{number}.function.name"
-            at = self._end_of_arguments(call["function"]["arguments"], at)
+                return Lost(f"tool_calls.{number}.function.name")
+            at = self._end_of_arguments(arguments, at)
             if at < 0:
-                return f"tool_calls.{number}.function.arguments"
+                return Lost(f"tool_calls.{number}.function.arguments")
         return max(end, at)
 
     def _end_of_content(self, message: Message, start: int, *, whole: bool) -> int:
@@ -281,10 +235,10 @@ def _unmarked(text: str) -> str:
     return text.replace(MARK, "") if MARK in text else text
 
 
-def _quoted(said: Conversation, lost: Lost) -> str:
-    """Return the beginning of a lost text, for an error."""
-    value: Any = said.tools if lost.message is None else said.messages[lost.message]
-    for name in lost.part.removeprefix("tools.").split(".") if lost.message is None else lost.part.split("."):
-        value = value[int(name)] if name.isdecimal() else value[name]
+def _shown(said: Conversation, lost: Lost) -> str:
+    """Return the beginning of what is lost."""
+    value: Any = {"tools": said.tools} if lost.message is None else said.messages[lost.message]
+    for name in lost.part.split("."):
+        value = value.get(name) if isinstance(value, dict) else value[int(name)]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return f": {text[:SHOWN] + ('...' if len(text) > SHOWN else '')!r}"
+    return text[:SHOWN] + ("..." if len(text) > SHOWN else "")

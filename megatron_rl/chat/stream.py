@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.chat.answers import call_of, divided, first_is_text, parsed, read_answer, spelled_out, without_end
-from megatron_rl.chat.formats import THINK, THINK_END, Format, Tools, is_markup, letter_of
-from megatron_rl.chat.messages import ParsedAnswer, ToolCall
+from megatron_rl.chat.formats import Format, Tools, is_markup, letter_of
+from megatron_rl.chat.messages import THINK, THINK_END, ParsedAnswer, ToolCall
 from megatron_rl.inference.text import IncrementalDecoder, overlap
 from megatron_rl.model.tokenizer import Tokenizer
 

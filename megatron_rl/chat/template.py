@@ -15,8 +15,6 @@ from renderers.configs import DefaultRendererConfig
 from renderers.parsers import TOOL_PARSERS
 
 from megatron_rl.chat.formats import (
-    THINK,
-    THINK_END,
     CallMarkup,
     Example,
     Extension,
@@ -25,7 +23,7 @@ from megatron_rl.chat.formats import (
     call_markup,
     token_named,
 )
-from megatron_rl.chat.messages import Conversation, ConversationError, Message
+from megatron_rl.chat.messages import THINK, THINK_END, Conversation, ConversationError, Message
 from megatron_rl.chat.probes import ANSWER, ARGUMENTS, MORE, SYSTEM, TOOL, USER, Probe, calling
 from megatron_rl.chat.proof import Rendering
 from megatron_rl.chat.turn_end import PLACEHOLDER, turn_end

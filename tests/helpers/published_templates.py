@@ -401,7 +401,7 @@ SMOLLM3 = joined(r"""
     {% if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}
 """)
 
-# The name of a message replaces that of its role; a result is headed by the id of its call.
+# The name of a message replaces that of its role. A call is its id, such as functions.look_up:0; its name is not written.
 KIMI_K2 = joined(r"""
     {% if tools %}{{ "<|im_system|>tool_declare<|im_middle|>" + tools | tojson + "<|im_end|>" }}{% endif %}
     {% for message in messages %}
@@ -412,7 +412,7 @@ KIMI_K2 = joined(r"""
         {% if message.tool_calls %}
             {{ "<|tool_calls_section_begin|>" }}
             {% for call in message.tool_calls %}
-                {{ "<|tool_call_begin|>functions." + call.function.name + ":" + loop.index0 | string }}
+                {{ "<|tool_call_begin|>" + call.id }}
                 {{ "<|tool_call_argument_begin|>" + call.function.arguments | tojson + "<|tool_call_end|>" }}
             {% endfor %}
             {{ "<|tool_calls_section_end|>" }}
@@ -469,3 +469,33 @@ PUBLISHED = {
     "smollm3": qwen(SMOLLM3),
     "kimi-k2": Published(KIMI_K2, "<|im_end|>", _KIMI_TOKENS),
 }
+
+LIBRARY_TOKENS = """
+    </arg_key:opensource> </arg_key> </arg_value:opensource> </arg_value> </assistant> </minimax:tool_call>
+    </think:opensource> </think> </tool_call:opensource> </tool_call> </tool_calls:opensource>
+    </tool_response:opensource> </tool_response> </tool_responses:opensource> <arg_key:opensource> <arg_key>
+    <arg_value:opensource> <arg_value> <assistant> <bos> <channel|> <eos> <image> <image|> <minimax:tool_call> <sop>
+    <think:opensource> <think> <tool_call:opensource> <tool_call> <tool_calls:opensource> <tool_call|>
+    <tool_response:opensource> <tool_response> <tool_responses:opensource> <tool_response|> <tool_sep:opensource>
+    <tool|> <turn|> <|assistant|> <|audio_end|> <|begin_of_text|> <|channel> <|content_audio_input|>
+    <|content_image|> <|content_invoke_tool_json|> <|content_invoke_tool_text|> <|content_model_end_sampling|>
+    <|content_text|> <|content_thinking|> <|content_xml|> <|end_header_id|> <|end_message|> <|end_of_text|>
+    <|endoftext|> <|eom_id|> <|eot_id|> <|im_assistant|> <|im_end|> <|im_middle|> <|im_start|> <|im_system|>
+    <|im_user|> <|image> <|image_pad|> <|image|> <|media_begin|> <|media_content|> <|media_end|> <|media_pad|>
+    <|message_model|> <|message_system|> <|message_tool|> <|message_user|> <|observation|> <|start_header_id|>
+    <|system|> <|think|> <|tool> <|tool_call> <|tool_call_argument_begin|> <|tool_call_begin|> <|tool_call_end|>
+    <|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_response> <|turn> <|unused_200053|>
+    <|unused_200054|> <|user|> <|video_pad|> <|vision_end|> <|vision_start|> <｜Assistant｜> <｜User｜> <｜action｜>
+    <｜authority｜> <｜begin▁of▁sentence｜> <｜domain｜> <｜end▁of▁sentence｜> <｜hy_Assistant:opensource｜>
+    <｜hy_User:opensource｜> <｜hy_begin_of_sentence:opensource｜> <｜hy_eos:opensource｜> <｜latest_reminder｜> <｜query｜>
+    <｜read_url｜> <｜reasoning_mode:opensource｜> <｜title｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜>
+    <｜tool▁call▁end｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>
+    <｜tool▁sep｜> [e~[ [gMASK] ]~!b[ ]~b] 〈|EOS|〉 ｜DSML｜
+"""
+"""Names that the library's renderers look up in a tokenizer."""
+
+
+def library_tokenizer() -> HuggingFaceTokenizer:
+    """A tokenizer that fits the library's renderers."""
+    tags = tuple(name for name in LIBRARY_TOKENS.split() if name in QWEN_TAGS)
+    return tokenizer_of(CHATML, tuple(name for name in LIBRARY_TOKENS.split() if name not in tags), tags)

@@ -3,15 +3,17 @@ refused by its place."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
 import pytest
-from published_templates import PUBLISHED
+from published_templates import PUBLISHED, library_tokenizer
 
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
+from megatron_rl.chat.library import LibraryFormat, renderer_names
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TOOLS = [
@@ -63,7 +65,7 @@ TEXTS: dict[str, list[dict[str, Any]]] = {
 OFFERED: dict[str, list[dict[str, Any]]] = {
     "tools": [user("2+2?"), answer("4")],
     "call": CALLING,
-    "call without arguments": [user("Time?"), answer(tool_calls=[call("now")])],
+    "call without arguments": [user("Time?"), answer(tool_calls=[call("now", "abcdefgh2")])],
     "nested arguments": [
         user("Tree?"),
         answer(tool_calls=[call(word=ODD, deep={"x": [1, 2.5, True, None, "ü"], "y": {}})]),
@@ -85,12 +87,18 @@ ANSWERED: dict[str, list[dict[str, Any]]] = {
         *(result("a plant"), answer("A plant.")),
     ],
 }
-CASES = {name: conversation_of(messages) for name, messages in TEXTS.items()} | {
-    name: conversation_of(messages, TOOLS) for name, messages in (OFFERED | ANSWERED).items()
-}
+
+
+def cases(first: str = "abcdefgh1", second: str = "abcdefgh2") -> dict[str, Conversation]:
+    """All conversations. first, second: ids of the calls of look_up and now."""
+    plain = {name: conversation_of(messages) for name, messages in TEXTS.items()}
+    calling = json.dumps(OFFERED | ANSWERED).replace("abcdefgh1", first).replace("abcdefgh2", second)
+    return plain | {name: conversation_of(messages, TOOLS) for name, messages in json.loads(calling).items()}
+
 
 REFUSED = "the template refuses it"
 LAST = "the last answer alone is learned"
+PARAMETER = "tools.0.function.parameters.properties"
 TOOL, CALL, TEXT = "tools.0.function.name", "messages.1.tool_calls.0.function.name", "messages.1.content"
 THOUGHT = ("", "messages.1.reasoning_content")
 
@@ -138,7 +146,7 @@ NOT_WRITTEN: dict[str, dict[str, tuple[str, str]]] = {
     | dict.fromkeys(ANSWERED, (CALL, CALL)),
     "kimi-k2": NO_THOUGHTS_BEFORE_CALLS,
 }
-"""What does not happen to each conversation as a prompt, without its last message, and as a row."""
+"""Outcomes other than that all is written: of each conversation as a prompt, without its last message, and as a row."""
 
 
 def outcome(render: Callable[[], Any]) -> str:
@@ -148,7 +156,7 @@ def outcome(render: Callable[[], Any]) -> str:
     except ConversationError as error:
         return error.field
     except ValueError as error:
-        assert "refuses them" in str(error)
+        assert "refuses the" in str(error)
         return REFUSED
     return ""
 
@@ -172,8 +180,34 @@ def row_outcome(chat: Chat, said: Conversation) -> str:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_template_writes_all_that_is_said_or_the_place_is_named(name: str) -> None:
     chat = Chat.of(PUBLISHED[name].tokenizer())
+    ids = ("functions.look_up:0", "functions.now:1") if name == "kimi-k2" else ()
     found = {
         case: (outcome(lambda said=said: chat.prompt(said[:-1])), row_outcome(chat, said))  # type: ignore[misc]
-        for case, said in CASES.items()
+        for case, said in cases(*ids).items()
     }
     assert {case: each for case, each in found.items() if each != ("", "")} == NOT_WRITTEN[name]
+
+
+def test_call_of_which_only_a_foreign_id_is_written_is_refused() -> None:
+    """Kimi K2 writes a call as its id, so with an id of another form the model would not learn which tool it calls."""
+    chat = Chat.of(PUBLISHED["kimi-k2"].tokenizer())
+    assert row_outcome(chat, cases()["call"]) == CALL
+    assert row_outcome(chat, cases("functions.look_up:0")["call"]) == ""
+
+
+NO_THOUGHT = {"thought": "messages.1.reasoning_content"}
+NOT_WRITTEN_BY_RENDERERS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("kimi-k2", "kimi-k2.5", "qwen3-vl", "hy3", "laguna-xs-2.1", "deepseek-v4"), NO_THOUGHT),
+    "llama-3": NO_THOUGHT | {"two calls": REFUSED},
+    **dict.fromkeys(("deepseek-v3", "deepseek-r1"), NO_THOUGHT | dict.fromkeys(("result", "two calls"), PARAMETER)),
+}
+TRIED = ("plain", "system and turns", "unicode", "control tokens", "thought", "result", "two calls")
+
+
+@pytest.mark.parametrize("name", sorted({*renderer_names()} - {"gpt-oss"}))  # it downloads its vocabulary
+def test_what_a_renderer_of_the_library_writes_is_proven(name: str) -> None:
+    chat = Chat.of(library_tokenizer())
+    chat.__dict__["_format"] = LibraryFormat(library_tokenizer(), name, {})  # of any template: it is not looked at
+    said = cases("functions.look_up:0", "functions.now:1")
+    found = {case: lost for case in TRIED if (lost := row_outcome(chat, said[case]))}
+    assert found == NOT_WRITTEN_BY_RENDERERS.get(name, {})
