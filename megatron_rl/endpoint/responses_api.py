@@ -100,20 +100,19 @@ def _add(messages: list[Message], item: Item) -> None:
     kind = item.get("type", "message")
     if kind == "message":
         if item["role"] != "assistant":
-            messages.append({"role": item["role"], "content": _text(item["content"])})
+            messages.append({"role": item["role"], "content": item["content"]})
             return
         answer = _answer(messages)
-        answer["content"] = answer.get("content", "") + _text(item["content"])
+        answer["content"] = [*answer.get("content", ()), *_parts(item["content"])]
     elif kind == "reasoning":
-        thought = _text(item.get("content") or [])
-        if thought:
+        if thought := "".join(part["text"] for part in _parts(item.get("content") or [])):
             _answer(messages)["reasoning_content"] = thought
     elif kind == "function_call":
         function = {"name": item["name"], "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
         _answer(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
     else:
         raise TypeError(f"items of type {str(kind)[:50]!r} are not supported here")
 
@@ -125,12 +124,8 @@ def _answer(messages: list[Message]) -> Message:
     return messages[-1]
 
 
-def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    if any(not isinstance(part.get("text"), str) for part in content):
-        raise TypeError("a part of the content is no text; the model reads text only")
-    return "".join(part["text"] for part in content)
+def _parts(content: str | Sequence[Item]) -> Sequence[Item]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def as_chat(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:

@@ -73,7 +73,10 @@ def test_answer_that_is_cut_off_is_incomplete() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "is no text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "the model reads text only",
+        ),
         ({"input": [{"type": "computer_call"}]}, "items of type 'computer_call'"),
         ({"input": [{"type": "function_call", "name": "add"}]}, "input.0: 'arguments' is missing"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
