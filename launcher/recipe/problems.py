@@ -66,6 +66,8 @@ def _sentence(
     prefix: KeyPath,
 ) -> str:
     path = tuple(str(part) for part in detail["loc"])
+    if refused_name := path[-1:] == ("[key]",):  # pydantic's mark of a name in a mapping
+        path = path[:-1]
     kind = detail["type"]
     name = ".".join((*prefix, *path))
     where, _ = locate((*prefix, *path))
@@ -73,7 +75,8 @@ def _sentence(
         return f"{where}: {name}: unknown key{did_you_mean(generic(path), known)}"
     if kind in ("value_error", "assertion_error"):
         message = str(detail["ctx"]["error"])
-        where = where_named(message, locate, path, prefix)
+        if not refused_name:
+            where = where_named(message, locate, path, prefix)
         return f"{where}: {name}: {message}" if name else f"{where}: {message}"
     field = _schema_of(generic(path), known, schema)
     if kind == "missing":

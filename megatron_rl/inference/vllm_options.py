@@ -3,8 +3,10 @@ the login node read it."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 VLLM_VERSIONS = ("0.32.0", "0.33")
 """Versions of vLLM that were tried: from the first, below the second."""
@@ -17,6 +19,11 @@ GPU_SHARE = 0.92
 
 INEXACT_OPTIONS = ("quantization", "quantization-config", "kv-cache-dtype")
 """Options under which log-probs differ from the trainer's by more than rounding."""
+
+DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding whose drafts come from the text so far."""
+
+_SHORT_DRAFT_OPTIONS = {"spec-method": "method", "spec-model": "model", "spec-tokens": "num_speculative_tokens"}
 
 _SERVED = "the run serves the model of its recipe"
 _SOCKET = "only the replica's own process reaches vLLM, through a socket"
@@ -114,6 +121,71 @@ def owned(name: str) -> str | None:
         if option == plain or (option.startswith(plain) and len(plain) > 2):
             return f"the run sets --{option} itself: {why}"
     return None
+
+
+def option_word(name: str, value: str | bool) -> str:
+    """One option as a word of the command line."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
+
+
+def given_options(args: Mapping[str, bool | int | float | str]) -> dict[str, str | bool]:
+    """Options of `inference.vllm.args` as vLLM reads them."""
+    return {option_name(name): value if isinstance(value, bool) else str(value) for name, value in args.items()}
+
+
+def draft_faults(args: Mapping[str, bool | int | float | str]) -> list[str]:
+    """Say what is wrong with the speculative decoding that options of vLLM ask for: drafts may cost speed and nothing
+    else, and the run sends the weights of its model alone."""
+    draft = _draft(args)
+    faults = []
+    if draft.get("rejection_sample_method") == "synthetic" or any(key.startswith("synthetic") for key in draft):
+        faults.append(
+            "speculative-config: rejection_sample_method synthetic accepts drafts at random, so answers would not be "
+            "the policy's: leave it out"
+        )
+    method = draft.get("method", draft.get("model"))
+    loaded = draft.get("draft_load_config")
+    if method is not None and str(method).strip("[]") not in DRAFTS_WITHOUT_WEIGHTS and not _loads(loaded):
+        faults.append(
+            f"speculative-config: the run sends no weights of a draft, so those of {method} would stay random: add "
+            '"draft_load_config": {"load_format": "auto"} if `model` names a draft of its own, or take ngram or suffix'
+        )
+    return faults
+
+
+def _draft(args: Mapping[str, bool | int | float | str]) -> dict[str, Any]:
+    """Settings of speculative decoding: of `speculative-config`, its parts (`speculative-config.method`), and the short
+    forms of three of them."""
+    found: dict[str, Any] = {}
+    for name, value in args.items():
+        option, _, part = name.partition(".")
+        option = option_name(option)
+        if option in _SHORT_DRAFT_OPTIONS:
+            found[_SHORT_DRAFT_OPTIONS[option]] = value
+        elif len(option) > 4 and "speculative-config".startswith(option):
+            found |= _json_object(value) if not part else _nested(part.replace("-", "_"), value)
+    return {key.replace("-", "_"): value for key, value in found.items()}
+
+
+def _json_object(value: object) -> dict[str, Any]:
+    """A JSON object; empty if it is none, which vLLM's parser reports."""
+    try:
+        found = json.loads(str(value))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _nested(path: str, value: Any) -> dict[str, Any]:
+    first, _, rest = path.partition(".")
+    return {first: _nested(rest, value) if rest else value}
+
+
+def _loads(load_config: object) -> bool:
+    config = load_config if isinstance(load_config, dict) else _json_object(load_config)
+    return config.get("load_format", "dummy") != "dummy"
 
 
 def untried(version: str) -> str | None:

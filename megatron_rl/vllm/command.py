@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import processes_logprobs
-from megatron_rl.inference.vllm_options import option_name
+from megatron_rl.inference.vllm_options import given_options, option_word
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.rank.config import PLANS
 from megatron_rl.vllm.client import MODEL_NAME
@@ -102,10 +102,7 @@ def serve_command(
         further: options of this use of vLLM, which win over those of the recipe.
         seed: of the samples.
     """
-    options: dict[str, str | bool] = {
-        option_name(name): value if isinstance(value, bool) else str(value)
-        for name, value in (given or VllmConfig()).args.items()
-    }
+    options = given_options((given or VllmConfig()).args)
     options |= further
     options |= {
         "served-model-name": MODEL_NAME,
@@ -127,7 +124,7 @@ def serve_command(
         options["block-size"] = str(sizes.page_tokens)
     if sizes.cpu or sizes.cache_tokens is not None:
         options["kv-cache-memory-bytes"] = str(sizes.cache_bytes)
-    words = [_as_word(name, value) for name, value in options.items()]
+    words = [option_word(name, value) for name, value in options.items()]
     return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *words]
 
 
@@ -218,10 +215,3 @@ def seed_of(config: RunConfig, attempt: int, replica: int, start: int) -> int:
     """Seed of one start of a replica: two never share theirs, or they would sample with the same random numbers."""
     text = f"{config.training.seed} {attempt} {replica} {start}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
-
-
-def _as_word(name: str, value: str | bool) -> str:
-    """One option as a word of the command line."""
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    return f"--{name}={value}"

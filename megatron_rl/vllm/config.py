@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import PlainValidator, WithJsonSchema, field_validator, model_validator
+from pydantic import AfterValidator, PlainValidator, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from megatron_rl.inference.vllm_options import GPU_SHARE, INEXACT_OPTIONS, option_name, owned
+from megatron_rl.inference.vllm_options import GPU_SHARE, INEXACT_OPTIONS, draft_faults, option_name, owned
 from megatron_rl.recipe.section import PathMark, Section
 
 
@@ -26,6 +26,18 @@ VllmValue = Annotated[
 ]
 
 
+def _free_option(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
+        raise ValueError("not an option of vLLM: write its long name without dashes in front")
+    if why := owned(name):
+        raise ValueError(why)
+    return name
+
+
+VllmOption = Annotated[str, AfterValidator(_free_option)]
+"""Name of an option. Each name is checked, so that all refusals are reported at once."""
+
+
 class VllmConfig(Section):
     """vLLM that the run starts: one `vllm serve` per replica."""
 
@@ -33,23 +45,21 @@ class VllmConfig(Section):
     """Container image with vLLM, on clusters with containers; default: the run's image."""
     python: Annotated[str, PathMark("program", read=False)] | None = None
     """Python that has vLLM, as a path in the image or on this machine; default: the Python of the ranks."""
-    args: Mapping[str, VllmValue] = {}
+    args: Mapping[VllmOption, VllmValue] = {}
     """Further options of `vllm serve`, by their long names without dashes in front, such as `gpu-memory-utilization:
     0.85`. true gives the option alone, false its opposite (--no-...). Options that the run sets itself, such as `model`
     or `port`, are refused."""
 
     @field_validator("args")
     @classmethod
-    def _are_not_owned(cls, args: Mapping[str, VllmValue]) -> Mapping[str, VllmValue]:
+    def _can_be_given(cls, args: Mapping[str, VllmValue]) -> Mapping[str, VllmValue]:
         seen: set[str] = set()
         for name in args:
-            if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
-                raise ValueError(f"{name!r} is no option of vLLM: write its long name without dashes in front")
-            if why := owned(name):
-                raise ValueError(f"{name}: {why}")
             if option_name(name) in seen:
                 raise ValueError(f"{name}: given twice, with dashes and with underscores")
             seen.add(option_name(name))
+        if faults := draft_faults(args):
+            raise ValueError("; ".join(faults))
         return args
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
-from megatron_rl.inference.vllm_options import OWNED_OPTIONS, option_name, owned, untried
+from megatron_rl.inference.vllm_options import OWNED_OPTIONS, draft_faults, option_name, owned, untried
+from megatron_rl.vllm.config import VllmConfig
 
 PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=4")
 
@@ -122,7 +124,7 @@ def test_owned_options_are_written_as_vllm_writes_them() -> None:
     ("args", "why"),
     [
         ("{max-model-len: 5}", "max-model-len: the run sets --max-model-len itself: training.sequence_length says it"),
-        ("{--foo: 5}", "'--foo' is no option of vLLM: write its long name without dashes in front"),
+        ("{--foo: 5}", "args.--foo: not an option of vLLM: write its long name without dashes in front"),
         ("{foo-bar: 5, foo_bar: 6}", "foo_bar: given twice, with dashes and with underscores"),
         ("{gpu-memory-utilization: 90}", "gpu-memory-utilization must be a share of a GPU's memory"),
         ("{gpu_memory_utilization: most}", "gpu-memory-utilization must be a share of a GPU's memory"),
@@ -140,6 +142,48 @@ def test_a_refused_argument_is_found_in_the_recipe(tmp_path: Path) -> None:
     file.write_text("extends: demo\nname: mine\ninference:\n  vllm:\n    args:\n      a: 1\n      max-model-len: 5\n")
     with pytest.raises(BadInput, match=r"mine\.yaml:7: "):
         load_recipe(str(file), [])
+
+
+def test_all_arguments_that_the_run_sets_are_refused_at_once_each_at_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "extends: demo\nname: mine\ninference:\n  vllm:\n    args:\n      seed: 1\n      max-model-len: 5\n"
+    )
+    with pytest.raises(BadInput) as refused:
+        load_recipe(str(file), ["inference.vllm.args.port=80"])
+    said = str(refused.value)
+    assert f"{file}:6: inference.vllm.args.seed: the run sets --seed itself" in said
+    assert f"{file}:7: inference.vllm.args.max-model-len: the run sets --max-model-len itself" in said
+    assert "override 'inference.vllm.args.port=80': inference.vllm.args.port: the run sets --port itself" in said
+
+
+SYNTHETIC = {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
+EAGLE = {"method": "eagle3", "model": "/eagle", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ({"speculative-config": json.dumps(SYNTHETIC)}, "synthetic accepts drafts at random"),
+        ({"speculative_config.rejection-sample-method": "synthetic"}, "synthetic accepts drafts at random"),
+        ({"speculative-config.synthetic_acceptance_length": 2}, "synthetic accepts drafts at random"),
+        ({"speculative-config": json.dumps(EAGLE)}, "those of eagle3 would stay random"),
+        ({"speculative-config": json.dumps({"method": "mtp", "num_speculative_tokens": 1})}, "those of mtp"),
+        ({"spec-model": "/draft", "spec_tokens": 3}, "those of /draft would stay random"),
+        ({"spec-method": "ngram"}, None),
+        ({"speculative-config": json.dumps({"method": "suffix", "rejection_sample_method": "standard"})}, None),
+        ({"speculative-config": json.dumps(EAGLE | {"draft_load_config": {"load_format": "auto"}})}, None),
+        (
+            {"speculative-config": json.dumps(EAGLE), "speculative-config.draft-load-config.load_format": "auto"},
+            None,
+        ),
+    ],
+)
+def test_drafts_that_change_answers_or_stay_random_are_refused(args: dict[str, str], why: str | None) -> None:
+    assert [fault for fault in draft_faults(args) if why is None or why not in fault] == []
+    if why is not None:
+        with pytest.raises(ValueError, match=why):
+            VllmConfig(args=args)
 
 
 def test_an_argument_can_be_overridden() -> None:
