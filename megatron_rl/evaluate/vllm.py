@@ -62,7 +62,7 @@ def open_vllm(source: Source, asked: EvaluateConfig, max_length: int, rows: int)
         environment = vllm_environment(environ, served, cpu=sizes.cpu)
         with (
             (folder / "log").open("w", encoding="utf-8") as log,
-            started(command, environment, served.socket, log) as process,
+            started(command, environment, served, log, "inference.vllm.args") as process,
         ):
             assert process is not None, "nothing stops the wait"
             engine = VllmEngine(VllmClient(served.socket), process, source, rows)

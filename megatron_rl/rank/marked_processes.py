@@ -24,8 +24,15 @@ class MarkedProcesses:
         """Variable that the child must be started with."""
         return {VARIABLE: self._mark}
 
-    def kill(self) -> None:
+    def living(self) -> list[psutil.Process]:
+        found = []
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 if process.environ().get(VARIABLE) == self._mark:
-                    process.kill()
+                    found.append(process)
+        return found
+
+    def kill(self) -> None:
+        for process in self.living():
+            with suppress(psutil.Error):
+                process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,11 @@ class Served:
     @property
     def socket(self) -> Path:
         return self.folder / "socket"
+
+    @property
+    def temporary(self) -> Path:
+        """Folder of vLLM's temporary files, which it leaves behind."""
+        return self.folder / "tmp"
 
     @property
     def plugins(self) -> Path:
@@ -198,7 +204,11 @@ def vllm_environment(
     """
     found = {name: value for name, value in environ.items() if name not in WORLD_VARIABLES}
     found["PYTHONPATH"] = ":".join([str(served.plugins), *filter(None, [environ.get("PYTHONPATH")])])
+    # The cache of torch's compiler outlives vLLM. By default it is a folder with the user's name in TMPDIR.
+    compiled = Path(environ.get("TMPDIR", "/tmp")) / f"torchinductor_{environ.get('USER') or os.geteuid()}"
     ours = {
+        "TMPDIR": str(served.temporary),
+        "TORCHINDUCTOR_CACHE_DIR": environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
         "VLLM_RPC_BASE_PATH": str(served.folder),  # sockets between its processes, in /tmp by default
         "VLLM_SERVER_DEV_MODE": "1",  # opens the routes of weights; the socket is for the front alone
         "VLLM_NO_USAGE_STATS": "1",

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.vllm.shared_memory import remove_segments
 
 SOCKET_BYTES = 107
 """Bytes that the kernel takes for the path of a socket."""
@@ -25,7 +26,8 @@ MOST_BYTES = SOCKET_BYTES - SOCKET_NAME_BYTES - 1
 
 @contextmanager
 def private_folder(*, for_sockets: bool = True) -> Iterator[Path]:
-    """Create a folder, which ends with the context. Folders whose owners were killed are removed on the way.
+    """Create a folder, which ends with the context, as does the shared memory that is noted in it. Folders whose owners
+    were killed are removed on the way.
 
     It lies in $TMPDIR; one for sockets lies in $XDG_RUNTIME_DIR or /tmp where that path is too long.
 
@@ -38,7 +40,7 @@ def private_folder(*, for_sockets: bool = True) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         if lock is not None:
             os.close(lock)
 
@@ -74,6 +76,11 @@ def _locked_folder(base: Path, prefix: str) -> tuple[Path, int | None]:
         os.close(lock)
 
 
+def _remove(folder: Path) -> None:
+    remove_segments(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _remove_ownerless(base: Path, prefix: str) -> None:
     """Remove this user's folders of this host whose owners have ended."""
     for folder in base.glob(f"{prefix}*"):
@@ -85,7 +92,7 @@ def _remove_ownerless(base: Path, prefix: str) -> None:
             found = os.fstat(lock)
             if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
         except OSError:
             continue  # its owner lives
         finally:

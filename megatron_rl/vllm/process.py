@@ -7,13 +7,17 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 from megatron_rl.contract.children import death_with_parent
 from megatron_rl.rank.marked_processes import MarkedProcesses
+from megatron_rl.vllm.deaths import Deaths
+from megatron_rl.vllm.shared_memory import note_segments
 
 PREFIX = "vllm | "
 """Before each line of vLLM's output in the log."""
@@ -23,12 +27,17 @@ END_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 EXIT_S = 5.0
 """Seconds in which vLLM's server ends after a call of it has failed because a process of vLLM was killed."""
+SHUTDOWN_S = 30.0
+"""Seconds after an error in which vLLM kills its own processes."""
 READ_S = 2.0
 """Seconds to read the rest of the output of a process that has ended."""
 
 _FULL_DISK = "No space left on device"
 _REASON = re.compile(rf"(?:\b\w*(?:Error|Exception|Interrupt)\b|\berror): .*\S|[^][]*{_FULL_DISK}")
-_NOT_THE_CAUSE = re.compile(r"initialization failed|EngineDeadError|CancelledError| (?:WARNING|INFO|DEBUG) ")
+_NOT_THE_CAUSE = re.compile(
+    r"initialization failed|EngineDeadError|CancelledError|RuntimeError: (?:cancelled|Executor failed)"
+    r"| (?:WARNING|INFO|DEBUG) "
+)
 """Lines that report the end of another process of vLLM, or no error at all."""
 
 
@@ -58,16 +67,20 @@ class VllmProcess:
     this process ends in any other way.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: TextIO) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: TextIO, folder: Path | None = None
+    ) -> None:
         """Start it.
 
-        log: file that its output is passed on to.
+        Args:
+            log: file that its output is passed on to.
+            folder: private folder in which its shared memory is noted; None: it has none.
 
         Raises VllmGone if it cannot be started.
         """
         self._all = MarkedProcesses()
-        self._log = log
-        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._log, self._folder = log, folder
+        self._lines: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)  # with time.monotonic()
         try:
             self._process = subprocess.Popen(
                 command,
@@ -83,14 +96,20 @@ class VllmProcess:
             raise VllmGone(f"vLLM cannot be started: {error}") from error
         self._reader = threading.Thread(target=self._read, name="vllm-log", daemon=True)
         self._reader.start()
+        self._deaths = Deaths(self._all.living, self._note_segments)
+
+    @property
+    def code(self) -> int | None:
+        """Exit code; None: it has not ended."""
+        return self._process.poll()
 
     def check(self) -> None:
-        """Raise VllmGone if it has ended."""
-        if (code := self._process.poll()) is None:
+        """Raise VllmClosed if it has ended."""
+        if (code := self.code) is None:
             return
         self._reader.join(READ_S)
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        raise VllmGone(self._with_reason(f"vLLM has ended ({how})"))
+        raise VllmClosed(self._with_reason(f"vLLM has ended ({how})"))
 
     def explained(self, message: str) -> str:
         """The message of a failed call, or how vLLM has ended, which says more; with the error that its output reports,
@@ -104,11 +123,25 @@ class VllmProcess:
         return self._with_reason(message)
 
     def _with_reason(self, message: str) -> str:
-        why = reason_in(list(self._lines))
+        """Add the first death of a process, unless an error came before it; else the error, if there is one."""
+        lines, death = list(self._lines), self._deaths.first
+        if death is not None:
+            before = [line for at, line in lines if death.at - SHUTDOWN_S < at <= death.at]
+            reported = reason_in(before if death.signal else [line for _, line in lines])
+            if reported is None:
+                return f"{message}: {death}"
+        why = reason_in([line for _, line in lines])
         return message if why is None or why in message else f"{message}: {why}"
+
+    def _note_segments(self, processes: Sequence[int]) -> None:
+        with suppress(OSError):  # on a full disk they stay if all processes are killed at once
+            if self._folder is not None:
+                note_segments(self._folder, processes)
 
     def end(self) -> None:
         """End it with all processes that it has started."""
+        self._deaths.close()
+        self._note_segments([process.pid for process in self._all.living()])
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
@@ -120,7 +153,7 @@ class VllmProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if _REASON.search(line):  # a compiler alone may write thousands of lines before the end
-                self._lines.append(line.rstrip("\n"))
+                self._lines.append((time.monotonic(), line.rstrip("\n")))
             print(PREFIX + line, end="", file=self._log, flush=True)
 
 

@@ -82,7 +82,7 @@ def run_replica(
             os.environ, served, cpu=config.job.device == "cpu", step_limit_s=config.job.silence_limit_s
         )
         activity.enter("starting vLLM", 0)
-        with started(command, environment, served.socket, sys.stdout, goes_on) as process:
+        with started(command, environment, served, sys.stdout, "inference.vllm.args", goes_on) as process:
             if process is None:
                 return DRAINED
             activity.enter("serving", 0)

@@ -15,6 +15,7 @@ from typing import TextIO
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.vllm_options import untried
 from megatron_rl.vllm.client import VllmClient
+from megatron_rl.vllm.command import Served
 from megatron_rl.vllm.process import VllmGone, VllmProcess
 
 logger = logging.getLogger("megatron_rl")
@@ -23,6 +24,8 @@ START_LIMIT_S = 1800.0
 """Seconds that vLLM has to start: compiling and recording its graphs for a large model takes minutes."""
 POLL_S = 0.5
 """Seconds between two checks whether vLLM has started."""
+EXIT_OPTIONS = 2
+"""Exit code of vLLM if it does not understand its command line, of argparse."""
 VERSION_LIMIT_S = 60.0
 """Seconds that a Python has to say which vLLM it has."""
 
@@ -62,22 +65,32 @@ def version_in(python: str, environment: Mapping[str, str]) -> str:
 def started(
     command: Sequence[str],
     environment: Mapping[str, str],
-    socket: Path,
+    served: Served,
     log: TextIO,
+    args_key: str,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> Iterator[VllmProcess | None]:
     """Start vLLM and wait until it answers on its socket; it ends with the context. None if it need not go on.
 
     Args:
         log: file that its output is passed on to.
+        args_key: key of the options that the recipe adds.
         goes_on: asked while waiting.
 
-    Raises VllmGone if it ends, or takes too long.
+    Raises ConfigurationError if vLLM refuses its options, VllmGone if it ends in another way or takes too long, and
+    OSError.
     """
     logger.info("starting vLLM: %s", shlex.join(command))
-    process = VllmProcess(command, environment, log)
+    served.temporary.mkdir()
+    process = VllmProcess(command, environment, log, served.folder)
     try:
-        yield process if asyncio.run(_answers(process, socket, goes_on)) else None
+        try:
+            answers = asyncio.run(_answers(process, served.socket, goes_on))
+        except VllmGone as error:
+            if process.code == EXIT_OPTIONS:
+                raise ConfigurationError(f"vLLM refuses its options, see {args_key}: {error}") from error
+            raise
+        yield process if answers else None
     finally:
         process.end()
 

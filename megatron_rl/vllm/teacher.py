@@ -76,7 +76,7 @@ def run_teacher(
         # The token that follows a sequence of full length needs no position.
         environment["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
         activity.enter("starting vLLM", 0)
-        with started(command, environment, served.socket, sys.stdout, goes_on) as process:
+        with started(command, environment, served, sys.stdout, "distill.replicas.vllm.args", goes_on) as process:
             if process is None:
                 return DRAINED
             activity.enter("serving", 0)

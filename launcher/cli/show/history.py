@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from launcher.cli.show.replicas import replicas_json, waited_for
 from megatron_rl.contract.attempt_records import MetricsLine, Progress
 from megatron_rl.contract.learning import LearningWarning, Watch, number
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -16,6 +19,7 @@ from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_line
 BARS = "▁▂▃▄▅▆▇█"
 LONGEST_LINE = 65536  # bytes
 TORN = "the last line cannot be read"
+REPLICAS_EVERY_S = 1.0  # seconds between two looks at the replicas
 RECENT = 20  # steps averaged for means and the time left
 
 
@@ -32,6 +36,8 @@ class History:
     """Lines of evaluations.jsonl, one per evaluation."""
     warnings: list[LearningWarning] = field(default_factory=list)
     """Signs that the run learns nothing or loses something."""
+    waits_for: list[dict[str, Any]] = field(default_factory=list)
+    """Replicas that the run waits for, and those that have ended, as `replicas_json` returns them."""
     unread: list[str] = field(default_factory=list)
     """Files that could not be read last time, with the reasons."""
 
@@ -72,6 +78,7 @@ class HistoryReader:
         self._metrics = _GrowingFile(run.metrics, self.history.lines)
         self._evaluations = _GrowingFile(run.evaluations, self.history.evaluations)
         self._watch, self._watched, self._replaced = Watch(), 0, 0
+        self._looked_at = float("-inf")  # time.monotonic() of the last look at the replicas
 
     def poll(self) -> History:
         """Return the current history; parts that cannot be read stay as they were."""
@@ -82,6 +89,9 @@ class HistoryReader:
             self.history.phase = progress.phase
         elif progress is not ABSENT:
             problems.append(str(progress))
+        if time.monotonic() > self._looked_at + REPLICAS_EVERY_S:  # a run may have hundreds of them
+            self.history.waits_for = waited_for(replicas_json(self.attempt))
+            self._looked_at = time.monotonic()
         self.history.unread = [problem for problem in problems if problem]
         return self.history
 

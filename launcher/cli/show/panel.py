@@ -16,12 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.cli.show.history import RECENT, History, clock, evaluation_values, mean, sparkline
+from launcher.cli.show.status import replica_lines
 from launcher.cli.show.terminal import echo
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import number
 
 LINE_EVERY_STEPS = 20
 LINE_EVERY_S = 5.0
+WAIT_EVERY_S = 30.0
+"""Seconds between two plain lines that say what the run waits for."""
+MOST_WAITS = 3
+"""Replicas that are named; the others are counted."""
 
 
 class View(ABC):
@@ -51,20 +56,23 @@ class View(ABC):
 
 
 class PlainView(View):
-    """One line every 20 steps or 5 seconds, for each change of phase, each evaluation and each new warning."""
+    """One line every 20 steps or 5 seconds, for each change of phase, each evaluation and each new warning, and for
+    replicas that the run waits for."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._phase = ""
         self._warned: set[str] = set()
         self._shown_step = -LINE_EVERY_STEPS
-        self._shown_at = self._began
+        self._shown_at = self._waited_at = self._began
+        self._waits: list[tuple[str, ...]] = []
 
     def draw(self, history: History) -> None:
         now = time.monotonic()
         if history.phase != self._phase:
             self._phase = history.phase
             self.announce(f"[{clock(now - self._began)}] {history.phase}")
+        self._draw_waits(history, now)
         fresh = history.step != self._shown_step and history.lines
         due = history.step >= self._shown_step + LINE_EVERY_STEPS or now >= self._shown_at + LINE_EVERY_S
         if fresh and (due or history.step == history.steps):
@@ -74,6 +82,13 @@ class PlainView(View):
             if warning.name not in self._warned:
                 self._warned.add(warning.name)
                 self.announce(f"warning: {warning}")
+
+    def _draw_waits(self, history: History, now: float) -> None:
+        waits = [(one["name"], one["state"], one["phase"], str(one["starts"])) for one in history.waits_for]
+        if waits != self._waits or (waits and now >= self._waited_at + WAIT_EVERY_S):
+            self._waits, self._waited_at = waits, now
+            for line in waiting_lines(history):
+                self.announce(f"[{clock(now - self._began)}] {line}")
 
     def announce(self, text: str) -> None:
         echo(text)
@@ -112,6 +127,8 @@ class LiveView(View):
             grid.add_row("speed", f"{tokens_per_s(line)} tokens/s  {shown(line, 'time/step_s', '.2f')} s per step")
         eta = history.eta_s()
         left = f", about {clock(eta)} left" if eta is not None else ""
+        for line in waiting_lines(history):
+            grid.add_row("replica", Text(line, style="yellow"))
         for warning in history.warnings:
             grid.add_row("warning", Text(str(warning), style="yellow"))
         grid.add_row("time", f"{clock(time.monotonic() - self._began)}{left}")
@@ -158,6 +175,13 @@ class Display(View):
         with self._guarded():
             if self._view:
                 self._view.close()
+
+
+def waiting_lines(history: History) -> list[str]:
+    """Describe the replicas that the run waits for, and since when."""
+    named = replica_lines(history.waits_for[:MOST_WAITS], time.time())
+    further = len(history.waits_for) - len(named)
+    return [*named, f"and {further} more replicas that do not answer"] if further else named
 
 
 def step_line(history: History) -> str:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from launcher.cli.show.history import RECENT, HistoryReader, clock, mean
+from launcher.cli.show.replicas import replicas_json
 from launcher.cli.show.scores import brief, result_of, scores_json
 from launcher.errors import BadInput
 from launcher.host.attempt.start_again import excluded_since
 from launcher.host.record.accounting import USEFUL
-from launcher.host.record.evidence import read_replicas
 from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import read_ledger
 from launcher.host.slurm.call import SlurmRefused
@@ -21,11 +21,10 @@ from launcher.runs.find import pasteable_command
 from launcher.runs.slow_ranks import read_slow_ranks
 from launcher.runs.state import RunStatus, resolved_values
 from launcher.simulate.idle import Idle, better_split, idle_shares
-from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
-from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING
+from megatron_rl.contract.codes import REPLICA_GIVEN_UP
 from megatron_rl.contract.learning import LearningWarning
-from megatron_rl.contract.paths import FOLDERS, Attempt, Replica, RunDir
-from megatron_rl.contract.records import UnreadableRecord, if_readable, read
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import UnreadableRecord
 
 
 def status_json(status: RunStatus, reader: HistoryReader | None = None) -> dict[str, Any]:
@@ -245,32 +244,6 @@ def _next(data: dict[str, Any]) -> str | None:
     return None
 
 
-def replicas_json(attempt: Attempt) -> list[dict[str, Any]]:
-    """Return the state of each replica: `state` is answers, starts, waiting or given up; `at` since when
-    (unix time); `why` how it ended last."""
-    return [
-        _replica_json(state, attempt.replica(state.replica, kind))
-        for kind in FOLDERS
-        for state in read_replicas(attempt, kind)
-    ]
-
-
-def _replica_json(state: ReplicaState, files: Replica) -> dict[str, Any]:
-    address = None
-    if state.state == REPLICA_RUNNING:
-        address = if_readable(read(ReplicaAddress, files.listener))
-    there = address is not None and address.start + 1 >= state.starts
-    return {
-        "name": files.role,
-        "state": ("answers" if there else "starts") if state.state == REPLICA_RUNNING else state.state,
-        "at": address.at if address is not None and there else state.at or None,
-        "address": f"{address.host}:{address.port}" if address is not None and there else None,
-        "hosts": list(state.hosts),
-        "starts": state.starts,
-        "why": state.why,
-    }
-
-
 def replica_lines(data: Sequence[dict[str, Any]], now: float) -> list[str]:
     """Format one line per replica:
 
@@ -288,8 +261,8 @@ def _replica_line(one: dict[str, Any], now: float) -> str:
     span = f" for {clock(max(0.0, now - one['at']))}" if one["at"] else ""
     if one["state"] == REPLICA_GIVEN_UP:
         return f"given up after {_starts(one)}; {one['why']}"
-    again = f", {_starts(one)}; {one['why']}" if one["why"] else ""
-    return f"{one['state']}{where}{span}{again}"
+    again = f", {_starts(one)}; the last one ended: {one['why']}" if one["why"] else ""
+    return f"{one['phase'] or one['state']}{where}{span}{again}"
 
 
 def _starts(one: dict[str, Any]) -> str:

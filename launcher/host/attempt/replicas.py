@@ -143,7 +143,7 @@ def forget_start(files: Replica) -> None:
     """Create the folder of a replica, without the files of an earlier start, which would be mistaken for the next
     one's. Raises OSError."""
     files.folder.mkdir(parents=True, exist_ok=True)
-    for path in [files.listener, files.outcome, files.hang, files.srun, *files.errors()]:
+    for path in [files.listener, files.progress, files.outcome, files.hang, files.srun, *files.errors()]:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
     for folder in (files.heartbeats, files.address("any").parent):

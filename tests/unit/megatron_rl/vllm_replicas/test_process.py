@@ -1,30 +1,179 @@
-"""Reasons for which vLLM has gone."""
+"""Reasons for which vLLM has gone, and what its processes leave behind. Programs stand in for vLLM."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from io import StringIO
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
-from megatron_rl.vllm.process import VllmProcess
+import psutil
+import pytest
+
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.vllm import deaths
+from megatron_rl.vllm.command import Served, vllm_environment
+from megatron_rl.vllm.private_folder import private_folder
+from megatron_rl.vllm.process import VllmGone, VllmProcess
+from megatron_rl.vllm.shared_memory import note_segments
+from megatron_rl.vllm.start import started
 
 SLEEPS = "__import__('time').sleep(60)"
 SILENT = "vLLM does not answer /pause"
+WORKER = "VLLM::Worker_TP0"
+SERVER = f"""
+import os, signal, subprocess, sys, time
+worker = subprocess.Popen(["{WORKER}", "60"], executable="/bin/sleep")
+print(*sys.argv[1:2], flush=True)
+if sys.argv[1:]:  # vLLM ends its own processes some seconds after an error
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
+    worker.send_signal(signal.SIGKILL)
+os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+print("RuntimeError: cancelled", flush=True)
+time.sleep(60)
+"""
+SHARES = """
+import sys, time
+from multiprocessing.shared_memory import SharedMemory
+segment = SharedMemory(create=True, size=4096)
+print("Error: " + segment.name, flush=True)
+time.sleep(60)
+"""
 
 
-def test_a_failed_call_is_explained_by_the_end_of_the_process() -> None:
-    process = VllmProcess([sys.executable, "-c", SLEEPS], {**os.environ}, StringIO())
-    try:
-        process._process.send_signal(signal.SIGKILL)
-        assert process.explained(SILENT).startswith("vLLM has ended (signal SIGKILL)")
-    finally:
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def watches_worker(process: VllmProcess) -> bool:
+    return WORKER in [name for _, name in list(process._deaths._watched.values())]
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., VllmProcess]]:
+    """Start a program that ends with the test."""
+    monkeypatch.setattr(deaths, "SCAN_S", 0.02)
+    begun: list[VllmProcess] = []
+
+    def begin(program: str, *arguments: str, folder: Path | None = None) -> VllmProcess:
+        begun.append(VllmProcess([sys.executable, "-c", program, *arguments], {**os.environ}, StringIO(), folder))
+        return begun[-1]
+
+    yield begin
+    for process in begun:
         process.end()
 
 
-def test_a_failed_call_of_a_living_process_keeps_its_message() -> None:
-    process = VllmProcess([sys.executable, "-c", SLEEPS], {**os.environ}, StringIO())
+def test_a_failed_call_is_explained_by_the_end_of_the_process(begin: Callable[..., VllmProcess]) -> None:
+    process = begin(SLEEPS)
+    process._process.send_signal(signal.SIGKILL)
+    assert process.explained(SILENT).startswith("vLLM has ended (signal SIGKILL)")
+
+
+def test_a_failed_call_of_a_living_process_keeps_its_message(
+    begin: Callable[..., VllmProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.vllm.process.EXIT_S", 0.1)
+    assert begin(SLEEPS).explained(SILENT) == SILENT
+
+
+def test_the_first_process_that_was_killed_is_the_reason_whatever_the_others_say(
+    begin: Callable[..., VllmProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.vllm.process.EXIT_S", 0.1)
+    process = begin(SERVER)
+    until(lambda: watches_worker(process))
+    (worker,) = [each for each in process._all.living() if each.cmdline()[:1] == [WORKER]]
+    worker.kill()
+    until(lambda: process._deaths.first is not None and process._lines)
+    reason = f"its process {WORKER} was killed by SIGKILL, by somebody or because memory ran out"
+    assert process.explained(SILENT) == f"{SILENT}: {reason}"
+    process._process.send_signal(signal.SIGKILL)
+    process._process.wait()
+    with pytest.raises(VllmGone) as gone:
+        process.check()
+    assert str(gone.value) == f"vLLM has ended (signal SIGKILL): {reason}"
+
+
+def test_an_error_is_the_reason_if_vllm_killed_its_processes_after_it(
+    begin: Callable[..., VllmProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("megatron_rl.vllm.process.EXIT_S", 0.1)
+    process = begin(SERVER, "ValueError: no weights", str(tmp_path / "ends"))
+    until(lambda: watches_worker(process) and process._lines)
+    (tmp_path / "ends").touch()
+    until(lambda: process._deaths.first is not None and len(process._lines) == 2)
+    assert process.explained(SILENT) == f"{SILENT}: ValueError: no weights"
+
+
+def test_options_that_vllm_refuses_are_a_wrong_configuration_with_its_own_words(tmp_path: Path) -> None:
+    program = "__import__('argparse').ArgumentParser(prog='vllm serve').parse_args()"
+    served = Served(tmp_path / "model", tmp_path)
+    with (
+        pytest.raises(ConfigurationError, match=r"see inference\.vllm\.args: .*\(exit code 2\): .*arguments: --none=3"),
+        started([sys.executable, "-c", program, "--none=3"], {**os.environ}, served, StringIO(), "inference.vllm.args"),
+    ):
+        pass
+
+
+def test_another_end_in_the_start_is_none(tmp_path: Path) -> None:
+    with (
+        pytest.raises(VllmGone, match=r"exit code 1\): SystemError: out of luck"),
+        started(
+            [sys.executable, "-c", "raise SystemError('out of luck')"],
+            {**os.environ},
+            Served(tmp_path / "model", tmp_path),
+            StringIO(),
+            "inference.vllm.args",
+        ),
+    ):
+        pass
+
+
+def test_temporary_files_are_in_the_private_folder_and_the_compilers_cache_is_not(tmp_path: Path) -> None:
+    found = vllm_environment({"TMPDIR": "/scratch", "USER": "me"}, Served(tmp_path / "model", tmp_path), cpu=True)
+    assert found["TMPDIR"] == str(tmp_path / "tmp")
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == "/scratch/torchinductor_me"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no files")
+def test_shared_memory_of_killed_processes_ends_with_the_folder(begin: Callable[..., VllmProcess]) -> None:
+    with private_folder() as folder:
+        process = begin(SHARES, folder=folder)
+        until(lambda: process._lines)
+        segment = Path("/dev/shm") / process._lines[0][1].removeprefix("Error: ")
+        until((folder / "shared-memory.json").exists)
+        psutil.Process(process._process.pid).kill()
+        process.end()  # also kills Python's tracker of such memory
+    assert not segment.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no files")
+def test_shared_memory_of_others_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment of the same name that somebody has created since, and one that vLLM does not name so."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ours, other = SharedMemory(create=True, size=64), SharedMemory(f"other_{os.getpid()}", create=True, size=64)
+    again = None
     try:
-        assert process.explained(SILENT) == SILENT
+        with private_folder(for_sockets=False) as folder:
+            note_segments(folder, [os.getpid()])
+            assert ours.name in (folder / "shared-memory.json").read_text()
+            ours.unlink()
+            again = SharedMemory(ours.name, create=True, size=64)
+        assert Path("/dev/shm", again.name).exists()
+        assert Path("/dev/shm", other.name).exists()
     finally:
-        process.end()
+        for segment in [again, other]:
+            if segment is not None:
+                segment.close()
+                segment.unlink()
+        ours.close()
