@@ -63,6 +63,8 @@ class Progress:
     done: int
     """Answered problems, over all sets and modes."""
     of: int
+    waits_for: str = ""
+    """What the first answer waits for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,10 @@ def evaluate(
     if asked.engine == "vllm":
         from megatron_rl.evaluate.vllm import open_vllm  # imports httpx
 
-        with open_vllm(source, asked, longest, rows) as opened:
+        def waits_for(what: str) -> None:
+            report(Progress("", "", 0, 0, what))
+
+        with open_vllm(source, asked, longest, rows, waits_for) as opened:
             return answered(opened)
     with open_policy(
         source,

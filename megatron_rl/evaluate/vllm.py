@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 
@@ -30,15 +30,19 @@ from megatron_rl.vllm.start import started, version_in
 
 
 @contextmanager
-def open_vllm(source: Source, asked: EvaluateConfig, max_length: int, rows: int) -> Iterator[Opened]:
+def open_vllm(
+    source: Source, asked: EvaluateConfig, max_length: int, rows: int, waits_for: Callable[[str], None]
+) -> Iterator[Opened]:
     """Start vLLM on the weights of a source; it ends with the context.
 
     Args:
         max_length: tokens of a prompt and its answer together.
         rows: answers decoded at once.
+        waits_for: called with what is awaited, again and again.
 
     Raises:
-        ConfigurationError: the Python has no vLLM that was tried, or there is no folder for vLLM's sockets.
+        ConfigurationError: the Python has no vLLM that was tried, vLLM refuses its options, or there is no folder for
+            its sockets.
         VllmGone: vLLM did not start.
         CheckpointError: the checkpoint is damaged.
     """
@@ -46,6 +50,7 @@ def open_vllm(source: Source, asked: EvaluateConfig, max_length: int, rows: int)
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # of another Python
     version = version_in(asked.vllm_python, environ)
     with private_folder() as folder, private_folder(for_sockets=False) as exported:
+        waits_for("reading the weights")
         weights, digest = _published(source, exported)
         served = Served(weights, folder)
         write_version(served.plugins, version)
@@ -60,9 +65,15 @@ def open_vllm(source: Source, asked: EvaluateConfig, max_length: int, rows: int)
         of_run = source.recipe.inference.vllm if source.recipe else None
         command = serve_command(asked.vllm_python, served, sizes, of_run, {}, asked.seed)
         environment = vllm_environment(environ, served, cpu=sizes.cpu)
+        began = time.monotonic()
+
+        def goes_on() -> bool:
+            waits_for(f"starting vLLM for {time.monotonic() - began:.0f} s")
+            return True
+
         with (
             (folder / "log").open("w", encoding="utf-8") as log,
-            started(command, environment, served, log, "inference.vllm.args") as process,
+            started(command, environment, served, log, "inference.vllm.args", goes_on) as process,
         ):
             assert process is not None, "nothing stops the wait"
             engine = VllmEngine(VllmClient(served.socket), process, source, rows)

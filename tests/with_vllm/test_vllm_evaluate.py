@@ -28,6 +28,7 @@ def test_published_weights_are_evaluated_with_vllm(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "] starting vLLM for " in done.stderr
     result = json.loads(done.stdout)
     assert result["settings"]["engine"].startswith("vllm 0.32")
     assert [(found["problems"], found["answers"]) for found in result["sets"].values()] == [(3, 6), (3, 6)], result

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from launcher.cli.show.history import clock
 from launcher.cli.show.terminal import echo
 from launcher.runs.state import result_file
 from megatron_rl.contract.evaluation_records import EvaluationResult, Score, SetResult
@@ -17,19 +19,30 @@ SHARES = ("greedy", "pass@", "avg@", "maj@", "cut_off")
 NAMES = {"mean_reward": "mean reward", "tokens": "tokens per answer", "cut_off": "cut off at the limit"}
 
 
+LINE_EVERY_S = 30.0
+"""Seconds between two lines of progress where stderr is not a terminal."""
+
+
 class ProgressLine:
-    """A line on stderr that is overwritten; nothing if stderr is not a terminal."""
+    """A line on stderr that is overwritten; where stderr is not a terminal, a line now and then."""
 
     def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
+        self._overwrites = sys.stderr.isatty()
+        self._began = time.monotonic()
+        self._due = self._began
 
     def report(self, progress: Mapping[str, Any]) -> None:
-        if self._shown:
-            what = " ".join(filter(None, (progress["set"], progress["mode"])))
-            echo(f"\r\033[K{progress['done']} of {progress['of']} problems answered  {what}", err=True, nl=False)
+        what = " ".join(filter(None, (progress["set"], progress["mode"])))
+        text = progress["waits_for"] or f"{progress['done']} of {progress['of']} problems answered  {what}".strip()
+        now = time.monotonic()
+        if self._overwrites:
+            echo(f"\r\033[K{text}", err=True, nl=False)
+        elif now >= self._due:
+            self._due = now + LINE_EVERY_S
+            echo(f"[{clock(now - self._began)}] {text}", err=True)
 
     def end(self) -> None:
-        if self._shown:
+        if self._overwrites:
             echo("\r\033[K", err=True, nl=False)
 
 

@@ -12,6 +12,7 @@ from run_helpers import begin, end, make_run, submitted
 from launcher.cli.main import main
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import History
+from launcher.cli.show.scores import ProgressLine
 from launcher.runs.state import result_file
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import DRAINED, FINISHED
@@ -66,3 +67,19 @@ def test_the_result_file_is_the_requested_one_and_a_training_run_has_none(tmp_pa
     assert result_file(make_run(tmp_path / "trains")) is None
     asked = make_run(tmp_path / "asked", f"evaluate={{checkpoint: /runs/a, k: 4, out: {tmp_path}/r.json}}")
     assert result_file(asked) == tmp_path / "r.json"
+
+
+def test_progress_is_a_line_now_and_then_where_nobody_overwrites_it(capsys, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    line = ProgressLine()
+    answering = {"set": "test", "mode": "greedy", "done": 3, "of": 40, "waits_for": ""}
+    for seconds in (0, 10, 31, 32, 64):
+        now = 100.0 + seconds
+        line.report({**answering, "waits_for": f"starting vLLM for {seconds} s"} if seconds < 60 else answering)
+    line.end()
+    assert capsys.readouterr().err.splitlines() == [
+        "[0:00] starting vLLM for 0 s",
+        "[0:31] starting vLLM for 31 s",
+        "[1:04] 3 of 40 problems answered  test greedy",
+    ]
