@@ -50,6 +50,19 @@ def write_atomic(path: AnyPath, text: str, durable: bool = True, private: bool =
         raise
 
 
+def make_readable(path: AnyPath) -> None:
+    """Give a file the permissions that a new one gets in its folder. Libraries create safetensors under a temporary
+    name, readable by their owner alone. Raises OSError."""
+    target = Path(path)
+    probe = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        probe.touch()
+        target.chmod(stat.S_IMODE(probe.stat().st_mode))
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+
+
 def is_temporary(name: str) -> bool:
     """Whether a file of this name was left behind by an interrupted `write_atomic`."""
     return re.match(r"^\..+\.[0-9a-f]{32}\.tmp$", name) is not None

@@ -64,7 +64,7 @@ class Progress:
     """Answered problems, over all sets and modes."""
     of: int
     waits_for: str = ""
-    """What the first answer waits for."""
+    """Work that the first answer waits for."""
 
 
 @dataclass(frozen=True, slots=True)

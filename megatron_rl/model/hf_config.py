@@ -179,6 +179,8 @@ def unsupported(config: HuggingFaceConfig) -> str | None:
         return f"hidden_act {config.hidden_act} is not supported: silu is"
     if config.mlp_bias or (config.attention_bias and not architecture.qkv_bias):
         return "biases (attention_bias, mlp_bias) are supported for Qwen2 only"
+    if untyped := _untyped(config):
+        return untyped
     if rotation["rope_type"] not in ("default", "llama3"):
         return f"rotary positions of type {rotation['rope_type']} are not supported: default and llama3 are"
     if not isinstance(rotation["rope_theta"], int | float):
@@ -199,6 +201,15 @@ def unsupported(config: HuggingFaceConfig) -> str | None:
             return "norm_topk_prob false is not supported: the weights of a token's experts add up to 1 here"
         if config.norm_topk_prob and not several:
             return "norm_topk_prob true is not supported with one expert per token: its weight is its probability here"
+    return None
+
+
+def _untyped(config: HuggingFaceConfig) -> str | None:
+    """Say that rotary positions are scaled without a type, which nobody knows how to apply; None if they are not."""
+    for key, given in (("rope_parameters", config.rope_parameters), ("rope_scaling", config.rope_scaling)):
+        scaled = sorted((given or {}).keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+        if given and scaled and not {"rope_type", "type"} & given.keys():
+            return f"{key} has {', '.join(scaled)} and no rope_type: add the type that the model was trained with"
     return None
 
 

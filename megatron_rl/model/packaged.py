@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.contract.files import make_readable
 from megatron_rl.recipe.extras import install_command, names
 
 
@@ -60,7 +61,8 @@ def export(gguf: Path, folder: Path) -> None:
         plain = AutoModelForCausalLM.from_config(config)
         plain.load_state_dict(read.state_dict())
         plain.save_pretrained(new)
-        for file in new.iterdir():
+        for file in [*new.iterdir()]:
+            make_readable(file)
             _flush(file)
         try:
             new.rename(folder)

@@ -13,11 +13,16 @@ VARIABLE = "MRL_MARK"
 
 
 class MarkedProcesses:
-    """A child and all its descendants, also those whose parent has ended: an environment variable marks them."""
+    """A child and all its descendants, also those whose parent has ended: an environment variable marks them.
+
+    A process that gives itself another title overwrites its environment, so processes that were seen once, and the
+    children of marked ones, count without the mark.
+    """
 
     def __init__(self) -> None:
         adopt_orphans()
         self._mark = uuid4().hex
+        self._seen: set[psutil.Process] = set()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -25,14 +30,26 @@ class MarkedProcesses:
         return {VARIABLE: self._mark}
 
     def living(self) -> list[psutil.Process]:
-        found = []
+        """Return the processes that have not ended."""
+        parents = {}
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
-                if process.environ().get(VARIABLE) == self._mark:
-                    found.append(process)
-        return found
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    parents[process] = process.ppid()
+        found = {process for process in parents if process in self._seen or self._is_marked(process)}
+        pids = {process.pid for process in found}
+        while further := {process for process, parent in parents.items() if parent in pids} - found:
+            found |= further
+            pids |= {process.pid for process in further}
+        self._seen = found
+        return list(found)
 
     def kill(self) -> None:
         for process in self.living():
             with suppress(psutil.Error):
                 process.kill()
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return process.environ().get(VARIABLE) == self._mark
+        return False

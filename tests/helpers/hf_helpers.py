@@ -3,6 +3,7 @@ library takes seconds to import, so only `publish` and `tokenizer` import it."""
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,3 +87,12 @@ def model_of(folder: Path, **fields: Any) -> ModelConfig:
         | {"init": "huggingface", "huggingface": str(folder), "dtype": "fp32", "vocab_multiple": 16}
         | fields
     )
+
+
+def usual_mode(folder: Path) -> int:
+    """Permissions of a file that is created in a folder."""
+    file = folder / "usual"
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    file.unlink()
+    return mode

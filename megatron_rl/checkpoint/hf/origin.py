@@ -31,6 +31,8 @@ class Origin:
     """Directory with the model's config.json, generation config and chat template; None without one."""
     tokenizer: Path | None
     """Directory of the tokenizer; None if it has no Hugging Face form."""
+    ends: frozenset[int] = frozenset()
+    """Tokens at which the model was trained to end its answers; empty if only the published files know."""
     output_layer_stored: bool = False
     """Whether the published files contain an output layer although the embeddings are tied."""
 
@@ -43,7 +45,7 @@ def origin_of(checkpoint: Path) -> Origin:
     carried = checkpoint / CARRIED
     if carried.is_dir():
         model = ModelConfig(**shape(read_hf_config(carried)), init="from-scratch")
-        return Origin(model, carried, carried, _output_layer_stored(carried / NOTES))
+        return Origin(model, carried, carried, output_layer_stored=_output_layer_stored(carried / NOTES))
     run = _run_of(checkpoint)
     if run is None:
         raise ConfigurationError(
@@ -102,7 +104,8 @@ def _of_run(run: RunDir) -> Origin:
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or tokenizer.vocab_size})
     path = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
     folder = local_folder(path, "tokenizer.path", "tokenizer.json") if path else None
-    return Origin(model, _published(config.model), folder)
+    ends = tokenizer.end_ids if folder else frozenset()
+    return Origin(model, _published(config.model), folder, ends)
 
 
 def _published(model: ModelConfig) -> Path | None:

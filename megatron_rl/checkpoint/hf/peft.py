@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +16,9 @@ from megatron_rl.checkpoint.base_checksum import checksum, checksum_text
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.checkpoint.publish import Manifest, read_manifest
+from megatron_rl.contract.files import make_readable, read_bytes
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import LoraConfig, ModelConfig
+from megatron_rl.model.config import LoraConfig, ModelConfig, is_hub_name
 from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.model.hf_mapping import OUTPUT, Weight, weights
 from megatron_rl.model.hub import local_folder
@@ -106,7 +108,7 @@ class AdapterReader:
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.base,
+            "base_model_name_or_path": published_name(self.base),
             "r": self.lora.rank,
             "lora_alpha": self.lora.alpha,
             "lora_dropout": self.lora.dropout,
@@ -147,6 +149,20 @@ class MergedReader:
         check_base(self._found.folder, self._found.manifest.meta, checksum_text(self._sum))
 
 
+def published_name(base: str) -> str:
+    """Name of a base on the hub, under which other machines find it: the recipe's, that of a folder in the cache of the
+    Hugging Face libraries, or that in the folder's config.json. Without one, its path or package."""
+    if is_hub_name(base):
+        return base
+    if cached := re.search(r"/models--([^/]+)/snapshots/[^/]+/?$", base):
+        return cached[1].replace("--", "/")
+    try:
+        found = json.loads(read_bytes(Path(base) / CONFIG_FILE)).get("_name_or_path", "")
+    except (OSError, ValueError, AttributeError):
+        return base
+    return found if isinstance(found, str) and found and is_hub_name(found) else base
+
+
 def _base_reader(folder: Path, model: ModelConfig, platform: Platform) -> Reader:
     if model.init == "huggingface" and model.huggingface:
         try:
@@ -172,3 +188,4 @@ def save(path: Path, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
+    make_readable(path)

@@ -26,6 +26,8 @@ from megatron_rl.model.hf_config import CONFIG_FILE, to_hf_config
 from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, Weight, weights
 from megatron_rl.platform.api import Platform
 
+GENERATION = "generation_config.json"
+
 
 def to_hugging_face(
     checkpoint: Path,
@@ -120,6 +122,7 @@ def _describe(folder: Path, origin: Origin, dtype: torch.dtype) -> None:
         if source is not None:
             carry(source, folder)
     (folder / NOTES).unlink(missing_ok=True)
+    _describe_ends(folder / GENERATION, origin.ends)
     name = str(dtype).removeprefix("torch.")
     if origin.published is None:  # a config.json beside the tokenizer does not describe the weights
         config = to_hf_config(origin.model, name)
@@ -131,3 +134,13 @@ def _describe(folder: Path, origin: Origin, dtype: torch.dtype) -> None:
             return  # identical to the published file
         config[key] = name
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _describe_ends(file: Path, ends: frozenset[int]) -> None:
+    """Have generation end where the model was trained to end: servers and transformers read the tokens here. A file
+    that names them all stays as it was published."""
+    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    given = config.get("eos_token_id")
+    known = [] if given is None else given if isinstance(given, list) else [given]
+    if further := sorted(ends - {*known}):
+        file.write_text(json.dumps({**config, "eos_token_id": [*known, *further]}, indent=2) + "\n", encoding="utf-8")

