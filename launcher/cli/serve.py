@@ -28,7 +28,9 @@ SERVER = module_command("megatron_rl.server")
     type=click.Path(path_type=Path),
     help="File of accepted bearer tokens, one per line; created if missing. Default: ~/.config/mrl/serve-token.",
 )
-@click.option("--name", help="Name of the model for clients. Default: that of the run or directory.")
+@click.option(
+    "--name", help="Name of the model for clients. Default: of the run or directory, or policy with --weights-from."
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the recipe or the weights.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
@@ -49,6 +51,7 @@ SERVER = module_command("megatron_rl.server")
 @click.option(
     "--requests-per-minute", type=click.IntRange(min=1), help="Limit per token; further requests are rejected (429)."
 )
+@click.option("--open-metrics", is_flag=True, help="Answer /metrics without a token, as Prometheus asks by default.")
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
@@ -58,11 +61,12 @@ SERVER = module_command("megatron_rl.server")
 )
 @click.option("--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when ready: {address, model, ...}.")
-def command(path: str, token_file: Path | None, trust: bool, as_json: bool, **options: Any) -> None:
+def command(path: str, token_file: Path | None, trust: bool, as_json: bool, open_metrics: bool, **options: Any) -> None:
     """Serve PATH: a run (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their name in the
     cache of the hub, or package:NAME.
 
-    Endpoints: completions, chat completions, models, tokenize, detokenize, health and metrics, all with a bearer token.
+    Endpoints: completions, chat completions, models, tokenize, detokenize and metrics with a bearer token; health, ping
+    and version without.
     Ctrl-C stops the server after it has answered running requests; a second Ctrl-C stops it at once.
 
     \b
@@ -78,6 +82,7 @@ def command(path: str, token_file: Path | None, trust: bool, as_json: bool, **op
     make_token_file(tokens)
     options |= {"token_file": tokens, "grace_s": options.pop("grace")}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
+    given += ["--open-metrics"] if open_metrics else []
     serve([*SERVER, *given, "--", path], tokens, None if as_json else _usage)
 
 

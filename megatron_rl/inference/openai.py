@@ -116,7 +116,6 @@ class OpenAIInference:
             raise UnusableAnswer(
                 f"{self._endpoint.url}: the response is no list of choices: {response.text[:200]}"
             ) from error
-        self._check_model(answer)
         asked = samples_of(request, self._endpoint)
         if [choice["index"] for choice in choices] != [*range(asked)]:
             raise UnusableAnswer(f"{self._endpoint.url}: {len(choices)} choices, but the request asked for {asked}")
@@ -150,7 +149,6 @@ class OpenAIInference:
                 event = json.loads(data)
                 if "error" in event:
                     raise EndpointError(f"{self._endpoint.url}: {_message(event)}")
-                self._check_model(event)
                 for choice in event["choices"]:
                     for part in deltas(choice, request, self._endpoint, version):
                         unfinished -= part.finish_reason is not None
@@ -163,15 +161,6 @@ class OpenAIInference:
             await response.aclose()
         if unfinished:
             raise EndpointError(f"{self._endpoint.url}: a stream ended before {unfinished} of its answers")
-
-    def _check_model(self, answer: dict[str, Any]) -> None:
-        """Raise ConfigurationError if `mrl serve`, which accepts any name, serves another model."""
-        asked, served = self._endpoint.model, answer.get("model")
-        if self._endpoint.kind == "mrl" and served not in (None, asked):
-            raise ConfigurationError(
-                f"{self._endpoint.url} serves the model {served!r}, not {asked!r}: use its name, or start the server "
-                f"with --name {asked}"
-            )
 
     async def _ask(self, path: str, content: dict[str, Any], *, stream: bool) -> httpx.Response:
         """Post to a path and return a successful response, whose stream is not read yet. Retry while the server
@@ -217,6 +206,11 @@ class OpenAIInference:
         if response.status_code in (401, 403):
             named = self._endpoint.token_file or self._endpoint.token_variable or "no token is configured"
             return ConfigurationError(f"{self._endpoint.url} refuses the token ({named}): {message}")
+        if response.status_code == 404 and self._endpoint.model in message:  # as mrl and vLLM answer
+            return ConfigurationError(
+                f"{self._endpoint.url}: {message}: use the name of its model, or start the server with the name "
+                f"{self._endpoint.model}"
+            )
         if response.status_code == 400 and (code == "context_length_exceeded" or "context length" in message):
             return PromptTooLong(message)
         if response.status_code == 400 and code == "unsupported_parameter":

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--weights-from", type=Path)
     parser.add_argument("--max-waiting", type=int, default=1024)
     parser.add_argument("--requests-per-minute", type=int)
+    parser.add_argument("--open-metrics", action="store_true")
     parser.add_argument("--grace-s", type=float, default=30.0)
     return parser
 
@@ -86,12 +87,13 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
             application = Application(
                 opened.engine,
                 opened.tokenizer,
-                model=options.name or opened.source.name,
+                model=_name(opened, options),
                 max_length=opened.engine.max_length,
                 tokens=tokens,
                 limits=limits,
                 failed=None if opened.ranks.alone else _end_of_ranks,
                 weights=WrittenWeights(options.weights_from, opened.engine) if options.weights_from else None,
+                open_metrics=options.open_metrics,
             )
             allow_connections()
             gc.collect()
@@ -127,10 +129,18 @@ def _end_of_ranks(error: Exception) -> NoReturn:
     _end(f"a step of the engine has failed: {error}")
 
 
+def _name(opened: OpenedPolicy, options: argparse.Namespace) -> str:
+    """Name of the model for clients: a run whose weights are served asks for its `inference.server.model`."""
+    from megatron_rl.inference.config import ServerConfig
+
+    of_run = str(ServerConfig.model_fields["model"].default)
+    return options.name or (of_run if options.weights_from else opened.source.name)
+
+
 def _about(opened: OpenedPolicy, options: argparse.Namespace) -> dict[str, Any]:
     source = opened.source
     return {
-        "model": options.name or source.name,
+        "model": _name(opened, options),
         "step": source.step,
         "checkpoint": str(source.folder),
         "max_length": opened.engine.max_length,

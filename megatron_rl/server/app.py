@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
@@ -30,6 +31,9 @@ from megatron_rl.server.request_parsing import ParsedRequest, ServedModel
 from megatron_rl.server.service import GenerationService
 
 logger = logging.getLogger(__name__)
+
+PROBED = frozenset({"/health", "/ping", "/version"})
+"""Routes without a token, which load balancers and Kubernetes ask."""
 
 
 class Weights(Protocol):
@@ -54,6 +58,7 @@ class Application:
         limits: ServerLimits | None = None,
         failed: Callable[[Exception], None] | None = None,
         weights: Weights | None = None,
+        open_metrics: bool = False,
     ) -> None:
         """
         model: its name for clients.
@@ -61,6 +66,7 @@ class Application:
         tokens: bearer tokens, each of which gives access.
         failed: see EngineThread.
         weights: written by a run; None if the server cannot update its weights.
+        open_metrics: whether the metrics need no token.
         """
         limits = limits or ServerLimits()
         self.thread = EngineThread(engine, failed)
@@ -79,6 +85,8 @@ class Application:
             "/detokenize": ("POST", self._detokenize),
             "/update_weights": ("POST", self._update_weights),
             "/health": ("GET", self._health),
+            "/ping": ("GET", self._health),
+            "/version": ("GET", self._version),
             "/metrics": ("GET", self._metrics_text),
         }
         app = Starlette(
@@ -86,7 +94,8 @@ class Application:
             exception_handlers=ERROR_HANDLERS,
             lifespan=self._lifespan,
         )
-        self.guard = Guard(app, tokens, limits, self.metrics, routes)
+        open_routes = PROBED | {"/metrics"} if open_metrics else PROBED
+        self.guard = Guard(app, tokens, limits, self.metrics, routes, open_routes)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self.guard(scope, receive, send)
@@ -109,6 +118,8 @@ class Application:
         return await self._answer(request, await self._model.chat(body))
 
     async def _answer(self, request: Request, asked: ParsedRequest) -> Response:
+        if asked.body.model is not None:
+            self._model.check_model(asked.body.model)
         if not asked.body.stream:
             whole = await unless_gone(request.receive, self._service.whole(asked))
             return JSONResponse(whole, headers=asked.headers)
@@ -158,6 +169,9 @@ class Application:
         if not self.thread.alive:
             raise ApiError(503, "the engine has stopped", code="engine_stopped")
         return JSONResponse({"status": "ok"})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": version("mrl")})
 
     async def _metrics_text(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -56,10 +56,20 @@ class Guard:
     """ASGI middleware that applies the checks."""
 
     def __init__(
-        self, app: ASGIApp, tokens: Sequence[str], limits: ServerLimits, metrics: ServerMetrics, routes: Collection[str]
+        self,
+        app: ASGIApp,
+        tokens: Sequence[str],
+        limits: ServerLimits,
+        metrics: ServerMetrics,
+        routes: Collection[str],
+        open_routes: Collection[str] = (),
     ) -> None:
-        """routes: paths that get a label of their own in the metrics."""
+        """
+        routes: paths that get a label of their own in the metrics.
+        open_routes: those that need no token, since they reveal nothing of the model and its answers.
+        """
         self._app, self._limits, self._metrics, self._routes = app, limits, metrics, routes
+        self._open_routes = open_routes
         self._tokens = [token.encode() for token in tokens]
         per_minute = limits.requests_per_minute
         self._allowances = [Allowance(per_minute) for _ in tokens] if per_minute else None
@@ -101,7 +111,8 @@ class Guard:
 
     def _admit(self, scope: Scope) -> None:
         token = token_of(scope, self._tokens)
-        if token is None:
+        is_open = scope["path"] in self._open_routes
+        if token is None and not is_open:
             raise ApiError(
                 401,
                 MISSING,
@@ -110,7 +121,7 @@ class Guard:
             )
         if self.closing and scope["path"] != "/metrics":
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "10"})
-        if self._allowances and (wait := self._allowances[token].take()):
+        if self._allowances and token is not None and not is_open and (wait := self._allowances[token].take()):
             raise ApiError(
                 429,
                 f"more than {self._limits.requests_per_minute} requests a minute: try again later",

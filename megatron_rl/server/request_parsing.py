@@ -245,4 +245,4 @@ def no_template() -> ApiError:
 
 def _reading(body: GenerationBody) -> Reading:
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
-    return Reading(stop, body.include_stop_str_in_output, not body.skip_special_tokens)
+    return Reading(stop, tuple(body.stop_token_ids), body.include_stop_str_in_output, not body.skip_special_tokens)

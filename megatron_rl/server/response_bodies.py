@@ -35,6 +35,8 @@ class Reading:
     """How the tokens of a sample become text, reasoning and tool calls."""
 
     stop: Sequence[str] = ()
+    stop_ids: Sequence[int] = ()
+    """Tokens that end an answer beside the model's own."""
     keep_stop: bool = False
     """Whether the text includes the stop string that ended it."""
     special: bool = False
@@ -67,6 +69,8 @@ class Part:
     offsets: list[int] = field(default_factory=list)
     """Number of characters of the choice's text before each token."""
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string, or the token of `stop_token_ids`, that ended the sample; None after any other end."""
     prompt: PromptScores | None = None
     """Scores of the prompt, with a sample's first part, if the request asks for them."""
     prompt_offsets: list[int] = field(default_factory=list)
@@ -82,7 +86,7 @@ class Part:
         self.versions += other.versions
         self.top_logprobs += other.top_logprobs
         self.offsets += other.offsets
-        self.finish_reason = other.finish_reason
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
 
 
 class Divider:
@@ -155,9 +159,14 @@ class Sample:
             list(delta.top_logprobs or []),
             self._offsets.next(delta.tokens),
             reason,
+            self._stop_reason(delta),
             delta.prompt,
             prompt_offsets,
         )
+
+    def _stop_reason(self, delta: Delta) -> str | int | None:
+        by_token = delta.stop is None and delta.finish_reason == "stop" and delta.tokens[-1:]
+        return delta.tokens[-1] if by_token and delta.tokens[-1] in self._reading.stop_ids else delta.stop
 
     def sent(self, part: Part) -> None:
         """Note that a chunk with this part was sent."""
@@ -183,9 +192,23 @@ class Format:
         """Return the fields that a response, or each of its chunks, starts with."""
         raise NotImplementedError
 
+    def _head(self, name: str, kind: str) -> dict[str, Any]:
+        # Answers to one seed may differ between machines and batches, so no fingerprint promises that they are equal.
+        return {
+            "id": name,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+        }
+
     def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
         """Return a choice of a response that is not streamed."""
         raise NotImplementedError
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """Return the choice of a chunk before the first one with output; None if there is no such chunk."""
+        return None
 
     def chunk(self, index: int, part: Part, sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
         """Return a choice of a chunk. sample: its state before this part. prompt: only with the first chunk."""
@@ -226,7 +249,7 @@ class CompletionFormat(Format):
     """/v1/completions."""
 
     def head(self, streamed: bool) -> dict[str, Any]:
-        return {"id": f"cmpl-{self.id}", "object": "text_completion", "created": self.created, "model": self.model}
+        return self._head(f"cmpl-{self.id}", "text_completion")
 
     def chunk(self, index: int, part: Part, sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
         return self.whole(index, part, prompt)
@@ -237,6 +260,7 @@ class CompletionFormat(Format):
             "text": (prompt.text if prompt else "") + part.content,
             "logprobs": self._logprobs(part, prompt),
             "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
             **self.extension(part, prompt),
             **self.scored(part, prompt),
         }
@@ -270,7 +294,7 @@ class ChatFormat(Format):
 
     def head(self, streamed: bool) -> dict[str, Any]:
         kind = "chat.completion.chunk" if streamed else "chat.completion"
-        return {"id": f"chatcmpl-{self.id}", "object": kind, "created": self.created, "model": self.model}
+        return self._head(f"chatcmpl-{self.id}", kind)
 
     def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": part.content, "refusal": None}
@@ -283,15 +307,24 @@ class ChatFormat(Format):
             "message": message,
             "logprobs": self._logprobs(part),
             "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
             **self.extension(part, prompt),
         }
 
     def of_prompt(self, part: Part, prompt: Prompt) -> dict[str, Any]:
         return self.scored(part, prompt)
 
+    def opening(self, index: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
     def chunk(self, index: int, part: Part, sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
-        delta: dict[str, Any] = {} if prompt is None else {"role": "assistant"}
-        if part.content or prompt is not None:
+        delta: dict[str, Any] = {}
+        if part.content:
             delta["content"] = part.content
         if part.reasoning:
             delta["reasoning_content"] = part.reasoning
@@ -302,6 +335,7 @@ class ChatFormat(Format):
             "delta": delta,
             "logprobs": self._logprobs(part),
             "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
             **self.extension(part, prompt),
         }
 

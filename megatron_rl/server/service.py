@@ -42,11 +42,18 @@ def whole_events(asked: ParsedRequest, parts: Mapping[int, Part], tokenizer: Tok
     head, samples = asked.form.head(True), _samples(asked, tokenizer)
     for index, part in parts.items():
         prompt = asked.prompts[index // asked.body.n]
+        yield first_events(asked, head, index)
         yield event({**head, "choices": [asked.form.chunk(index, part, samples[index], prompt)]})
     if asked.body.stream_options.include_usage:
         tokens = sum(len(part.tokens) for part in parts.values())
         yield event({**head, "choices": [], "usage": _usage(asked, tokens)})
     yield event("[DONE]")
+
+
+def first_events(asked: ParsedRequest, head: Mapping[str, Any], index: int) -> bytes:
+    """Return what a stream says of a sample before its output."""
+    opening = asked.form.opening(index)
+    return b"" if opening is None else event({**head, "choices": [opening]})
 
 
 def error_for_client(error: Exception) -> Exception:
@@ -66,9 +73,14 @@ def _samples(asked: ParsedRequest, tokenizer: Tokenizer) -> list[Sample]:
     return [Sample(tokenizer, asked.reading, prompt) for prompt in asked.prompts for _ in range(asked.body.n)]
 
 
-def _usage(asked: ParsedRequest, completion: int) -> dict[str, int]:
+def _usage(asked: ParsedRequest, completion: int) -> dict[str, Any]:
     prompt = sum(len(prompt.tokens) for prompt in asked.prompts)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": None,  # the engine does not say which tokens it had in its cache
+    }
 
 
 class GenerationService:
@@ -100,6 +112,8 @@ class GenerationService:
                 chunks = []
                 for index, part in batch.items():
                     prompt = None if index in begun else asked.prompts[index // asked.body.n]
+                    if prompt is not None:
+                        chunks.append(first_events(asked, head, index))
                     begun.add(index)
                     sample = answer.samples[index]
                     chunks.append(event({**head, "choices": [form.chunk(index, part, sample, prompt)]}))
@@ -178,7 +192,7 @@ class _Answer:
         if part.finish_reason and tokens > 1:
             metrics.per_token.observe((now - self._first[index]) / (tokens - 1))
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         return _usage(self._asked, sum(sample.tokens for sample in self.samples))
 
     def close(self) -> None:

@@ -21,8 +21,9 @@ from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.initial_weights import read_initial_weights
 from megatron_rl.checkpoint.load import read_weights, verify
+from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_parts import held_weights
@@ -84,9 +85,9 @@ def open_policy(
 
     Args:
         threads: of each rank; default: all processors available to this process, divided among the ranks.
-        max_length: tokens of a prompt and its answer together; default: the recipe's, or all positions of the model up
-            to MOST_POSITIONS.
-        inference: default: the recipe's, or ROWS answers at once.
+        max_length: tokens of a prompt and its answer together; default: all positions of the model up to
+            MOST_POSITIONS.
+        inference: default: the recipe's, with the cache of the run, or ROWS answers at once.
         tp: ranks that hold the model together.
         world: of this rank; default: the only rank.
 
@@ -96,14 +97,14 @@ def open_policy(
     """
     world = world or StandaloneWorld.single()
     recipe, positions = source.recipe, source.model.max_position_embeddings
-    max_length = max_length or (recipe.sequence_length if recipe else min(positions, MOST_POSITIONS))
+    max_length = max_length or min(positions, MOST_POSITIONS)
     if max_length > positions:
         raise ConfigurationError(
             f"{source.name}: the model has {positions} positions, fewer than the {max_length} of the request"
         )
     if undivided := next(source.model.undivided(tp), None):
         raise ConfigurationError(f"{source.name}: {undivided}")
-    inference = inference or (recipe.inference if recipe else InferenceConfig(max_batch=ROWS))
+    inference = inference or (_inference(recipe, max_length) if recipe else InferenceConfig(max_batch=ROWS))
     threads = threads or max(1, len(os.sched_getaffinity(0)) // world.size)
     with connected(world, device, threads, tp) as (platform, groups):
         policy, digest, version = load_policy(source, platform, groups)
@@ -114,6 +115,14 @@ def open_policy(
         yield OpenedPolicy(engine, ranks, leaders, source, digest)
         if ranks.drives:
             engine.release_followers()
+
+
+def _inference(recipe: RunConfig, max_length: int) -> InferenceConfig:
+    """The engine of a run for sequences of `max_length` tokens, in as much memory as in the run."""
+    inference = recipe.inference
+    in_run = inference.cache_tokens or inference.max_batch * recipe.sequence_length
+    page = inference.page_tokens or max(PAGE_TOKENS.values())
+    return inference.model_copy(update={"cache_tokens": max(in_run, max_length + page)})
 
 
 def engine_ranks(groups: Groups, tp: int) -> EngineRanks:

@@ -138,7 +138,7 @@ def test_prompt_is_scored_and_penalized_as_by_transformers(served: Served, publi
     inputs = torch.tensor([PROMPT])
     expected = published[1](inputs).logits[0, :-1].log_softmax(-1).gather(1, inputs[0, 1:, None]).squeeze(1)
     answer = served.client.completions.create(
-        model="any", prompt=PROMPT, max_tokens=1, temperature=0, echo=True, logprobs=1
+        model=served.model, prompt=PROMPT, max_tokens=1, temperature=0, echo=True, logprobs=1
     )
     scored = answer.choices[0].logprobs
     assert scored is not None and scored.token_logprobs is not None
@@ -168,6 +168,24 @@ def test_same_seed_gives_the_same_answers_streamed_or_not(served: Served) -> Non
     assert streamed == texts
 
 
+def test_answers_have_the_fields_and_chunks_that_clients_of_vllm_read(served: Served) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "seed": 3}
+    answer = served.client.chat.completions.create(model=served.model, **asked)
+    assert answer.choices[0].stop_reason is None  # type: ignore[attr-defined]
+    assert answer.system_fingerprint is None
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is None
+    first, *others = served.client.chat.completions.create(model=served.model, **asked, stream=True)
+    assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
+    assert all(chunk.choices[0].delta.role is None for chunk in others)
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in others)
+    assert said == answer.choices[0].message.content
+
+
+def test_probes_need_no_token(served: Served) -> None:
+    for path, status in (("health", 200), ("ping", 200), ("version", 200), ("metrics", 401), ("v1/models", 401)):
+        assert httpx.get(f"{served.address}/{path}", timeout=READY_S).status_code == status, path
+
+
 def test_chat_with_tools_logprobs_and_usage(served: Served) -> None:
     asked: dict[str, Any] = {
         "model": served.model, "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 12,
@@ -187,9 +205,8 @@ def test_errors_are_those_that_the_client_knows(served: Served) -> None:
     import openai
 
     create = served.client.completions.create
-    assert create(model="gpt-5", prompt="x", max_tokens=1).model == served.model, (
-        "the one model must answer to any name"
-    )
+    with pytest.raises(openai.NotFoundError, match=f"this server has '{served.model}'"):
+        create(model="gpt-5", prompt="x", max_tokens=1)
     with pytest.raises(openai.BadRequestError, match="512 tokens long") as caught:
         create(model=served.model, prompt=[1] * 600)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
@@ -240,7 +257,7 @@ def test_port_in_use_is_one_error(served: Served, published: tuple[Path, Any], t
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has saved steps 1 and 2; a file of step 2 is missing."""
-    recipe = loop_recipe(job={"gpus_per_node": 1}, training={"steps": 2}, save={"every": 1})
+    recipe = loop_recipe(job={"gpus_per_node": 1}, training={"steps": 2, "sequence_length": 32}, save={"every": 1})
     root = tmp_path_factory.mktemp("runs") / "mine"
     attempt = Attempt(prepare(root, recipe), tmp_path_factory.mktemp("cache"), ranks=1)
     assert attempt.exit_codes() == [0], attempt.logs()
@@ -252,7 +269,8 @@ def test_run_is_served_from_its_newest_good_checkpoint_until_it_is_stopped(run_d
     """Open requests are finished, and new ones refused."""
     import openai
 
-    served = Served(run_dir, tmp_path, "--name", "mine", "--max-length", "40")
+    served = Served(run_dir, tmp_path, "--name", "mine")
+    assert served.said["max_length"] == 48, "the run trains on shorter sequences"
     assert (served.said["model"], served.said["step"], served.said["chat"]) == ("mine", 1, False)
     pid = next(child for child in _children(served.command.pid) if "megatron_rl.server" in _words(child))
     (running,) = [served.client.completions.create(model="mine", prompt="1+1=", max_tokens=3, temperature=0)]

@@ -96,14 +96,15 @@ def test_parallel_calls_of_one_conversation_are_branches() -> None:
     with_session(program)
 
 
-def test_streamed_answer_is_one_chunk_with_content_and_calls() -> None:
+def test_streamed_answer_is_its_role_and_one_chunk_with_content_and_calls() -> None:
     async def program(one: Opened) -> None:
         stream = await one.openai.chat.completions.create(
             model="policy", messages=[USER], tools=TOOLS, stream=True, stream_options={"include_usage": True}
         )  # type: ignore[call-overload]
-        chunk, usage = [each async for each in stream]
+        opening, chunk, usage = [each async for each in stream]
+        assert (opening.choices[0].delta.role, opening.choices[0].finish_reason) == ("assistant", None)
         (choice,) = chunk.choices
-        assert (choice.delta.role, choice.delta.content, choice.finish_reason) == ("assistant", "Well.", "tool_calls")
+        assert (choice.delta.content, choice.finish_reason) == ("Well.", "tool_calls")
         (call,) = choice.delta.tool_calls
         assert (call.index, call.function.name, call.function.arguments) == (0, "add", '{"x": 1}')
         assert usage.usage.completion_tokens == len(encode(f"Well. {CALL}")) + 1

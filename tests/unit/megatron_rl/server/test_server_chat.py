@@ -85,7 +85,7 @@ def test_without_tools_the_same_text_is_content() -> None:
 def test_streamed_answer_has_its_role_content_and_calls() -> None:
     chunks = events(SayingEngine(CALLS + CALLS), ROUTE, {"messages": [USER], "tools": TOOLS})
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert deltas[0]["role"] == "assistant" and not any("role" in delta for delta in deltas[1:])
+    assert deltas[0] == {"role": "assistant", "content": ""} and not any("role" in delta for delta in deltas[1:])
     assert "".join(delta.get("content", "") for delta in deltas) == "Well."
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "add"), (1, "add")]

@@ -17,6 +17,7 @@ from megatron_rl.model.tokenizer import HuggingFaceTokenizer
 from megatron_rl.server.token_names import TokenNames
 
 ROUTE = "/v1/completions"
+USER = {"role": "user", "content": "1+1"}
 
 
 def test_every_parameter_reaches_the_engine() -> None:
@@ -42,7 +43,9 @@ def test_defaults_are_those_of_openai() -> None:
     )
     assert engine.asked[0].sampling == Sampling(max_new_tokens=16)
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
+    counts = {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
+    assert answer["usage"] == {**counts, "prompt_tokens_details": None}
+    assert answer["system_fingerprint"] is None
     keys = {completion(engine) and engine.asked[-1].key for _ in range(3)}
     assert len(keys) == 3, "without a seed each request must get random numbers of its own"
 
@@ -210,8 +213,24 @@ def test_text_after_a_prompt_keeps_the_space_before_its_first_word() -> None:
         assert choice["logprobs"]["text_offset"] == ([0, 3, 7] if echo else [0, 4])
 
 
-def test_any_model_name_is_answered_by_the_only_model() -> None:
-    assert completion(SayingEngine(), model="gpt-5")["model"] == "tiny"
+def test_the_model_may_be_left_out_and_another_one_is_not_found() -> None:
+    assert completion(SayingEngine())["model"] == completion(SayingEngine(), model="tiny")["model"] == "tiny"
+    for route, asked in ((ROUTE, {"prompt": "a"}), ("/v1/chat/completions", {"messages": [USER]})):
+        response = ask(SayingEngine(), route, {"model": "gpt-5", **asked})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert "there is no model 'gpt-5' here: this server has 'tiny'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [({}, None), ({"stop": ["xy", "b"]}, "b"), ({"stop_token_ids": [EOS]}, EOS), ({"max_tokens": 1}, None)],
+)
+def test_stop_reason_names_the_stop_string_or_token_that_the_request_gave(asked: Any, reason: Any) -> None:
+    (choice,) = completion(SayingEngine("aéb"), **asked)["choices"]
+    assert choice["stop_reason"] == reason
+    streamed = events(SayingEngine("aéb"), ROUTE, {"prompt": "ask", **asked})
+    assert [chunk["choices"][0]["stop_reason"] for chunk in streamed][-1] == reason
 
 
 def test_logprobs_cover_all_tokens_in_order() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -14,7 +15,8 @@ from megatron_rl.server.guard import Allowance, ServerLimits
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "x", "max_tokens": 3}
-ROUTES = ["/v1/models", "/health", "/metrics", COMPLETIONS, "/nothing"]
+VERSION = version("mrl")
+ROUTES = ["/v1/models", "/metrics", COMPLETIONS, "/nothing"]
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -25,6 +27,17 @@ def test_nothing_is_revealed_without_the_token(route: str) -> None:
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.json()["error"]["code"] == "invalid_api_key"
         assert TOKEN not in response.text
+
+
+@pytest.mark.parametrize("token", ["", "wrong"])
+def test_probes_need_no_token_and_metrics_need_none_on_demand(token: str) -> None:
+    for route, said in (("/health", {"status": "ok"}), ("/ping", {"status": "ok"}), ("/version", {"version": VERSION})):
+        limits = ServerLimits(requests_per_minute=1)
+        response = ask(SayingEngine(), route, b"", method="GET", token=token, limits=limits)
+        assert (response.status_code, response.json()) == (200, said)
+    found = ask(SayingEngine(), "/metrics", b"", method="GET", token=token, open_metrics=True)
+    assert found.status_code == 200 and "mrl_open_requests" in found.text
+    assert ask(SayingEngine(), "/metrics", b"", method="GET", token=token).status_code == 401
 
 
 def test_any_of_several_tokens_gives_access() -> None:
