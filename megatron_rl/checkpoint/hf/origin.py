@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
+from megatron_rl.chat.turn_end import turn_end
 from megatron_rl.checkpoint.hf.to_megatron import CARRIED, NOTES
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import read_bytes
@@ -105,6 +106,8 @@ def _of_run(run: RunDir) -> Origin:
     path = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
     folder = local_folder(path, "tokenizer.path", "tokenizer.json") if path else None
     ends = tokenizer.end_ids if folder else frozenset()
+    if config.supervised and config.rows.chat != "never" and (taught := turn_end(tokenizer)) is not None:
+        ends |= {taught}
     return Origin(model, _published(config.model), folder, ends)
 
 

@@ -16,11 +16,12 @@ import torch
 import yaml
 from checkpoint_helpers import checkpointer, outcome
 from core_helpers import full_forward, tiny_model, tiny_policy, tiny_run
-from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish, tokenizer, usual_mode
+from hf_helpers import PUBLISHED, SENTENCE, SHARD, TOKENS, VOCAB, model_of, publish, tokenizer, usual_mode
 from safetensors.torch import load_file, save_file
+from supervised_helpers import supervised_recipe
 
 from megatron_rl.checkpoint.hf.load import load_pretrained
-from megatron_rl.checkpoint.hf.origin import contradictions
+from megatron_rl.checkpoint.hf.origin import contradictions, origin_of
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.checkpoint.load import read, verify
@@ -212,6 +213,32 @@ def test_generation_from_an_export_ends_where_the_model_was_trained_to_end(
     to_hugging_face(tmp_path / "checkpoints" / "step-000001", tmp_path / "back", platform, shard_bytes=10**9)
     found = json.loads((tmp_path / "back" / "generation_config.json").read_text())
     assert found == {"top_k": 20, "eos_token_id": exported}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "further"),
+    [
+        (tiny_run().model_dump(), set()),
+        (tiny_run().model_dump() | {"end_tokens": ["<|im_end|>"]}, {TOKENS}),
+        (supervised_recipe(data={"path": "rows.jsonl"}), {TOKENS}),
+        (supervised_recipe(data={"path": "rows.jsonl", "chat": "never"}), set()),
+    ],
+    ids=["sampled", "sampled, with the key", "supervised", "supervised, without the template"],
+)
+def test_the_end_of_a_chat_template_counts_if_it_was_sampled_or_learned(
+    tmp_path: Path, recipe: dict[str, Any], further: set[int]
+) -> None:
+    """A base model, whose tokenizer ends texts by 0, with the template of its instructed sister."""
+    chat = tokenizer()
+    chat.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    chat.chat_template = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+    chat.save_pretrained(tmp_path / "base")
+    values = dict(recipe)
+    ends = values.pop("end_tokens", [])
+    values["tokenizer"] = {"type": "huggingface", "path": str(tmp_path / "base"), "end_tokens": ends}
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    assert origin_of(tmp_path / "checkpoints" / "step-000001").ends == {0} | further
 
 
 def spoil(folder: Path, name: str) -> None:
