@@ -55,13 +55,14 @@ class OptimizerConfig(Section):
 
 
 def learning_rate(updates_done: int, total_updates: int, config: OptimizerConfig) -> float:
-    """Learning rate of the next update: linear warm-up over `warmup_steps`, then `decay` to `min_learning_rate` at the
-    end."""
+    """Learning rate of the next update: linear warm-up over `warmup_steps`, then `decay`, from `learning_rate` at the
+    first update after the warm-up to `min_learning_rate` at the last one. A single update after the warm-up has
+    `learning_rate`."""
     if updates_done < config.warmup_steps:
         return config.learning_rate * (updates_done + 1) / config.warmup_steps
     if config.decay == "constant":
         return config.learning_rate
-    passed = (updates_done - config.warmup_steps) / max(1, total_updates - config.warmup_steps)
+    passed = (updates_done - config.warmup_steps) / max(1, total_updates - 1 - config.warmup_steps)
     left = 1 - min(1.0, passed)
     factor = left if config.decay == "linear" else (1 - math.cos(math.pi * left)) / 2
     return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * factor

@@ -33,9 +33,11 @@ def test_the_rate_warms_up_to_its_full_value_in_the_last_warm_up_step() -> None:
         ("cosine", [1.0, 0.1 + 0.9 * (2 + 2**0.5) / 4, 0.55, 0.1 + 0.9 * (2 - 2**0.5) / 4, 0.1]),
     ],
 )
-def test_the_rate_decays_to_its_minimum_at_the_end(decay: Any, expected: list[float]) -> None:
+def test_the_rate_decays_from_its_peak_after_the_warm_up_to_its_minimum_at_the_last_update(
+    decay: Any, expected: list[float]
+) -> None:
     config = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=2, decay=decay)
-    assert [learning_rate(done, 10, config) for done in (2, 4, 6, 8, 10)] == pytest.approx(expected)
+    assert [learning_rate(done, 11, config) for done in (2, 4, 6, 8, 10)] == pytest.approx(expected)
 
 
 @given(
@@ -51,6 +53,9 @@ def test_the_rate_never_leaves_its_bounds(done: int, total: int, warmup: int, de
     assert 0 < rate <= 1
     assert rate >= 0.1 or done < warmup
     assert learning_rate(done + 1, total, config) >= rate or done >= warmup
+    if warmup + 1 < total and decay != "constant":
+        assert learning_rate(warmup, total, config) == 1
+        assert learning_rate(total - 1, total, config) == 0.1
 
 
 # One update
