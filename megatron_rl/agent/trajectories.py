@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.inference.api import Completion, FinishReason
 
 LARGEST_REWARD = 1e18
-"""Largest absolute reward: advantages are computed in fp32, including squares of rewards."""
+"""Largest absolute reward: a baseline of the user's may compute squares of rewards in fp32."""
 OUTPUT_LIMIT = 4000
 """Characters of a program's output that a trajectory keeps."""
 

@@ -30,10 +30,7 @@ def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, std: Ad
     Raises:
         RuntimeError: a group index is not below `num_groups`.
     """
-    deviation = _deviation(rewards, group, num_groups) * has_signal(rewards, group, num_groups)[group]
-    if std == "none":
-        return deviation
-    return deviation / (STD_EPSILON + _group_std(deviation, group, num_groups, std))[group]
+    return _of_groups(rewards, group, num_groups, std).float()
 
 
 def leave_one_out_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, std: AdvantageStd) -> Tensor:
@@ -50,7 +47,7 @@ def leave_one_out_advantages(rewards: Tensor, group: Tensor, num_groups: int, *,
     """
     counts = _counts(rewards, group, num_groups)
     factor = counts / (counts - 1).clamp(min=1)
-    return group_advantages(rewards, group, num_groups, std=std) * factor[group]
+    return (_of_groups(rewards, group, num_groups, std) * factor[group]).float()
 
 
 def maxrl_advantages(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
@@ -73,10 +70,10 @@ def maxrl_advantages(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
             f"grpo.baseline maxrl divides by the mean reward of a group, and a reward is {float(rewards.min()):g}: "
             "rewards must be 0 or more, best 0 and 1"
         )
-    deviation = group_advantages(rewards, group, num_groups, std="none")
-    means = _mean(rewards.detach().float(), group, num_groups)
+    deviation = _of_groups(rewards, group, num_groups, "none")
+    means = _mean(rewards.detach().double(), group, num_groups)
     # A group with signal has a positive mean. In the others the deviation is 0.
-    return deviation / torch.where(means > 0, means, 1.0)[group]
+    return (deviation / torch.where(means > 0, means, 1.0)[group]).float()
 
 
 def batch_advantages(rewards: Tensor, units: Tensor, *, std: AdvantageStd) -> Tensor:
@@ -129,20 +126,28 @@ def per_reward_advantages(answers: ScoredAnswers, units: Tensor, *, std: Advanta
     Returns:
         [answers] fp32, without gradient; exactly 0 in groups without signal if units are answers.
     """
-    total = torch.zeros_like(answers.rewards)
+    total = torch.zeros_like(answers.rewards, dtype=torch.float64)
     for name, weights in answers.component_weights.items():
         values = torch.where(weights != 0, answers.components[name].nan_to_num(), 0.0)
-        total += weights * group_advantages(values, answers.group, answers.num_groups, std=std)
+        total += weights * _of_groups(values, answers.group, answers.num_groups, std)
     if not bool(total.any()):
-        return total
+        return total.float()
     by_answer = bool((units == 1).all())
-    centred = total.double() if by_answer else total.double() - _weighted_mean(total, units)
+    centred = total if by_answer else total - _weighted_mean(total, units)
     return (centred / (STD_EPSILON + _weighted_std(total, units, std))).float()
 
 
+def _of_groups(rewards: Tensor, group: Tensor, num_groups: int, std: AdvantageStd) -> Tensor:
+    """Return what `group_advantages` returns, in fp64."""
+    deviation = _deviation(rewards, group, num_groups) * has_signal(rewards, group, num_groups)[group]
+    if std == "none":
+        return deviation
+    return deviation / (STD_EPSILON + _group_std(deviation, group, num_groups, std))[group]
+
+
 def _deviation(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Return each reward minus its group's mean, [answers] fp32."""
-    rewards = rewards.detach().float()
+    """Return each reward minus its group's mean, [answers] fp64: fp32 may not hold the difference of large rewards."""
+    rewards = rewards.detach().double()
     lowest = rewards.new_zeros(num_groups).scatter_reduce(0, group, rewards, "amin", include_self=False)
     # Relative to the lowest reward: n equal rewards need not sum to exactly n times one of them, but n zeros sum to 0.
     above_lowest = rewards - lowest[group]
@@ -159,8 +164,8 @@ def _group_std(deviation: Tensor, group: Tensor, num_groups: int, std: Advantage
 
 
 def _counts(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Return the number of answers in each group, [groups] fp32."""
-    ones = torch.ones(len(values), dtype=torch.float32, device=values.device)
+    """Return the number of answers in each group, [groups] fp64."""
+    ones = torch.ones(len(values), dtype=torch.float64, device=values.device)
     return ones.new_zeros(num_groups).index_add(0, group, ones)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,19 +24,30 @@ class ScoredAnswers:
     num_groups: int
     """Number of groups, those without answers included."""
     scored: Tensor
-    """[answers] fp32, reward as the environment gave it."""
+    """[answers] fp64, reward as the environment gave it."""
     rewards: Tensor
-    """[answers] fp32, reward after `environment.reward_weights`, `grpo.overlong` and `grpo.length_penalty`; advantages
+    """[answers] fp64, reward after `environment.reward_weights`, `grpo.overlong` and `grpo.length_penalty`; advantages
     are computed from it."""
     accuracy: Tensor
-    """[answers] fp32, the component `environment.accuracy`, or else the reward as scored."""
+    """[answers] fp64, the component `environment.accuracy`, or else the reward as scored."""
     tokens: Tensor
     """[answers] int64, tokens in the loss masks of all sequences of the answer."""
     components: Mapping[str, Tensor]
-    """Name -> [answers] fp32, components of the rewards as scored; NaN where the answer has none of that name."""
+    """Name -> [answers] fp64, components of the rewards as scored; NaN where the answer has none of that name."""
     component_weights: Mapping[str, Tensor]
-    """Name -> [answers] fp32, `environment.reward_weights` of the answer's environment; 0 where it does not name the
+    """Name -> [answers] fp64, `environment.reward_weights` of the answer's environment; 0 where it does not name the
     component."""
+
+    def in_fp32(self) -> ScoredAnswers:
+        """Return the table with fp32 numbers."""
+        return replace(
+            self,
+            scored=self.scored.float(),
+            rewards=self.rewards.float(),
+            accuracy=self.accuracy.float(),
+            components={name: values.float() for name, values in self.components.items()},
+            component_weights={name: values.float() for name, values in self.component_weights.items()},
+        )
 
 
 def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> ScoredAnswers:
@@ -46,11 +57,11 @@ def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Scor
     answers = [trajectory for group in groups for trajectory in group.trajectories]
     environments = [config.environment_of(group.problem.environment) for _, group in owners]
     weights = [environment.reward_weights or {} for environment in environments]
-    scored = _fp32([answer.reward for answer in answers])
-    accuracy = _fp32([accuracy_of(answer, its.accuracy) for answer, its in zip(answers, environments, strict=True)])
+    scored = fp64([answer.reward for answer in answers])
+    accuracy = fp64([accuracy_of(answer, its.accuracy) for answer, its in zip(answers, environments, strict=True)])
     rewards = scored
     if any(weights):
-        rewards = _fp32([weighted_reward(answer, its) for answer, its in zip(answers, weights, strict=True)])
+        rewards = fp64([weighted_reward(answer, its) for answer, its in zip(answers, weights, strict=True)])
     if config.grpo.length_penalty:
         lengths = torch.tensor([answer.answer_length for answer in answers], dtype=torch.long)
         rewards = rewards + config.grpo.length_penalty * length_rewards(lengths, accuracy >= 1, index, len(groups))
@@ -70,11 +81,11 @@ def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Scor
         accuracy=accuracy,
         tokens=torch.tensor([_trained_tokens(answer) for answer in answers], dtype=torch.long),
         components={
-            name: _fp32([answer.components.get(name, math.nan) for answer in answers])
+            name: fp64([answer.components.get(name, math.nan) for answer in answers])
             for name in sorted({name for answer in answers for name in answer.components})
         },
         component_weights={
-            name: _fp32([its.get(name, 0.0) for its in weights])
+            name: fp64([its.get(name, 0.0) for its in weights])
             for name in sorted({name for its in weights for name in its})
         },
     )
@@ -96,5 +107,7 @@ def _trained_tokens(answer: Trajectory) -> int:
     return sum(sequence.loss_mask.count(True) for sequence in answer.sequences)
 
 
-def _fp32(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)
+def fp64(values: Sequence[float]) -> Tensor:
+    """Return numbers of answers as a tensor. In fp32, rewards of 1e6 and 1e6 + 1 would have a mean and a deviation that
+    are rounding alone."""
+    return torch.tensor(values, dtype=torch.float64)

@@ -46,7 +46,8 @@ def estimate(answers: ScoredAnswers, config: GrpoConfig) -> Tensor:
         ValueError: a reward is negative (`baseline: maxrl`), or a function of the user's returns something else.
     """
     if (own := own_baseline(config)) is not None:
-        return as_advantages(own(answers, config), answers)
+        # Users write torch.zeros(n).index_add(0, answers.group, answers.rewards), which takes fp32 alone.
+        return as_advantages(own(answers.in_fp32(), config), answers)
     rewards, group, groups, std = answers.rewards, answers.group, answers.num_groups, config.advantage_std
     of_baseline: AdvantageStd = std if config.advantage_std_of == "baseline" else "none"
     units = answers.tokens if config.batch_over == "tokens" else torch.ones_like(answers.tokens)

@@ -26,7 +26,7 @@ def usable(group: TrajectoryGroup, config: RunConfig) -> bool:
     if not dynamic.enabled:
         return True
     found = accuracies(group, config)
-    values = torch.tensor(found, dtype=torch.float32)
+    values = torch.tensor(found, dtype=torch.float64)
     if not has_signal(values, torch.zeros(len(found), dtype=torch.long), 1).item():
         return False
     mean = math.fsum(found) / len(found)

@@ -20,9 +20,9 @@ def length_rewards(lengths: Tensor, right: Tensor, group: Tensor, num_groups: in
         group: [answers] int64, group of each answer in 0..num_groups-1.
 
     Returns:
-        [answers] fp32, each between -1/2 and 1/2.
+        [answers] fp64, each between -1/2 and 1/2.
     """
-    exact = lengths.float()
+    exact = lengths.double()
     zeros = exact.new_zeros(num_groups)
     shortest = zeros.scatter_reduce(0, group, exact, "amin", include_self=False)[group]
     longest = zeros.scatter_reduce(0, group, exact, "amax", include_self=False)[group]

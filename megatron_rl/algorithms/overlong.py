@@ -20,9 +20,9 @@ def overlong_penalty(length: Tensor, *, max_new_tokens: int, buffer: int, penalt
         penalty: reward subtracted at the limit, not negative.
 
     Returns:
-        [trajectories] fp32, each in [-penalty, 0].
+        [trajectories] fp64, each in [-penalty, 0].
     """
-    into_buffer = (length - (max_new_tokens - buffer)).float() / buffer
+    into_buffer = (length - (max_new_tokens - buffer)).double() / buffer
     return into_buffer.clamp(0, 1).mul(-penalty)
 
 

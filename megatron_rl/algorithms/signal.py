@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SIGNAL_SPREAD = 1e-6
-"""Largest spread of equal rewards, relative to the largest of them: fp32 has seven digits, and a mean or a penalty
-rounds the last one."""
+SIGNAL_SPREAD = 5e-7
+"""Largest spread of equal rewards, relative to the largest of them: four units in the last place of fp32, in which a
+reward model computes."""
 
 
 def has_signal(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
@@ -18,7 +18,7 @@ def has_signal(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
         rewards: [answers] scored or shaped rewards.
         group: [answers] int64, the group of each in 0..num_groups-1.
     """
-    rewards = rewards.detach().float()
+    rewards = rewards.detach().double()
     zeros = rewards.new_zeros(num_groups)
     highest = zeros.scatter_reduce(0, group, rewards, "amax", include_self=False)
     lowest = zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.algorithms.answers import ScoredAnswers, scored_answers
+from megatron_rl.algorithms.answers import ScoredAnswers, fp64, scored_answers
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.estimators import estimate
 from megatron_rl.config import RunConfig
@@ -57,18 +57,14 @@ class Table:
             ScoredAnswers(
                 group=torch.tensor(content["group"], dtype=torch.long),
                 num_groups=len(content["positions"]),
-                scored=_fp32(content["scored"]),
-                rewards=_fp32(content["rewards"]),
-                accuracy=_fp32(content["accuracy"]),
+                scored=fp64(content["scored"]),
+                rewards=fp64(content["rewards"]),
+                accuracy=fp64(content["accuracy"]),
                 tokens=torch.tensor(content["tokens"], dtype=torch.long),
-                components={name: _fp32(values) for name, values in content["components"].items()},
-                component_weights={name: _fp32(values) for name, values in content["component_weights"].items()},
+                components={name: fp64(values) for name, values in content["components"].items()},
+                component_weights={name: fp64(values) for name, values in content["component_weights"].items()},
             ),
         )
-
-
-def _fp32(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def step_advantages(finished: Mapping[int, TrajectoryGroup], config: RunConfig, gather: Gather) -> dict[int, Tensor]:

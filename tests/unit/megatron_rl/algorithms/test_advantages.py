@@ -48,6 +48,18 @@ def test_advantages_with_half_of_the_answers_right():
     torch.testing.assert_close(group_advantages(rewards, group, 1, std="population"), expected / 0.5001)
 
 
+@pytest.mark.parametrize("large", [1e6, -1e6, 1e9])
+def test_large_rewards_are_compared_before_they_are_rounded(large):
+    rewards, group = torch.tensor([large, large + abs(large) / 1e6], dtype=torch.float64), torch.tensor([0, 0])
+    divided = group_advantages(rewards, group, 1, std="sample")
+    torch.testing.assert_close(divided, torch.tensor([-(0.5**0.5), 0.5**0.5]), rtol=2e-4, atol=0)
+
+
+def test_rewards_that_differ_by_rounding_in_fp32_have_no_signal():
+    rewards = torch.tensor([0.1, 0.1 * (1 + 2**-22)], dtype=torch.float64)
+    assert group_advantages(rewards, torch.tensor([0, 0]), 1, std="sample").tolist() == [0, 0]
+
+
 def test_groups_may_be_ragged_and_interleaved():
     rewards, group = tensors([3, 10, 0, 20, 0], [0, 2, 0, 2, 0])
     advantages = group_advantages(rewards, group, 3, std="none")

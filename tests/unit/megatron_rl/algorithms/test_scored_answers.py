@@ -149,8 +149,8 @@ def test_a_length_penalty_is_added_by_its_weight_and_reads_the_accuracy() -> Non
     group = TrajectoryGroup(0, Problem("", {}), parts, {})
     by_reward = scored_answers([group], configured(length_penalty=0.2)).rewards
     by_component = scored_answers([group], configured({"accuracy": "right"}, length_penalty=0.2)).rewards
-    torch.testing.assert_close(by_reward, torch.tensor([0.9, 0.5]))
-    torch.testing.assert_close(by_component, torch.tensor([0.9, 0.6]))
+    torch.testing.assert_close(by_reward, torch.tensor([0.9, 0.5], dtype=torch.float64))
+    torch.testing.assert_close(by_component, torch.tensor([0.9, 0.6], dtype=torch.float64))
 
 
 # Dynamic sampling
