@@ -100,6 +100,13 @@ class Sections(Section):
         return self.training.objective == "supervised"
 
     @property
+    def scores_first(self) -> bool:
+        """Whether a step runs the policy once before its updates, without dropout. A single update without dropout
+        needs no such pass: its own forward pass is that of the policy before the step."""
+        drops = self.model.lora is not None and self.model.lora.dropout > 0
+        return not self.supervised and (drops or self.grpo.updates_per_step > 1 or self.grpo.compares_answers)
+
+    @property
     def generates(self) -> bool:
         """Whether the run samples answers, to train or to evaluate on: it has an environment."""
         return self.environment is not None or self.environments is not None

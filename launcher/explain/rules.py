@@ -151,7 +151,7 @@ def _engine_mismatch(record: Record) -> str | None:
 
 def _stale(record: Record) -> str | None:
     age = record.last("staleness_mean")
-    if age is None or age < STALENESS or record.key("grpo.importance"):
+    if age is None or age < STALENESS or record.key("grpo.importance") or record.key("grpo.rejection"):
         return None
     return (
         f"The answers of the last {WINDOW} steps were sampled {age:.1f} optimizer steps before they were trained on, "

@@ -117,43 +117,56 @@ class DynamicSamplingConfig(Section):
         return self
 
 
-class ImportanceConfig(Section):
-    """Correction for tokens that another policy sampled than the one before the step: an engine whose log-probs differ
-    slightly from the trainer's, or older weights. The loss of each token is multiplied by an importance weight, the
-    ratio r = p(before the step) / p(when sampled) within bounds. Clipping is then relative to the policy before the
-    step (decoupled PPO, arXiv 2505.24298)."""
+class RatioBounds(Section):
+    """Bounds of the ratio r = p(before the step) / p(when sampled) of a token or an answer."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
     """Ratio r of a token. token: its own. sequence: the product over all trained tokens of its answer. geometric: the
     geometric mean over them. The last two cost one more forward pass where a step has a single update."""
-    mode: Literal["truncate", "mask"] = "truncate"
-    """Weight of a ratio outside the bounds. truncate: the bound. mask: 0, so the token, or the whole answer, is not
-    trained on."""
     lower: PositiveFloat | None = None
     """Lower bound of r; default: none."""
     upper: PositiveFloat | None = None
     """Upper bound of r; default: none."""
 
+    @model_validator(mode="after")
+    def _has_bounds_in_order(self) -> RatioBounds:
+        if self.lower is None and self.upper is None:
+            raise ValueError("needs a bound, such as upper: 2.0")
+        if (self.lower or 0.0) > (self.upper or math.inf):
+            raise ValueError(f"lower {self.lower} is above upper {self.upper}")
+        return self
+
+
+class ImportanceConfig(RatioBounds):
+    """Correction for tokens that another policy sampled than the one before the step: an engine whose log-probs differ
+    slightly from the trainer's, or older weights. The loss of each token is multiplied by an importance weight, the
+    ratio r = p(before the step) / p(when sampled), and a ratio outside the bounds counts as the bound. Clipping is then
+    relative to the policy before the step (decoupled PPO, arXiv 2505.24298)."""
+
     @model_validator(mode="before")
     @classmethod
     def _has_present_keys(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and "cap" in values:
+        if isinstance(values, Mapping) and (old := {"cap", "mode"} & values.keys()):
             raise ValueError(
-                "cap is now upper, for mode: mask together with lower, which was 1 / cap; and mode: sequence is now "
-                "level: sequence"
+                f"{min(old)} is of earlier versions: importance always truncates, between lower and upper (once cap), "
+                "so leave mode: truncate out; in place of mode: mask give grpo.rejection the same level, lower and "
+                "upper, beside importance or without it"
             )
         return values
 
+
+class RejectionConfig(RatioBounds):
+    """Tokens that are not trained on, because they are too unlikely to be the policy's: those whose ratio r =
+    p(before the step) / p(when sampled), or that of their answer, is outside the bounds. All their terms in the loss
+    are 0. They still count in the mean over tokens or answers, as in TRL, NeMo-RL and prime-rl; verl leaves them out
+    there too, so its remaining tokens weigh more."""
+
     @model_validator(mode="after")
-    def _keeps_something(self) -> ImportanceConfig:
-        if self.lower is None and self.upper is None:
-            raise ValueError("needs a bound, such as upper: 2.0: the weights of rare tokens have no limit without one")
-        if (self.lower or 0.0) > (self.upper or math.inf):
-            raise ValueError(f"lower {self.lower} is above upper {self.upper}")
-        if self.mode == "mask" and not (self.lower or 0.0) < 1 < (self.upper or math.inf):
+    def _keeps_something(self) -> RejectionConfig:
+        if not (self.lower or 0.0) < 1 < (self.upper or math.inf):
             raise ValueError(
-                "mode: mask keeps only ratios between lower and upper, which must include 1, the ratio of tokens that "
-                "need no correction"
+                "only ratios between lower and upper are kept, which must include 1, the ratio of tokens that need no "
+                "correction"
             )
         return self
 
@@ -248,8 +261,10 @@ class GrpoConfig(Section):
     """Weight of an entropy bonus: the entropy of the distribution over the whole vocabulary, in nats, averaged like the
     loss."""
     importance: ImportanceConfig | None = None
-    """Importance sampling against the log-probs of sampling; default: none. Without it, tokens sampled by older weights
-    are clipped relative to those weights."""
+    """Importance sampling against the log-probs of sampling; default: none. Without it and rejection, tokens sampled by
+    older weights are clipped relative to those weights."""
+    rejection: RejectionConfig | None = None
+    """Tokens and answers that are not trained on, by the same ratio; default: none."""
     overlong: OverlongConfig = OverlongConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
@@ -273,12 +288,10 @@ class GrpoConfig(Section):
 
     @model_validator(mode="after")
     def _terms_fit(self) -> GrpoConfig:
-        importance = self.importance
-        if importance and importance.mode == "mask" and importance.level == "token" and self.policy_loss == "gspo":
+        if self.rejection and self.rejection.level == "token" and self.policy_loss == "gspo":
             raise ValueError(
-                "importance.mode mask with importance.level token excludes single tokens, and policy_loss gspo gives "
-                "all tokens of a sequence one ratio: set importance.level to sequence or geometric, or importance.mode "
-                "to truncate"
+                "rejection.level token excludes single tokens, and policy_loss gspo gives all tokens of a sequence one "
+                "ratio: set rejection.level to sequence or geometric, or rejection to null"
             )
         if self.kl_in == "reward" and self.kl_importance:
             raise ValueError("kl_importance weighs the penalty in the loss, and kl_in is reward: remove one of the two")
@@ -375,15 +388,15 @@ class GrpoConfig(Section):
         return -(-prompts * self.group_size // self.updates_per_pass)
 
     @property
-    def scores_first(self) -> bool:
-        """Whether a step runs the policy once before its updates. A step with a single update needs no such pass: its
-        own forward pass is at the weights before the step."""
-        return self.updates_per_step > 1 or self.weighs_answers
+    def corrects(self) -> bool:
+        """Whether tokens of older weights are compared with the policy before the step, and not clipped relative to
+        their own weights."""
+        return self.importance is not None or self.rejection is not None
 
     @property
-    def weighs_answers(self) -> bool:
-        """Whether the importance weight of a token depends on its whole answer."""
-        return self.importance is not None and self.importance.level != "token"
+    def compares_answers(self) -> bool:
+        """Whether the importance weight of a token, or its rejection, depends on its whole answer."""
+        return any(one is not None and one.level != "token" for one in (self.importance, self.rejection))
 
     @property
     def updates_per_step(self) -> int:

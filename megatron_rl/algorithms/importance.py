@@ -2,58 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.config import ImportanceConfig
+from megatron_rl.algorithms.config import ImportanceConfig, RatioBounds, RejectionConfig
+from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT, TrainedTokens
 
 
 @torch.no_grad()
-def importance_weights(log_ratios: Tensor, config: ImportanceConfig) -> Tensor:
-    """Return the weight of each token, with r = exp(log ratio) and the bounds `lower` and `upper`:
-
-        truncate   min(max(r, lower), upper)
-        mask       r where lower <= r <= upper, else 0
+def importance_weights(tokens: TrainedTokens, config: ImportanceConfig) -> Tensor:
+    """Return the weight min(max(r, lower), upper) of each token, with r its ratio at `config.level`.
 
     The truncation (Ionides 2008, https://doi.org/10.1198/106186008X320456) bounds the variance due to tokens that the
-    sampler found far less likely, at the price of a bias for these tokens. The mask excludes them from training.
-
-    Args:
-        log_ratios: [tokens] log-prob before the step minus that of the sampler; for whole answers see
-            `answer_log_ratios`.
+    sampler found far less likely, at the price of a bias for these tokens.
 
     Returns:
-        [tokens], without gradient.
+        [tokens], finite, without gradient.
     """
-    ratios = log_ratios.exp()
-    if config.mode == "truncate":
-        return ratios.clamp(min=config.lower, max=config.upper)
-    for bound, outside in ((config.lower, torch.lt), (config.upper, torch.gt)):
-        if bound is not None:
-            ratios = torch.where(outside(ratios, bound), 0.0, ratios)
-    return ratios
+    return _ratios(tokens, config).clamp(min=config.lower, max=config.upper)
 
 
 @torch.no_grad()
-def answer_log_ratios(log_ratios: Tensor, lengths: Tensor, level: Literal["sequence", "geometric"]) -> Tensor:
-    """Return, for each trained token, the sum (`sequence`) or mean (`geometric`) of the log ratios of its trajectory's
-    trained tokens, those of all its sequences: together they are one sample of the policy. Ratios that are not finite
-    are excluded, as the loss excludes the token: one NaN must not discard the whole answer.
+def kept(tokens: TrainedTokens, config: RejectionConfig) -> Tensor:
+    """Return which tokens have lower <= r <= upper, with r their ratio at `config.level`; [tokens] bool."""
+    ratios = _ratios(tokens, config)
+    inside = torch.ones_like(ratios, dtype=torch.bool)
+    if config.lower is not None:
+        inside &= ratios >= config.lower
+    if config.upper is not None:
+        inside &= ratios <= config.upper
+    return inside
+
+
+def _ratios(tokens: TrainedTokens, config: RatioBounds) -> Tensor:
+    """Return r of each token, [tokens]."""
+    log_ratios = tokens.old_logprobs - tokens.inference_logprobs
+    if config.level != "token":
+        if tokens.answer_log_ratios is None or tokens.answer_tokens is None:
+            raise ValueError(f"ratios of level {config.level} need answer_log_ratios and answer_tokens")
+        log_ratios = tokens.answer_log_ratios
+        if config.level == "geometric":
+            log_ratios = log_ratios / tokens.answer_tokens.clamp(min=1)
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+@torch.no_grad()
+def answer_log_ratios(log_ratios: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for each trained token, the sum of the log ratios of its trajectory's trained tokens, those of all its
+    sequences, and their number: together they are one sample of the policy. Ratios that are not finite are excluded,
+    as the loss excludes the token: one NaN must not discard the whole answer.
 
     Args:
         log_ratios: [tokens] of the trained tokens of all trajectories, concatenated.
         lengths: [trajectories] number of tokens of each.
 
     Returns:
-        [tokens]
+        [tokens] each.
     """
     if not len(lengths):  # segment_reduce fails without segments
-        return log_ratios
+        return log_ratios, log_ratios
     lengths = lengths.to(log_ratios.device)
     is_finite = log_ratios.isfinite()
-    sums = torch.segment_reduce(torch.where(is_finite, log_ratios, 0.0).double(), "sum", lengths=lengths)
-    if level == "geometric":
-        sums = sums / torch.segment_reduce(is_finite.double(), "sum", lengths=lengths).clamp(min=1)
-    return sums.to(log_ratios.dtype).repeat_interleave(lengths, output_size=len(log_ratios))
+    both = torch.stack((torch.where(is_finite, log_ratios, 0.0), is_finite), dim=1).double()
+    of_answers = torch.segment_reduce(both, "sum", lengths=lengths)
+    of_tokens = of_answers.to(log_ratios.dtype).repeat_interleave(lengths, dim=0, output_size=len(log_ratios))
+    sums, counts = of_tokens.unbind(dim=1)
+    return sums, counts

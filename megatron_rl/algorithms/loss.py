@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.importance import importance_weights
+from megatron_rl.algorithms.importance import importance_weights, kept
 from megatron_rl.algorithms.kl import kl_penalty
 from megatron_rl.algorithms.losses.choice import LOSSES, OwnPolicyLoss, as_losses, own_policy_loss
 from megatron_rl.algorithms.losses.token_loss import TokenLoss
@@ -43,21 +43,22 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         w (u L + kl_beta KL - entropy_coefficient H)
 
         L: the policy loss (`losses.choice`); one of the user's is w L already
-        u: see `importance.importance_weights`, of old - inference; else 1
+        u: see `importance.importance_weights`, of old - inference; else 1. Tokens that `importance.kept` rejects have a
+            term of 0
         KL: see `kl.kl_penalty`, times r = exp(log_prob - old) with `kl_importance`; with `kl_in: reward` it is
             subtracted from the advantage instead, as a constant at the weights before the step
         H: entropy of the distribution over the whole vocabulary
 
-    A token with a log-prob that is not finite (NaN from an engine, or -inf if rounding leaves a token no probability)
-    is excluded and counted: its term is 0, like a masked token's. Otherwise the gradient of the whole update would be
-    NaN.
+    A token with a log-prob or an entropy that is not finite (NaN from an engine, or -inf if rounding leaves a token no
+    probability) is excluded and counted: its term is 0, like a masked token's. Otherwise the gradient of the whole
+    update would be NaN.
 
     Returns:
         The loss, a scalar whose sum over micro-batches and ranks is the loss of the global batch, and its statistics.
 
     Raises:
-        ValueError: kl_beta is above 0 without ref_logprobs, importance is per answer without answer_log_ratios, or a
-            loss of the user's returns something else than one value for each token.
+        ValueError: kl_beta is above 0 without ref_logprobs, importance or rejection is per answer without
+            answer_log_ratios, or a loss of the user's returns something else than one value for each token.
     """
     if config.kl_beta > 0 and tokens.ref_logprobs is None:
         raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")
@@ -71,6 +72,11 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         "ratio": tokens.ratio.detach() * trained,
         "inference_difference": (tokens.old_logprobs - tokens.inference_logprobs).abs(),
     }
+    if config.rejection is not None:
+        keeps = kept(tokens, config.rejection)
+        per_token["rejected"] = trained & ~keeps
+        trained = trained & keeps
+        tokens = _only(tokens, trained)
     kl = None
     if config.kl_beta > 0:
         assert tokens.ref_logprobs is not None
@@ -86,12 +92,7 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         if clipped is not None:
             per_token[name] = clipped & trained
     if config.importance is not None:
-        log_ratios = tokens.old_logprobs - tokens.inference_logprobs
-        if config.importance.level != "token":
-            if tokens.answer_log_ratios is None:
-                raise ValueError("grpo.importance of answers needs answer_log_ratios")
-            log_ratios = tokens.answer_log_ratios
-        weight = importance_weights(log_ratios, config.importance)
+        weight = importance_weights(tokens, config.importance)
         token_loss = token_loss * weight
         per_token["importance_weight"] = weight * trained
     # A loss of the user's is weighted already.
@@ -115,8 +116,9 @@ def _only(tokens: TrainedTokens, trained: Tensor) -> TrainedTokens:
 
 
 def _finite(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
-    """Return whether all log-probs that the loss reads are finite, [tokens] bool."""
-    finite = tokens.logprobs.isfinite() & tokens.old_logprobs.isfinite() & tokens.inference_logprobs.isfinite()
+    """Return whether the entropy and all log-probs that the loss reads are finite, [tokens] bool."""
+    finite = tokens.entropy.isfinite()
+    finite &= tokens.logprobs.isfinite() & tokens.old_logprobs.isfinite() & tokens.inference_logprobs.isfinite()
     if config.kl_beta > 0 and tokens.ref_logprobs is not None:
         finite &= tokens.ref_logprobs.isfinite()
     return finite
@@ -128,7 +130,7 @@ def loss_statistics(loss: Tensor, per_token: dict[str, Tensor]) -> LossStats:
     sums = dict(zip(per_token, values.sum(dim=1).unbind(), strict=True))
     # Values with a maximum are never below 0: the added zero changes no maximum, and gives an empty micro-batch one.
     largest = dict(zip(per_token, torch.nn.functional.pad(values, (0, 1)).amax(dim=1).unbind(), strict=True))
-    absent: dict[str, Any] = dict.fromkeys(("clip_low", "clip_high", "kl", "importance_weight"))
+    absent: dict[str, Any] = dict.fromkeys(("clip_low", "clip_high", "kl", "importance_weight", "rejected"))
     return LossStats(
         loss=loss,
         ratio_max=largest["ratio"],

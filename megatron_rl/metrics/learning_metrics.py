@@ -164,6 +164,13 @@ LEARNING: dict[str, Metric] = {
         advice="The engine's log-probs differ from the trainer's, or answers are old: see "
         "`inference_logprob_difference` and `staleness_mean`.",
     ),
+    "rejected_fraction": Metric(
+        "share of the trained tokens that `grpo.rejection` leaves out",
+        of_tokens(lambda loss: loss.rejected),
+        good="below 0.1",
+        advice="The engine's log-probs differ from the trainer's, or answers are old: see "
+        "`inference_logprob_difference` and `staleness_mean`; or widen the bounds.",
+    ),
     "inference_logprob_difference": Metric(
         "mean |training - engine log-prob| of the trained tokens",
         of_tokens(lambda loss: loss.inference_difference),
@@ -180,8 +187,8 @@ LEARNING: dict[str, Metric] = {
         unit="nats",
     ),
     "nonfinite_tokens": Metric(
-        "tokens left out of the loss because the policy's or the engine's log-prob is not finite (absent if there are "
-        "none)",
+        "tokens left out of the loss because a log-prob of the policy or the engine, or the entropy, is not finite "
+        "(absent if there are none)",
         lambda step: (step.stats.loss.nonfinite or None) if step.stats.loss else None,
         unit="tokens",
         good=f"absent, or below {NONFINITE_SHARE:.1%} of the sampled tokens",

@@ -139,7 +139,7 @@ class LossStats:
     loss: Total
     tokens: Total
     nonfinite: Total
-    """Tokens with a weight that are left out because a log-prob is not finite."""
+    """Tokens with a weight that are left out because a log-prob or the entropy is not finite."""
     entropy: Total
     """Entropy in nats of the distributions that the tokens were drawn from."""
     ratio: Total
@@ -156,6 +156,8 @@ class LossStats:
     """KL penalty before kl_beta and kl_importance; None without kl_beta."""
     importance_weight: Total | None
     """None without grpo.importance."""
+    rejected: Total | None = None
+    """Tokens that `grpo.rejection` leaves out; they are among `tokens`. None without it."""
     teacher_kl: Total | None = None
     """log p of the policy before the step - log p of the teacher; None without a teacher."""
 

@@ -86,7 +86,8 @@ class LoraConfig(Section):
     down_proj. With experts, the last three are those of every expert."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that is set to 0 in the passes of an update. Generation, scoring and the KL penalty
-    drop nothing."""
+    drop nothing. GRPO then scores each batch before its updates, which costs a forward pass where a step has a single
+    update: the ratio of new to old probability compares a pass that drops inputs with the policy that sampled."""
     rs: bool = False
     """Rank-stabilised scale (arXiv 2312.03732): alpha / sqrt(rank)."""
 

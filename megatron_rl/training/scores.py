@@ -15,6 +15,8 @@ class Scores:
     """Log-probs of the policy before the first update; None if the only update computes them itself."""
     answers: Tensor | None = None
     """Log ratios of whole answers, see `TrainedTokens.answer_log_ratios`."""
+    answer_tokens: Tensor | None = None
+    """Number of log ratios of whole answers."""
     reference: Tensor | None = None
     """Log-probs of the reference policy, if there is one."""
     teacher: Tensor | None = None
@@ -28,5 +30,5 @@ class Scores:
 
         index: [tokens] indices into the trained tokens.
         """
-        known = (self.before, self.answers, self.reference, self.teacher)
+        known = (self.before, self.answers, self.answer_tokens, self.reference, self.teacher)
         return Scores(*(None if each is None else each[index] for each in known))

@@ -198,18 +198,18 @@ class Trainer:
             updates, first_pass: updates of the first pass over the batch, and the inputs of their micro-batches.
             records: whether the log-probs are recorded.
         """
-        importance, before, answers, reference = self.config.grpo.importance, None, None, None
-        if self.config.grpo.scores_first:
+        before, answers, answer_tokens, reference = None, None, None, None
+        if self.config.scores_first:
             before = self.score(self.policy, batch, first_pass)
-            if importance is not None and importance.level != "token":
+            if self.config.grpo.compares_answers:
                 ratios = before - batch.inference_logprobs
-                answers = answer_log_ratios(ratios, batch.trajectory_lengths, importance.level)
+                answers, answer_tokens = answer_log_ratios(ratios, batch.trajectory_lengths)
         if self.reference is not None:
             with self.reference.without_adapters():
                 reference = self.score(self.reference, batch, first_pass)
         teacher = self._teacher_logprobs(batch, updates)
         recorded = torch.zeros_like(batch.inference_logprobs) if records and before is None else None
-        return Scores(before, answers, reference, teacher, recorded)
+        return Scores(before, answers, answer_tokens, reference, teacher, recorded)
 
     def score(self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput]) -> Tensor:
         """[trained tokens] log-probs under `policy`, without gradient: 0 for tokens outside `inputs`, for the rest of
@@ -278,7 +278,7 @@ class Trainer:
             old = logprobs.detach() if scored.before is None else scored.before
             if scores.recorded is not None:
                 scores.recorded[index] = logprobs.detach()
-            if batch.current is not None and self.config.grpo.importance is None:
+            if batch.current is not None and not self.config.grpo.corrects:
                 # Log-probs of older weights are known from the engine alone.
                 old = torch.where(batch.current[index], old, inference)
             taught = None
@@ -294,6 +294,7 @@ class Trainer:
                 weights=weights,
                 ref_logprobs=scored.reference,
                 answer_log_ratios=scored.answers,
+                answer_tokens=scored.answer_tokens,
                 sequence=sequence,
                 sequences=len(batch.sequences),
                 context=self.groups.context,
@@ -336,6 +337,7 @@ class Trainer:
             "clip_high": self.config.supervised or not grpo.is_bounded,
             "kl": grpo.kl_beta == 0,
             "importance_weight": grpo.importance is None,
+            "rejected": grpo.rejection is None,
             "teacher_kl": self.teacher is None,
         }
         return uncounted(LossStats, *(name for name, is_absent in absent.items() if is_absent))

@@ -31,7 +31,7 @@ AHEAD = (*APART, "resume.partial=keep")
 CORRECTIONS = {
     "none": (),
     "truncate": ("grpo.importance.upper=2.0"),
-    "mask": ("grpo.importance.mode=mask", "grpo.importance.lower=0.2", "grpo.importance.upper=5.0"),
+    "mask": ("grpo.rejection.lower=0.2", "grpo.rejection.upper=5.0"),
     "sequence": ("grpo.importance.level=sequence", "grpo.importance.upper=2.0"),
 }
 CASES = {

@@ -43,7 +43,10 @@ LOSSES: dict[str, dict[str, Any]] = {
     "own": {"policy_loss": "OWN"},
     "Dr. GRPO": {"reduction": "constant", "advantage_std": "none"},
     "importance of tokens": {"importance": {"lower": 0.5, "upper": 2.0}},
-    "importance of answers": {"importance": {"level": "sequence", "mode": "mask", "lower": 0.01, "upper": 3.0}},
+    "rejected answers": {
+        "importance": {"level": "sequence", "upper": 3.0},
+        "rejection": {"level": "geometric", "lower": 0.5, "upper": 1.5},
+    },
     "geometric importance": {"importance": {"level": "geometric", "lower": 0.5, "upper": 1.5}},
     "kl weighed": {"kl_beta": 0.3, "kl_importance": True},
     "kl in the reward": {"kl_beta": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
@@ -106,13 +109,12 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
     noise = 1e3 * batch.inference_logprobs
     before = trainer.score(trainer.policy, batch, update.inputs) + 0.5 * noise.sin()
     batch = replace(batch, inference_logprobs=before + 0.3 * noise.cos())
-    of_answers = None
-    if grpo.importance is not None and grpo.importance.level != "token":
-        difference = before - batch.inference_logprobs
-        of_answers = answer_log_ratios(difference, batch.trajectory_lengths, grpo.importance.level)
+    of_answers, tokens = None, None
+    if grpo.compares_answers:
+        of_answers, tokens = answer_log_ratios(before - batch.inference_logprobs, batch.trajectory_lengths)
     reference = trainer.score(trainer.reference, batch, update.inputs) if trainer.reference else None
     losses: list[Any] = []
-    trainer._update(batch, update, Scores(before, of_answers, reference), losses, None, lambda: None)
+    trainer._update(batch, update, Scores(before, of_answers, tokens, reference), losses, None, lambda: None)
     tally = Tally()
     tally.add("loss", trainer._loss_stats(losses).loss)
     return Seen(tally.reduce(groups.control).total["loss"], boxes(trainer.policy, lambda weight: weight.main_grad))

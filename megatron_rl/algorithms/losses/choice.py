@@ -104,6 +104,7 @@ def sample_tokens(config: GrpoConfig) -> TrainedTokens:
         weights=weights,
         ref_logprobs=old - 0.2 if config.kl_beta > 0 else None,
         answer_log_ratios=torch.full((8,), 0.01),
+        answer_tokens=torch.ones(8),
         sequence=torch.tensor([0] * 4 + [1] * 3 + [2]),
         sequences=3,
     )

@@ -31,8 +31,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "eps_low 0.2 would clip nothing.*0.0003 and 0.0004",
     ),
     "gspo with masks of tokens": (
-        {"policy_loss": "gspo", "importance": {"mode": "mask", "lower": 0.5, "upper": 2.0}},
-        "importance.mode mask with importance.level token.*policy_loss gspo.*set importance.level to sequence",
+        {"policy_loss": "gspo", "rejection": {"lower": 0.5, "upper": 2.0}},
+        "rejection.level token.*policy_loss gspo.*set rejection.level to sequence",
     ),
     "length without its reduction": ({"reduction_length": 100}, "read only by reduction: constant"),
     "weighed penalty in the reward": (
@@ -41,11 +41,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "weights without bounds": ({"importance": {}}, "needs a bound, such as upper: 2.0"),
     "bounds in the wrong order": ({"importance": {"lower": 2.0, "upper": 1.0}}, "lower 2.0 is above upper 1.0"),
-    "mask that keeps nothing": (
-        {"importance": {"mode": "mask", "lower": 1.0, "upper": 2.0}},
+    "rejection of everything": (
+        {"rejection": {"lower": 1.0, "upper": 2.0}},
         "must include 1, the ratio of tokens that need no correction",
     ),
-    "keys of earlier versions": ({"importance": {"mode": "truncate", "cap": 2.0}}, "cap is now upper"),
+    "a mask of earlier versions": (
+        {"importance": {"level": "geometric", "mode": "mask", "upper": 2.0}},
+        "mode is of earlier versions.*in place of mode: mask give grpo.rejection the same level, lower and upper",
+    ),
+    "a bound of earlier versions": ({"importance": {"mode": "truncate", "cap": 2.0}}, "upper .once cap."),
 }
 
 
@@ -58,12 +62,19 @@ def test_contradiction_is_refused_with_its_key(keys: dict[str, Any], why: str) -
 @pytest.mark.parametrize(
     "keys",
     [
-        {"policy_loss": "gspo", "importance": {"level": "geometric", "mode": "mask", "lower": 0.5, "upper": 2.0}},
-        {"policy_loss": "gspo_token", "importance": {"mode": "mask", "lower": 0.5, "upper": 2.0}},
+        {"policy_loss": "gspo", "rejection": {"level": "geometric", "lower": 0.5, "upper": 2.0}},
+        {"policy_loss": "gspo_token", "rejection": {"lower": 0.5, "upper": 2.0}},
+        {"importance": {"upper": 2.0}, "rejection": {"level": "geometric", "lower": 0.99, "upper": 1.01}},
         {"policy_loss": "mine:loss", "dual_clip": 3.0, "sapo_tau_positive": 2.0},  # one's own loss may read any key
         {"importance": {"lower": 0.5}},
     ],
-    ids=["gspo with masks of answers", "gspo_token with masks of tokens", "own loss", "only a lower bound"],
+    ids=[
+        "gspo with rejected answers",
+        "gspo_token with rejected tokens",
+        "weights of tokens beside rejected answers",
+        "own loss",
+        "only a lower bound",
+    ],
 )
 def test_sensible_combinations_are_accepted(keys: dict[str, Any]) -> None:
     GrpoConfig.model_validate(keys)
@@ -83,6 +94,7 @@ def test_every_loss_says_which_keys_it_reads() -> None:
 
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
-def test_weights_of_answers_need_the_log_probs_before_the_step(level: str) -> None:
-    assert GrpoConfig.model_validate({"importance": {"level": level, "upper": 2.0}}).scores_first
-    assert not GrpoConfig.model_validate({"importance": {"upper": 2.0}}).scores_first
+def test_ratios_of_answers_are_needed_where_weights_or_rejection_read_them(level: str) -> None:
+    for key in ("importance", "rejection"):
+        assert GrpoConfig.model_validate({key: {"level": level, "upper": 2.0}}).compares_answers
+        assert not GrpoConfig.model_validate({key: {"upper": 2.0}}).compares_answers

@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.config import GrpoConfig, ImportanceConfig
-from megatron_rl.algorithms.importance import answer_log_ratios, importance_weights
+from megatron_rl.algorithms.config import GrpoConfig, ImportanceConfig, RejectionConfig
+from megatron_rl.algorithms.importance import answer_log_ratios, importance_weights, kept
 from megatron_rl.algorithms.loss import grpo_loss, has_gradient
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.metrics.stats import combined
@@ -155,27 +155,68 @@ def test_clip_binds_only_against_the_advantage():
     assert stats.clip_high == stats.clip_low == 1
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("truncate", [1.0, 2.0, 0.5]), ("mask", [1.0, 0.0, 0.0])])
-def test_importance_weights_are_truncated_or_masked_and_carry_no_gradient(mode, expected):
-    log_ratios = torch.log(torch.tensor([1.0, 5.0, 0.4])).requires_grad_()
-    weights = importance_weights(log_ratios, ImportanceConfig(mode=mode, lower=0.5, upper=2.0))
-    torch.testing.assert_close(weights, torch.tensor(expected))
-    assert not weights.requires_grad
+def sampled(log_ratios, answer_log_ratios=None, answer_tokens=None):
+    """Tokens whose log-probs before the step exceed those of the engine by the log ratios."""
+    ratios = torch.as_tensor(log_ratios)
+    zeros = torch.zeros_like(ratios)
+    return TrainedTokens(
+        logprobs=ratios.clone().requires_grad_(),
+        old_logprobs=ratios,
+        inference_logprobs=zeros,
+        entropy=zeros,
+        advantages=zeros + 1,
+        weights=zeros + 1,
+        answer_log_ratios=answer_log_ratios,
+        answer_tokens=answer_tokens,
+    )
 
 
 @pytest.mark.parametrize(
-    ("bounds", "truncated", "masked"),
+    ("bounds", "weights", "kept_tokens"),
     [
-        ({"upper": 2.0}, [1.0, 2.0, 0.4], [1.0, 0.0, 0.4]),
-        ({"lower": 0.5}, [1.0, 5.0, 0.5], [1.0, 5.0, 0.0]),
-        ({"lower": 0.1, "upper": 3.0}, [1.0, 3.0, 0.4], [1.0, 0.0, 0.4]),
+        ({"lower": 0.5, "upper": 2.0}, [1.0, 2.0, 0.5], [True, False, False]),
+        ({"upper": 2.0}, [1.0, 2.0, 0.4], [True, False, True]),
+        ({"lower": 0.5}, [1.0, 5.0, 0.5], [True, True, False]),
+        ({"lower": 0.1, "upper": 3.0}, [1.0, 3.0, 0.4], [True, False, True]),
     ],
 )
-def test_bounds_of_importance_weights_are_independent(bounds, truncated, masked):
-    log_ratios = torch.log(torch.tensor([1.0, 5.0, 0.4]))
-    for mode, expected in (("truncate", truncated), ("mask", masked)):
-        weights = importance_weights(log_ratios, ImportanceConfig(mode=mode, **bounds))
-        torch.testing.assert_close(weights, torch.tensor(expected))
+def test_ratios_outside_the_bounds_are_truncated_as_weights_or_rejected(bounds, weights, kept_tokens):
+    tokens = sampled(torch.log(torch.tensor([1.0, 5.0, 0.4])))
+    found = importance_weights(tokens, ImportanceConfig(**bounds))
+    torch.testing.assert_close(found, torch.tensor(weights))
+    assert not found.requires_grad
+    assert kept(tokens, RejectionConfig(**bounds)).tolist() == kept_tokens
+
+
+def test_answers_are_rejected_and_their_tokens_weighed_independently():
+    """The answers have geometric means of 1 and 1.5; the first keeps the weights of its tokens, in one loss of both."""
+    ratios = torch.log(torch.tensor([0.5, 2.0, 1.5, 1.5], dtype=torch.float64))
+    tokens = sampled(ratios, *answer_log_ratios(ratios, torch.tensor([2, 2])))
+    config = GrpoConfig(
+        importance=ImportanceConfig(upper=1.25), rejection=RejectionConfig(level="geometric", lower=0.9, upper=1.1)
+    )
+    loss, stats = grpo_loss(tokens, config)
+    loss.backward()
+    assert tokens.logprobs.grad.tolist() == pytest.approx([-0.5, -1.25, 0, 0])
+    assert (stats.rejected, stats.tokens) == (2, 4)
+
+
+def test_a_kept_answer_has_weight_1_without_importance():
+    ratios = torch.full((3,), math.log(1.05))
+    tokens = sampled(ratios, *answer_log_ratios(ratios, torch.tensor([3])))
+    grpo_loss(tokens, GrpoConfig(rejection=RejectionConfig(level="geometric", upper=1.1)))[0].backward()
+    assert tokens.logprobs.grad.tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("log_ratio", [1.0, -1.0, 1e3, -1e3])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_weights_with_a_single_bound_are_finite(level, log_ratio):
+    """A product of 89 ratios of e exceeds fp32."""
+    ratios = torch.full((89,), log_ratio)
+    tokens = sampled(ratios, *answer_log_ratios(ratios, torch.tensor([89])))
+    for bounds in ({"lower": 0.5}, {"upper": 2.0}):
+        loss, _ = grpo_loss(tokens, GrpoConfig(importance=ImportanceConfig(level=level, **bounds)))
+        assert loss.isfinite() and abs(loss) <= 89 * math.exp(20) * 1.001
 
 
 @given(st.lists(st.lists(st.floats(-3, 3), max_size=6), max_size=6))
@@ -185,16 +226,17 @@ def test_answer_has_one_log_ratio_over_all_its_tokens(answers):
     ratios = torch.tensor([*chain(*answers)], dtype=torch.float32)
     sums = [math.fsum(answer) for answer in answers for _ in answer]
     means = [math.fsum(answer) / len(answer) for answer in answers for _ in answer]
-    for level, expected in (("sequence", sums), ("geometric", means)):
-        found = answer_log_ratios(ratios, lengths, level)
+    found_sums, counts = answer_log_ratios(ratios, lengths)
+    for found, expected in ((found_sums, sums), (found_sums / counts, means)):
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), atol=1e-5, rtol=1e-5)
 
 
 def test_token_without_finite_log_ratio_is_excluded_from_its_answers_ratio():
     ratios = torch.tensor([0.5, math.nan, 0.25, -math.inf, 1.0])
     lengths = torch.tensor([3, 2])
-    assert answer_log_ratios(ratios, lengths, "sequence").tolist() == [0.75, 0.75, 0.75, 1.0, 1.0]
-    assert answer_log_ratios(ratios, lengths, "geometric").tolist() == [0.375, 0.375, 0.375, 1.0, 1.0]
+    sums, counts = answer_log_ratios(ratios, lengths)
+    assert sums.tolist() == [0.75, 0.75, 0.75, 1.0, 1.0]
+    assert counts.tolist() == [2, 2, 2, 1, 1]
 
 
 @given(st.permutations(range(40)), st.sampled_from(OPTIONS))
@@ -318,9 +360,11 @@ def test_token_without_weight_is_ignored_whatever_its_values(config, name, odd):
 @with_every_option
 @pytest.mark.parametrize("odd", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize(
-    "names", [["inference_logprobs"], ["logprobs", "old_logprobs"], ["logprobs"], ["ref_logprobs"]], ids="+".join
+    "names",
+    [["inference_logprobs"], ["logprobs", "old_logprobs"], ["logprobs"], ["ref_logprobs"], ["entropy"]],
+    ids="+".join,
 )
-def test_trained_token_without_finite_log_prob_is_excluded_and_counted(config, odd, names):
+def test_trained_token_without_finite_log_prob_or_entropy_is_excluded_and_counted(config, odd, names):
     """The loss equals the definition over the other tokens, in float64: one bad value excludes one token, not the
     update."""
     if names == ["ref_logprobs"] and config.kl_beta == 0:

@@ -24,12 +24,13 @@ from megatron_rl.algorithms import credit as credit_module
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import StepStats, Tally
+from megatron_rl.model.config import LoraConfig
 from megatron_rl.model.flops import training_flops
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import DeviceUse
 from megatron_rl.run.state import Run
 from megatron_rl.training import trainer as trainer_module
-from megatron_rl.training.batch import UpdateBatch, agree, training_batch, update_batch, update_part
+from megatron_rl.training.batch import TrainingBatch, UpdateBatch, agree, training_batch, update_batch, update_part
 from megatron_rl.training.trainer import GradientsNotFinite
 
 GROUPS = random_groups(4, 4)
@@ -41,10 +42,16 @@ OPTIONS = {
     "cut answers masked": {"overlong": {"mode": "mask"}},
     "overlong penalty": {"overlong": {"mode": "penalty", "buffer": 4, "penalty": 0.5}},
     "importance weights": {"importance": {"upper": 1.5}},
-    "importance masked": {"importance": {"mode": "mask", "lower": 1 / 3, "upper": 3.0}},
+    "tokens rejected": {"rejection": {"lower": 1 / 3, "upper": 3.0}},
     "importance of answers": {"importance": {"level": "sequence", "upper": 1.5}},
     "kl": {"kl_beta": 0.3},
-    "importance of answers masked": {"importance": {"level": "geometric", "mode": "mask", "lower": 0.1, "upper": 1.1}},
+    "answers rejected": {"rejection": {"level": "geometric", "lower": 0.1, "upper": 1.1}},
+    "tokens weighed, answers rejected": {
+        "importance": {"upper": 1.5},
+        "rejection": {"level": "geometric", "lower": 0.1, "upper": 1.1},
+        "kl_beta": 0.3,
+        "entropy_coefficient": 0.2,
+    },
     "constant": {"reduction": "constant", "reduction_length": 5},
     "entropy": {"entropy_coefficient": 0.2},
     "kl weighed": {"kl_beta": 0.3, "kl_importance": True},
@@ -116,7 +123,8 @@ def naive_loss(
 
     engine = padded(groups, lambda each: each.logprobs)
     sampled_now = padded(groups, lambda each: each.versions) == policy_version
-    old = torch.where(sampled_now | (grpo.importance is not None), logprobs.detach(), engine)
+    corrects = grpo.importance is not None or grpo.rejection is not None
+    old = torch.where(sampled_now | corrects, logprobs.detach(), engine)
     ratio, advantage = (logprobs - old).exp(), torch.tensor(advantages)[owner, None]
     if grpo.kl_beta:
         with torch.no_grad():
@@ -124,22 +132,19 @@ def naive_loss(
         if grpo.kl_in == "reward":
             advantage = advantage - grpo.kl_beta * (old - theirs)
     loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - 0.2, 1 + 0.2) * advantage)
+    of_answers = sums_over(owner, ((old - engine) * mask).sum(1))[:, None]
+    lengths = sums_over(owner, mask.sum(1)).clamp(min=1)[:, None]
+    ratios = {"token": old - engine, "sequence": of_answers, "geometric": of_answers / lengths}
     if grpo.importance is not None:
-        log_ratio, lower, upper = old - engine, grpo.importance.lower or 0.0, grpo.importance.upper
-        if grpo.importance.level == "sequence":
-            log_ratio = sums_over(owner, (log_ratio * mask).sum(1))[:, None]
-        if grpo.importance.level == "geometric":
-            log_ratio = (sums_over(owner, (log_ratio * mask).sum(1)) / sums_over(owner, mask.sum(1)).clamp(min=1))[
-                :, None
-            ]
-        weight = log_ratio.exp()
-        beyond = (weight > upper) | (weight < lower)
-        loss = loss * (weight * ~beyond if grpo.importance.mode == "mask" else weight.clamp(lower, upper))
+        loss = loss * ratios[grpo.importance.level].exp().clamp(grpo.importance.lower or 0.0, grpo.importance.upper)
     if grpo.kl_beta and grpo.kl_in == "loss":
         d = theirs - logprobs
         kl = d**2 / 2 if grpo.kl_estimator == "k2" else (d.exp() - d - 1).clamp(max=10)
         loss = loss + grpo.kl_beta * (kl * ratio if grpo.kl_importance else kl)
     loss = loss - grpo.entropy_coefficient * entropy
+    if grpo.rejection is not None:
+        ratio = ratios[grpo.rejection.level].exp()
+        loss = loss * ((ratio >= (grpo.rejection.lower or 0.0)) & (ratio <= grpo.rejection.upper))
     counted = (mask.sum(1) > 0).float()
     share = counted / sums_over(owner, counted).clamp(min=1) if grpo.branches == "mean" else counted
     if grpo.reduction == "token":
@@ -292,12 +297,37 @@ def test_tokens_of_older_weights_have_a_ratio_to_their_logprobs(platform: Any, g
     assert (stats.batch.staleness, stats.batch.staleness_max) == (sum(staleness(stale)), 1)
 
 
-@pytest.mark.parametrize("name", ["importance weights", "importance masked", "importance of answers", "all at once"])
+@pytest.mark.parametrize("name", ["importance weights", "tokens rejected", "importance of answers", "all at once"])
 def test_importance_weights_clip_around_the_weights_before_the_step(platform: Any, groups: Any, name: str) -> None:
     config, stale = one_update(OPTIONS[name]), sampled_in_part_by_older_weights(GROUPS)
     stats = assert_like_padded(build_run(config, platform, groups), stale, config, policy_version=3)
     assert of_loss(stats).ratio_max == 1.0
     assert stats.batch.staleness_max == 1
+
+
+def test_dropout_of_adapters_leaves_the_policy_before_the_step_as_it_samples(platform: Any, groups: Any) -> None:
+    """The pass of an update drops inputs; the engine, and so the policy before the step, does not."""
+    plain = one_update({"importance": {"upper": 2.0}})
+    lora = LoraConfig(rank=4, dropout=0.3)
+    config = plain.model_copy(update={"model": plain.model.model_copy(update={"lora": lora})})
+    run = build_run(config, platform, groups)
+    with torch.no_grad():  # adapters begin with B = 0, which nothing that is dropped can change
+        for weight in run.trainer.policy.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1 * torch.sin(torch.arange(weight.numel()).view_as(weight)))
+    score = run.trainer.score
+    scored: list[Tensor] = []
+
+    def as_the_engine(policy: Policy, batch: TrainingBatch, inputs: Any) -> Tensor:
+        scored.append(score(policy, batch, inputs))
+        batch.inference_logprobs.copy_(scored[0])
+        return scored[0]
+
+    run.trainer.score = as_the_engine  # type: ignore[method-assign]
+    loss = of_loss(trained(run, GROUPS))
+    assert len(scored) == 1
+    assert (loss.inference_difference_max, loss.importance_weight) == (0, loss.tokens)
+    assert loss.ratio_max > 1.001, "the update compares its own pass with the policy that sampled"
 
 
 def staleness(groups: list[TrajectoryGroup]) -> list[int]:
