@@ -78,8 +78,10 @@ class OverlongConfig(Section):
     13)."""
     buffer: NonNegativeInt = 0
     """Tokens before the limit over which the penalty grows linearly (`mode: penalty`)."""
-    penalty: NonNegativeFloat = 1.0
-    """Amount subtracted from the reward at the limit (`mode: penalty`)."""
+    penalty: NonNegativeFloat = 0.5
+    """Amount subtracted from the reward at the limit (`mode: penalty`). The default suits rewards of 1 and 0: DAPO,
+    verl and NeMo-RL subtract 1 where a right answer earns 1 and a wrong one -1, which is also half of the difference.
+    With as much as the whole difference, a long right answer is worth no more than a wrong one."""
 
     @model_validator(mode="after")
     def _has_buffer(self) -> OverlongConfig:

@@ -121,7 +121,7 @@ def test_the_algorithm_is_dapos(name: str) -> None:
     assert (grpo.reduction, grpo.baseline) == ("token", "group")
     assert (grpo.eps_low, grpo.eps_high, grpo.kl_beta) == (0.2, 0.28, 0.0)
     assert grpo.dynamic_sampling.enabled
-    assert (grpo.overlong.mode, grpo.overlong.penalty) == ("penalty", 1.0)
+    assert (grpo.overlong.mode, grpo.overlong.penalty) == ("penalty", 0.5)
     assert grpo.overlong.buffer == round(config.sampling.max_new_tokens * 4096 / 20480)
 
 
