@@ -17,7 +17,7 @@ mp.dps = 60
 Number = Any
 """Fraction, or mpmath's mpf or mpc."""
 
-MOST_BITS = 2**20
+MOST_BITS = 2**18
 """Largest size of a numerator, a denominator, or a binary exponent, in bits."""
 CLOSE = mp.mpf(10) ** -45
 

@@ -11,41 +11,40 @@ exception interrupts. So only such a worker may import this module, and it has l
 from __future__ import annotations
 
 import logging
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from fractions import Fraction
+from functools import partial
 from itertools import product
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from megatron_rl.environments.math.bounded import Number, TooLarge, Undefined, close, rounds_to, within_a_percent
-from megatron_rl.environments.math.forms import (
-    INFINITE,
+from megatron_rl.environments.math.bounded import TooLarge, Undefined, close, divide, rounds_to, within_a_percent
+from megatron_rl.environments.math.families import renamed, same_families
+from megatron_rl.environments.math.forms import form
+from megatron_rl.environments.math.formulas import value
+from megatron_rl.environments.math.notation import normalise, readings, without_decimal_comma
+from megatron_rl.environments.math.structure import (
+    Choice,
+    Congruence,
     Form,
     Formula,
     Matrix,
     Named,
     Pieces,
+    Ratio,
     Relation,
     Row,
     SetOf,
     Several,
     Words,
-    form,
-    is_prose,
 )
-from megatron_rl.environments.math.formulas import Unreadable, value, variables
-from megatron_rl.environments.math.notation import normalise, readings, without_decimal_comma
-from megatron_rl.environments.math.units import quantity
+from megatron_rl.environments.math.tokens import Unreadable, variables
+from megatron_rl.environments.math.units import ANGLE, Quantity, quantity
+from megatron_rl.environments.math.values import ENOUGH, by_value, values
+from megatron_rl.environments.math.words import OMISSION, is_prose, words_of
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; the worker has one
-
-POINTS = 3
-"""Points of each kind at which two formulas with variables are compared ..."""
-ENOUGH = 3
-"""... and the number of points at which both must have a value."""
 
 
 def equal(texts: Sequence[str]) -> bool:
@@ -86,7 +85,11 @@ def _readings(text: str) -> Iterator[str]:
 
 
 def _same(golden: Form, answer: Form) -> bool:
+    if (families := same_families(golden, answer, _same)) is not None:
+        return families
     if isinstance(golden, Named) and isinstance(answer, Named):
+        if functions := _functions(golden, answer):
+            return functions[0] == functions[1] and _same(golden.form, _with_argument(answer, functions))
         assigned = golden.simple and answer.simple and _same_names(golden.name, answer.name)
         return (assigned and _same(golden.form, answer.form)) or _same_equations(golden.text, answer.text)
     if isinstance(golden, Named) and golden.simple and not isinstance(answer, Relation):
@@ -96,6 +99,20 @@ def _same(golden: Form, answer: Form) -> bool:
     match golden, answer:
         case Relation() | Named(), Relation() | Named():
             return _by_math_verify(golden.text, answer.text)
+        case Congruence(), Congruence():
+            return _same_residues(golden, answer)
+        case Congruence(), _:
+            return _same(golden.residue, answer)
+        case _, Congruence():
+            return _same(golden, answer.residue)
+        case Choice(), Choice():
+            return _same(golden.letter, answer.letter)
+        case Choice(), _:
+            return _same(golden.letter, answer) or _same(golden.text, answer)
+        case Formula(), Choice():
+            return _same(golden, answer.letter)
+        case Ratio(), Ratio():
+            return _in_proportion(golden.terms, answer.terms)
         case Words(), Formula():
             return golden.words == answer.text.lower()
         case Formula(), Words():
@@ -131,16 +148,56 @@ def _same(golden: Form, answer: Form) -> bool:
     return False
 
 
+def _functions(golden: Named, answer: Named) -> tuple[str, str, str, str] | None:
+    """Return names and arguments of two functions f(x) and g(t); None if one of them is not a function."""
+    one, other = (re.fullmatch(r"([A-Za-z])\(([A-Za-z])\)", named.name) for named in (golden, answer))
+    return one and other and (one[1], other[1], one[2], other[2])
+
+
+def _with_argument(answer: Named, functions: tuple[str, str, str, str]) -> Form:
+    """Return what a function of t is, as a function of x."""
+    _, _, wanted, used = functions
+    _, _, what = answer.text.partition("=")
+    return answer.form if wanted == used else form(renamed(what, used, wanted))
+
+
+def _same_residues(golden: Congruence, answer: Congruence) -> bool:
+    if not _same_formulas(golden.modulus, answer.modulus):
+        return False
+    residues = [one.items if isinstance(one, Several) else (one,) for one in (golden.residue, answer.residue)]
+    return _in_any_order(*residues, partial(_congruent, golden.modulus))
+
+
+def _congruent(modulus: str, golden: Form, answer: Form) -> bool:
+    if not (isinstance(golden, Formula) and isinstance(answer, Formula)):
+        return _same(golden, answer)
+    try:
+        steps = divide(value(f"({golden.text})-({answer.text})"), value(modulus))
+    except (Unreadable, TooLarge, Undefined):
+        return _same(golden, answer)
+    return isinstance(steps, Fraction) and steps.denominator == 1
+
+
+def _in_proportion(golden: Sequence[str], answer: Sequence[str]) -> bool:
+    return len(golden) == len(answer) and all(
+        by_value(f"({one})*({answer[0]})", f"({other})*({golden[0]})")
+        for one, other in zip(golden[1:], answer[1:], strict=True)
+    )
+
+
 def _in_order(golden: Sequence[Form], answer: Sequence[Form]) -> bool:
     return len(golden) == len(answer) and all(map(_same, golden, answer))
 
 
-def _in_any_order(golden: Sequence[Form], answer: Sequence[Form]) -> bool:
+def _in_any_order(
+    golden: Sequence[Form], answer: Sequence[Form], same: Callable[[Form, Form], bool] | None = None
+) -> bool:
+    same = same or _same
     if len(golden) != len(answer):
         return False
     left = list(answer)
     for one in golden:
-        found = next((place for place, other in enumerate(left) if _same(one, other)), None)
+        found = next((place for place, other in enumerate(left) if same(one, other)), None)
         if found is None:
             return False
         del left[found]
@@ -179,7 +236,7 @@ def _same_equations(golden: str, answer: str) -> bool:
     differences = ["({})-({})".format(*text.split("=")) for text in (golden, answer)]
     try:
         names = sorted(variables(differences[0]) | variables(differences[1]))
-        found = _values(differences, names)
+        found = values(differences, names)
     except (Unreadable, TooLarge):
         return _by_math_verify(golden, answer)
     ratios = [one / other for one, other in found if one and other]
@@ -187,104 +244,38 @@ def _same_equations(golden: str, answer: str) -> bool:
 
 
 def _same_formulas(golden: str, answer: str) -> bool:
-    if golden.isalpha() and len(golden) > 2 and golden.lower() == answer.lower():
+    if golden == answer or (golden.isalpha() and len(golden) > 2 and golden.lower() == answer.lower()):
         return True
-    verdict = _by_value(golden, answer)
+    verdict = by_value(golden, answer)
     if verdict:
         return True
     one, other = quantity(golden), quantity(answer)
     if (one.number, other.number) != (golden, answer):
-        if one.unit and other.unit and one.unit != other.unit:
-            return False
-        return _same_formulas(one.number, other.number)
+        return _same_quantities(one, other)
     if verdict is False or any(map(is_prose, (golden, answer))):
         return False
     return _by_math_verify(golden, answer)
 
 
-def _by_value(golden: str, answer: str) -> bool | None:
-    """Compare two formulas by value; None if one of them cannot be read."""
-    based = _in_bases(golden, answer)
-    if based is not None:
-        return based
-    if golden.endswith("%") or answer.endswith("%"):
-        return _percentages(golden, answer)
-    try:
-        if INFINITE in golden or INFINITE in answer:
-            return golden.replace(" ", "").lstrip("+") == answer.replace(" ", "").lstrip("+")
-        names = sorted(variables(golden) | variables(answer))
-        if not names:
-            one, other = value(golden), value(answer)
-            return close(one, other) or rounds_to(one, answer) or rounds_to(other, golden)
-        found = _values((golden, answer), names)
-        if not all(close(one, other) for one, other in found):
+def _same_quantities(golden: Quantity, answer: Quantity) -> bool:
+    """Compare quantities. A unit may be left out, but not changed into one of another dimension."""
+    one, other = golden.number, answer.number
+    degrees = [quantity.unit == ANGLE for quantity in (golden, answer)]
+    if any(degrees) and not all(degrees) and "pi" in (other if degrees[0] else one):
+        turned = [f"({number})*\\pi/180" if is_degrees else number
+                  for number, is_degrees in zip((one, other), degrees, strict=True)]  # fmt: skip
+        return _same_formulas(*turned)
+    if golden.unit and answer.unit:
+        if golden.unit.powers != answer.unit.powers:
             return False
-        return True if len(found) >= ENOUGH else None
-    except Unreadable:
-        return None
-    except TooLarge:
-        return False  # an equal answer is spelled the same; computing it would exhaust the memory
-    except Undefined:
-        return False
-
-
-def _values(formulas: Sequence[str], names: Sequence[str]) -> list[tuple[Number, Number]]:
-    """Return the values of two formulas at pseudo-random but fixed points where both have a value."""
-    draw, found = random.Random(0), []
-    kinds: list[Callable[[], Fraction]] = [
-        lambda: Fraction(draw.randint(3, 400), draw.choice((7, 11, 13))),  # for roots and logarithms
-        lambda: Fraction(draw.randint(3, 20)),  # for factorials
-        lambda: Fraction(draw.randint(1, 99), 101),  # for inverse sines
-        lambda: Fraction(draw.choice((-1, -1, 1)) * draw.randint(3, 400), 17),  # for absolute values
-    ]
-    for kind in kinds * POINTS:
-        at = {name: kind() for name in names}
-        with suppress(Undefined):
-            found.append((value(formulas[0], at), value(formulas[1], at)))
-    return found
-
-
-def _percentages(golden: str, answer: str) -> bool | None:
-    """Compare percentages: 50% equals 0.5. If the right answer has no sign and exceeds 1, its sign may have been
-    omitted: 50 then equals 50%."""
-    bare = [text.rstrip("% ") for text in (golden, answer)]
-    if golden.endswith("%") and answer.endswith("%"):
-        return _by_value(*bare)
-    if golden.endswith("%"):
-        return _by_value(bare[0], answer) or _by_value(f"({bare[0]})/100", answer)
-    as_value = _by_value(golden, f"({bare[1]})/100")
-    try:
-        may_lack_the_sign = abs(value(golden)) > 1
-    except (Unreadable, TooLarge, Undefined, TypeError):
-        return as_value
-    return as_value or (may_lack_the_sign and _by_value(*bare))
-
-
-BASED = re.compile(
-    r"\(?(?P<digits>-?[0-9A-Za-z]*[0-9][0-9A-Za-z]*(?:\.[0-9A-Za-z]+)?)\)?_\{?\(?(?P<base>[0-9]{1,2})\)?\}?"
-)
-
-
-def _in_bases(golden: str, answer: str) -> bool | None:
-    """Compare numbers of which at least one has a base, as 2516_8; None if neither has one."""
-    one, other = (BASED.fullmatch(text) for text in (golden, answer))
-    if one is None and other is None:
-        return None
-    if any(found and not _has_base(found["digits"], int(found["base"])) for found in (one, other)):
-        return None  # 2x_1 is a multiple of a variable
-    digits = [found["digits"] if found else text for found, text in ((one, golden), (other, answer))]
-    if one and other and one["base"] != other["base"]:
-        return False
-    return digits[0].upper() == digits[1].upper()
-
-
-def _has_base(digits: str, base: int) -> bool:
-    """Whether these may be digits in this base. Decimal digits are accepted in any base, so that 29_8 is compared, not
-    ignored."""
-    return all(digit in "-.0123456789" or int(digit, 36) < base for digit in digits)
+        if golden.unit.size != answer.unit.size:
+            return bool(by_value(one, f"({other})*({answer.unit.size / golden.unit.size})"))
+    return _same_formulas(one, other)
 
 
 def _by_math_verify(golden: str, answer: str) -> bool:
+    if bool(OMISSION.search(answer)) != bool(OMISSION.search(golden)) or words_of(answer) != words_of(golden):
+        return False  # math-verify reads 12\\ldots and 12\\text{ or so} as 12
     try:
         reading = [LatexExtractionConfig()]  # formulas only: a number inside a sentence is not an answer
         one, other = (
@@ -300,4 +291,5 @@ def _by_math_verify(golden: str, answer: str) -> bool:
 
 def _as_latex(text: str) -> str:
     text = text.replace("⟨", r"\{").replace("⟩", r"\}").replace(r"\words{", r"\text{").replace(r"\reals", r"\mathbb{R}")
+    text = text.replace(r"\integers", r"\mathbb{Z}")
     return text.replace("<=", r"\le ").replace(">=", r"\ge ").replace("!=", r"\ne ")

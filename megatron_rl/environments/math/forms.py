@@ -1,19 +1,39 @@
-"""The structure of an answer: several answers, tuples, intervals, sets, matrices, equations, words, formulas. Pure."""
+"""Parser of answers: from normalised text to their structure. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from megatron_rl.environments.math.bounded import TooLarge, Undefined, close
-from megatron_rl.environments.math.formulas import FUNCTIONS, Unreadable, value
+from megatron_rl.environments.math.formulas import value
 from megatron_rl.environments.math.notation import NEW_LINE, closing, split
+from megatron_rl.environments.math.structure import (
+    EVERYTHING,
+    INFINITE,
+    Choice,
+    Congruence,
+    Family,
+    Form,
+    Formula,
+    Matrix,
+    Named,
+    Pieces,
+    Ratio,
+    Relation,
+    Row,
+    SetOf,
+    Several,
+    Words,
+)
+from megatron_rl.environments.math.tokens import Unreadable
+from megatron_rl.environments.math.words import DENIAL, choice, number_in_words, only_words, time_of_day
 
 LIST = re.compile(r"[,;]\s*(?:(?:and|or)(?![A-Za-z]))?|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
 RELATION = re.compile(r"<=|>=|!=|(?<!\\)=|<|>|\\in(?![A-Za-z])")
+COLON = re.compile(":")
 UNION = re.compile(r"\\cup(?![A-Za-z])")
 WITHOUT = re.compile(r"\\(?:setminus|backslash)(?![A-Za-z])")
 CELL, LINE = re.compile("&"), re.compile(NEW_LINE)
@@ -22,104 +42,37 @@ MATRIX = re.compile(
     r"\\end\{\w*(?:matrix|array)\}\s*[)\]]?",
     re.DOTALL,
 )
+MULTIPLE = re.compile(rf"(?P<factor>[^=<>,;&]+?)\s*(?:\\cdot|\\times|\*)?\s*(?P<matrix>{MATRIX.pattern})", re.DOTALL)
+CONGRUENT = re.compile(r"(?:[^=<>]*?\\equiv)?(?P<residue>.*?)\\pmod\{(?P<modulus>[^{}]*)\}")
+FOR_INTEGERS = re.compile(
+    r"(?P<members>.*?)\s*[,;]?\s*(?:\\words\{[^{}]*\})?\s*\(?\s*(?:"
+    r"(?P<one>[a-z])\s*\\in\s*\\integers"
+    r"|\\words\{[^{}]*integers?\s*\}\s*(?P<two>[a-z])"
+    r"|(?P<three>[a-z])\s*\\words\{[^{}]*integers?\s*\}"
+    r")\s*\)?"
+)
+ABSOLUTE = re.compile(
+    r"(?:\||\\[lr]?vert)\s*(?P<name>[A-Za-z])\s*(?:(?P<sign>[-+])(?P<center>[^|]+?))?\s*(?:\||\\[lr]?vert)"
+)
 PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 SYMBOL = re.compile(r"\\?[A-Za-z]+(?:_(?:\{\w+\}|\w))?")
-OPERATOR = re.compile(r"[-+*/^]|\\(?:cdot|times|div)(?![A-Za-z])")
-INFINITE, REALS = r"\infty", r"\reals"
+REALS = r"\reals"
 SUCH_THAT = re.compile(r"\||:|\\mid(?![A-Za-z])")
 CONSTANTS = ("e", r"\pi", INFINITE)
-NAMES_OF_FUNCTIONS = frozenset((*FUNCTIONS, "log", "sqrt", "pi"))
-JOINERS = frozenset(("and", "or"))
 ALL = re.compile("all (?:the )?reals?(?: numbers?)?")
-DENIAL = re.compile(r"(?i)(?<![a-z])(?:not|no|never|if|unless|except)(?![a-z])|\\neg")
 NOTHING = re.compile("none|no (?:real )?solutions?|(?:the )?empty set")
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!=", "=": "="}
-
-
-@dataclass(frozen=True, slots=True)
-class Formula:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class Several:
-    """Several answers in any order."""
-
-    items: tuple[Form, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A tuple or an interval."""
-
-    brackets: str
-    items: tuple[Form, ...]
-
-    @property
-    def round(self) -> bool:
-        return self.brackets == "()"
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """A union, usually of intervals."""
-
-    items: tuple[Form, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SetOf:
-    items: tuple[Form, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    rows: tuple[tuple[Form, ...], ...]
-
-    @property
-    def is_vector(self) -> bool:
-        return len(self.rows) == 1 or all(len(row) == 1 for row in self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """x = 5, f(x) = x^2, or 2 + 3 = 5, whose name is empty."""
-
-    name: str
-    form: Form
-    text: str
-
-    @property
-    def simple(self) -> bool:
-        """Whether the name is a plain name, unlike 2x + z in 2x + z = 1."""
-        return not OPERATOR.search(re.sub(r"_\{.*?\}", "", self.name)) and not re.match(r"\d", self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class Relation:
-    """A relation other than an assignment or an interval, such as x^2 + y^2 < 1, or a false one, such as 3 + 3 = 5."""
-
-    text: str
-
-
-EVERYTHING = Row("()", (Formula(f"-{INFINITE}"), Formula(INFINITE)))
-
-Form = Formula | Words | Several | Row | Pieces | SetOf | Matrix | Named | Relation
 
 
 def form(text: str) -> Form:
     """Parse cleaned text into its structure."""
     text = text.strip()
-    if matrix := MATRIX.fullmatch(text):
-        lines = [line for line in split(matrix[1], LINE) if line]
-        return Matrix(tuple(tuple(form(cell) for cell in split(line, CELL)) for line in lines))
-    if (words := _words(text)) is not None:
-        return SetOf(()) if NOTHING.fullmatch(words) else EVERYTHING if ALL.fullmatch(words) else Words(words)
+    if found := _matrix(text) or _in_words(text):
+        return found
+    if integers := FOR_INTEGERS.fullmatch(text):
+        return Family(form(integers["members"]), integers["one"] or integers["two"] or integers["three"])
+    if congruent := CONGRUENT.fullmatch(text):
+        return Congruence(form(congruent["residue"]), congruent["modulus"])
     parts = [part for part in split(text, LIST) if part]
     if len(parts) > 1:
         return _listed(parts, text)
@@ -128,6 +81,8 @@ def form(text: str) -> Form:
         return Several(tuple(map(form, signs)))
     if len(related := split(text, RELATION)) > 1:
         return _related(related, RELATION.findall(text), text)
+    if len(terms := split(text, COLON)) > 2:
+        return Ratio(tuple(terms))
     if len(pieces := split(text, UNION)) > 1:
         return _joined(map(form, pieces))
     if len(pieces := split(text, WITHOUT)) == 2 and pieces[0] == REALS:
@@ -139,22 +94,30 @@ def form(text: str) -> Form:
     return _enclosed(text) or Formula(text)
 
 
-def is_prose(text: str) -> bool:
-    """Whether a text contains words and so is not a formula: a number inside a sentence is not an answer."""
-    words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{3,}", text)
-    return any(word not in NAMES_OF_FUNCTIONS for word in words)
-
-
-def _words(text: str) -> str | None:
-    """Return the words in lower case; None if the text is not only words."""
-    bare = re.sub(r"\\words\{([^{}]*)\}", r" \1 ", text)
-    words = re.findall(r"[A-Za-z]+", bare)
-    if re.search(r"[0-9\\^_=<>+*/|]", bare) or not words:
+def _matrix(text: str) -> Matrix | None:
+    matrix, factor = MATRIX.fullmatch(text), None
+    if matrix is None and (multiple := MULTIPLE.fullmatch(text)):
+        matrix, factor = MATRIX.fullmatch(multiple["matrix"]), multiple["factor"]
+    if matrix is None or r"\begin" in (factor or ""):
         return None
-    as_text = bare != text and max(map(len, words)) > 1
-    if as_text or len(words[0]) > 3 or (len(words) > 1 and max(map(len, words)) > 2 and not {*words} & JOINERS):
-        return None if {*words} & NAMES_OF_FUNCTIONS else " ".join(words).lower()
-    return None
+    lines = [split(line, CELL) for line in split(matrix[1], LINE) if line]
+    if factor is not None:
+        factor = "-1" if factor == "-" else factor
+        lines = [[f"({factor})*({cell})" for cell in line] for line in lines]
+    return Matrix(tuple(tuple(map(form, line)) for line in lines))
+
+
+def _in_words(text: str) -> Form | None:
+    """Return the form of an answer in words; None if the text is something else."""
+    if (number := number_in_words(text)) is not None:
+        return Formula(str(number))
+    if time := time_of_day(text):
+        return Words(time)
+    if chosen := choice(text):
+        return Choice(form(chosen[0]), form(chosen[1]))
+    if (words := only_words(text)) is None:
+        return None
+    return SetOf(()) if NOTHING.fullmatch(words) else EVERYTHING if ALL.fullmatch(words) else Words(words)
 
 
 def _listed(parts: list[str], text: str) -> Form:
@@ -205,10 +168,15 @@ def _constant(text: str) -> Any:
 
 def _inequality(parts: list[str], signs: list[str]) -> Form | None:
     """Return the interval of x < 3, 3 > x, 1 <= x < 2, or x != 3; None for other inequalities."""
-    if len(parts) == 2 and SYMBOL.fullmatch(parts[1]) and parts[1] not in CONSTANTS:
+    name = SYMBOL.fullmatch(parts[1]) or ABSOLUTE.fullmatch(parts[1])
+    if len(parts) == 2 and name and parts[1] not in CONSTANTS:
         parts, signs = parts[::-1], [FLIPPED.get(signs[0], "")]
     if len(parts) == 3 and {*signs} <= {">", ">="}:
         parts, signs = parts[::-1], [FLIPPED[sign] for sign in reversed(signs)]
+    if len(parts) == 2 and (distance := ABSOLUTE.fullmatch(parts[0])):
+        return _within(
+            f"-({distance['sign']}({distance['center']}))" if distance["center"] else "0", signs[0], parts[1]
+        )
     middle = parts[1] if len(parts) == 3 else parts[0]
     bounds = [part for part in parts if part != middle]
     named = SYMBOL.fullmatch(middle) or re.fullmatch(r"[fgh]\([a-z]\)", middle)
@@ -225,6 +193,19 @@ def _inequality(parts: list[str], signs: list[str]) -> Form | None:
             return _interval("(["[signs[0] == ">="], parts[1], INFINITE, ")")
         case "!=":
             return _joined(_reals_without(f"⟨{parts[1]}⟩"))
+    return None
+
+
+def _within(center: str, sign: str, distance: str) -> Form | None:
+    """Return the interval or the union of |x - center| < distance."""
+    low, high = f"{center}-({distance})", f"{center}+({distance})"
+    if sign in ("<", "<="):
+        return _interval("(["[sign == "<="], low, high, ")]"[sign == "<="])
+    if sign in (">", ">="):
+        closed = sign == ">="
+        return _joined(
+            (_interval("(", f"-{INFINITE}", low, ")]"[closed]), _interval("(["[closed], high, INFINITE, ")"))
+        )
     return None
 
 

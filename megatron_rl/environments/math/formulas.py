@@ -7,8 +7,10 @@ forms are compared to 45 digits instead of the six decimals of a float. Every op
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 
 from mpmath import mp
@@ -20,6 +22,7 @@ from megatron_rl.environments.math.bounded import (
     Undefined,
     binomial,
     bounded,
+    close,
     divide,
     factorial,
     multiply,
@@ -28,44 +31,40 @@ from megatron_rl.environments.math.bounded import (
     to_float,
     whole_power,
 )
+from megatron_rl.environments.math.tokens import ANGLES, FUNCTIONS, GREEK, Unreadable, literal, tokens_of
 
 DEEPEST = 60
 """Largest nesting depth of brackets."""
 
-FUNCTIONS: dict[str, Callable[[Number], Number]] = {
-    name: getattr(mp, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "ln", "exp")
-} | {f"arc{name}": getattr(mp, f"a{name}") for name in ("sin", "cos", "tan")}
-ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
-"""Functions whose argument may be in degrees."""
-WORDS = (*FUNCTIONS, "sqrt", "pi", "binom", "frac", "log", "cdot", "times", "div", "infty", "circ")
+COMPUTED: dict[str, Callable[[Number], Number]] = {name: getattr(mp, name.replace("arc", "a")) for name in FUNCTIONS}
+ROUNDED: dict[str, Callable[[Number], int]] = {"lfloor": math.floor, "lceil": math.ceil}
+NO_FACTORS = ("cdot", "times", "div", "rvert", "rfloor", "rceil", "infty", "circ")
+"""Commands that do not begin a factor."""
 APPLIED = "fghFGHPQ"
 """Letters that name a function if a bracket follows: f(x+1) is not a product."""
 
-TOKEN = re.compile(
-    r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![0-9A-Za-z])|\\overline\s*\{[0-9]+\})?)"
-    r"|\\(?P<command>[A-Za-z]+)"
-    r"|(?P<word>" + "|".join(sorted(WORDS, key=len, reverse=True)) + r")(?![a-z])"
-    r"|(?P<name>[A-Za-z](?:_(?:\{[A-Za-z0-9]+\}|[A-Za-z0-9]))?)"
-    r"|(?P<sign>\*\*|!!|[-+*/^!(){}\[\]|:_]))"
-)
-GREEK = frozenset(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi "  # noqa: SIM905
-    "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega".split()
-)
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """Meaning of what a formula leaves open, which the formula it is compared with decides."""
+
+    complex: bool = False
+    r"""Whether \sqrt{-1} has a value."""
+    log_base: Number = None
+    r"""Base of a \log without one; None: it cannot be read."""
 
 
-class Unreadable(Exception):
-    """The text is not a formula that this module can read."""
+OPEN = Meaning()
 
 
-def value(text: str, at: Mapping[str, Number] | None = None) -> Number:
+def value(text: str, at: Mapping[str, Number] | None = None, meaning: Meaning = OPEN) -> Number:
     """Return the value of a formula.
 
     at: values of its variables.
 
     Raises Unreadable, TooLarge and Undefined.
     """
-    reader = _Reader(text, at or {})
+    reader = _Reader(text, at or {}, meaning)
     try:
         found = reader.sum()
     except (ZeroDivisionError, ValueError, OverflowError) as error:
@@ -75,34 +74,15 @@ def value(text: str, at: Mapping[str, Number] | None = None) -> Number:
     return found
 
 
-def variables(text: str) -> set[str]:
-    """Return the names of the variables of a formula. Raises Unreadable for unknown characters."""
-    tokens = _tokens(text)
-    return {word for kind, word in tokens if kind == "name" and word not in ("e", "i")} | {
-        word for kind, word in tokens if kind == "command" and word in GREEK
-    }
-
-
-def _tokens(text: str) -> list[tuple[str, str]]:
-    tokens, place, text = [], 0, text.rstrip()
-    while place < len(text):
-        match = TOKEN.match(text, place)
-        if match is None:
-            raise Unreadable(text)
-        kind = match.lastgroup or ""
-        tokens.append(("command" if kind == "word" else kind, match[kind]))
-        place = match.end()
-    return [*tokens, ("end", "")]
-
-
 class _Reader:
     """Recursive descent parser that computes the value of a formula on the way."""
 
-    def __init__(self, text: str, at: Mapping[str, Number]) -> None:
-        self._tokens, self._place, self._depth = _tokens(text), 0, 0
+    def __init__(self, text: str, at: Mapping[str, Number], meaning: Meaning) -> None:
+        self._tokens, self._place, self._depth = tokens_of(text), 0, 0
         self._at = at
         self._in_angle = 0
-        self._complex = ("name", "i") in self._tokens
+        self._complex = meaning.complex or ("name", "i") in self._tokens
+        self._log_base = meaning.log_base
 
     @property
     def kind(self) -> str:
@@ -126,7 +106,7 @@ class _Reader:
     def sum(self) -> Number:
         self._depth += 1
         if self._depth > DEEPEST:
-            raise Unreadable("too deep")
+            raise TooLarge
         sign = self.take("+", "-")
         total = self.product()
         if sign == "-":
@@ -179,7 +159,7 @@ class _Reader:
         kind, word = self.kind, self.word
         if kind == "number":
             self._place += 1
-            return _literal(word)
+            return literal(word)
         if kind == "name":
             self._place += 1
             return self._named(word)
@@ -214,15 +194,36 @@ class _Reader:
             if self.take("["):
                 index = self.sum()
                 self.need("]")
-            return self._power(self._argument(), divide(Fraction(1), index))
+            radicand = self.operand() if self.kind == "number" else self._argument()  # \sqrt13 means that of 13
+            return self._power(radicand, divide(Fraction(1), index))
         if word == "binom":
             return binomial(self._argument(), self._argument())
-        if word == "log" and self.take("_"):
-            base = to_float(self._argument())
-            return mp.log(self._real(self._applied_to(), above=0)) / mp.log(self._real(base, above=0))
+        if word in ("log", "lg"):
+            return self._logarithm(10 if word == "lg" else self._log_base)
+        if word in ROUNDED:
+            inside = self.sum()
+            self.need(f"r{word[1:]}")
+            return self._rounded(word, inside)
         if word in FUNCTIONS:
             return self._function(word)
         raise Unreadable(word)
+
+    def _logarithm(self, base: Number) -> Number:
+        if self.take("_"):
+            base = to_float(self._argument())
+        if base is None:
+            raise Unreadable("log")
+        power = self.exponent() if self.take("^") else Fraction(1)
+        above, below = (mp.log(self._real(one, above=0)) for one in (self._applied_to(), base))
+        return self._power(divide(above, below), power)
+
+    def _rounded(self, bracket: str, number: Number) -> Number:
+        if isinstance(number, mp.mpc):
+            raise Undefined(bracket)
+        if isinstance(number, Fraction):
+            return Fraction(ROUNDED[bracket](number))
+        nearest = mp.nint(number)  # \lfloor\log_2 8\rfloor is 3, though its logarithm is a little less
+        return Fraction(int(nearest if close(number, nearest) else ROUNDED[bracket](number)))
 
     def _function(self, name: str) -> Number:
         power = self.exponent() if self.take("^") else Fraction(1)
@@ -231,7 +232,7 @@ class _Reader:
         self._in_angle += name in ANGLES
         argument = self._applied_to()
         self._in_angle -= name in ANGLES
-        found = FUNCTIONS[name](self._real(argument, above=0 if name == "ln" else None))
+        found = COMPUTED[name](self._real(argument, above=0 if name == "ln" else None))
         if isinstance(found, mp.mpc) and not self._complex:
             raise Undefined(name)
         return self._power(found, power) if power != 1 else found
@@ -241,7 +242,7 @@ class _Reader:
         if self.word in ("(", "{", "[", "|", "lvert"):
             return self.factor()
         total = self.factor()
-        while self._begins_a_factor() and self.word not in FUNCTIONS and self.word not in ("log", "("):
+        while self._begins_a_factor() and self.word not in FUNCTIONS and self.word not in ("log", "lg", "("):
             total = multiply(total, self.factor())
         if self.take("/"):
             total = divide(total, self.factor())
@@ -283,7 +284,7 @@ class _Reader:
         return (
             self.kind == "name"
             or (self.kind == "sign" and self.word in ("(", "{", "["))
-            or (self.kind == "command" and self.word not in ("cdot", "times", "div", "rvert", "infty", "circ"))
+            or (self.kind == "command" and self.word not in NO_FACTORS)
         )
 
     def _degree(self) -> bool:
@@ -319,17 +320,3 @@ class _Reader:
         if not self._complex and above is not None and number <= above:
             raise Undefined("logarithm")
         return number
-
-
-def _literal(word: str) -> Fraction:
-    digits, _, repeated = word.replace(" ", "").partition("\\overline")
-    mantissa, _, exponent = digits.lower().partition("e")
-    if exponent:
-        return multiply(Fraction(mantissa), whole_power(Fraction(10), int(exponent)))
-    _, _, decimals = digits.partition(".")
-    if not repeated:
-        return Fraction(f"{digits}0" if digits.endswith(".") else digits)
-    if "." not in digits:
-        raise Unreadable(word)
-    period = repeated.strip("{}")
-    return Fraction(f"{digits}0") + Fraction(int(period), 10 ** len(decimals) * (10 ** len(period) - 1))

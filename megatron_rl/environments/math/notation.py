@@ -3,6 +3,7 @@ r"""Normalisation of spelling: \dfrac and \frac, \leq and <=, 70{,}000 and 70000
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator
 
 OPENING, CLOSING = "([{⟨", ")]}⟩"
@@ -15,12 +16,14 @@ SYMBOLS = str.maketrans(
     {
         "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "√": r"\sqrt ",
         "≤": "<=", "≥": ">=", "≠": "!=", "≈": r"\approx ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ",
-        "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
         "π": r"\pi ", "∞": r"\infty ", "±": r"\pm ", "°": r"^\circ ",
         "，": ",", "。": ".", "：": ":", "％": "%", "\N{NO-BREAK SPACE}": " ", "\N{NARROW NO-BREAK SPACE}": " ",
-        "€": "", "£": "", "¥": "", "₹": "", "’": "'",
+        "€": "", "£": "", "¥": "", "₹": "", "’": "'", "…": r"\ldots ", "≡": r"\equiv ", "ℤ": r"\integers ",
+        "ℝ": r"\reals ", "∖": r"\setminus ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ",
+        "‐": "-", "‑": "-", "‒": "-", "—": "-", "﹣": "-", "⁄": "/", "∕": "/", "∶": ":",
     }
 )  # fmt: skip
+RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 
 SPELLINGS = [
     (re.compile(pattern), spelling)
@@ -32,9 +35,12 @@ SPELLINGS = [
         (r"\\(?:text)?color\s*\{\w+\}|\\(?:therefore|checkmark|blacksquare|square)(?![A-Za-z])", ""),
         (r"\\langle", "("),
         (r"\\rangle", ")"),
+        (r",\\!\s*(?=[0-9]{3})", ","),
         (r"\\!", ""),
         (r"\\(?:[,;:> ]|quad|qquad)|~", " "),
-        (r"\{,\}", ","),
+        (r"\{([,:])\}", r"\1"),
+        (r"\.\.\.", r"\\ldots "),
+        (r"([0-9]*\.[0-9]*?)([0-9]{1,6}?)\2\2+\s*\\[lc]?dots[cb]?(?![A-Za-z])", r"\1\\overline{\2}"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         (r"\\(?:leqslant|leq|le)(?![A-Za-z])", "<="),
@@ -49,14 +55,23 @@ SPELLINGS = [
         (r"(?<![A-Za-z\\])(?:percentage|percent|pct)(?![A-Za-z])", "%"),
         (r"\\(?:text|mathrm|mbox)\s*\{\s*(?:percentage|percent|pct|%)\s*\}", "%"),
         (r"\\%", "%"),
+        (r"\\\$\s*([0-9][0-9.,]*)$", r"\1\\words{dollars}"),
         (r"\\?\$|\*\*(?![-+0-9A-Za-z(])|^\*\*|`|\\[()\[\]]", " "),
         (r"\\(?:mathbb|mathbf|Bbb)\s*\{?R\}?", r"\\reals "),
+        (r"\\(?:mathbb|mathbf|Bbb)\s*\{?Z\}?", r"\\integers "),
+        (r"\\(arc)?tg(?![A-Za-z])", r"\\\1tan "),
+        (r"\\ctg(?![A-Za-z])", r"\\cot "),
+        (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
+        (r"\\(?:text|mathrm)\s*\{\s*\(?\s*mod\s*\}", r"\\mod "),
+        (r"\(\s*(?:\\[bp]?mod|(?<![A-Za-z])mod)\s*\{?\s*([0-9]+|[A-Za-z])\s*\}?\s*\)", r"\\pmod{\1}"),
+        (r"\\p?mod\s*(?:\{\s*([0-9]+|[A-Za-z])\s*\}|([0-9]+|[A-Za-z]))", r"\\pmod{\1\2}"),
         (r"(?<=[0-9])'(?=[0-9]{3}(?![0-9]))", ""),
     )
 ]
 
 UNWRAPPED = ("boxed", "fbox", "mathbf", "boldsymbol", "bm", "underline", "ensuremath", "mathsf", "mathit")
 AS_TEXT = ("textbf", "textit", "textrm", "textnormal", "textsf", "mathrm", "mbox", "hbox", "emph", "text")
+INFINITY = re.compile(r"\s*[-+]?\s*\\infty\s*")
 JOINING = re.compile(r"(?i)\s*(?:and|or)\s*")
 
 THOUSANDS = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:,[0-9]{3})+)(?![0-9,])")
@@ -65,7 +80,7 @@ SPACED_THOUSANDS = re.compile(r"(?<![0-9.,])(?<![0-9] )([0-9]{1,3})((?: [0-9]{3}
 
 def normalise(text: str) -> str:
     """Normalise the spelling of a text, with blanks only where they separate."""
-    text = re.sub(r"\\\\|\\cr(?![A-Za-z])", NEW_LINE, text.translate(SYMBOLS))
+    text = re.sub(r"\\\\|\\cr(?![A-Za-z])", NEW_LINE, _in_plain_characters(text).translate(SYMBOLS))
     if "matrix" not in text and "array" not in text:
         text = re.sub(rf"{NEW_LINE}(?=[A-Za-z])", lambda _: "\\", text).replace(
             NEW_LINE, " "
@@ -80,9 +95,35 @@ def normalise(text: str) -> str:
     return text.strip(" ").rstrip(".,;: ").strip()
 
 
+def _in_plain_characters(text: str) -> str:
+    """Replace digits of other scripts, full-width and bold characters, raised digits and fractions in one character by
+    ASCII, and drop what has no width."""
+    if text.isascii():
+        return text
+    text = RAISED.sub(lambda raised: f"^{{{unicodedata.normalize('NFKC', raised[0])}}}", text)
+    return "".join(filter(None, map(_plain, text)))
+
+
+def _plain(character: str) -> str:
+    kind = unicodedata.category(character)
+    if kind == "Nd":
+        return str(unicodedata.digit(character))
+    if kind == "Zs":
+        return " "
+    if kind == "Cf":
+        return ""
+    wide_or_bold = "\uff01" <= character <= "\uff5e" or "\U0001d400" <= character <= "\U0001d7ff"
+    plain = unicodedata.normalize("NFKC", character)
+    if kind == "No" and "\u2044" in plain:
+        return "\\frac{{{}}}{{{}}}".format(*plain.split("\u2044"))
+    return plain if wide_or_bold else character
+
+
 def _text(inside: str) -> str:
     r"""Return the replacement of \text{inside}: the content, if it is a formula or a conjunction."""
-    if JOINING.fullmatch(inside) or any(sign.isdigit() for sign in inside):
+    if JOINING.fullmatch(inside) or any(sign.isdigit() for sign in inside) or INFINITY.fullmatch(inside):
+        return f" {inside} "
+    if inside.strip() in ("e", "i", "d"):  # upright, as \\mathrm{d}x
         return f" {inside} "
     return rf"\words{{{inside}}}"
 

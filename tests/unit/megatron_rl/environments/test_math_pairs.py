@@ -1,4 +1,4 @@
-"""Every pair of answers in math_pairs.yaml is judged like a mathematician would."""
+"""Every pair of answers in the tables math_pairs*.yaml is judged like a mathematician would."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from optional import needs
 
 pytestmark = needs("math_verify")
 
-TABLE: dict[str, list[list[str]]] = yaml.safe_load(
-    (Path(__file__).parent / "tables" / "math_pairs.yaml").read_text("utf-8")
-)
+TABLES: dict[str, dict[str, list[list[str]]]] = {
+    path.stem: yaml.safe_load(path.read_text("utf-8"))
+    for path in sorted((Path(__file__).parent / "tables").glob("math_pairs*.yaml"))
+}
+ROWS = [(kind, row) for table in TABLES.values() for kind, rows in table.items() for row in rows]
 
 
 @pytest.mark.parametrize(
     ("golden", "answer", "verdict"),
-    [pytest.param(*row[:3], id=f"{kind}: {row[0]} | {row[1]}") for kind, rows in TABLE.items() for row in rows],
+    [pytest.param(*row[:3], id=f"{kind}: {row[0]} | {row[1]}") for kind, row in ROWS],
 )
 def test_pair_is_judged_as_a_mathematician_does(golden: str, answer: str, verdict: str) -> None:
     from megatron_rl.environments.math.equality import equal
@@ -28,8 +30,8 @@ def test_pair_is_judged_as_a_mathematician_does(golden: str, answer: str, verdic
 
 
 def test_table_is_large_and_has_both_verdicts() -> None:
-    rows = [row for rows in TABLE.values() for row in rows]
-    assert len(rows) > 150
+    rows = [row for _, row in ROWS]
+    assert len({(golden, answer) for golden, answer, *_ in rows}) == len(rows) >= 600
     assert all(row[2] in ("right", "wrong") and len(row) == 4 for row in rows)
     assert sum(row[2] == "wrong" for row in rows) > len(rows) / 4
 
