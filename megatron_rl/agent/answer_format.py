@@ -123,14 +123,17 @@ _UNITS = (
     "percent|dollars?|cents?|euros?|pounds?|degrees?|radians?|units?|square|cubic|sq|cu|meters?|metres?|centimeters?|centimetres?|"
     "millimeters?|kilometers?|kilometres?|inch(?:es)?|feet|foot|miles?|yards?|grams?|kilograms?|seconds?|minutes?|"
     "hours?|days?|weeks?|months?|years?|lit(?:er|re)s?|people|students?|children|ways?|points?|items?|pieces?|"
-    "mm|cm|dm|km|kg|mg|ml|ft|hr|min|mph|kmh|km/h|m/s|m|g|s|h|L|N|J|W|V|per"
+    "mm|cm|dm|km|kg|mg|ml|ft|hr|min|mph|kph|kmh|km/h|m/s|m|g|s|h|L|N|J|W|V|per"
 )
 _HARMLESS = re.compile(  # possessive, so that no text makes it try the same characters twice
     rf"(?:\s|[.,;:!?$*_~`'\"”’)\]}}&#-]|。|！|⬛|■|□|∎|✓|✔|✅|🎉|😊|\\(?:{_COMMANDS})"
-    r"|\\(?:text|mathrm|mbox|textbf)\{\s*(?:UNITS)?[\s.]*\}"
+    r"|\\(?:SET)\{(?:[\s~.,/*-]|\\(?:[,;:! ]|cdot|times)|\^\{?-?[123]\}?|(?:UNITS)(?![A-Za-z]))*+\}"
+    r"|(?:\\cdot|\\times|/)\s*(?=\\(?:SET)\{\s*(?:UNITS))|\^\{?-[123]\}?"
     r"|\^\{?(?:[23]|\\circ)\}?|%|°|²|³|€|£"
     r"|\b(?:UNITS)\b|\bQ\.?E\.?D\b"
-    r"|</?(?:p|b|i|div|span|strong|em|br|center|think|answer|body|html)\s*/?>|<\|[a-z_]+\|>)*+".replace("UNITS", _UNITS)
+    r"|</?(?:p|b|i|div|span|strong|em|br|center|think|answer|body|html)\s*/?>|<\|[a-z_]+\|>)*+".replace(
+        "UNITS", _UNITS
+    ).replace("SET", "text|mathrm|mbox|textbf|textrm|hbox|operatorname")
 )
 
 

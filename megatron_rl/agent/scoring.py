@@ -40,6 +40,8 @@ Reward = float | Mapping[str, float]
 """Result of scoring: a number, or components by name. The reward is the component `reward` if there is one, else the
 sum."""
 
+UNDECIDED = "undecided"
+"""Component of the reward of an answer that counts as wrong because judging it exceeds a limit."""
 COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
 
 

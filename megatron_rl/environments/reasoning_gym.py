@@ -135,7 +135,8 @@ class ReasoningGymEnvironment(DrawnProblems):
         """Return the dataset's score of an answer. Raises NoScore."""
         outcome = await self._scorers.ask(self._scorer_request(answer, task))
         if outcome.ending is not Ending.OK:
-            key = "score_timeout_s" if outcome.ending is Ending.TIME_OUT else "score_memory_gib"
+            in_time = outcome.ending not in (Ending.TIME_OUT, Ending.CPU_LIMIT)
+            key = "score_memory_gib" if in_time else "score_timeout_s"
             raise NoScore(f"{outcome} (environment.args.{key})")
         score, unread = outcome.value
         if unread and not self._warned:

@@ -70,6 +70,14 @@ ANSWERS: dict[str, Metric] = {
         lambda step: dict(sorted(step.failures.items())) or None,
         unit="answers by reason",
     ),
+    "undecided_answers": Metric(
+        "mathematical answers that count as wrong because comparing them exceeds verify_timeout_s or verify_memory_gib "
+        "(absent if there are none)",
+        lambda step: step.stats.batch.undecided or None,
+        unit="answers",
+        good="absent, or a handful",
+        advice="Read some: a policy may drift into formulas that never end.",
+    ),
     "packed_tokens_ratio": Metric(
         "packed tokens over those of the trajectories that are run: below 1 if prefixes are shared",
         lambda step: ratio(step.stats.batch.packed_tokens, step.stats.batch.unpacked_tokens),

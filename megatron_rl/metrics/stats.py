@@ -105,6 +105,8 @@ class BatchStats:
     """Answers to requests that offered tools."""
     with_components: Total
     """Answers whose reward has components."""
+    undecided: Total
+    """Answers that count as wrong because judging them exceeds a limit."""
     truncated: Total
     """Answers cut at the limit of new tokens."""
     failed: Total

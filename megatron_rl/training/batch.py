@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.agent.scoring import UNDECIDED
 from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit
 from megatron_rl.algorithms.credit import assign_credit
@@ -130,6 +131,7 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         tool_calls=sum(t.tool_calls or 0 for t in batch.trajectories),
         with_tools=sum(t.tool_calls is not None for t in batch.trajectories),
         with_components=sum(bool(t.components) for t in batch.trajectories),
+        undecided=sum(UNDECIDED in t.components for t in batch.trajectories),
         truncated=sum(t.finish_reason == "length" for t in batch.trajectories),
         failed=sum(rollouts.failures.values()),
         dropped=len(rollouts.dropped),

@@ -466,6 +466,7 @@ class _Trainer:
             turns=len(answers),
             tool_calls=0,
             with_components=0,
+            undecided=0,
             with_tools=0,
             truncated=0,
             failed=0,

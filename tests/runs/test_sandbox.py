@@ -156,7 +156,7 @@ def test_endless_regular_expression_loses_its_answer() -> None:
     [
         ("raise", Ending.ERROR, "ZeroDivisionError"),
         ("set", Ending.WRONG_FORMAT, "set cannot be written as JSON"),
-        ("grow", Ending.KILLED, "probably of its memory limit of 0.5 GiB"),
+        ("grow", Ending.MEMORY_LIMIT, "more than 0.5 GiB"),
         ("long", Ending.WRONG_FORMAT, "more than 1048576 bytes"),
     ],
 )

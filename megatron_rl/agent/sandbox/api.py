@@ -32,6 +32,10 @@ class Ending(StrEnum):
     WRONG_FORMAT = "wrong format"
     """The answer violates the protocol or is too long."""
     TIME_OUT = "time-out"
+    CPU_LIMIT = "processor time"
+    """A worker used up its processor time, which other load on the machine does not shorten."""
+    MEMORY_LIMIT = "memory"
+    """A worker reached its limit of memory."""
     KILLED = "killed"
     """The child was killed by something other than its own doing, such as the kernel's out-of-memory killer, or could
     not be started."""

@@ -26,6 +26,9 @@ from megatron_rl.contract.children import death_with_parent
 LENGTH_DIGITS = 12
 """Digits of a program's length."""
 
+OUT_OF_MEMORY = 99
+"""Exit code of a worker that reached its limit of memory."""
+
 OUTSIDE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals meant for the ranks, which their children ignore."""
 
@@ -109,7 +112,7 @@ def _reply(answer: Callable[[], Any]) -> list[Any]:
     try:
         value = answer()
     except MemoryError:
-        os._exit(1)  # the process is in an unknown state
+        os._exit(OUT_OF_MEMORY)  # the process is in an unknown state
     except Exception as error:  # noqa: BLE001 - code of a model or a library
         return [Ending.ERROR, f"{type(error).__name__}: {error}"[:200]]
     try:

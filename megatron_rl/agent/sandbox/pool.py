@@ -23,7 +23,7 @@ from queue import LifoQueue
 from typing import Any
 
 from megatron_rl.agent.sandbox.api import Ending, ProcessLimits, ProcessResult
-from megatron_rl.agent.sandbox.child import LENGTH_DIGITS
+from megatron_rl.agent.sandbox.child import LENGTH_DIGITS, OUT_OF_MEMORY
 from megatron_rl.agent.sandbox.process import ConfinedProcess, OutputTooLarge
 
 logger = logging.getLogger(__name__)
@@ -79,13 +79,20 @@ class _Worker:
         except OutputTooLarge:
             outcome = ProcessResult(Ending.WRONG_FORMAT, detail=f"more than {self._limits.output_bytes} bytes")
         except EOFError:
-            outcome = ProcessResult(
-                Ending.KILLED,
-                detail=f"it died, probably of its memory limit of {self._limits.memory_bytes / 2**30:g} GiB",
-            )
+            outcome = self._why_it_died()
         if outcome.ending not in (Ending.OK, Ending.ERROR):
             self.end()
         return outcome
+
+    def _why_it_died(self) -> ProcessResult:
+        assert self.process is not None
+        code = self.process.exit_code()
+        self.end()
+        if code == -signal.SIGXCPU:
+            return ProcessResult(Ending.CPU_LIMIT, detail=f"more than {self._limits.cpu_s} s")
+        if code == OUT_OF_MEMORY:
+            return ProcessResult(Ending.MEMORY_LIMIT, detail=f"more than {self._limits.memory_bytes / 2**30:g} GiB")
+        return ProcessResult(Ending.KILLED, detail=f"it died ({_describe_exit(code)})")
 
     def kill(self) -> None:
         """Kill the process, from any thread."""

@@ -96,6 +96,10 @@ class ConfinedProcess:
         self._reap(time.monotonic() + REAP_S)
         return self._process.returncode
 
+    def exit_code(self) -> int | None:
+        """Return the exit code of a process that closed its output, negative for a signal. Kills it if it stays."""
+        return self._process.returncode if self._reap(time.monotonic() + 1.0) else self.kill()
+
     def end(self) -> int | None:
         code = self.kill()
         for pipe in self._pipes():

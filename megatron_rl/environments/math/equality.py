@@ -23,7 +23,7 @@ from megatron_rl.environments.math.bounded import TooLarge, Undefined, close, di
 from megatron_rl.environments.math.families import renamed, same_families
 from megatron_rl.environments.math.forms import form
 from megatron_rl.environments.math.formulas import value
-from megatron_rl.environments.math.notation import normalise, readings, without_decimal_comma
+from megatron_rl.environments.math.notation import normalise, readings, too_deep, without_decimal_comma
 from megatron_rl.environments.math.structure import (
     Choice,
     Congruence,
@@ -41,7 +41,7 @@ from megatron_rl.environments.math.structure import (
 )
 from megatron_rl.environments.math.tokens import Unreadable, variables
 from megatron_rl.environments.math.units import ANGLE, Quantity, quantity
-from megatron_rl.environments.math.values import ENOUGH, by_value, values
+from megatron_rl.environments.math.values import ENOUGH, by_value, has_no_value, values
 from megatron_rl.environments.math.words import OMISSION, is_prose, words_of
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; the worker has one
@@ -275,7 +275,9 @@ def _same_quantities(golden: Quantity, answer: Quantity) -> bool:
 
 def _by_math_verify(golden: str, answer: str) -> bool:
     if bool(OMISSION.search(answer)) != bool(OMISSION.search(golden)) or words_of(answer) != words_of(golden):
-        return False  # math-verify reads 12\\ldots and 12\\text{ or so} as 12
+        return False  # math-verify reads 12\ldots and 12\text{ or so} as 12
+    if too_deep(answer) or has_no_value(answer):
+        return False  # which sympy would need minutes to see
     try:
         reading = [LatexExtractionConfig()]  # formulas only: a number inside a sentence is not an answer
         one, other = (

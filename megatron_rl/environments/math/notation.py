@@ -69,6 +69,10 @@ SPELLINGS = [
     )
 ]
 
+DEEPEST = 12
+"""Largest depth of brackets that math-verify may parse: its cost grows with each of them."""
+TOWER = re.compile(r"(?:\^\s*[({]*\s*[0-9]+\s*){3}")
+"""Numbers that are raised four levels high."""
 UNWRAPPED = ("boxed", "fbox", "mathbf", "boldsymbol", "bm", "underline", "ensuremath", "mathsf", "mathit")
 AS_TEXT = ("textbf", "textit", "textrm", "textnormal", "textsf", "mathrm", "mbox", "hbox", "emph", "text")
 INFINITY = re.compile(r"\s*[-+]?\s*\\infty\s*")
@@ -149,6 +153,15 @@ def closing(text: str, opening: int) -> int | None:
         if depth == 0:
             return place
     return None
+
+
+def too_deep(text: str) -> bool:
+    """Whether a text has more brackets within brackets, or powers of powers, than an answer to a problem."""
+    depth = deepest = 0
+    for sign in text:
+        depth += (sign in OPENING) - (sign in CLOSING)
+        deepest = max(deepest, depth)
+    return deepest > DEEPEST or TOWER.search(text) is not None
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:

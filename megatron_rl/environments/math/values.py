@@ -39,6 +39,19 @@ def by_value(golden: str, answer: str) -> bool | None:
     return True if True in verdicts else verdicts[0]
 
 
+def has_no_value(text: str) -> bool:
+    """Whether a formula without variables is too large or undefined."""
+    meaning = Meaning(log_base=mp.e)
+    try:
+        if not variables(text):
+            value(text, None, meaning)
+    except Unreadable:
+        return False
+    except (TooLarge, Undefined):
+        return True
+    return False
+
+
 def _meanings(golden: str, answer: str) -> list[Meaning]:
     bases: list[Number] = [None]
     if has_bare_log(golden) or has_bare_log(answer):
@@ -54,6 +67,8 @@ def _in_one_meaning(golden: str, answer: str, meaning: Meaning) -> bool | None:
             one, other = value(golden, None, meaning), value(answer, None, meaning)
             return close(one, other) or rounds_to(one, answer) or rounds_to(other, golden)
         found = values((golden, answer), names, meaning)
+        if not found and len(values((golden, golden), names, meaning)) >= ENOUGH:
+            return False  # the answer has no value anywhere, as \\log\\log\\log 2
     except Undefined:
         return False
     if not all(close(one, other) for one, other in found):

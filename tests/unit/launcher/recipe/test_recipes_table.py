@@ -210,7 +210,7 @@ def test_dapos_problems_are_trained_on_and_aime_2024_is_only_evaluated(name: str
     assert [source.path for source in arguments.evaluate.values()] == ["Maxwell-Jia/AIME_2024"]
     assert required_datasets(config.environment) == ["BytedTsinghua-SIA/DAPO-Math-17k", "Maxwell-Jia/AIME_2024"]
     assert config.sampling.max_new_tokens + arguments.max_prompt_tokens == config.sequence_length
-    assert (arguments.format_reward, arguments.negative_reward, arguments.partial_end_reward) == (0.0, 0.0, 0.0)
+    assert (arguments.format_reward, arguments.negative_reward, arguments.partial_end_reward) == (0.0, 0.0, 1.0)
 
 
 def test_only_base_models_get_prompts_without_a_chat_template() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from optional import needs
 from pydantic import ValidationError
 from words import Words
@@ -18,6 +19,7 @@ from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.environments.math.environment import MathConfig, MathEnvironment
+from megatron_rl.environments.math.verifier import Verdict
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest
 from megatron_rl.inference.config import Sampling
 
@@ -42,7 +44,6 @@ def build(data: Path, tokenizer: Words | None = None, **arguments: Any) -> MathE
             "train": {"path": str(data / "train.jsonl")},
             "evaluate": {"sums": {"path": str(data / "held-out.jsonl")}},
             "verifiers": 1,
-            "verify_timeout_s": 30.0,
             **arguments,
         }
     )
@@ -110,8 +111,9 @@ def rewarding(tmp_path_factory: pytest.TempPathFactory) -> MathEnvironment:
         (r"\boxed{0.5} is half.", "stop", 0.6),
         (r"\boxed{0.4}", "stop", 0.1),
         (r"\boxed{0.4} is wrong", "stop", 0.1),
-        (r"\boxed{0.5}", "length", 0.1),
-        (r"\boxed{0.5} and so on and", "length", 0.1),
+        (r"\boxed{0.5}", "length", 0.6),
+        (r"\boxed{0.5} and so on and", "length", 0.6),
+        (r"\boxed{0.5} and then \boxed{0.", "length", -0.5),
         (r"\boxed{0.4", "length", -0.5),
         ("0.5", "stop", -0.5),
         ("", "stop", -0.5),
@@ -150,15 +152,47 @@ def test_group_is_scored_in_the_order_of_its_answers(data: Path) -> None:
     assert scored.failures == {}
 
 
-LOST = "get_reward: NoVerdict: time-out: no answer within 2 s (environment.args.verify_timeout_s)"
+RESPONSES: list[list[str]] = yaml.safe_load(
+    (Path(__file__).parent / "tables" / "math_responses.yaml").read_text("utf-8")
+)
 
 
-def test_answer_that_cannot_be_compared_is_lost_and_not_wrong(data: Path) -> None:
-    environment = build(data, verify_timeout_s=2.0)
-    answered(environment, [r"\boxed{6}"])  # the process is warm: its start is not what takes long
-    scored = answered(environment, [r"\boxed{5}", r"\boxed{\gcd(9^{9^{9^{9}}}, 3)}", r"\boxed{6}"])
-    assert [trajectory.reward for trajectory in scored.trajectories] == [1.0, 0.0]
-    assert scored.failures == {LOST: 1}
+def test_whole_responses_are_scored_as_the_table_says(data: Path) -> None:
+    environment = build(data)
+
+    async def rewards() -> list[Any]:
+        return [await environment.get_reward(row[1], {"answer": row[0]}, "stop") for row in RESPONSES]
+
+    expected = [(row[1], 1.0 if row[2] == "right" else 0.0) for row in RESPONSES]
+    assert [(row[1], reward) for row, reward in zip(RESPONSES, asyncio.run(rewards()), strict=True)] == expected
+
+
+def test_what_follows_a_right_answer_does_not_matter_by_default(data: Path) -> None:
+    environment = build(data)
+    scored = answered(
+        environment,
+        [
+            r"The final answer is $\boxed{5}$. I hope it is correct.",
+            r"\boxed{5}\text{ is wrong, it is } 6",
+            r"\boxed{6}. No, it is 5.",
+        ],
+    )
+    assert [trajectory.reward for trajectory in scored.trajectories] == [1.0, 1.0, 0.0]
+
+
+def test_answer_that_costs_too_much_is_wrong_and_marked(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real ones are in tests/runs/test_verifier.py."""
+    environment = build(data, format_reward=0.1)
+    verdicts = {"5": Verdict.RIGHT, "slow": Verdict.UNDECIDED, "6": Verdict.WRONG}
+
+    async def judge(_: str, answer: str) -> Verdict:
+        return verdicts[answer]
+
+    monkeypatch.setattr(environment._verifier, "judge", judge)
+    scored = answered(environment, [r"\boxed{5}", r"\boxed{slow}", r"\boxed{6}"])
+    assert [trajectory.reward for trajectory in scored.trajectories] == [1.0, 0.1, 0.1]
+    assert [dict(trajectory.components) for trajectory in scored.trajectories] == [{}, {"undecided": 1.0}, {}]
+    assert scored.failures == {}
 
 
 @pytest.mark.parametrize(

@@ -55,3 +55,16 @@ def test_no_text_breaks_a_comparison(text: str) -> None:
         patch.setattr(equality, "_by_math_verify", lambda golden, answer: False)
         assert equality.equal(["17", text]) in (True, False)
         assert equality.equal([text, text]) is True or not text.strip()
+
+
+COSTLY: list[list[str]] = yaml.safe_load((Path(__file__).parent / "tables" / "math_costs.yaml").read_text("utf-8"))
+
+
+@pytest.mark.parametrize(("golden", "answer"), COSTLY)
+def test_answer_whose_cost_is_bounded_never_reaches_sympy(
+    golden: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_rl.environments.math import equality
+
+    monkeypatch.setattr(equality, "parse", lambda *_, **__: pytest.fail(f"sympy reads {answer}"))
+    assert not equality.equal([golden, answer])

@@ -258,6 +258,7 @@ BATCH = BatchStats(
     turns=4,
     tool_calls=0,
     with_components=0,
+    undecided=0,
     with_tools=0,
     truncated=1,
     failed=1,
