@@ -22,6 +22,10 @@ from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.standalone.config import Trial
 
 
+class TookTooLong(Exception):
+    """A child did not end within its limit, and was killed."""
+
+
 class Child:
     """`python -m MODULE`, in a session of its own, so that Ctrl-C does not reach it directly. It ends with this
     process. Raises Failed where it cannot be started."""
@@ -82,16 +86,36 @@ class Child:
         if self.process.poll() is None:
             self.process.send_signal(number)
 
-    def said(self) -> Iterator[dict[str, Any]]:
-        """Objects that it writes, until it ends; other output, such as of libraries, is skipped."""
+    def said(self, limit_s: float | None = None) -> Iterator[dict[str, Any]]:
+        """Objects that it writes, until it ends; other output, such as of libraries, is skipped.
+
+        limit_s: seconds until it is killed with its descendants; None: no limit.
+
+        Raises TookTooLong.
+        """
         assert self.process.stdout
-        for line in self.process.stdout:
-            try:
-                found = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(found, dict):
-                yield found
+        late = threading.Event()
+
+        def kill() -> None:
+            late.set()
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(max(limit_s or 0.0, 0.0), kill)
+        if limit_s is not None:
+            timer.start()
+        try:
+            for line in self.process.stdout:
+                try:
+                    found = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(found, dict):
+                    yield found
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise TookTooLong
 
     def wait(self) -> int:
         """Wait for its end. Returns the exit code."""

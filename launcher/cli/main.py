@@ -30,6 +30,7 @@ COMMANDS = {
     "requeue": "",
     "resume": "continue restart",
     "rollouts": "answers completions generations samples",
+    "rows": "data dataset examples inspect preview",
     "serve": "",
     "serve-agent": "",
     "status": "info show state",

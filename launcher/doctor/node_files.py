@@ -21,7 +21,7 @@ from launcher.doctor.finding import Finding, error
 from launcher.doctor.preflight import missing_packages, packages
 from launcher.doctor.vllm import PYTHON_KEYS, vllm_findings
 from launcher.recipe.load import Recipe, place_of
-from launcher.recipe.paths import NamedPath, named_paths
+from launcher.recipe.paths import NamedPath, named_paths, with_changed_paths
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 
@@ -77,6 +77,19 @@ def _of_nodes(config: RunConfig) -> list[NamedPath]:
         for one in named_paths(config)
         if one.path is not None and one.mark.kind not in ("image", "program", "code") and one.key[0] != "code"
     ]
+
+
+def as_seen_here(config: RunConfig, profile: Profile | None) -> RunConfig:
+    """Return a recipe whose paths lead to the same files on this machine as in the containers of a cluster."""
+    if profile is None or not _mounts_of(profile):
+        return config
+
+    def here(named: NamedPath) -> str:
+        if named.path is None or named.mark.kind in ("image", "program", "code"):
+            return named.value
+        return str(_source_of(named.path, profile))
+
+    return with_changed_paths(config, here)
 
 
 def _source_of(path: Path, profile: Profile) -> Path:

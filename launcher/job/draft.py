@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,9 +21,9 @@ from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import plan_sources
 from launcher.host.slurm.formats import time_limit_s
 from launcher.job.admission import corrections, with_date
+from launcher.job.lesson import LessonCheck
 from launcher.job.notifications import notes as notification_notes
 from launcher.job.notifications import refusals as notification_refusals
-from launcher.job.own_code import own_code_problems
 from launcher.job.script import PlannedJob, render
 from launcher.job.sources import code_sources
 from launcher.job.steps import with_argv
@@ -64,7 +65,18 @@ def draft(
         raise BadInput(f"--run-dir {root}: a run needs a directory of its own")
     if root.exists() and not root.is_dir():
         raise BadInput(f"{root}: is a file, not a directory")
-    recipe = with_date(recipe, RunDir(root))
+    run = RunDir(root)
+    recipe = with_date(recipe, run)
+    sources = _sources(recipe, run, update_code)
+    included = _import_paths(run, sources, update_code)
+    with LessonCheck(recipe, profile, included=included, run=run, change=change) as lesson:
+        job = _planned(recipe, cluster, profile, root, sources)
+        notes, obstacles, script = _notes(job, update_code), _obstacles(job), render(job)
+        verdict = lesson.verdict()
+    return Draft(job, (*notes, *verdict.notes), (*obstacles, *verdict.problems), script)
+
+
+def _planned(recipe: Recipe, cluster: str, profile: Profile, root: Path, sources: Sequence[CodeSource]) -> PlannedJob:
     plan = make_plan(recipe, profile)
     job = PlannedJob(
         recipe=replace(recipe, config=with_offload(recipe.config, plan, profile)),
@@ -73,14 +85,12 @@ def draft(
         cluster=cluster,
         profile=profile,
         run_dir=root,
-        sources=_sources(recipe, RunDir(root), update_code),
+        sources=sources,
         seen=(),
         installed=Path(launcher_file).absolute().parents[1],
         version=version("mrl"),
     )
-    job = in_directory(job, root)
-    obstacles = [*_obstacles(job), *own_code_problems(recipe, _import_paths(job, update_code), RunDir(root), change)]
-    return Draft(job, tuple(_notes(job, update_code)), tuple(obstacles), render(job))
+    return in_directory(job, root)
 
 
 def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
@@ -132,13 +142,12 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
     return [*notes, *prefetch.missing(job.recipe.config, job.profile)]
 
 
-def _import_paths(job: PlannedJob, update_code: bool) -> list[Path]:
+def _import_paths(run: RunDir, sources: Sequence[CodeSource], update_code: bool) -> list[Path]:
     """Directories of the user's code from which the ranks will import."""
-    run = RunDir(job.run_dir)
     taken = read(CodeSnapshot, run.code_record)
     if isinstance(taken, CodeSnapshot) and not update_code:
         return [run.code / part for part in taken.pythonpath]
-    return [Path(source.path) for source in job.sources if source.kind not in ("package", "metadata")]
+    return [Path(source.path) for source in sources if source.kind not in ("package", "metadata")]
 
 
 def _obstacles(job: PlannedJob) -> list[str]:

@@ -61,6 +61,11 @@ def named_paths(config: RunConfig) -> list[NamedPath]:
     return found
 
 
+def with_changed_paths(config: RunConfig, change: Callable[[NamedPath], str]) -> RunConfig:
+    """Return a recipe with another value of each key that names a file or directory, or may."""
+    return RunConfig.model_validate(_changed(config.model_dump(), RunConfig, (), change))
+
+
 def with_absolute_paths(
     values: T, section: type[BaseModel], folder_of: Callable[[KeyPath, str], Path], prefix: KeyPath = ()
 ) -> T:

@@ -165,6 +165,9 @@ class Environment(GroupedRolloutGenerator, EvaluationAgent):
     """Argument set by NAME/VARIANT: reasoning-gym/chain_sum is reasoning-gym with `dataset: chain_sum`. Empty if the
     environment has no variants."""
 
+    slow_to_build: ClassVar[bool] = False
+    """Whether building it starts other processes or takes many seconds: then only the ranks do it, not mrl-submit."""
+
     @abstractmethod
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
         """Build the environment from `config`, an instance of the class's own `Config`."""

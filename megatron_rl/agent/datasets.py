@@ -15,6 +15,7 @@ from pydantic import model_validator
 
 from megatron_rl.agent.answer_format import FORMATS
 from megatron_rl.agent.arrow_rows import BATCH, arrow_rows, file_batches, file_columns
+from megatron_rl.agent.row_limit import limited
 from megatron_rl.agent.text_rows import as_text, text_rows, value_at
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
@@ -138,7 +139,8 @@ def read_rows(source: Source, columns: Sequence[str] | None = None) -> Iterator[
     found: dict[str, None] = {}
     with _errors_of(source), TemporaryDirectory(prefix="mrl-datasets-") as scratch:
         files = _files(source, Path(scratch))
-        for where, values in _streamed(source, scratch) if files is None else _of_files(files, columns):
+        rows = _streamed(source, scratch) if files is None else _of_files(files, columns)
+        for where, values in limited(rows):
             found |= dict.fromkeys(values)
             yield Row(where, values)
         if not found:

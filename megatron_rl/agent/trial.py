@@ -13,6 +13,7 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.model.tokenizer import Tokenizer
 
 
 class CodePoints:
@@ -61,36 +62,55 @@ def first_problems(environment: Environment, config: EnvironmentConfig, count: i
 
 
 def try_answers(
-    environment: Environment, config: EnvironmentConfig, problems: Iterable[Problem]
+    environment: Environment,
+    config: EnvironmentConfig,
+    problems: Iterable[Problem],
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield `prompt`, `gold_reward` and `wrong_reward` of each problem. The reward of a lost answer is None, and
-    `failures` has the reason; `no_gold` says why no right answer is known."""
+    """Yield `prompt`, `gold` and `wrong`, two answers, and `gold_reward` and `wrong_reward` of each problem. The reward
+    of a lost answer is None, and `failures` has the reason; `no_gold` says why no right answer is known, or why the
+    tokenizer cannot write it.
+
+    tokenizer: that of the environment; default: CodePoints.
+    """
+    tokenizer = tokenizer or CodePoints()
     with asyncio.Runner() as runner:
         for problem in problems:
             found: dict[str, Any] = {"prompt": problem.prompt, "gold_reward": None}
             failures: list[str] = []
             try:
-                gold = environment.gold_response(problem)
-            except NotImplementedError as error:
+                gold = found["gold"] = environment.gold_response(problem)
+                tokenizer.encode(gold)
+            except (NotImplementedError, ValueError) as error:
                 found["no_gold"] = str(error)
             else:
-                found["gold_reward"], failures = runner.run(_reward(environment, config, problem, gold))
-            wrong = environment.wrong_response(problem)
-            found["wrong_reward"], more = runner.run(_reward(environment, config, problem, wrong))
+                found["gold_reward"], failures = runner.run(_reward(environment, config, problem, gold, tokenizer))
+            wrong = found["wrong"] = _wrong(environment, problem, tokenizer)
+            found["wrong_reward"], more = runner.run(_reward(environment, config, problem, wrong, tokenizer))
             yield {**found, **({"failures": [*failures, *more]} if failures or more else {})}
 
 
+def _wrong(environment: Environment, problem: Problem, tokenizer: Tokenizer) -> str:
+    """Return a wrong response; an empty one where the tokenizer lacks its characters."""
+    text = environment.wrong_response(problem)
+    try:
+        tokenizer.encode(text)
+    except ValueError:
+        return ""
+    return text
+
+
 async def _reward(
-    environment: Environment, config: EnvironmentConfig, problem: Problem, text: str
+    environment: Environment, config: EnvironmentConfig, problem: Problem, text: str, tokenizer: Tokenizer
 ) -> tuple[float | None, list[str]]:
     """Score an answer as in a run; return the reward, None if the answer is lost, and the reasons."""
     request = GroupRolloutRequest(
         ordinal=0,
         problem=problem,
         group_size=1,
-        sampling=Sampling(max_new_tokens=len(text) + 1),
+        sampling=Sampling(max_new_tokens=len(tokenizer.encode(text)) + 1),
         key=0,
-        inference=ScriptedInference(CodePoints(), [text]),
+        inference=ScriptedInference(tokenizer, [text]),
         limits=RolloutLimits.of(config),
     )
     group = await environment.group_rollout(request)

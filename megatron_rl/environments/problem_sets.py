@@ -9,6 +9,7 @@ from pydantic import Field
 
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.row_limit import limited
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import NonNegativeInt, PositiveInt, Section
@@ -35,7 +36,7 @@ class DrawnProblems(RewardOnlyAgent):
 
     def __init__(self, config: DrawnProblemsConfig, tokenizer: Tokenizer, drawn: Iterable[Problem]) -> None:
         super().__init__(config, tokenizer)
-        problems = _in_split_order({problem.prompt: problem for problem in drawn}.values(), config.seed)
+        problems = _in_split_order({problem.prompt: problem for problem in limited(drawn)}.values(), config.seed)
         held_out = round(config.held_out * len(problems))
         self._held_out = problems[:held_out]
         self._trained = problems[held_out:]

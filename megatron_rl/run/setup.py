@@ -37,6 +37,7 @@ from megatron_rl.run.models import Models, build_models
 from megatron_rl.run.problems import STALE_MOUNT_S, check_alike, check_unchanged, choose_problems, digests_of
 from megatron_rl.run.state import Counters, Driver, Run
 from megatron_rl.run.teacher import build_teacher
+from megatron_rl.standalone.first_rows import Fault, Lesson, faults
 from megatron_rl.supervised.driver import ExampleDriver
 from megatron_rl.supervised.rows import rows_of
 from megatron_rl.training.trainer import Trainer
@@ -68,6 +69,7 @@ def set_up(
         raise ConfigurationError(str(error)) from error
     training_sets, left_out = _training_sets(environment, config, tokenizer)
     _warn_of_end(training_sets, config, tokenizer)
+    check_lesson(Lesson(config, tokenizer, environment, training_sets), groups)
     pool = None
     if config.placement.mode == "partitioned":
         from megatron_rl.run import partitioned  # slow to import: it needs an HTTP client
@@ -193,6 +195,20 @@ def _warn_of_end(training_sets: Sequence[TrainingSet], config: RunConfig, tokeni
         warning = unknown_end(tokenizer, first.prompt if first.is_prompt else None)
     if warning:
         logger.warning("%s", warning)
+
+
+def check_lesson(lesson: Lesson, groups: Groups) -> None:
+    """Check the first rows, and the user's reward on an answer, before any model is built. Rank 0 does it for all.
+
+    Raises ConfigurationError on all ranks.
+    """
+    found: list[list[Fault]] = [[*faults(lesson)] if dist.get_rank() == 0 else []]
+    dist.broadcast_object_list(found, src=0, group=groups.control)
+    for fault in found[0]:
+        if not fault.certain:
+            logger.warning("%s", fault.text)
+    if certain := [fault.text for fault in found[0] if fault.certain]:
+        raise ConfigurationError("; ".join(certain))
 
 
 def _generation(

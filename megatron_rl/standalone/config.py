@@ -1,4 +1,4 @@
-"""Request of `mrl environments try`."""
+"""Requests of `mrl environments try`, `mrl rows`, and the check before a run."""
 
 from __future__ import annotations
 
@@ -25,3 +25,17 @@ class Trial(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     sampling: dict[str, Any] = {}
     """Values of `sampling` that replace those of the run."""
+
+
+class RowsRequest(Section):
+    """Rows of a recipe to show, to count, or to check."""
+
+    recipe: dict[str, Any]
+    """The recipe, with every default."""
+    copies: str | None = None
+    """Run, or a directory like one, that holds the copies of the user's code; None: the files themselves."""
+    purpose: Literal["show", "count", "check"]
+    """show: the first rows or problems. count: all of them. check: the first ones and the user's functions, for
+    faults."""
+    first: PositiveInt = 3
+    """Rows or problems of each set to show."""

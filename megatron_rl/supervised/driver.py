@@ -45,8 +45,6 @@ class ExampleDriver:
         """
         sets: the rows.
         environment, loop: of the run's evaluations, if it has any.
-
-        Raises ConfigurationError if the first rows cannot be turned into tokens.
         """
         self.stream = Mixture(sets, config.training.seed, config.groups_per_step)
         """Row of each ordinal."""
@@ -55,7 +53,6 @@ class ExampleDriver:
         self._tokenizer = tokenizer
         self._encoder = RowEncoder(config.rows, tokenizer, config.sequence_length)
         self._dropped: Counter[str] = Counter()
-        self._encoder.check([row for each in sets for row in each.problems])
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
         """Return this rank's rows of the next step. Rows that cannot be trained on are dropped, not replaced."""

@@ -20,16 +20,16 @@ from launcher.errors import BadInput
 from launcher.fetch.prefetch import export_packages
 from launcher.job.admission import check
 from launcher.job.directories import run_directory
+from launcher.job.lesson import LessonCheck
 from launcher.job.notifications import refusals as notification_refusals
 from launcher.job.notifications import settings_json
-from launcher.job.own_code import own_code_problems
 from launcher.job.run_directory import Prepared, prepare
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan
 from launcher.recipe.changes import as_json
 from launcher.recipe.load import Recipe, dump_resolved, origins, refusal
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.codes import CRASHED, EXIT_CRASHED, EXIT_FINISHED, MISCONFIGURED
+from megatron_rl.contract.codes import CRASHED, EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE, MISCONFIGURED
 from megatron_rl.contract.paths import Attempt, RunDir
 
 if TYPE_CHECKING:  # slow to import, and not needed for a dry run
@@ -57,24 +57,30 @@ def refuse_slurm_only(request: Request, count: int) -> None:
 def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     """Run, or show, one planned run; return the exit code. Raises BadInput."""
     recipe = planned.recipe
-    facts = collect_local(recipe)
-    refused = list(problems(findings(facts, recipe.config)))
     included = [Path(path) for path in recipe.config.code.include or ()]
     run = None if planned.given is None else RunDir(planned.given)
-    refused += own_code_problems(recipe, included, run, request.change)
+    with LessonCheck(recipe, included=included, run=run, change=request.change) as lesson:
+        facts = collect_local(recipe)
+        refused = list(problems(findings(facts, recipe.config)))
+        verdict = lesson.verdict()
+    refused += verdict.problems
     refused += refusal(recipe, notification_refusals(recipe.config.notify, os.environ)).problems
     if recipe.config.harvest is not None:
         refused += refusal(recipe, ["harvest.partition needs Slurm, but this run is local: remove harvest"]).problems
     if request.dry_run and not facts.refusals:
         _show(recipe, make_plan(recipe, None).sizes, planned.given, request)
+        for note in verdict.notes:
+            click.echo(f"note: {note}", err=True)
         for one in refused:
             click.echo(f"would be refused: {one}", err=True)
-        return EXIT_FINISHED
+        return EXIT_USAGE if refused else EXIT_FINISHED
     if refused:
         raise BadInput(refused)
     for found in findings(facts, recipe.config):
         if found.level == "warning":
             click.echo(f"warning: {found.text}; {found.fix}", err=True)
+    for note in verdict.notes:
+        click.echo(f"note: {note}", err=True)
     sizes = make_plan(recipe, None).sizes
     export_packages(recipe.config, None)
     with run_directory(planned.given, planned.name, Path(RUNS)) as root:

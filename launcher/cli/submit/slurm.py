@@ -24,7 +24,7 @@ from launcher.errors import BadInput
 from launcher.job.admission import check
 from launcher.job.directories import disk_errors
 from launcher.job.draft import Draft, default_root, draft
-from megatron_rl.contract.codes import EXIT_FINISHED
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 
 if TYPE_CHECKING:
     from launcher.job.submit import SubmittedJob
@@ -43,7 +43,7 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
                 click.echo(f"change: {changed}", err=True)
     if request.dry_run:
         _show(drafts, request)
-        return EXIT_FINISHED
+        return EXIT_USAGE if any(one.obstacles for one in drafts) else EXIT_FINISHED
     # The code below talks to Slurm through submitit, which is slow to import.
     if request.in_allocation:
         from launcher.cli.submit.allocation import run_in_allocation

@@ -31,6 +31,7 @@ class VerifiersEnvironment(EndpointAgent):
     Config = VerifiersConfig
     config: VerifiersConfig
     variant_argument = "id"
+    slow_to_build = True
 
     def __init__(self, config: VerifiersConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError if verifiers is missing or too old, if it refuses the environment, or if there is no chat

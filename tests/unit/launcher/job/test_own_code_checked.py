@@ -8,7 +8,7 @@ import pytest
 
 from launcher.backends.local import supervisor_command
 from launcher.errors import BadInput
-from launcher.job.own_code import own_code_problems
+from launcher.job.lesson import LessonCheck, Verdict
 from launcher.job.run_directory import prepare
 from launcher.job.sources import code_sources
 from launcher.plan.summary import make_plan
@@ -18,6 +18,11 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.own_code import kept
 
 LOSS = "def loss(tokens, config):\n    return -tokens.ratio * tokens.advantages * tokens.weights\n"
+
+
+def checked(recipe: Recipe, *included: Path) -> Verdict:
+    with LessonCheck(recipe, included=included) as lesson:
+        return lesson.verdict()
 
 
 @pytest.fixture
@@ -40,7 +45,7 @@ def test_file_without_the_function_is_refused_with_its_line(tmp_path: Path) -> N
 
 def test_unusable_function_is_refused_before_anything_starts(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LOSS.replace("* tokens.weights", ""))
-    (found,) = own_code_problems(recipe, [], None, change=False)
+    (found,) = checked(recipe).problems
     assert "mine.yaml:3: grpo.policy_loss: a token of weight 0 has a loss" in found
 
 
@@ -49,9 +54,9 @@ def test_functions_of_several_keys_are_checked_each_by_its_own_rule(recipe: Reci
     (tmp_path / "mine.py").write_text(LOSS + "def advantages(answers, config):\n    return answers.rewards\n")
     both = load_recipe(recipe.asked, [f"grpo.baseline={tmp_path}/mine.py:advantages"])
     assert {*both.config.grpo.own_functions} == {"policy_loss", "baseline"}
-    assert own_code_problems(both, [], None, change=False) == []
+    assert not checked(both).problems
     override = f"grpo.baseline={tmp_path}/mine.py:loss"
-    (found,) = own_code_problems(load_recipe(recipe.asked, [override]), [], None, change=False)
+    (found,) = checked(load_recipe(recipe.asked, [override])).problems
     assert f"override {override!r}: grpo.baseline: " in found and "AttributeError" in found
 
 
@@ -61,7 +66,7 @@ def test_modules_of_included_directories_are_checked_too(tmp_path: Path) -> None
     override = "grpo.policy_loss=elsewhere_of_tests:loss"
     recipe = load_recipe("demo", [override])
     assert recipe.config.grpo.policy_loss == "elsewhere_of_tests:loss"
-    assert own_code_problems(recipe, [tmp_path / "code"], None, change=False) == []
+    assert not checked(recipe, tmp_path / "code").problems
 
 
 def test_run_keeps_a_copy_that_only_change_replaces(recipe: Recipe, tmp_path: Path) -> None:

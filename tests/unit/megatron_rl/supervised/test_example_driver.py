@@ -6,7 +6,6 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from core_helpers import ALPHABET
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from supervised_helpers import sums, supervised_run
 
 from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.supervised.driver import ExampleDriver
@@ -86,8 +84,3 @@ def test_a_trajectory_marks_the_learned_tokens_as_turns() -> None:
     (answer,) = group.trajectories
     assert (answer.turns, answer.prompt_length, answer.answer_length) == ([range(4, 6)], 4, 2)
     assert answer.text == "1+1=2<end>"
-
-
-def test_a_row_that_the_tokenizer_refuses_is_an_error_at_the_start() -> None:
-    with pytest.raises(ConfigurationError, match=r"data: row 1 cannot be trained on: no token for the character 'x'"):
-        driver([Problem("", {"prompt": "x", "answer": "2"})])

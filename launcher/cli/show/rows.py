@@ -1,0 +1,91 @@
+"""Rows and problems of `mrl rows` as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+
+from launcher.cli.show.terminal import printable
+
+BEGIN, END = "[[", "]]"
+"""Around the tokens that are learned."""
+INDENT = "  "
+
+
+def row_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of one row or problem: see `megatron_rl.standalone.shown_rows.shown`."""
+    if "row" in found:
+        yield from _row(found)
+    elif "line" in found:
+        yield f"problem {found['problem']} of {found['set']}, which the program reads"
+        yield from _indented(json.dumps(found["line"], ensure_ascii=False))
+    else:
+        yield from _problem(found)
+    yield ""
+
+
+def _row(found: Mapping[str, Any]) -> Iterator[str]:
+    if "dropped" in found:
+        yield click.style(f"row {found['row']} is dropped: {printable(found['dropped'])}", fg="red")
+        yield from _indented(found["text"])
+        return
+    yield f"row {found['row']}: {found['tokens']} tokens, {found['learned']} learned"
+    yield from _indented("".join(map(_span, found["spans"])), styled=True)
+
+
+def _span(span: Mapping[str, Any]) -> str:
+    text = printable(span["text"])
+    if not span["learned"]:
+        return text
+    return "\n".join(click.style(line, fg="green") for line in f"{BEGIN}{text}{END}".split("\n"))
+
+
+def _problem(found: Mapping[str, Any]) -> Iterator[str]:
+    tokens = f"{found['tokens']} tokens"
+    if found["tokens"] > found["room"]:
+        tokens += f", more than the {found['room']} that leave room for an answer: it is left out"
+    yield f"problem {found['problem']} of {found['set']}: {tokens}"
+    yield from _indented(found["prompt"])
+    if "no_gold" in found:
+        yield f"{INDENT}right answer: unknown: {printable(found['no_gold'])}"
+    else:
+        yield f"{INDENT}right answer {_shown(found['gold'])}: {_reward(found['gold_reward'])}"
+    yield f"{INDENT}wrong answer {_shown(found['wrong'])}: {_reward(found['wrong_reward'])}"
+    yield from (f"{INDENT}lost: {printable(reason)}" for reason in found.get("failures", ()))
+    for said in found.get("output", ()):
+        yield from (f"{INDENT}| {line}" for line in printable(said).splitlines())
+
+
+def _shown(answer: str) -> str:
+    return json.dumps(answer, ensure_ascii=False) if answer.isprintable() else json.dumps(answer)
+
+
+def _reward(value: float | None) -> str:
+    return "lost" if value is None else f"reward {value:g}"
+
+
+def _indented(text: str, *, styled: bool = False) -> Iterator[str]:
+    """styled: whether the text has colours, and is printable already."""
+    yield from (INDENT + line for line in (text if styled else printable(text)).split("\n"))
+
+
+def count_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of the counts of one set: see `megatron_rl.standalone.row_counts.counts`."""
+    dropped = found["dropped"]
+    yield f"{found['set']}: {found['rows']:,} rows, {sum(dropped.values()):,} of them dropped"
+    for reason, count in dropped.items():
+        yield f"{INDENT}{count:>9,}  {printable(reason)}"
+    if lengths := found["lengths"]:
+        yield f"{INDENT}tokens: {_percentiles(lengths)}; at most {found['limit']:,} fit"
+    yield f"{INDENT}equal to an earlier one: {found['equal']:,} rows, {found['equal_prompts']:,} prompts"
+    if found.get("learned") is not None:
+        yield f"{INDENT}learned: {found['learned']:.1%} of the tokens"
+
+
+def _percentiles(lengths: Mapping[str, int]) -> str:
+    names: Sequence[str] = [*lengths]
+    parts = [f"{name} % up to {lengths[name]:,}" for name in names[:-1]]
+    return f"{', '.join(parts)}, the longest {lengths[names[-1]]:,}"

@@ -1,0 +1,214 @@
+"""Check of what a recipe teaches, before anything starts: the first rows of its data, its prompts, and the user's
+reward, loss and baseline functions, as the copies that the run will have. A child process with the code of the ranks
+does it while the submission is prepared."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+
+from launcher.backends.child import Child, TookTooLong
+from launcher.cluster.profile import Profile
+from launcher.doctor.files import unreadable
+from launcher.doctor.node_files import as_seen_here
+from launcher.fetch.prefetch import Cache, Need
+from launcher.job.admission import has_work, with_date
+from launcher.job.run_directory import keep_files
+from launcher.recipe.load import Recipe, refusal
+from launcher.recipe.paths import named_paths
+from megatron_rl.agent.registry import environment_class, required_datasets, used_files
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.codes import EXIT_FINISHED
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import if_readable, read
+from megatron_rl.contract.run_records import KeptFiles
+from megatron_rl.model.config import is_hub_name, is_prefetched, package_of
+from megatron_rl.recipe.own_code import Reference
+from megatron_rl.standalone.config import RowsRequest
+
+LIMIT_S = 30.0
+"""Seconds that the check may take; then the first rank has the last word."""
+READ = ("code", "data", "environment", "environments", "tokenizer")
+"""Sections of a recipe whose files the check reads."""
+LATER = "rank 0 checks it before the run trains"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of the check."""
+
+    problems: tuple[str, ...] = ()
+    """A sentence for each fault."""
+    notes: tuple[str, ...] = ()
+    """Sentences about faults that are uncertain, and about what could not be checked here."""
+
+    def of(self, recipe: Recipe) -> Verdict:
+        """Return it with the place of each fault in a recipe."""
+        return Verdict(refusal(recipe, [_with_key(problem, recipe) for problem in self.problems]).problems, self.notes)
+
+
+_verdicts: dict[str, Verdict] = {}
+"""Results by what was checked, as the runs of a sweep mostly have the same data and functions."""
+
+
+class LessonCheck:
+    """Check that runs beside this process while its context lasts."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        profile: Profile | None = None,
+        *,
+        included: Sequence[Path] = (),
+        run: RunDir | None = None,
+        change: bool = False,
+    ) -> None:
+        """
+        Args:
+            profile: cluster of the run; None: this machine.
+            included: directories of `code.include`, from which the ranks import.
+            run: run that is to be started or resumed, which may have copies of the user's code; None: a new one.
+            change: whether it is to take the present files.
+        """
+        self._recipe = recipe if run is None else with_date(recipe, run)
+        self._profile, self._included, self._run, self._change = profile, included, run, change
+        self._stack = ExitStack()
+        self._child: Child | None = None
+        self._copied: RunDir | None = None
+        self._key = ""
+        self._note = why_not_here(recipe.config, profile)
+
+    def __enter__(self) -> LessonCheck:
+        """Start it. Raises Failed where the process cannot be started, BadInput for code that cannot be read."""
+        config = self._recipe.config
+        if self._note is not None or not _all_there(config, self._profile):
+            return self
+        with ExitStack() as stack:
+            self._copied = self._copies(stack)
+            self._key = _key(config, self._copied, self._included)
+            if self._key not in _verdicts:
+                request = request_of(self._recipe, self._profile, purpose="check", copies=self._copied)
+                self._began = monotonic()
+                self._child = stack.enter_context(rows_child(self._profile, self._included))
+                self._child.send(request.model_dump_json())
+                self._child.end_input()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _copies(self, stack: ExitStack) -> RunDir | None:
+        """Copy the user's code as the run will have it; None if there is none."""
+        if not own_files(self._recipe.config):
+            return None
+        copies = RunDir(Path(stack.enter_context(TemporaryDirectory(prefix="mrl-copies-"))))
+        source = self._run if self._run is not None and has_work(self._run) else None
+        keep_files(copies, self._recipe, renew=self._change or source is None, source=source)
+        return copies
+
+    def verdict(self) -> Verdict:
+        """Wait for the result."""
+        if self._child is not None:
+            _verdicts[self._key] = self._wait(self._child)
+        known = _verdicts.get(self._key)
+        return known.of(self._recipe) if known else Verdict(notes=(self._note,) if self._note else ())
+
+    def _wait(self, child: Child) -> Verdict:
+        """Return the result, whose problems have no places yet."""
+        try:
+            found = [*child.said(LIMIT_S - (monotonic() - self._began))]
+            code = child.wait()
+        except TookTooLong:
+            return Verdict(notes=(f"the check of the first rows took more than {LIMIT_S:g} s here; {LATER}",))
+        if code != EXIT_FINISHED:
+            raise child.failure(code)
+        elsewhere = self._profile is not None and bool(self._profile.container or self._profile.python)
+        unsure = [one for one in found if not one["certain"] or (elsewhere and one.get("lacks") is not None)]
+        faults = tuple(_with_originals(one["fault"], self._copied) for one in found if one not in unsure)
+        notes = tuple(f"could not be checked here: {one['fault']}; {LATER}" for one in unsure)
+        return Verdict(faults, notes)
+
+
+def _with_key(problem: str, recipe: Recipe) -> str:
+    """Return a fault that begins with the key whose file it names, so that its place is that of the key."""
+    for named in named_paths(recipe.config):
+        key = ".".join(named.key)
+        if named.key[0] in READ and named.value in problem and key not in problem:
+            return f"{key}: {problem}"
+    return problem
+
+
+def _with_originals(fault: str, copies: RunDir | None) -> str:
+    """Return a fault that names the user's files instead of their copies, which are gone when it is read."""
+    record = if_readable(read(KeptFiles, copies.kept_files_record)) if copies else None
+    for one in record.files if copies and record else ():
+        fault = fault.replace(str(copies.kept_files / one.name), one.path)
+    return fault
+
+
+def _key(config: RunConfig, copies: RunDir | None, included: Sequence[Path]) -> str:
+    """Name for what the check reads of a recipe."""
+    sections = config.model_dump(mode="json", include={"data", "environment", "environments", "tokenizer"})
+    own = config.grpo.model_dump(mode="json") if config.grpo.own_functions else None
+    code = copies.kept_files_record.read_text(encoding="utf-8") if copies else None
+    sizes = [config.sequence_length, config.sampling.max_new_tokens, config.training.objective, config.model.init]
+    return json.dumps([sections, own, code, sizes, *map(str, included)])
+
+
+def rows_child(profile: Profile | None, included: Sequence[Path]) -> Child:
+    """Start the process that reads rows, with the caches of the cluster. Raises Failed."""
+    path = os.pathsep.join([*map(str, included), *filter(None, [os.environ.get("PYTHONPATH")])])
+    home = {"HF_HOME": str(Cache.of(profile).huggingface)}
+    return Child("megatron_rl.standalone.rows", {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **home})
+
+
+def request_of(recipe: Recipe, profile: Profile | None, **more: Any) -> RowsRequest:
+    """Request to the process, with paths as this machine sees them.
+
+    more: further fields; `copies` as a RunDir.
+    """
+    copies: RunDir | None = more.pop("copies", None)
+    values = as_seen_here(recipe.config, profile).model_dump(mode="json")
+    return RowsRequest(recipe=values, copies=str(copies.root) if copies else None, **more)
+
+
+def own_files(config: RunConfig) -> list[str]:
+    """Files of the user's code that the run has copies of."""
+    functions = (Reference.of(function).file for function in config.grpo.own_functions.values())
+    return [*(used_files(config.task) if config.generates else []), *map(str, filter(None, functions))]
+
+
+def why_not_here(config: RunConfig, profile: Profile | None) -> str | None:
+    """Return why the rows of a recipe cannot be read on this machine; None: as far as is known they can."""
+    for one in [config.environment] if config.environment else config.environments or ():
+        if environment_class(one.name).slow_to_build:
+            return f"the problems of environment {one.name!r} take long to list, so they are not read here; {LATER}"
+    cache = Cache.of(profile)
+    absent = [need for need in _read_from_caches(config) if not cache.holds(need)]
+    if absent:
+        return f"the first rows are not checked here without {', '.join(map(str, absent))}; {LATER}"
+    return None
+
+
+def _read_from_caches(config: RunConfig) -> Iterator[Need]:
+    path = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
+    if path and is_prefetched(path):
+        yield Need("model" if package_of(path) or path == config.model.huggingface else "tokenizer", path)
+    sets = [config.data.path] if config.data and config.data.path and is_hub_name(config.data.path) else []
+    yield from (
+        Need("dataset", name) for name in [*sets, *(required_datasets(config.task) if config.generates else [])]
+    )
+
+
+def _all_there(config: RunConfig, profile: Profile | None) -> bool:
+    """Whether each file that the recipe reads is here. The check of files reports those that are not."""
+    here = [one for one in named_paths(as_seen_here(config, profile)) if one.key[0] in READ]
+    return not any(one.mark.read and one.path is not None and unreadable(one.path) for one in here)

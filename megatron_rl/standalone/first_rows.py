@@ -1,0 +1,123 @@
+"""The lesson of a recipe: tokenizer, environment and sets to train on, and a check of their first rows before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_rl.agent.api import Environment, TrainingSet
+from megatron_rl.agent.registry import build_environment, used_files, with_kept_files
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.agent.trial import try_answers
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
+from megatron_rl.supervised.rows import CHECKED, RowEncoder, demonstrations, rows_of, token_example
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Rows or problems that a recipe trains on, and how they become tokens."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    environment: Environment | None
+    sets: Sequence[TrainingSet]
+    """Rows of data, or problems of each environment."""
+
+
+def open_lesson(config: RunConfig, copies: RunDir | None = None) -> Lesson:
+    """Open the lesson of a recipe as a rank does.
+
+    copies: run whose copies of the user's code are used; None: the files themselves.
+
+    Raises ValueError.
+    """
+    tokenizer = build_tokenizer(config.tokenizer)
+    environment = None
+    if config.generates:
+        task = config.task if copies is None else with_kept_files(config.task, copies)
+        environment = build_environment(task, tokenizer)
+    if config.supervised or environment is None:
+        sets: Sequence[TrainingSet] = [TrainingSet("", 1.0, rows_of(config.rows, environment))]
+    else:
+        sets = environment.training_sets()
+    return Lesson(config, tokenizer, environment, sets)
+
+
+class Fault(NamedTuple):
+    """Something that the run would end with, or train on without a word."""
+
+    text: str
+    certain: bool = True
+    """False: it may be another machine's or another moment's, such as a judge that cannot be reached from here."""
+
+
+def faults(lesson: Lesson) -> Iterator[Fault]:
+    """Yield the faults of the first rows, of the prompts, and of the user's reward."""
+    if lesson.config.supervised:
+        encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
+        try:
+            encoder.check([row for each in lesson.sets for row in each.problems[:CHECKED]])
+        except ValueError as error:
+            yield Fault(str(error))
+    elif lesson.environment is not None:
+        found = [*_without_examples(lesson), *_faults_of_problems(lesson)]
+        yield from map(Fault, found)
+        if not found:
+            yield from _faults_of_reward(lesson, lesson.environment)
+
+
+def _without_examples(lesson: Lesson) -> Iterator[str]:
+    if lesson.config.model.init != "supervised" or lesson.config.evaluate is not None:
+        return
+    name, worked = lesson.config.task.name, demonstrations(lesson.environment)
+    if not worked:
+        yield (
+            f"model.init is supervised, but environment {name!r} has no worked examples: give it `demonstrations`, or "
+            "set model.init to from-scratch"
+        )
+    for number, (prompt, answer) in enumerate(worked[:CHECKED], 1):
+        try:
+            token_example(prompt, answer, lesson.tokenizer)
+        except ValueError as error:
+            yield f"environment {name!r}: worked example {number} cannot be turned into tokens: {error}"
+            return
+
+
+def _faults_of_problems(lesson: Lesson) -> Iterator[str]:
+    for each in lesson.sets:
+        name = each.environment or lesson.config.task.name
+        if not each.problems:
+            yield f"environment {name!r} has no training problems"
+        for number, problem in enumerate(each.problems[:CHECKED], 1):
+            if fault := _fault_of_prompt(problem, lesson.tokenizer):
+                yield f"environment {name!r}: problem {number} {fault}"
+                break
+
+
+def _fault_of_prompt(problem: Problem, tokenizer: Tokenizer) -> str | None:
+    if not problem.is_prompt:
+        return None
+    try:
+        return None if tokenizer.encode(problem.prompt) else "has an empty prompt"
+    except ValueError as error:
+        return f"cannot be turned into tokens: {error}"
+
+
+def _faults_of_reward(lesson: Lesson, environment: Environment) -> Iterator[Fault]:
+    """Score a right and a wrong answer to the first problem of each environment that scores by the user's code."""
+    config = lesson.config
+    own = [each for each in lesson.sets if used_files(config.environment_of(each.environment))]
+    problems = [problem for each in own for problem in each.problems[:1] if problem.is_prompt]
+    try:
+        for found in try_answers(environment, config.task, problems, lesson.tokenizer):
+            for reason in dict.fromkeys(found.get("failures", ())):
+                yield Fault(f"{SCORING}: {reason}", certain=".py:" in reason)
+    except ConfigurationError as error:
+        yield Fault(f"{SCORING}: {error}")
+
+
+SCORING = "environment.args.file: the reward of an answer to the first problem"

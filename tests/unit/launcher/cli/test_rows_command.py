@@ -1,0 +1,68 @@
+"""mrl rows: output for people and programs, and its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launcher.cli.main import main
+from launcher.cli.rows import is_faulty
+from launcher.cli.show.rows import count_lines, row_lines
+
+SPANS = [{"learned": False, "tokens": 2, "text": "a\x1b[2J\nb"}, {"learned": True, "tokens": 1, "text": "c"}]
+
+
+def test_learned_tokens_stand_in_brackets_and_controls_of_the_data_do_not_reach_the_terminal() -> None:
+    head, *text = row_lines({"row": 1, "tokens": 3, "learned": 1, "spans": SPANS})
+    assert head == "row 1: 3 tokens, 1 learned"
+    assert "\n".join(text) == "  a\\x1b[2J\n  b\x1b[32m[[c]]\x1b[0m\n"
+
+
+@pytest.mark.parametrize("text", ["\u202eabc", "\u2028", "\x9b31m", "\ud800", "\r"])
+def test_characters_that_would_mislead_a_terminal_are_escaped(text: str) -> None:
+    shown = "\n".join(row_lines({"row": 1, "dropped": text, "text": text}))
+    assert text[0] not in shown and shown.encode()
+
+
+def test_counts_are_said_in_four_lines() -> None:
+    lengths = {"50": 6, "90": 7, "99": 7, "100": 40}
+    found = {"set": "x", "rows": 5, "dropped": {"why": 2}, "lengths": lengths, "limit": 32, "equal": 1}
+    assert [*count_lines({**found, "equal_prompts": 2, "learned": 0.25})] == [
+        "x: 5 rows, 2 of them dropped",
+        "          2  why",
+        "  tokens: 50 % up to 6, 90 % up to 7, 99 % up to 7, the longest 40; at most 32 fit",
+        "  equal to an earlier one: 1 rows, 2 prompts",
+        "  learned: 25.0% of the tokens",
+    ]
+
+
+SCORED = {"problem": 1, "tokens": 4, "room": 9}
+
+
+@pytest.mark.parametrize(
+    ("found", "faulty"),
+    [
+        ({"row": 1, "spans": SPANS}, False),
+        ({"row": 1, "dropped": "too long"}, True),
+        ({"rows": 5, "dropped": {"too long": 1}}, False),
+        ({**SCORED, "gold_reward": 1.0, "wrong_reward": 0.0}, False),
+        ({**SCORED, "gold_reward": 1.0, "wrong_reward": 1.0}, True),
+        ({**SCORED, "gold_reward": None, "wrong_reward": 0.0}, True),
+        ({**SCORED, "gold_reward": None, "no_gold": "unknown", "wrong_reward": 0.0}, False),
+        ({**SCORED, "tokens": 10, "gold_reward": 1.0, "wrong_reward": 0.0}, True),
+    ],
+)
+def test_dropped_row_or_a_reward_that_teaches_nothing_is_exit_code_1(found: dict[str, object], faulty: bool) -> None:
+    assert is_faulty(found) is faulty
+
+
+@pytest.mark.usefixtures("no_clusters_of_the_user")
+def test_rows_of_a_recipe_come_from_the_code_of_its_run(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["rows", "demo-supervised", "-n", "2", "--json"])
+    first, second = json.loads(done.stdout)["rows"]
+    assert done.exit_code == 0 and second["row"] == 2
+    assert [span["learned"] for span in first["spans"]] == [False, True]
+    assert first["spans"][1]["text"].endswith("<end>")
