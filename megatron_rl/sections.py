@@ -107,6 +107,12 @@ class Sections(Section):
         return not self.supervised and (drops or self.grpo.updates_per_step > 1 or self.grpo.compares_answers)
 
     @property
+    def keeps_initial_weights(self) -> bool:
+        """Whether each start needs the initial weights, also with a checkpoint of its own: for the KL penalty, or below
+        adapters."""
+        return self.grpo.kl_beta > 0 or self.model.lora is not None
+
+    @property
     def generates(self) -> bool:
         """Whether the run samples answers, to train or to evaluate on: it has an environment."""
         return self.environment is not None or self.environments is not None

@@ -23,11 +23,12 @@ from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image, replica_python
 from launcher.doctor.examine import ClusterFacts, examine, examine_local
+from launcher.doctor.fetched import fetched, image_of
 from launcher.doctor.finding import Finding, Level
 from launcher.doctor.node_files import on_nodes
 from launcher.doctor.preflight import collect_local
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import absent, known_caches
+from launcher.fetch.prefetch import known_caches
 from launcher.plan.gpu_memory import checkpoint_bytes, version_bytes
 from launcher.plan.parameters import vocabulary
 from launcher.plan.summary import make_plan
@@ -123,13 +124,19 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
         rank=rank,
         vllm=vllm,
         missing_secrets=tuple(name for name in profile.secrets if not os.environ.get(name)),
-        missing_files=tuple(absent(config, profile)) if config and run_root.measured else (),
+        fetched=_fetched(recipe, profile, run_root),
         checkpoint_bytes=known(checkpoint_bytes, config),
         version_bytes=known(version_bytes, config),
         refusals=tuple(refusals(recipe, profile)) if recipe else (),
         preflight=tuple(on_nodes(recipe, profile)) if recipe else (),
     )
     return examine(facts, config, profile)
+
+
+def _fetched(recipe: Recipe | None, profile: Profile, run_root: disk.Disk) -> tuple[Finding, ...]:
+    if recipe is None:
+        return tuple(image_of(profile))
+    return tuple(fetched(recipe, profile)) if run_root.measured else ()
 
 
 def refusals(recipe: Recipe, profile: Profile) -> list[str]:

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
+from launcher.host.image.reference import is_path
 from launcher.recipe.located_yaml import locator, read_mapping, read_text
 from launcher.recipe.problems import KeyPath, Locate, validation_problems
 
@@ -83,10 +84,12 @@ class Clusters:
         """
         self._check("cluster", name)
         if name in self.own:
-            return _expanded(self.own[name], self.environ, lambda path: self._locate((name, *path)))
+            return _expanded(
+                self.own[name], self.environ, lambda path: self._locate((name, *path)), Path(self.file).parent
+            )
         file = f"{name}.yaml"
         document = read_mapping(file, (SHIPPED / file).read_text(encoding="utf-8"), "keys")
-        return _expanded(Profile.model_validate(document.value), self.environ, locator(file, document))
+        return _expanded(Profile.model_validate(document.value), self.environ, locator(file, document), SHIPPED)
 
     def _check(self, source: str, name: str) -> None:
         names = self.names()
@@ -176,8 +179,11 @@ def expand(text: str, environ: Mapping[str, str]) -> str:
     return _VARIABLE.sub(lambda found: environ[found[1] or found[2]], text)
 
 
-def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate) -> Profile:
-    """Expand the paths of a profile. Raises BadInput with every problem."""
+def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate, folder: Path) -> Profile:
+    """Expand the paths of a profile. Raises BadInput with every problem.
+
+    folder: that of the file, where a relative path of an image begins.
+    """
     problems = []
 
     def expanded(text: str, *path: str) -> str:
@@ -210,6 +216,8 @@ def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate) -> P
         # A reference may contain a dollar sign of its own: $oauthtoken@nvcr.io#nvidia/pytorch.
         if re.match(r"~?/|\$(\w+|\{\w+\})/", image):
             container["image"] = expanded(image, "container", "image")
+        elif is_path(image):
+            container["image"] = str((folder / image).absolute())
         changed["container"] = profile.container.model_copy(update=container)
     if problems:
         raise BadInput(problems)

@@ -15,11 +15,9 @@ from launcher.cluster.profile import Profile
 from launcher.doctor import limits, nodes, preemption, preflight, software, storage
 from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
 from launcher.doctor.demand import Demand, demand_of
-from launcher.doctor.finding import Finding, error, note, ok, warning
+from launcher.doctor.finding import Finding, error, ok, warning
 from launcher.doctor.preflight import LocalFacts
 from launcher.doctor.vllm import inexact_options, transfers, vllm_findings, vllm_later
-from launcher.fetch.prefetch import Need
-from launcher.host.image.reference import is_path
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import INFER
 
@@ -37,8 +35,8 @@ class ClusterFacts:
     """Result of a rank in the container; None: without --deep."""
     missing_secrets: tuple[str, ...]
     """Names of the profile's secrets that are not set in this shell."""
-    missing_files: tuple[Need, ...]
-    """Files that the run reads and `mrl prefetch` has not fetched yet, including its image."""
+    fetched: tuple[Finding, ...]
+    """Findings about images, models and data that the run reads and the cluster does not have."""
     checkpoint_bytes: int | None
     """Size of one checkpoint; None: no recipe, or only the tokenizer knows the vocabulary."""
     refusals: tuple[str, ...]
@@ -135,12 +133,4 @@ def _secrets_and_files(facts: ClusterFacts, profile: Profile) -> Iterator[Findin
         )
     elif profile.secrets:
         yield ok("secrets", f"set: {', '.join(profile.secrets)}")
-    for need in facts.missing_files:
-        if need.kind != "image":
-            yield error("files", f"{need} is missing, and the job runs offline", "mrl prefetch RECIPE")
-        elif is_path(need.name):
-            yield error("files", f"{need} is missing or not a complete squashfs file", "correct its path")
-        else:
-            yield note(
-                "files", f"{need} will be imported first, which takes minutes", "mrl prefetch RECIPE imports it now"
-            )
+    yield from facts.fetched

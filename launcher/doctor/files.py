@@ -13,12 +13,10 @@ from megatron_rl.checkpoint.publish import MANIFEST, CheckpointError, read_manif
 
 
 def file_error(recipe: Recipe, named: NamedPath, path: Path) -> Finding | None:
-    """Return an error if the run cannot read what it needs from the start; None if it can.
+    """Return an error if a run cannot read a file that it needs; None if it can.
 
     path: where this process sees what a key of the recipe names.
     """
-    if not named.mark.read:
-        return None
     key = ".".join(named.key)
     place = f"{place_of(recipe, key)}: "
     if why := unreadable(path):

@@ -21,7 +21,7 @@ from launcher.doctor.finding import Finding, error
 from launcher.doctor.preflight import missing_packages, packages
 from launcher.doctor.vllm import PYTHON_KEYS, vllm_findings
 from launcher.recipe.load import Recipe, place_of
-from launcher.recipe.paths import NamedPath, named_paths, with_changed_paths
+from launcher.recipe.paths import NamedPath, named_paths, read_paths, with_changed_paths
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 
@@ -31,10 +31,13 @@ OF_THE_KERNEL = ("/dev", "/proc", "/sys")
 """Directories that each container has of its own."""
 
 
-def on_nodes(recipe: Recipe, profile: Profile) -> list[Finding]:
+def on_nodes(recipe: Recipe, profile: Profile, resumes: bool = False) -> list[Finding]:
     """Return findings about what the ranks will lack on the nodes, as far as this machine can see: files, and packages
-    if they run without a container."""
-    found = list(_unseen(recipe, profile))
+    if they run without a container.
+
+    resumes: whether the run has a checkpoint of its own.
+    """
+    found = list(_unseen(recipe, profile, resumes))
     if profile.container is None and profile.python is None and (absent := missing_packages(recipe.config)).names:
         finding = packages(absent)
         found.append(replace(finding, text=f"{finding.text}; the ranks use this Python, {sys.executable}"))
@@ -52,16 +55,17 @@ def run_directory(run_dir: Path, profile: Profile) -> Iterator[Finding]:
         yield error("run directory", f"--run-dir {run_dir}: {why}, and the nodes do not see it", fix)
 
 
-def _unseen(recipe: Recipe, profile: Profile) -> Iterator[Finding]:
+def _unseen(recipe: Recipe, profile: Profile, resumes: bool) -> Iterator[Finding]:
+    read = read_paths(recipe.config, resumes)
     shared = f"put it below run_root, {profile.run_root}, or on another file system that all nodes see"
     for named in _of_nodes(recipe.config):
         path, key = named.path, ".".join(named.key)
         assert path is not None
         where = f"{place_of(recipe, key)}: {key}: {path}"
         on_host = _source_of(path, profile)
-        if found := file_error(recipe, named, on_host):
+        if named in read and (found := file_error(recipe, named, on_host)):
             yield found
-        elif (named.mark.read or key == "evaluate.out") and (why := _of_one_machine(on_host, Path(profile.run_root))):
+        elif (named in read or key == "evaluate.out") and (why := _of_one_machine(on_host, Path(profile.run_root))):
             yield error("files", f"{where}: {why}, and the nodes do not see it", shared)
         elif profile.container is not None and {",", ":"} & {*str(path)}:
             yield error(

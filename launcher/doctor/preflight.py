@@ -15,11 +15,11 @@ from launcher.doctor.files import file_error
 from launcher.doctor.finding import Finding, count, error, note, ok, size, warning
 from launcher.doctor.vllm import PYTHON_KEYS, inexact_options, vllm_findings
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import Cache, Need, needs
+from launcher.fetch.prefetch import Cache, Need, needs, only_begins
 from launcher.plan.gpu_memory import least_host_bytes
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe
-from launcher.recipe.paths import named_paths
+from launcher.recipe.paths import read_paths
 from megatron_rl.agent.registry import required_extras
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import package_of
@@ -56,8 +56,11 @@ class LocalFacts:
     """Kind of replicas that have vLLM -> their Python."""
 
 
-def collect_local(recipe: Recipe | None) -> LocalFacts:
-    """Inspect this machine for a recipe, or for any run. Imports none of the packages and uses no network."""
+def collect_local(recipe: Recipe | None, resumes: bool = False) -> LocalFacts:
+    """Inspect this machine for a recipe, or for any run. Imports none of the packages and uses no network.
+
+    resumes: whether the run has a checkpoint of its own.
+    """
     if recipe is None:
         return LocalFacts(inspect(), _missing([OF_RANKS]), (), (), 0)
     refusals: tuple[str, ...] = ()
@@ -69,7 +72,8 @@ def collect_local(recipe: Recipe | None) -> LocalFacts:
         refusals = tuple(refused.problems)
     config = recipe.config
     vllms = {kind: probe(replica_python(config, None, kind)) for kind in config.started_vllms}
-    return LocalFacts(inspect(), missing_packages(config), refusals, tuple(absent_files(recipe)), bytes_needed, vllms)
+    absent = tuple(absent_files(recipe, resumes))
+    return LocalFacts(inspect(), missing_packages(config), refusals, absent, bytes_needed, vllms)
 
 
 def extras_of(config: RunConfig) -> list[str]:
@@ -102,14 +106,14 @@ def _missing(extras: Iterable[str]) -> Packages:
     return Packages(tuple(missing(wanted)), install_command(*wanted) if wanted else "")
 
 
-def absent_files(recipe: Recipe) -> Iterator[Finding]:
+def absent_files(recipe: Recipe, resumes: bool = False) -> Iterator[Finding]:
     """Yield an error for each file that a recipe reads and that cannot be used here."""
-    for named in named_paths(recipe.config):
+    for named in read_paths(recipe.config, resumes):
         if named.path is not None and (found := file_error(recipe, named, named.path)):
             yield found
     cache = Cache.of(None)
     for need in needs(recipe.config, None):
-        if not need.package and not cache.holds(need):
+        if not need.package and not cache.holds(need) and not (resumes and only_begins(need, recipe.config)):
             fetch = f"`{shlex.join(['mrl', 'prefetch', recipe.asked, *recipe.overrides])}` fetches it from the hub"
             yield error("files", f"{need} is neither a file nor a repository in {cache.huggingface}", fetch)
 

@@ -79,7 +79,7 @@ def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterato
         yield ok("pyxis", named)
     for image in demand.images:
         if not is_path(image):
-            yield _credentials(software, image)
+            yield from _credentials(software, image)
 
 
 def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[Finding]:
@@ -168,26 +168,27 @@ def accounting(facts: SlurmFacts, cluster: Cluster) -> Finding:
     )
 
 
-def _credentials(software: Software, image: str) -> Finding:
+def _credentials(software: Software, image: str) -> Iterator[Finding]:
     try:
         host = (parse(image).registry or DOCKER_HUB).partition(":")[0]  # enroot looks up hosts without the port
-    except ImageError as bad:
-        return error("image", str(bad), "correct container.image or image.reference")
+    except ImageError:  # launcher.doctor.fetched reports it
+        return
     if software.registries is None:
-        return note(
+        yield note(
             "credentials",
             f"enroot has none ({software.credentials}), so only public images of {host} can be imported",
             f"for a private image add a line for {host} there; see containers/README.md",
         )
-    if software.exposed:
-        return warning(
+    elif software.exposed:
+        yield warning(
             "credentials",
             f"other users can read {software.credentials}",
             f"chmod 600 {software.credentials}",
         )
-    if host not in software.registries:
-        return note("credentials", f"enroot has none for {host}, so only its public images can be imported")
-    return ok("credentials", f"enroot has credentials for {host}")
+    elif host not in software.registries:
+        yield note("credentials", f"enroot has none for {host}, so only its public images can be imported")
+    else:
+        yield ok("credentials", f"enroot has credentials for {host}")
 
 
 def _release(text: str) -> tuple[int, ...]:

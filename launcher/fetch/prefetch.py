@@ -25,7 +25,6 @@ from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
 from launcher.errors import BadInput
 from launcher.host.image import cache
-from launcher.host.image.reference import is_path
 from megatron_rl.agent.registry import required_datasets
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.children import module_command
@@ -113,25 +112,9 @@ def absent(config: RunConfig, profile: Profile) -> list[Need]:
     return [need for need in needs(config, profile) if cache.find(need) is None]
 
 
-def missing(config: RunConfig, profile: Profile) -> list[str]:
-    """Return notes for a dry run about items that the cluster does not have yet."""
-    cache, found = Cache.of(profile), absent(config, profile)
-    of_the_hub = [need for need in found if need.kind != "image" and not need.package]
-    notes = [_about(need, config, cache) for need in found if need not in of_the_hub]
-    if of_the_hub:
-        where = f"missing in {cache.huggingface}, and the job runs offline"
-        notes.append(f"{where}: {', '.join(map(str, of_the_hub))}; `mrl prefetch` fetches them")
-    return notes
-
-
-def _about(need: Need, config: RunConfig, cache: Cache) -> str:
-    if need.package:
-        return f"{need} is not in {cache.huggingface} yet: mrl-submit will export it first"
-    if is_path(need.name):
-        return f"{need} is missing or not a complete squashfs file"
-    if config.image.import_on == "login":
-        return f"{need} is not in {cache.images} yet: mrl-submit will import it first"
-    return f"{need} is not in {cache.images} yet: the job's first node will import it, or `mrl prefetch` imports it now"
+def only_begins(need: Need, config: RunConfig) -> bool:
+    """Whether only the first start of a run reads an item."""
+    return need.kind == "model" and not config.keeps_initial_weights and need.name != config.tokenizer.path
 
 
 def fetch(need: Need, cache: Cache) -> bool:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from launcher import __file__ as launcher_file
 from launcher.cluster.profile import Profile
-from launcher.cluster.software import rank_image, replica_image
+from launcher.cluster.software import rank_image
+from launcher.doctor.fetched import fetched
+from launcher.doctor.finding import Finding
 from launcher.doctor.node_files import on_nodes, run_directory, to_mount
 from launcher.doctor.preflight import problems
 from launcher.doctor.vllm import inexact_options
 from launcher.errors import BadInput
-from launcher.fetch import prefetch
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import plan_sources
 from launcher.host.slurm.formats import time_limit_s
@@ -71,7 +72,11 @@ def draft(
     included = _import_paths(run, sources, update_code)
     with LessonCheck(recipe, profile, included=included, run=run, change=change) as lesson:
         job = _planned(recipe, cluster, profile, root, sources)
-        notes, obstacles, script = _notes(job, update_code), _obstacles(job), render(job)
+        resumes = bool(run.checkpoint_steps())
+        needed = [*fetched(recipe, profile, resumes)]
+        notes = [*_notes(job, update_code), *(_as_note(one) for one in needed if one.level == "note")]
+        obstacles = [*_obstacles(job, resumes), *problems(needed)]
+        script = render(job)
         verdict = lesson.verdict()
     return Draft(job, (*notes, *verdict.notes), (*obstacles, *verdict.problems), script)
 
@@ -139,7 +144,11 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
     for source in job.sources if fresh else ():
         if source.dirty:
             notes.append(f"code: {source.path} has uncommitted changes; they are part of the snapshot")
-    return [*notes, *prefetch.missing(job.recipe.config, job.profile)]
+    return notes
+
+
+def _as_note(found: Finding) -> str:
+    return "; ".join(filter(None, [found.text, found.fix]))
 
 
 def _import_paths(run: RunDir, sources: Sequence[CodeSource], update_code: bool) -> list[Path]:
@@ -150,8 +159,8 @@ def _import_paths(run: RunDir, sources: Sequence[CodeSource], update_code: bool)
     return [Path(source.path) for source in sources if source.kind not in ("package", "metadata")]
 
 
-def _obstacles(job: PlannedJob) -> list[str]:
-    found = problems([*run_directory(job.run_dir, job.profile), *on_nodes(job.recipe, job.profile)])
+def _obstacles(job: PlannedJob, resumes: bool) -> list[str]:
+    found = problems([*run_directory(job.run_dir, job.profile), *on_nodes(job.recipe, job.profile, resumes)])
     config, profile = job.recipe.config.job, job.profile
     limit = time_limit_s(config.time_limit or profile.time_limit)
     if limit is not None and limit <= profile.signal_s:
@@ -166,13 +175,6 @@ def _obstacles(job: PlannedJob) -> list[str]:
             f"you may not write to {place}, where Slurm writes the job's log ({log.name}) before it starts anything; "
             "give a --run-dir in a folder of your own"
         )
-    images = {
-        f"image.reference of the recipe, or container.image of {job.cluster}": rank_image(job.recipe.config, profile),
-        "inference.vllm.image or distill.replicas.vllm.image of the recipe": replica_image(job.recipe.config, profile),
-    }
-    for where, image in images.items():
-        if image and image.startswith("/") and not Path(image).is_file():
-            found.append(f"image: {image} does not exist ({where})")
     return [*found, *refusal(job.recipe, notification_refusals(job.recipe.config.notify, None)).problems]
 
 

@@ -83,18 +83,20 @@ class LessonCheck:
         self._child: Child | None = None
         self._copied: RunDir | None = None
         self._key = ""
-        self._note = why_not_here(recipe.config, profile)
+        self._missing = absent(recipe.config, profile)
+        self._why = why_not_here(recipe.config, profile)
 
     def __enter__(self) -> LessonCheck:
         """Start it. Raises Failed where the process cannot be started, BadInput for code that cannot be read."""
         config = self._recipe.config
-        if self._note is not None or not _all_there(config, self._profile):
+        if self._why is not None or not _all_there(config, self._profile):
             return self
         with ExitStack() as stack:
             self._copied = self._copies(stack)
             self._key = _key(config, self._copied, self._included)
             if self._key not in _verdicts:
-                request = request_of(self._recipe, self._profile, purpose="check", copies=self._copied)
+                resumes = self._run is not None and bool(self._run.checkpoint_steps())
+                request = request_of(self._recipe, self._profile, purpose="check", copies=self._copied, resumes=resumes)
                 self._began = monotonic()
                 self._child = stack.enter_context(rows_child(self._profile, self._included))
                 self._child.send(request.model_dump_json())
@@ -118,8 +120,10 @@ class LessonCheck:
         """Wait for the result."""
         if self._child is not None:
             _verdicts[self._key] = self._wait(self._child)
-        known = _verdicts.get(self._key)
-        return known.of(self._recipe) if known else Verdict(notes=(self._note,) if self._note else ())
+        if known := _verdicts.get(self._key):
+            return known.of(self._recipe)
+        reported = self._missing and not any(need.package for need in self._missing)  # as missing files
+        return Verdict(notes=(self._why,) if self._why and not reported else ())
 
     def _wait(self, child: Child) -> Verdict:
         """Return the result, whose problems have no places yet."""
@@ -191,11 +195,15 @@ def why_not_here(config: RunConfig, profile: Profile | None) -> str | None:
     for one in [config.environment] if config.environment else config.environments or ():
         if environment_class(one.name).slow_to_build:
             return f"the problems of environment {one.name!r} take long to list, so they are not read here; {LATER}"
-    cache = Cache.of(profile)
-    absent = [need for need in _read_from_caches(config) if not cache.holds(need)]
-    if absent:
-        return f"the first rows are not checked here without {', '.join(map(str, absent))}; {LATER}"
+    if missing := absent(config, profile):
+        return f"the first rows are not read here without {', '.join(map(str, missing))}; {LATER}"
     return None
+
+
+def absent(config: RunConfig, profile: Profile | None) -> list[Need]:
+    """Items of the hub or of packages without which no row can be read here."""
+    cache = Cache.of(profile)
+    return [need for need in _read_from_caches(config) if not cache.holds(need)]
 
 
 def _read_from_caches(config: RunConfig) -> Iterator[Need]:

@@ -61,6 +61,20 @@ def named_paths(config: RunConfig) -> list[NamedPath]:
     return found
 
 
+def read_paths(config: RunConfig, resumes: bool) -> list[NamedPath]:
+    """Keys whose file or directory a start of the run reads.
+
+    resumes: whether the run has a checkpoint of its own, so that it may need its initial weights no more.
+    """
+    found = [one for one in named_paths(config) if one.mark.read]
+    if not resumes or config.keeps_initial_weights:
+        return found
+    begun = [("model", "checkpoint"), ("model", "huggingface")]
+    if config.model.init == "supervised" and not config.supervised:
+        begun.append(("demonstrations", "path"))
+    return [one for one in found if one.key[-2:] not in begun]
+
+
 def with_changed_paths(config: RunConfig, change: Callable[[NamedPath], str]) -> RunConfig:
     """Return a recipe with another value of each key that names a file or directory, or may."""
     return RunConfig.model_validate(_changed(config.model_dump(), RunConfig, (), change))

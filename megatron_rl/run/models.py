@@ -82,7 +82,7 @@ def build_models(
     policy = build_part(config, tokenizer, platform, config.training.recompute)
     trainable, penalised = Trainable.of(config.model), config.grpo.kl_beta > 0
     digest = None
-    if not resumes or penalised or not trainable.everything:
+    if not resumes or config.keeps_initial_weights:
         digest = load_initial_weights(policy, config, environment, tokenizer, platform, groups, safe_points)
     fill_adapters(policy, config.model, config.training.seed)
     safe_points.agree()

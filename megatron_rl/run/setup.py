@@ -69,7 +69,8 @@ def set_up(
         raise ConfigurationError(str(error)) from error
     training_sets, left_out = _training_sets(environment, config, tokenizer)
     _warn_of_end(training_sets, config, tokenizer)
-    check_lesson(Lesson(config, tokenizer, environment, training_sets), groups)
+    checkpointer = Checkpointer(run_dir, config.save, groups.control)
+    check_lesson(Lesson(config, tokenizer, environment, training_sets), checkpointer.resumes, groups)
     pool = None
     if config.placement.mode == "partitioned":
         from megatron_rl.run import partitioned  # slow to import: it needs an HTTP client
@@ -77,7 +78,6 @@ def set_up(
         pool = partitioned.open_pool(run_dir, attempt, config, groups)
     problems = digests_of(training_sets, DATA if config.supervised else config.task.name)
     check_alike(problems, groups.control)
-    checkpointer = Checkpointer(run_dir, config.save, groups.control)
     models, initial_weights = build_models(
         config, environment, tokenizer, platform, groups, safe_points, resumes=checkpointer.resumes
     )
@@ -197,12 +197,12 @@ def _warn_of_end(training_sets: Sequence[TrainingSet], config: RunConfig, tokeni
         logger.warning("%s", warning)
 
 
-def check_lesson(lesson: Lesson, groups: Groups) -> None:
+def check_lesson(lesson: Lesson, resumes: bool, groups: Groups) -> None:
     """Check the first rows, and the user's reward on an answer, before any model is built. Rank 0 does it for all.
 
     Raises ConfigurationError on all ranks.
     """
-    found: list[list[Fault]] = [[*faults(lesson)] if dist.get_rank() == 0 else []]
+    found: list[list[Fault]] = [[*faults(lesson, resumes)] if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(found, src=0, group=groups.control)
     for fault in found[0]:
         if not fault.certain:

@@ -55,8 +55,11 @@ class Fault(NamedTuple):
     """False: it may be another machine's or another moment's, such as a judge that cannot be reached from here."""
 
 
-def faults(lesson: Lesson) -> Iterator[Fault]:
-    """Yield the faults of the first rows, of the prompts, and of the user's reward."""
+def faults(lesson: Lesson, resumes: bool = False) -> Iterator[Fault]:
+    """Yield the faults of the first rows, of the prompts, and of the user's reward.
+
+    resumes: whether the run has a checkpoint, so that it may need no worked examples any more.
+    """
     if lesson.config.supervised:
         encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
         try:
@@ -64,7 +67,8 @@ def faults(lesson: Lesson) -> Iterator[Fault]:
         except ValueError as error:
             yield Fault(str(error))
     elif lesson.environment is not None:
-        found = [*_without_examples(lesson), *_faults_of_problems(lesson)]
+        begins = not resumes or lesson.config.keeps_initial_weights
+        found = [*(_without_examples(lesson) if begins else ()), *_faults_of_problems(lesson)]
         yield from map(Fault, found)
         if not found:
             yield from _faults_of_reward(lesson, lesson.environment)

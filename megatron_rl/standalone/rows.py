@@ -46,7 +46,7 @@ def main() -> int:
 def answers(request: RowsRequest, config: RunConfig, copies: RunDir | None) -> Iterator[dict[str, Any]]:
     """Yield the answers to a request. Raises ValueError or ImportError where the rows cannot be read."""
     if request.purpose == "check":
-        yield from _checked(config, copies)
+        yield from _checked(config, copies, request.resumes)
     elif request.purpose == "count":
         yield from counts(open_lesson(config, copies))
     else:
@@ -56,13 +56,13 @@ def answers(request: RowsRequest, config: RunConfig, copies: RunDir | None) -> I
         yield from shown(lesson, request.first)
 
 
-def _checked(config: RunConfig, copies: RunDir | None) -> Iterator[dict[str, Any]]:
+def _checked(config: RunConfig, copies: RunDir | None, resumes: bool) -> Iterator[dict[str, Any]]:
     """Yield each `fault`, a sentence; `certain`, whether the run would have it too; and `lacks`, the package whose
     absence causes it, where that is the reason."""
     try:
         with first_rows(2 * CHECKED):
             lesson = open_lesson(config, copies)
-        yield from ({"fault": fault.text, "certain": fault.certain} for fault in faults(lesson))
+        yield from ({"fault": fault.text, "certain": fault.certain} for fault in faults(lesson, resumes))
     except (ValueError, ImportError) as error:
         yield _fault(error)
     yield from _functions(config, copies)

@@ -159,14 +159,14 @@ def test_completion_prints_a_script_for_each_shell(call, shell):
 
 
 def test_run_that_is_local_by_default_says_why(call, monkeypatch, tmp_path):
-    said = call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run").stderr.splitlines()[0]
+    said = call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run", code=2).stderr.splitlines()[0]
     assert re.match(r"note: no cluster profile in \S+, so it runs on this machine; --cluster NAME .*h100", said)
     assert "note" not in call("mrl-submit", "demo", "--dry-run").stderr
-    assert "note" not in call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run", "--cluster", "local").stderr
+    assert "note" not in call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run", "--cluster", "local", code=2).stderr
     lab = {"gpus_per_node": 8, "container": None, "run_root": str(tmp_path)}
     Path("clusters.yaml").write_text(json.dumps({"lab": lab, "other": lab}))
     monkeypatch.setenv("MRL_CLUSTERS", "clusters.yaml")
-    said = call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run").stderr
+    said = call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run", code=2).stderr
     assert "note: clusters.yaml has lab, other but sets no default, so it runs on this machine" in said
     Path("clusters.yaml").write_text(json.dumps({"lab": lab}))
     said = call("mrl-submit", "demo", "--dry-run").stderr

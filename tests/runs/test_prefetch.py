@@ -23,6 +23,7 @@ from click.testing import CliRunner
 
 from launcher.cli.main import main
 from launcher.cluster.profile import Profile
+from launcher.doctor.fetched import fetched
 from launcher.errors import BadInput
 from launcher.fetch.hub import explain, patterns
 from launcher.fetch.prefetch import (
@@ -32,7 +33,6 @@ from launcher.fetch.prefetch import (
     export_packages,
     fetch,
     import_image_on_login,
-    missing,
     needs,
     record_of,
 )
@@ -281,20 +281,6 @@ def test_recipe_needs_each_image_model_and_dataset_once(profile):
     assert needs(load_recipe("demo").config, None) == []
 
 
-def test_dry_run_lists_missing_files_with_a_remedy(profile):
-    config = load_recipe("qwen2.5-32b-dapo").config
-    image, others = missing(config, profile)
-    assert image.startswith("image org/image:1 is not in ")
-    assert "the job's first node will import it" in image
-    assert all(str(need) in others for need in needs(config, profile)[1:])
-    assert "the job runs offline" in others
-    assert "`mrl prefetch`" in others
-    on_login = load_recipe("qwen2.5-32b-dapo", ["image.import_on=login"]).config
-    assert "mrl-submit will import it first" in missing(on_login, profile)[0]
-    path = load_recipe("qwen2.5-32b-dapo", ["image.reference=/nowhere.sqsh"]).config
-    assert missing(path, profile)[0] == "image /nowhere.sqsh is missing or not a complete squashfs file"
-
-
 def test_image_for_the_login_node_is_imported_before_submitting_or_nothing_is_submitted(profile, capfd, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     import_image_on_login(load_recipe("demo").config, profile)
@@ -310,8 +296,8 @@ def test_files_of_a_package_are_exported_and_not_fetched(profile, capfd):
     config = load_recipe(SMALL, PACKAGED).config
     cache, need = Cache.of(profile), Need("model", "package:no-such-weights")
     assert [each for each in needs(config, profile) if each.package] == [need]
-    assert "model package:no-such-weights is not in" in missing(config, profile)[1]
-    assert "mrl-submit will export it first" in missing(config, profile)[1]
+    notes = [one.text for one in fetched(load_recipe(SMALL, PACKAGED), profile) if one.level == "note"]
+    assert "model package:no-such-weights is not in" in notes[-1] and "mrl-submit will export it first" in notes[-1]
     with pytest.raises(BadInput, match="model package:no-such-weights could not be exported here"):
         export_packages(config, profile)
     assert "error: the Python package no-such-weights is not installed here" in capfd.readouterr().err

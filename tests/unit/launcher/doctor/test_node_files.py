@@ -10,7 +10,7 @@ import pytest
 from launcher.cluster.profile import Profile
 from launcher.doctor import node_files
 from launcher.doctor.node_files import on_nodes, run_directory, to_mount
-from launcher.doctor.preflight import Packages
+from launcher.doctor.preflight import Packages, absent_files
 from launcher.recipe.load import Recipe, load_recipe
 
 WEIGHTS = (
@@ -153,3 +153,14 @@ def test_a_file_without_read_permission(shared):
     (shared / "data" / "train.jsonl").touch(mode=0)
     (said,) = refused(recipe(shared / "data" / "train.jsonl"), profile(shared))
     assert said.endswith("you may not read it")
+
+
+def test_a_run_that_began_from_a_checkpoint_resumes_without_it(shared):
+    weights = f"model={WEIGHTS.replace('CHECKPOINT', f'{shared}/gone')}"
+    (shared / "data" / "train.jsonl").touch()
+    asked, on = recipe(shared / "data" / "train.jsonl", weights), profile(shared)
+    assert "model.checkpoint" in refused(asked, on)[0]
+    assert not on_nodes(asked, on, resumes=True)
+    assert not [*absent_files(asked, resumes=True)] and [*absent_files(asked)]
+    penalised = recipe(shared / "data" / "train.jsonl", weights, "grpo.kl_beta=0.1")
+    assert [*absent_files(penalised, resumes=True)]

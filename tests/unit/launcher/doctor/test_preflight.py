@@ -129,7 +129,7 @@ def test_all_that_a_recipe_lacks_is_reported_at_once(laptop):
     assert "mine needs 17 GB (job.memory_gib), and this machine has 8.6 GB" in said
     assert "tokenizer" not in said
     code, dry = submitted("../recipes/mine.yaml", "job.memory_gib=16", "--dry-run")
-    assert (code, dry.count("would be refused: ")) == (0, 4)
+    assert (code, dry.count("would be refused: ")) == (2, 4)
 
 
 def checkpoint(folder: Path, **meta: object) -> str:
