@@ -28,16 +28,21 @@ On a Slurm cluster this submits the job, prints its id and returns. With --follo
 stops watching. On this machine it watches the run: Ctrl-C, SIGTERM or a closed terminal save and end it, a second
 Ctrl-C kills it.
 
+The first rows of the data, your reward, loss and baseline functions are checked before anything starts; `mrl rows`
+shows the rows.
+
 --dry-run prints what would be used on stdout (the sbatch script; for a local run the resolved recipe) and everything
 else on stderr. --dry-run --script > job.sbatch && sbatch job.sbatch does the same as submitting.
 
 \b
 Exit codes:
   0    finished, now or before; submitted; with --detach: started
-  1    crashed, or killed before it could save; or it is unknown whether Slurm accepted the job, or its id could not be
-       written (the run directory stays)
-  2    the recipe, an argument, the run directory or the cluster cannot be used; nothing was changed
-  130  interrupted and saved: the printed command resumes it; with --follow: stopped watching, the job continues
+  1    crashed; or it is unknown whether Slurm accepted the job, or its id could not be written (the run directory
+       stays)
+  2    the recipe, an argument, the run directory, the data or the cluster cannot be used: nothing was changed, or, if
+       only the ranks could find it out, the run ended and its directory stays; --dry-run: it would be refused
+  130  interrupted: it saved, unless a second Ctrl-C killed it first, and the printed command resumes it; with --follow:
+       stopped watching, the job continues
 """
 
 

@@ -98,6 +98,7 @@ def test_configuration_refused_by_the_ranks_is_bad_input(submit):
     code, output = finish(submit("misconfigured", "demo", "--run-dir", "r"))
     assert code == 2
     assert "ConfigurationError: no such tokenizer" in output
+    assert output.rstrip().endswith("next:        correct it, then mrl-submit demo --run-dir r")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -130,7 +131,7 @@ def test_second_ctrl_c_kills_the_ranks(submit):
     wait_for(lambda: (folder / "drain.json").exists())
     os.killpg(process.pid, signal.SIGINT)
     code, output = finish(process)
-    assert code == 1
+    assert code == 130
     assert "killing the ranks" in output
     assert "\nkilled before it could save: second Ctrl-C\n" in output
     assert "within 0 s" not in output

@@ -12,6 +12,7 @@ from launcher.cli.show.scores import lines as evaluation_lines
 from launcher.cli.show.scores import result_of
 from launcher.host.judge.policy import found_disk_full
 from launcher.host.judge.sentence import describe_end
+from launcher.job.admission import has_work
 from launcher.runs.state import result_file
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, RankError
 from megatron_rl.contract.codes import (
@@ -57,14 +58,24 @@ def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: Histor
     if out is not None:
         result = result_of(run) if end.outcome == FINISHED else None
         lines += evaluation_lines(result, str(out)) if result else [f"files:       {run.root}"]
-        return lines if end.outcome == FINISHED else [*lines, f"resume:      {resume}"]
+        return lines if end.outcome == FINISHED else [*lines, _next(run, end, resume)]
     lines += result_lines(history)
     lines += [f"warning:         {warning}" for warning in history.warnings]
     lines += [
         f"files:       {run.root}",
         f"tensorboard: tensorboard --logdir {shlex.quote(str(run.tensorboard))}",
     ]
-    return lines if end.outcome == FINISHED else [*lines, f"resume:      {resume}"]
+    return lines if end.outcome == FINISHED else [*lines, _next(run, end, resume)]
+
+
+def _next(run: RunDir, end: AttemptEnd, resume: str) -> str:
+    """Return the line about how to go on. A wrong configuration would end the next attempt in the same way, and a run
+    that holds no work yet takes other values only from a recipe."""
+    if end.outcome != MISCONFIGURED:
+        return f"resume:      {resume}"
+    if not has_work(run) and not resume.startswith("mrl-submit"):
+        resume = f"mrl-submit RECIPE --run-dir {shlex.quote(str(run.root))}"
+    return f"next:        correct it, then {resume}"
 
 
 def failure_lines(attempt: Attempt, end: AttemptEnd) -> list[str]:

@@ -29,7 +29,15 @@ from launcher.plan.summary import make_plan
 from launcher.recipe.changes import as_json
 from launcher.recipe.load import Recipe, dump_resolved, origins, refusal
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.codes import CRASHED, EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE, MISCONFIGURED
+from megatron_rl.contract.codes import (
+    CRASHED,
+    EXIT_CRASHED,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    LOST,
+    MISCONFIGURED,
+)
 from megatron_rl.contract.paths import Attempt, RunDir
 
 if TYPE_CHECKING:  # slow to import, and not needed for a dry run
@@ -212,4 +220,6 @@ def _follow(
         view.close()
     for line in ending_lines(run, attempt, end, reader.history, resume):
         echo(line, err=end.outcome in (CRASHED, MISCONFIGURED))
+    if end.outcome in (CRASHED, LOST) and len(interruptions.names) > 1:
+        return EXIT_INTERRUPTED  # killed, as the user asked
     return EXIT_CODES.get(end.outcome, EXIT_CRASHED)
