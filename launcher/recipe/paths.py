@@ -4,6 +4,7 @@ absolute: a relative path would mean another file in another process, on a node,
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
@@ -106,6 +107,7 @@ def _absolute(named: NamedPath, folder: Path) -> str:
     ):
         return text
     try:
+        text = _with_variable(text)
         if kind == "code":
             return beside(text, folder)
         path = folder / Path(text).expanduser()
@@ -118,6 +120,20 @@ def _absolute(named: NamedPath, folder: Path) -> str:
         return os.path.abspath(path)  # noqa: PTH100 - removes dots, keeps links
     except (OSError, RuntimeError, ValueError) as error:  # ~nobody, a loop of links
         raise NoPath(named.key, text, str(getattr(error, "strerror", None) or error)) from error
+
+
+def _with_variable(text: str) -> str:
+    """Replace $NAME or ${NAME} at the beginning of a path, as shells do. Raises ValueError if it is not set."""
+    found = _VARIABLE.match(text)
+    if found is None:
+        return text
+    name = found[1] or found[2]
+    if name not in os.environ:
+        raise ValueError(f"the variable {name} is not set")
+    return os.environ[name] + text[found.end() :]
+
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})(?=/|$)")
 
 
 def _changed(value: Any, kind: Any, key: KeyPath, change: Callable[[NamedPath], str]) -> Any:

@@ -135,9 +135,24 @@ def _vllm(asked: Asked) -> Iterator[str]:
         yield f"placement.inference.tp {tp} is more than job.gpus_per_node {gpus}, and a vLLM stays on one node"
     if asked.job.device == "cpu" and head not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        yield f"the model's attention heads have size {head}, and vLLM on a CPU supports {sizes} (model.head_dim)"
+        others = _other_heads(asked.model)
+        yield f"the model's attention heads have size {head}, and vLLM on a CPU supports {sizes}; {others}"
     if architecture_of(asked.model) is None:
         yield f"vLLM has no model with {features(asked.model)} (see model.qkv_bias and model.qk_norm)"
+
+
+def _other_heads(model: ModelConfig) -> str:
+    """Return keys of the model's shape with which vLLM on a CPU has it, as near to the present ones as possible."""
+    if model.init in ("huggingface", "checkpoint"):
+        return "its weights fix that size, so choose another model"
+    if model.head_dim is not None:
+        near = min(CPU_HEAD_SIZES, key=lambda size: abs(size - model.head_size))
+        return f"model.head_dim={near} would do"
+    heads = [model.hidden_size // size for size in CPU_HEAD_SIZES if model.hidden_size % size == 0]
+    if not heads:
+        return f"model.head_dim={CPU_HEAD_SIZES[0]} would do"
+    groups = max(1, heads[0] * model.num_query_groups // model.num_attention_heads)
+    return f"model.num_attention_heads={heads[0]} model.num_query_groups={groups} would do"
 
 
 def _tp(asked: Asked) -> int:

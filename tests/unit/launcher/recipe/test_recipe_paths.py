@@ -166,3 +166,12 @@ def test_a_shipped_recipe_names_files_that_come_with_it_and_files_in_the_current
         "smollm2-135m-chain-sum-hard": {folder / "elsewhere" / checkpoint},
     }
     assert all(path.is_file() for path in program)
+
+
+def test_variable_at_the_beginning_of_a_path_is_expanded_as_a_tilde_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for written in ("$HOME/v/m.prom", "${HOME}/v/m.prom", "~/v/m.prom"):
+        assert load_recipe("demo", [f"logging.prometheus={written}"]).config.logging.prometheus == "/home/me/v/m.prom"
+    monkeypatch.delenv("NOT_SET", raising=False)
+    with pytest.raises(BadInput, match=r"logging\.prometheus.*the variable NOT_SET is not set"):
+        load_recipe("demo", ["logging.prometheus=$NOT_SET/m.prom"])

@@ -210,3 +210,12 @@ def test_the_python_of_vllm_is_a_command_or_a_path_beside_the_recipe(python: str
 )
 def test_versions_outside_the_range_that_was_tried_are_named(version: str, known: bool) -> None:
     assert (untried(version) is None) is known
+
+
+def test_heads_that_vllm_lacks_on_a_cpu_are_refused_with_keys_that_would_do() -> None:
+    asked = ["inference.engine=vllm", "placement.mode=partitioned", "job.nodes=2", "placement.inference.nodes=1"]
+    with pytest.raises(BadInput, match=r"model\.num_attention_heads=2 model\.num_query_groups=1 would do") as refused:
+        load_recipe("demo", asked)
+    (said,) = refused.value.problems
+    keys = said.partition("; ")[2].removesuffix(" would do").split()
+    assert load_recipe("demo", [*asked, *keys]).config.model.head_size == 32
