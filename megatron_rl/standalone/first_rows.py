@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_rl.agent.api import Environment, TrainingSet
+from megatron_rl.agent.dropped_rows import CHECKED
 from megatron_rl.agent.registry import build_environment, used_files, with_kept_files
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.agent.trial import try_answers
@@ -14,7 +15,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
-from megatron_rl.supervised.rows import CHECKED, RowEncoder, demonstrations, rows_of, token_example
+from megatron_rl.supervised.rows import RowEncoder, demonstrations, read_data, rows_of, token_example
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Lesson:
     environment: Environment | None
     sets: Sequence[TrainingSet]
     """Rows of data, or problems of each environment."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Number of rows of data that are not among them, by reason."""
 
 
 def open_lesson(config: RunConfig, copies: RunDir | None = None) -> Lesson:
@@ -40,11 +43,13 @@ def open_lesson(config: RunConfig, copies: RunDir | None = None) -> Lesson:
     if config.generates:
         task = config.task if copies is None else with_kept_files(config.task, copies)
         environment = build_environment(task, tokenizer)
+    if config.supervised and config.rows.path is not None:
+        read = read_data(config.rows)
+        lacking = {f"it lacks {read.form.wanted}": read.lacking} if read.lacking else {}
+        return Lesson(config, tokenizer, environment, [TrainingSet("", 1.0, read.rows)], {**read.dropped, **lacking})
     if config.supervised or environment is None:
-        sets: Sequence[TrainingSet] = [TrainingSet("", 1.0, rows_of(config.rows, environment))]
-    else:
-        sets = environment.training_sets()
-    return Lesson(config, tokenizer, environment, sets)
+        return Lesson(config, tokenizer, environment, [TrainingSet("", 1.0, rows_of(config.rows, environment))])
+    return Lesson(config, tokenizer, environment, environment.training_sets())
 
 
 class Fault(NamedTuple):
@@ -63,7 +68,7 @@ def faults(lesson: Lesson, resumes: bool = False) -> Iterator[Fault]:
     if lesson.config.supervised:
         encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
         try:
-            encoder.check([row for each in lesson.sets for row in each.problems[:CHECKED]])
+            encoder.check([row for each in lesson.sets for row in each.problems])
         except ValueError as error:
             yield Fault(str(error))
     elif lesson.environment is not None:

@@ -23,7 +23,7 @@ def counts(lesson: Lesson) -> Iterator[dict[str, Any]]:
 
 def _of_rows(lesson: Lesson, of: TrainingSet) -> dict[str, Any]:
     encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
-    dropped: Counter[str] = Counter()
+    dropped: Counter[str] = Counter(lesson.unread)
     lengths: list[int] = []
     learned = 0
     whole: Counter[Hashable] = Counter()
@@ -40,7 +40,7 @@ def _of_rows(lesson: Lesson, of: TrainingSet) -> dict[str, Any]:
         prompts[(*example.tokens[: example.loss_mask.index(True)],)] += 1
     return {
         "set": lesson.config.rows.path or lesson.config.task.name,
-        "rows": len(of.problems),
+        "rows": len(of.problems) + sum(lesson.unread.values()),
         "dropped": dict(dropped.most_common()),
         "lengths": percentiles(lengths),
         "limit": lesson.config.sequence_length,

@@ -11,8 +11,10 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from megatron_rl.agent.dropped_rows import CHECKED
 from megatron_rl.agent.row_limit import first_rows
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
@@ -21,7 +23,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.own_code import kept
 from megatron_rl.standalone.config import RowsRequest
-from megatron_rl.standalone.first_rows import CHECKED, faults, open_lesson
+from megatron_rl.standalone.first_rows import Lesson, faults, open_lesson
 from megatron_rl.standalone.row_counts import counts
 from megatron_rl.standalone.shown_rows import shown
 
@@ -48,24 +50,49 @@ def answers(request: RowsRequest, config: RunConfig, copies: RunDir | None) -> I
     if request.purpose == "check":
         yield from _checked(config, copies, request.resumes)
     elif request.purpose == "count":
-        yield from counts(open_lesson(config, copies))
+        with _warnings() as said:
+            yield from counts(open_lesson(config, copies))
+        yield from ({"warning": text} for text in said)
     else:
-        # Some rows may be skipped, and some problems held out.
-        with first_rows(CHECKED + 2 * request.first):
-            lesson = open_lesson(config, copies)
-        yield from shown(lesson, request.first)
+        yield from shown(_opened(config, copies, request.first), request.first)
 
 
 def _checked(config: RunConfig, copies: RunDir | None, resumes: bool) -> Iterator[dict[str, Any]]:
     """Yield each `fault`, a sentence; `certain`, whether the run would have it too; and `lacks`, the package whose
     absence causes it, where that is the reason."""
     try:
-        with first_rows(2 * CHECKED):
-            lesson = open_lesson(config, copies)
+        lesson = _opened(config, copies, CHECKED)
         yield from ({"fault": fault.text, "certain": fault.certain} for fault in faults(lesson, resumes))
     except (ValueError, ImportError) as error:
         yield _fault(error)
     yield from _functions(config, copies)
+
+
+def _opened(config: RunConfig, copies: RunDir | None, wanted: int) -> Lesson:
+    """Open a lesson of about the `wanted` first rows of each data set. Where these few are not enough, because they are
+    held out or lack a column that later ones have, it has all rows."""
+    with suppress(ValueError), first_rows(CHECKED + 2 * wanted):
+        lesson = open_lesson(config, copies)
+        if all(each.problems for each in lesson.sets):
+            return lesson
+    return open_lesson(config, copies)
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect the warnings that a run would log."""
+    said: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    ours, collector = logging.getLogger("megatron_rl"), Collector(logging.WARNING)
+    ours.addHandler(collector)
+    try:
+        yield said
+    finally:
+        ours.removeHandler(collector)
 
 
 def _fault(error: Exception) -> dict[str, Any]:

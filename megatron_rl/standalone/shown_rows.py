@@ -11,21 +11,21 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.agent.trial import try_answers
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.standalone.first_rows import Lesson
-from megatron_rl.supervised.rows import Example, RowEncoder, UnusableRow
+from megatron_rl.supervised.rows import Example, RowEncoder, UnusableRow, place_of
 
 
 def shown(lesson: Lesson, count: int) -> Iterator[dict[str, Any]]:
     """Yield the first rows or problems of each set.
 
-    A row has `row`, its number, and `spans`, each the texts of consecutive tokens that are all `learned` or all not; or
-    `dropped`, the reason. A problem has `problem`, its number, `set`, and `prompt`, the tokens' texts; with an
-    environment of answers also what `try_answers` yields; for a program `line`, which it reads.
+    A row has `row`, its number, `where`, its location, and `spans`, each the text of consecutive tokens that are all
+    `learned` or all not; or `dropped`, the reason. A problem has `problem`, its number, `set`, and `prompt`, the text
+    of the tokens; with an environment of answers also what `try_answers` yields; for a program `line`, which it reads.
     """
     if lesson.config.supervised:
         encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
         rows = [row for each in lesson.sets for row in each.problems]
         for number, row in enumerate(rows[:count], 1):
-            yield {"row": number, **_row(encoder, row, lesson.tokenizer)}
+            yield {"row": number, "where": place_of(row, number - 1), **_row(encoder, row, lesson.tokenizer)}
         return
     assert lesson.environment is not None  # the recipe has rows or an environment
     yield from _problems(lesson, lesson.environment, count)

@@ -29,10 +29,10 @@ def row_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _row(found: Mapping[str, Any]) -> Iterator[str]:
     if "dropped" in found:
-        yield click.style(f"row {found['row']} is dropped: {printable(found['dropped'])}", fg="red")
+        yield click.style(f"{printable(found['where'])} is dropped: {printable(found['dropped'])}", fg="red")
         yield from _indented(found["text"])
         return
-    yield f"row {found['row']}: {found['tokens']} tokens, {found['learned']} learned"
+    yield f"{printable(found['where'])}: {found['tokens']} tokens, {found['learned']} learned"
     yield from _indented("".join(map(_span, found["spans"])), styled=True)
 
 
@@ -73,7 +73,10 @@ def _indented(text: str, *, styled: bool = False) -> Iterator[str]:
 
 
 def count_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the counts of one set: see `megatron_rl.standalone.row_counts.counts`."""
+    """Yield the lines of the counts of one set, see `megatron_rl.standalone.row_counts.counts`, or a warning."""
+    if "warning" in found:
+        yield click.style(f"warning: {printable(found['warning'])}", fg="yellow")
+        return
     dropped = found["dropped"]
     yield f"{found['set']}: {found['rows']:,} rows, {sum(dropped.values()):,} of them dropped"
     for reason, count in dropped.items():

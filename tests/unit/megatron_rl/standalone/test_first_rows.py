@@ -45,7 +45,7 @@ def test_good_rows_and_a_good_reward_have_no_faults(tmp_path: Path) -> None:
         ({"rows": '{"question": "1+1=", "answer": "2"}\n'}, "no column 'prompt', only question, answer"),
         (
             {"rows": ROWS.replace("2+2", "6*8")},
-            "problem 2 cannot be turned into tokens: no token for the character",
+            "rows.jsonl:2: no token for the character '*'",
         ),
         ({"reward": "import no_such_package\n" + REWARD}, "reward.py:1: import no_such_package"),
         ({"reward": "def reward(response, level):\n    return 1\n"}, "needs the column level"),
@@ -84,12 +84,16 @@ def test_row_of_data_that_the_tokenizer_refuses_is_a_fault(tmp_path: Path) -> No
     data = f"data={{path: {tmp_path}/rows.jsonl, prompt: prompt, answer: answer}}"
     rows = ROWS.replace("2+2", "x")
     (found,) = asked("check", tmp_path, "training.objective=supervised", data, "grpo=null", rows=rows)
-    assert "row 2 cannot be trained on: no token for the character 'x'" in found["fault"]
+    assert "rows.jsonl:2: no token for the character 'x'" in found["fault"]
 
 
 def test_rows_beyond_the_first_ones_are_not_read(tmp_path: Path) -> None:
     rows = "".join(json.dumps({"prompt": f"{number}=", "answer": "1"}) + "\n" for number in range(100))
     assert not asked("check", tmp_path, rows=rows + "not JSON\n")
+    assert (
+        "rows.jsonl:101"
+        in asked("check", tmp_path, "environment.args.held_out=0.99", rows=rows + "not JSON\n")[0]["fault"]
+    )
     assert len(asked("show", tmp_path, rows=rows + "not JSON\n")) == 3
 
 
@@ -99,17 +103,19 @@ def test_problem_is_shown_with_the_rewards_of_two_answers(tmp_path: Path) -> Non
 
 
 def test_counts_tell_dropped_and_equal_rows(tmp_path: Path) -> None:
-    rows = [("1+1=", "2"), ("1+1=", "2"), ("1+1=", "3"), ("1*1=", "1"), ("1" * 40, "1")]
+    rows = [*[(f"{number}+1=", "2") for number in range(10, 26)], ("10+1=", "2"), ("10+1=", "3")]
+    rows += [("1*1=", "1"), ("1" * 40, "1")]
     text = "".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows)
     override = [
         "training.objective=supervised",
         f"data={{path: {tmp_path}/rows.jsonl, prompt: prompt, answer: answer}}",
         "grpo=null",
+        "environment=null",
     ]
     (found,) = asked("count", tmp_path, *override, rows=text)
-    assert found["rows"] == 5 and sum(found["dropped"].values()) == 2
+    assert found["rows"] == 20 and sum(found["dropped"].values()) == 2
     assert (found["equal"], found["equal_prompts"]) == (1, 2)
-    assert found["lengths"]["100"] == 6 and found["learned"] == pytest.approx(2 / 6)
+    assert found["lengths"]["100"] == 7 and found["learned"] == pytest.approx(2 / 7)
 
 
 def test_recipe_of_these_tests_is_refused_without_its_reward(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from core_helpers import ALPHABET
 from hypothesis import given, settings
 from hypothesis import strategies as st
