@@ -14,10 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cluster.profile import Profile
-from launcher.cluster.software import rank_python, replica_image, replica_python
+from launcher.cluster.software import rank_image, rank_python, replica_image, replica_python
 from launcher.plan.placement import Plan, Step
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.codes import CACHE_VARIABLE, CLUSTER_VARIABLE, HASH_SEED, RUN_DIR_VARIABLE, SILENCE_VARIABLE
+from megatron_rl.contract.codes import (
+    CACHE_VARIABLE,
+    CLUSTER_VARIABLE,
+    HASH_SEED,
+    IMAGE_VARIABLE,
+    RUN_DIR_VARIABLE,
+    SILENCE_VARIABLE,
+)
 from megatron_rl.contract.paths import INFER, NUMBER_OPTIONS, OF_REPLICAS, TEACHER
 from megatron_rl.contract.run_records import (
     ATTEMPT,
@@ -199,7 +206,12 @@ def rank_variables(config: RunConfig, profile: Profile) -> dict[str, str]:
     values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **HASH_SEED}
     if profile.container is not None:  # its root is read-only, and the home directory is not mounted
         cache = f"{profile.run_root}/cache"
-        values |= {"HOME": f"{cache}/home", CACHE_VARIABLE: f"{cache}/mrl", "XDG_CACHE_HOME": cache}
+        values |= {
+            "HOME": f"{cache}/home",
+            IMAGE_VARIABLE: str(rank_image(config, profile)),
+            CACHE_VARIABLE: f"{cache}/mrl",
+            "XDG_CACHE_HOME": cache,
+        }
         values |= {"TRITON_CACHE_DIR": f"{cache}/triton", "MPLCONFIGDIR": f"{cache}/matplotlib"}
     return {**values, **{name: value for name, value in profile.environment.items() if name in values}}
 

@@ -19,7 +19,7 @@ from megatron_rl.agent.row_limit import limited
 from megatron_rl.agent.text_rows import as_text, text_rows, value_at
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
-from megatron_rl.recipe.extras import install_command
+from megatron_rl.recipe.extras import needed
 from megatron_rl.recipe.section import HubPath, Section
 
 logger = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def _errors_of(source: Source) -> Iterator[None]:
     except StopIteration as error:  # raised by `datasets` for a data set without rows
         raise ValueError(f"data set {source.path}: it has no rows") from error
     except ImportError as error:
-        raise ValueError(f"data set {source.path}: needs `{install_command('data')}`: {error}") from error
+        raise ValueError(f"data set {source.path}: needs {needed('data')}: {error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"data set {source.path}: {error}") from error
     except Exception as error:

@@ -23,7 +23,7 @@ from megatron_rl.chat.messages import Conversation, ConversationError, ParsedAns
 from megatron_rl.chat.proof import Proof, Rendering
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.recipe.extras import install_command
+from megatron_rl.recipe.extras import needed
 
 if TYPE_CHECKING:  # imports of the library take time, which conversations of one turn do not need
     from megatron_rl.chat.formats import Example, Extension, Format
@@ -107,7 +107,7 @@ class Chat:
         try:
             from megatron_rl.chat.resolve import format_of
         except ImportError as error:
-            raise ValueError(f"conversations need `{install_command('train')}`: {error}") from error
+            raise ValueError(f"conversations need {needed('train')}: {error}") from error
         return format_of(self.tokenizer, self._variables)
 
     def text(self, conversation: Conversation) -> str:

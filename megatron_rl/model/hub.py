@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rl.model.config import exported_folder, is_hub_name, package_of
-from megatron_rl.recipe.extras import install_command
+from megatron_rl.recipe.extras import needed
 
 
 def local_folder(path: str, key: str, holds: str) -> Path:
@@ -27,7 +27,7 @@ def local_folder(path: str, key: str, holds: str) -> Path:
     try:
         from huggingface_hub import constants, snapshot_download  # an extra of mrl, and slow to import
     except ImportError as error:
-        raise ValueError(f"{key} {path} needs `{install_command('huggingface')}`: {error}") from error
+        raise ValueError(f"{key} {path} needs {needed('huggingface')}: {error}") from error
     if package:
         folder = exported_folder(package, Path(constants.HF_HOME))
         if not folder.is_dir():

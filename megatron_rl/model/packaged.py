@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.files import make_readable
-from megatron_rl.recipe.extras import install_command, names
+from megatron_rl.recipe.extras import install_command, names, needed
 
 
 class NotPackaged(Exception):
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NotPackaged as error:
         return _refused(str(error), EXIT_USAGE)
     except ImportError as error:
-        return _refused(f"reading GGUF needs `{install_command('train', 'smollm2')}`: {error}", EXIT_USAGE)
+        return _refused(f"reading GGUF needs {needed('train', 'smollm2')}: {error}", EXIT_USAGE)
     except Exception as error:  # noqa: BLE001 - transformers raises many kinds; each is one line for the user
         return _refused(f"package {options.package}: {type(error).__name__}: {error}", EXIT_CRASHED)
     return EXIT_FINISHED

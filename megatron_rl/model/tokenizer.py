@@ -15,7 +15,7 @@ from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.control_tokens import MARK, ControlTokens
 from megatron_rl.model.hub import local_folder
 from megatron_rl.model.token_bytes import TokenBytes
-from megatron_rl.recipe.extras import install_command
+from megatron_rl.recipe.extras import needed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -296,7 +296,7 @@ def _load_hugging_face(config: TokenizerConfig, path: str) -> HuggingFaceTokeniz
     try:
         tokenizer = load_pretrained_tokenizer(folder)
     except ImportError as error:
-        raise ValueError(f"tokenizer.type huggingface needs `{install_command('huggingface')}`: {error}") from error
+        raise ValueError(f"tokenizer.type huggingface needs {needed('huggingface')}: {error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error
     _check_blanks(tokenizer, path)

@@ -7,6 +7,7 @@ Reads only the metadata of installed distributions: importing a package may take
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -15,6 +16,8 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
+
+from megatron_rl.contract.codes import IMAGE_VARIABLE
 
 OURS = "mrl"
 PACKAGE = Path(__file__).parents[1]
@@ -52,6 +55,15 @@ def missing(extras: Iterable[str]) -> list[str]:
     """Return the names of the missing distributions of these extras, each once."""
     wanted = dict.fromkeys(name for extra in extras for name in names(extra))
     return [name for name in wanted if not is_installed(name)]
+
+
+def needed(*extras: str) -> str:
+    """Return what a process needs that lacks the packages of extras: the command that installs them, or an image with
+    them, as nothing can be installed in a container."""
+    if image := os.environ.get(IMAGE_VARIABLE):
+        wanted = ", ".join(dict.fromkeys(name for extra in extras for name in names(extra)))
+        return f"an image with {wanted}, which {image} lacks (containers/README.md builds one)"
+    return f"`{install_command(*extras)}`"
 
 
 def install_command(*extras: str) -> str:

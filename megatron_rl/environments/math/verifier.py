@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from megatron_rl.agent.sandbox.api import Ending, ProcessLimits
 from megatron_rl.agent.sandbox.pool import WorkerPool
-from megatron_rl.recipe.extras import install_command
+from megatron_rl.recipe.extras import needed
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Verifier:
     def __init__(self, processes: int, timeout_s: float, memory_gib: float) -> None:
         """timeout_s: processor time of a comparison. Raises ValueError if math-verify is not installed."""
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError(f"environment math needs math-verify: `{install_command('math')}`")
+            raise ValueError(f"environment math needs {needed('math')}")
         limits = ProcessLimits.of(timeout_s, memory_gib)._replace(wall_s=STALL_S + timeout_s)
         self._pool = WorkerPool("megatron_rl.environments.math.equality:equal", processes, limits)
         self._decided: dict[str, bool] = {}

@@ -18,7 +18,7 @@ from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.config import LoggingConfig
-from megatron_rl.recipe.extras import install_command
+from megatron_rl.recipe.extras import needed
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def check_installed(config: LoggingConfig) -> None:
         importlib.metadata.version("wandb")  # an import would also find the folder ./wandb that wandb leaves behind
     except importlib.metadata.PackageNotFoundError:
         raise ConfigurationError(
-            f"logging.wandb: wandb is not installed where the ranks run; `{install_command('wandb')}` there, or set "
+            f"logging.wandb: wandb is not installed where the ranks run, which need {needed('wandb')}; or set "
             "logging.wandb to null"
         ) from None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.contract.codes import IMAGE_VARIABLE
 from megatron_rl.recipe import extras
 
 METADATA = """\
@@ -80,3 +81,10 @@ def test_command_without_a_record_never_installs_mrl_from_an_index(site, record)
 
 def test_command_names_the_clone_of_this_test():
     assert extras.install_command("math") == f"pip install -e '{Path(__file__).parents[4]}[math]'"
+
+
+def test_in_a_container_the_advice_is_another_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert extras.needed("math") == f"`{extras.install_command('math')}`"
+    monkeypatch.setenv(IMAGE_VARIABLE, "/images/a.sqsh")
+    assert "pip" not in extras.needed("math")
+    assert "math-verify, which /images/a.sqsh lacks" in extras.needed("math")
