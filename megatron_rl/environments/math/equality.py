@@ -164,8 +164,8 @@ def _with_argument(answer: Named, functions: tuple[str, str, str, str]) -> Form:
 def _same_residues(golden: Congruence, answer: Congruence) -> bool:
     if not _same_formulas(golden.modulus, answer.modulus):
         return False
-    residues = [one.items if isinstance(one, Several) else (one,) for one in (golden.residue, answer.residue)]
-    return _in_any_order(*residues, partial(_congruent, golden.modulus))
+    some, others = (one.items if isinstance(one, Several) else (one,) for one in (golden.residue, answer.residue))
+    return _in_any_order(some, others, partial(_congruent, golden.modulus))
 
 
 def _congruent(modulus: str, golden: Form, answer: Form) -> bool:
