@@ -69,7 +69,7 @@ def form(text: str) -> Form:
     text = text.strip()
     if found := _matrix(text) or _in_words(text):
         return found
-    if integers := FOR_INTEGERS.fullmatch(text):
+    if "integer" in text and (integers := FOR_INTEGERS.fullmatch(text)):
         return Family(form(integers["members"]), integers["one"] or integers["two"] or integers["three"])
     if congruent := CONGRUENT.fullmatch(text):
         return Congruence(form(congruent["residue"]), congruent["modulus"])
@@ -95,6 +95,8 @@ def form(text: str) -> Form:
 
 
 def _matrix(text: str) -> Matrix | None:
+    if r"\begin" not in text:
+        return None
     matrix, factor = MATRIX.fullmatch(text), None
     if matrix is None and (multiple := MULTIPLE.fullmatch(text)):
         matrix, factor = MATRIX.fullmatch(multiple["matrix"]), multiple["factor"]

@@ -133,6 +133,8 @@ def _text(inside: str) -> str:
 
 
 def _each_group(text: str, command: str, replace: object) -> str:
+    if f"\\{command}" not in text:
+        return text
     parts, place = [], 0
     for match in re.finditer(rf"\\{command}\s*\{{", text):
         if match.start() < place:

@@ -79,5 +79,7 @@ class Verifier:
     async def _is_decided(self, golden: str) -> bool:
         if golden not in self._decided:
             outcome = await self._pool.ask([golden, REFERENCE_ALONE])
+            if outcome.ending is not Ending.OK and outcome.ending not in LIMITED:
+                return False  # a process that died or a stalled machine says nothing of the right answer
             self._decided[golden] = outcome.ending is Ending.OK
         return self._decided[golden]

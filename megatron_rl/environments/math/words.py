@@ -10,6 +10,7 @@ NAMES_OF_FUNCTIONS = frozenset((*FUNCTIONS, "log", "lg", "sqrt", "pi"))
 JOINERS = frozenset(("and", "or"))
 DENIAL = re.compile(r"(?i)(?<![a-z])(?:not|no|never|if|unless|except)(?![a-z])|\\neg")
 OMISSION = re.compile(r"\\[lcdv]?dots[cbmio]?(?![A-Za-z])|\.\.\.")
+WORDS = re.compile(r"\\words\{([^{}]*)\}")
 SMALL = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
@@ -23,12 +24,12 @@ CLOCK = re.compile(r"(1[0-2]|0?[1-9])(?::([0-5][0-9]))?\s*([ap])\.?\s?m\b\.?", r
 
 def bare(text: str) -> str:
     """Return the text with its words set like the rest."""
-    return re.sub(r"\\words\{([^{}]*)\}", r" \1 ", text).strip()
+    return WORDS.sub(r" \1 ", text).strip()
 
 
 def words_of(text: str) -> list[str]:
     """Return the words that a formula contains, without single letters."""
-    return [word for inside in re.findall(r"\\words\{([^{}]*)\}", text) for word in re.findall("[A-Za-z]{2,}", inside)]
+    return [word for inside in WORDS.findall(text) for word in re.findall("[A-Za-z]{2,}", inside)]
 
 
 def number_in_words(text: str) -> int | None:

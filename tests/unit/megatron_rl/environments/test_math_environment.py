@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from words import Words
 
 from megatron_rl.agent.api import GroupRolloutRequest
-from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.scoring import UNDECIDED, RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.environments.math.environment import MathConfig, MathEnvironment
 from megatron_rl.environments.math.verifier import Verdict
@@ -255,4 +256,7 @@ def test_run_trains_on_a_local_data_set(data: Path, platform: Any, groups: Any) 
     batch = run.driver.collect(0)
     rewards = {trajectory.reward for made in batch.groups for trajectory in made.trajectories}
     assert rewards == {-1.0}  # such a policy boxes nothing
-    assert run.trainer.train(batch, 1).update.updates == 1
+    answers = batch.groups[0].trajectories
+    answers[0] = replace(answers[0], components={UNDECIDED: 1.0})
+    stats = run.trainer.train(batch, 1)
+    assert (stats.update.updates, stats.batch.undecided) == (1, 1)

@@ -399,6 +399,14 @@ def test_branches_are_absent_unless_an_answer_has_several_sequences() -> None:
     assert (found(4), found(6)) == (None, 1.5)
 
 
+def test_answers_that_could_not_be_judged_are_counted_if_there_are_any(groups: Any) -> None:
+    def found(undecided: int) -> Any:
+        one = report(replace(BATCH, undecided=undecided), {}, {})
+        return metrics_of(replace(one, seconds=dict.fromkeys(TIMED, 1.0))).get("undecided_answers")
+
+    assert (found(0), found(3)) == (None, 3)
+
+
 def test_reward_components_are_means_over_the_answers_that_have_them(groups: Any) -> None:
     one = replace(report(replace(BATCH, with_components=3), {}, {}), components={"short": (1.5, 3), "right": (1.0, 2)})
     timeline = Timeline()
