@@ -18,7 +18,10 @@ FEW, MANY = range(-3, 4), range(-30, 31)
 
 
 def same_families(golden: Form, answer: Form, same: Callable[[Form, Form], bool]) -> bool | None:
-    """Whether two families have the same members; None if neither is a family.
+    r"""Whether two families have the same members; None if neither is a family.
+
+    Sets are compared only if the right answer says that it is one: (n-2)\pi may also be a function of n, different from
+    n\pi. Otherwise only the letters may differ.
 
     same: comparison of other forms.
     """
@@ -28,6 +31,11 @@ def same_families(golden: Form, answer: Form, same: Callable[[Form, Form], bool]
     if one is None or other is None:
         return False
     formulas = [_formulas(family.members) for family in (one, other)]
+    if not isinstance(golden, Family):
+        if isinstance(answer, Formula) and one.integer == other.integer:
+            return None
+        members = [Formula(renamed(formula, other.integer, one.integer)) for formula in formulas[1]]
+        return same(golden, members[0] if len(members) == 1 else Several(tuple(members)))
     try:
         few = [_members(family, these, FEW) for family, these in zip((one, other), formulas, strict=True)]
         many = [_members(family, these, MANY) for family, these in zip((one, other), formulas, strict=True)]

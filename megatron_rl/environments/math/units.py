@@ -56,7 +56,8 @@ TIMES = {
 NO_UNITS = frozenset(
     "and or so to if not but than then is are for pi sin cos tan log ln exp sqrt mod plus minus times over squared "  # noqa: SIM905
     "cubed factorial half halves third thirds quarter quarters tenth tenths hundredth hundredths about roughly "
-    "approximately maybe perhaps nearly almost at least most".split()
+    "is was it i we you guess ish wrong incorrect false think believe probably possibly unless except when where which "
+    "what because since never none either neither approximately maybe perhaps nearly almost at least most".split()
 )
 LETTERS = frozenset("msghlLNJWVAKCF")
 
