@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,7 @@ from vllm_training import CLOSE, PROMPT, SERVED, Trainer, prepare_run, probe_of
 from launcher.host.record.heartbeats import HangWatch
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.config import Sampling
+from megatron_rl.vllm.shared_memory import NOTE
 
 LONG = 1500
 """Tokens of an answer that takes seconds."""
@@ -60,12 +63,16 @@ def answer_over_deaths(_rank: int, _world: int, run: RunDir, published: Path) ->
             for process in first.computing():
                 process.resume()
             children, left = first.children(), first.folder()
+            segments = [Path("/dev/shm", name) for name in json.loads((left / NOTE).read_text())]
+            assert segments and all(segment.exists() for segment in segments)
             first.process.kill()
             kept = tokens_of(trainer)
             until(lambda: not any(map(is_there, children)), "all processes of vLLM end with the front")
         with Front(run, start=1) as second:
             second.wait_until_it_answers()
             assert not left.exists(), "the next start removes the folder of a front that was killed"
+            assert not any(segment.exists() for segment in segments), "and the shared memory of its vLLM"
+            assert not [*Path(tempfile.gettempdir()).glob("vllm_dist_*")]
             for process in second.computing():
                 process.suspend()
             published_again = threads.submit(trainer.publish, 1, probe)
@@ -74,7 +81,7 @@ def answer_over_deaths(_rank: int, _world: int, run: RunDir, published: Path) ->
                 process.kill()
             second.process.wait(START_S)
             reason = second.error()
-            assert "vLLM" in reason, second.text()
+            assert "was killed by SIGKILL" in reason, second.text()
         with Front(run, start=2) as third:
             third.wait_until_it_answers()
             published_again.result(START_S)

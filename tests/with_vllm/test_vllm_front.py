@@ -21,6 +21,7 @@ from layout_helpers import Layout
 from vllm_front import START_S, Front
 from vllm_training import PROMPT, SERVED, TOKEN, Trainer, prepare_run, probe_of
 
+from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.config import Sampling
 
@@ -123,16 +124,20 @@ def test_sampled_tokens_follow_the_softmax_whatever_the_model_recommends(
 
 
 @pytest.mark.parametrize(
-    ("inference", "said"),
+    ("inference", "code", "said"),
     [
-        ({"vllm": {"args": {"none-such": 3}}}, r"unrecognized arguments: --none-such=3"),
-        ({"cache_tokens": 10**12}, r"is less than requested memory for kv \(\d+"),
+        (
+            {"vllm": {"args": {"none-such": 3}}},
+            EXIT_CONFIG,
+            r"refuses its options, see inference\.vllm\.args: .*unrecognized arguments: --none-such=3",
+        ),
+        ({"cache_tokens": 10**12}, EXIT_CRASHED, r"is less than requested memory for kv \(\d+"),
     ],
     ids=["an option that vLLM does not know", "more memory than there is"],
 )
 def test_a_start_that_fails_is_reported_with_the_words_of_vllm(
-    inference: dict[str, Any], said: str, published: Path, tmp_path: Path
+    inference: dict[str, Any], code: int, said: str, published: Path, tmp_path: Path
 ) -> None:
     with Front(prepare_run(tmp_path / "run", published, inference=inference)) as front:
-        assert front.process.wait(START_S) not in (0, 75), front.text()
+        assert front.process.wait(START_S) == code, front.text()
         assert re.search(said, front.error()), front.text()

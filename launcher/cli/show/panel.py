@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -65,7 +66,7 @@ class PlainView(View):
         self._warned: set[str] = set()
         self._shown_step = -LINE_EVERY_STEPS
         self._shown_at = self._waited_at = self._began
-        self._waits: list[tuple[str, ...]] = []
+        self._waits: list[tuple[Any, ...]] = []
 
     def draw(self, history: History) -> None:
         now = time.monotonic()
@@ -84,7 +85,7 @@ class PlainView(View):
                 self.announce(f"warning: {warning}")
 
     def _draw_waits(self, history: History, now: float) -> None:
-        waits = [(one["name"], one["state"], one["phase"], str(one["starts"])) for one in history.waits_for]
+        waits = [(one["name"], one["state"], one["phase"], one["starts"]) for one in history.waits_for]
         if waits != self._waits or (waits and now >= self._waited_at + WAIT_EVERY_S):
             self._waits, self._waited_at = waits, now
             for line in waiting_lines(history):
@@ -127,8 +128,8 @@ class LiveView(View):
             grid.add_row("speed", f"{tokens_per_s(line)} tokens/s  {shown(line, 'time/step_s', '.2f')} s per step")
         eta = history.eta_s()
         left = f", about {clock(eta)} left" if eta is not None else ""
-        for line in waiting_lines(history):
-            grid.add_row("replica", Text(line, style="yellow"))
+        for wait in waiting_lines(history):
+            grid.add_row("replica", Text(wait, style="yellow"))
         for warning in history.warnings:
             grid.add_row("warning", Text(str(warning), style="yellow"))
         grid.add_row("time", f"{clock(time.monotonic() - self._began)}{left}")
