@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,6 +63,7 @@ def answer_over_deaths(_rank: int, _world: int, run: RunDir, published: Path) ->
                 process.resume()
             children, left = first.children(), first.folder()
             segments = [Path("/dev/shm", name) for name in json.loads((left / NOTE).read_text())]
+            assert [*(left / "tmp").glob("vllm_dist_*")], "vLLM leaves this file behind"
             assert segments and all(segment.exists() for segment in segments)
             first.process.kill()
             kept = tokens_of(trainer)
@@ -72,7 +72,6 @@ def answer_over_deaths(_rank: int, _world: int, run: RunDir, published: Path) ->
             second.wait_until_it_answers()
             assert not left.exists(), "the next start removes the folder of a front that was killed"
             assert not any(segment.exists() for segment in segments), "and the shared memory of its vLLM"
-            assert not [*Path(tempfile.gettempdir()).glob("vllm_dist_*")]
             for process in second.computing():
                 process.suspend()
             published_again = threads.submit(trainer.publish, 1, probe)
