@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -107,6 +109,27 @@ def test_error_inside_mrl_has_no_location() -> None:
         check_reward(float("nan"))
     found.value.__traceback__ = found.tb.tb_next  # without this test's own frame
     assert (task_location(found.value), task_traceback(found.value)) == ("", "")
+
+
+def test_error_inside_mrl_has_no_location_if_its_package_is_a_link(tmp_path: Path) -> None:
+    """Fronts of vLLM, whose Python does not have mrl, import it so."""
+    (tmp_path / "megatron_rl").symlink_to(PACKAGE)
+    program = """
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.errors import task_location
+try:
+    write_atomic("/there/is/no/folder", "")
+except OSError as error:
+    print([task_location(error)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "['']\n"
 
 
 def test_syntax_error_has_its_location(tmp_path: Path) -> None:
