@@ -123,7 +123,7 @@ except OSError as error:
     print([task_location(error)])
 """
     done = subprocess.run(
-        [sys.executable, "-S", "-c", program],
+        [sys.executable, "-P", "-S", "-c", program],
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
