@@ -116,26 +116,15 @@ class _Search:
     def all_in(self, text: str) -> Lost | None:
         """Return the first part that is not in a rendering, apart from thoughts."""
         self._text, end = _unmarked(text), 0
-        if (lost := self._lost_tool()) is not None:
-            return lost
+        for number, tool in enumerate(self._said.tools):
+            if self._end(tool["function"]["name"], 0) < 0:
+                return Lost(f"tools.{number}.function.name")
         for number, message in enumerate(self._said.messages):
             is_system = message["role"] == "system"
             found = self._end_of(message, 0 if is_system else end, whole=False)
             if isinstance(found, Lost):
                 return found._replace(message=number)
             end = end if is_system else found
-        return None
-
-    def _lost_tool(self) -> Lost | None:
-        """Return the first tool that is not written anywhere, by its name or that of a parameter."""
-        for number, tool in enumerate(self._said.tools):
-            name, parameters = tool["function"]["name"], tool["function"]["parameters"]
-            if self._end(name, 0) < 0:
-                return Lost(f"tools.{number}.function.name")
-            properties = parameters.get("properties")
-            for each in properties if isinstance(properties, dict) else ():
-                if self._end(each, 0) < 0:
-                    return Lost(f"tools.{number}.function.parameters.properties")
         return None
 
     def learned_in(self, text: str) -> Lost | None:

@@ -16,8 +16,9 @@ def form_of(said: Conversation) -> tuple[Any, ...]:
         *(
             (
                 message["role"],
-                bool(message["content"]),
+                bool(message["content"].strip()),
                 "reasoning_content" in message,
+                "name" in message,
                 tuple(
                     (len(call["function"]["arguments"]), call["function"]["name"] in call.get("id", ""))
                     for call in message.get("tool_calls", ())
@@ -39,10 +40,10 @@ def sample_of(said: Conversation) -> Conversation:
 
     names: dict[str, str] = {}
     tools = []
-    for tool in said.tools:
-        name = names.setdefault(tool["function"]["name"], word())
+    for _ in said.tools:
         schema = {"type": "object", "properties": {word(): {"type": "string", "description": word()}}}
-        tools.append({"type": "function", "function": {"name": name, "description": word(), "parameters": schema}})
+        function = {"name": word(), "description": word(), "parameters": schema}  # a call of the tool has another name
+        tools.append({"type": "function", "function": function})
     messages = []
     for message in said.messages:
         found = {**message, "content": word() if message["content"].strip() else message["content"]}

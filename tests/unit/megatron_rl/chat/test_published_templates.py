@@ -98,7 +98,6 @@ def cases(first: str = "abcdefgh1", second: str = "abcdefgh2") -> dict[str, Conv
 
 REFUSED = "the template refuses it"
 LAST = "the last answer alone is learned"
-PARAMETER = "tools.0.function.parameters.properties"
 TOOL, CALL, TEXT = "tools.0.function.name", "messages.1.tool_calls.0.function.name", "messages.1.content"
 THOUGHT = ("", "messages.1.reasoning_content")
 
@@ -199,7 +198,7 @@ NO_THOUGHT = {"thought": "messages.1.reasoning_content"}
 NOT_WRITTEN_BY_RENDERERS: dict[str, dict[str, str]] = {
     **dict.fromkeys(("kimi-k2", "kimi-k2.5", "qwen3-vl", "hy3", "laguna-xs-2.1", "deepseek-v4"), NO_THOUGHT),
     "llama-3": NO_THOUGHT | {"two calls": REFUSED},
-    **dict.fromkeys(("deepseek-v3", "deepseek-r1"), NO_THOUGHT | dict.fromkeys(("result", "two calls"), PARAMETER)),
+    **dict.fromkeys(("deepseek-v3", "deepseek-r1"), NO_THOUGHT | dict.fromkeys(("result", "two calls"), TOOL)),
 }
 TRIED = ("plain", "system and turns", "unicode", "control tokens", "thought", "result", "two calls")
 
