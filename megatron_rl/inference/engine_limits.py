@@ -131,6 +131,8 @@ def _vllm(asked: Asked) -> Iterator[str]:
             f"inference.vllm.args has {inexact[0]} and model.dtype is fp32, with which the check of each version finds "
             "other log-probs than the trainer's: leave it out, or set bf16"
         )
+    if asked.sampling.min_p > 0 and (asked.inference.own_vllm or VllmConfig()).drafts:
+        yield "sampling.min_p is given, and vLLM ignores it with inference.vllm.args.speculative-config: leave out one"
     if tp > gpus:
         yield f"placement.inference.tp {tp} is more than job.gpus_per_node {gpus}, and a vLLM stays on one node"
     if asked.job.device == "cpu" and head not in CPU_HEAD_SIZES:

@@ -138,7 +138,7 @@ def given_options(args: Mapping[str, bool | int | float | str]) -> dict[str, str
 def draft_faults(args: Mapping[str, bool | int | float | str]) -> list[str]:
     """Say what is wrong with the speculative decoding that options of vLLM ask for: drafts may cost speed and nothing
     else, and the run sends the weights of its model alone."""
-    draft = _draft(args)
+    draft = draft_of(args)
     faults = []
     if draft.get("rejection_sample_method") == "synthetic" or any(key.startswith("synthetic") for key in draft):
         faults.append(
@@ -155,8 +155,8 @@ def draft_faults(args: Mapping[str, bool | int | float | str]) -> list[str]:
     return faults
 
 
-def _draft(args: Mapping[str, bool | int | float | str]) -> dict[str, Any]:
-    """Settings of speculative decoding: of `speculative-config`, its parts (`speculative-config.method`), and the short
+def draft_of(args: Mapping[str, bool | int | float | str]) -> dict[str, Any]:
+    """Settings of speculative decoding, empty without it: of `speculative-config`, its parts (`speculative-config.method`), and the short
     forms of three of them."""
     found: dict[str, Any] = {}
     for name, value in args.items():

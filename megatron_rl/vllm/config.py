@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, PlainValidator, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from megatron_rl.inference.vllm_options import GPU_SHARE, INEXACT_OPTIONS, draft_faults, option_name, owned
+from megatron_rl.inference.vllm_options import GPU_SHARE, INEXACT_OPTIONS, draft_faults, draft_of, option_name, owned
 from megatron_rl.recipe.section import PathMark, Section
 
 
@@ -72,6 +72,11 @@ class VllmConfig(Section):
     def inexact(self) -> list[str]:
         """Options given under which log-probs differ from the trainer's by more than rounding."""
         return [name for name, value in self.args.items() if option_name(name) in INEXACT_OPTIONS and value != "auto"]
+
+    @property
+    def drafts(self) -> bool:
+        """Whether tokens are drafted before the model computes them."""
+        return bool(draft_of(self.args))
 
     @model_validator(mode="after")
     def _shares_a_gpu(self) -> VllmConfig:

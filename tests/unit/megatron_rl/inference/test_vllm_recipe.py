@@ -36,6 +36,10 @@ def test_vllm_needs_no_section_of_its_own() -> None:
             ["model.dtype=fp32", "inference.vllm.args={kv_cache_dtype: fp8}"],
             "has kv_cache_dtype and model.dtype is fp32",
         ),
+        (
+            ["sampling.min_p=0.1", "inference.vllm.args={spec-method: ngram}"],
+            "sampling.min_p is given, and vLLM ignores it with inference.vllm.args.speculative-config",
+        ),
         (["model.qk_norm=true"], "vLLM has no model with qkv_bias true, qk_norm true and num_experts null"),
     ],
 )
