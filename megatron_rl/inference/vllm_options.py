@@ -156,8 +156,8 @@ def draft_faults(args: Mapping[str, bool | int | float | str]) -> list[str]:
 
 
 def draft_of(args: Mapping[str, bool | int | float | str]) -> dict[str, Any]:
-    """Settings of speculative decoding, empty without it: of `speculative-config`, its parts (`speculative-config.method`), and the short
-    forms of three of them."""
+    """Settings of speculative decoding, empty without it: of `speculative-config`, its parts
+    (`speculative-config.method`), and the short forms of three of them."""
     found: dict[str, Any] = {}
     for name, value in args.items():
         option, _, part = name.partition(".")
