@@ -17,7 +17,7 @@ OF_DEVELOPERS = {"bench", "browser", "dev", "verifiers"}
 """Extras for tests, and one whose packages have an interpreter of their own (`make test-verifiers`)."""
 MRL = "import sys; from launcher.cli.entry import mrl; sys.argv[0] = 'mrl'; sys.exit(mrl())"
 SUBMIT = "import sys; from launcher.cli.entry import mrl_submit; sys.argv[0] = 'mrl-submit'; sys.exit(mrl_submit())"
-SHORT = ["training.steps=1", "model.supervised.steps=1", "evaluation=null"]
+SHORT = ["training.steps=1", "model.supervised.steps=1", "evaluation.every=0"]
 
 PROMISES: dict[str, list[list[str]]] = {
     "train": [[SUBMIT, "demo", *SHORT, "--run-dir", "run"], [MRL, "environments", "try", "countdown"]],
