@@ -148,6 +148,22 @@ def test_prompt_that_asks_nothing_is_refused_by_row_and_field(tmp_path: Path, pr
     assert f"{tmp_path / 'mine.jsonl'}:2: prompt" in str(error.value)
 
 
+def test_late_prompts_that_ask_nothing_are_dropped_and_most_of_them_are_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = "def reward(response, **columns):\n    return 0"
+    good = [{"prompt": str(number)} for number in range(16)]
+    bad = [{"prompt": [{"role": "system", "content": str(number)}]} for number in range(17)]
+    assert len(build(tmp_path, source, [*good, *bad[:2]]).training_problems()) == 16
+    file = tmp_path / "mine.jsonl"
+    dropped = (
+        f"data set {file}: 2 of 18 rows cannot be used and are dropped: 2 x prompt: is a prompt without a question"
+    )
+    assert any(said.startswith(dropped) and f"(first: {file}:17)" in said for said in caplog.messages)
+    with pytest.raises(ValueError, match="17 of 33 rows cannot be used"):
+        build(tmp_path, source, [*good, *bad])
+
+
 def test_character_without_a_token_is_an_error_with_its_row_before_anything_is_built(tmp_path: Path) -> None:
     tokenizer: Any = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789+="))
     source = "def reward(response, **columns):\n    return 0"
