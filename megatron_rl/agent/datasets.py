@@ -1,59 +1,20 @@
-"""Rows and questions of a local data set, in the order of the data set."""
+"""Questions of a local data set, without exact repeats, in the order of the data set."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, NamedTuple
-
-from pydantic import model_validator
+from typing import Any
 
 from megatron_rl.agent.answer_format import FORMATS
-from megatron_rl.agent.arrow_rows import BATCH, arrow_rows, file_batches, file_columns
-from megatron_rl.agent.row_limit import limited
-from megatron_rl.agent.text_rows import as_text, text_rows, value_at
+from megatron_rl.agent.data_rows import Source, check_column, read_rows
+from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.model.config import is_hub_name
-from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
-from megatron_rl.recipe.extras import needed
-from megatron_rl.recipe.section import HubPath, Section
+from megatron_rl.recipe.data_files import is_text_file
 
 logger = logging.getLogger(__name__)
-
-
-class Source(Section):
-    """A data set, and the column of its questions. PATH alone is short for {path: PATH}."""
-
-    structured: ClassVar[bool] = False
-    """Whether question and answer may be lists and objects, which are read as JSON."""
-
-    path: HubPath
-    """Name on the hub, such as Maxwell-Jia/AIME_2024, or a local file or directory, relative to the recipe's file:
-    Parquet, JSON lines, CSV, Arrow, or the output of `save_to_disk` of `datasets`."""
-    split: str = "train"
-    """Split to read."""
-    subset: str | None = None
-    """Configuration to read, if the data set has several."""
-    question: str = "problem"
-    """Column of the problem; a.0.b is the field b of the first element of the list in column a."""
-    remove: list[str] = []
-    """Texts to remove from every question, such as instructions that contradict ours. Any white space matches any
-    other."""
-
-    shorthand = "path"
-
-    def text_of(self, row: Mapping[str, Any]) -> str | None:
-        """Return the question of a row; None if it has none."""
-        return as_text(value_at(row, self.question.split(".")))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_path(cls, values: Any) -> Any:
-        return {"path": values} if isinstance(values, str) else values
 
 
 class DataSet(Source):
@@ -89,15 +50,6 @@ class Question:
     """Location of the row, such as `data.jsonl:7`."""
 
 
-class Row(NamedTuple):
-    """A row of a data set: values as JSON has them, whatever the format of the file."""
-
-    where: str
-    """Location, such as `data.jsonl:7` or `data.parquet: row 7`."""
-    values: Mapping[str, Any]
-    """All columns. From a text file without those that the row lacks; else null there."""
-
-
 def normalised(text: str) -> str:
     """Return the words of a question: questions with the same words are equal."""
     return " ".join(text.split())
@@ -127,26 +79,6 @@ def read_questions(source: Source) -> Iterator[Question]:
             "data set %s, split %s: %d of %d rows are skipped, because they lack %s",
             *(source.path, source.split, lacking, rows, needed),
         )
-
-
-def read_rows(source: Source, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield all rows in the order of the data set.
-
-    columns: those that the caller reads; rows may have others too. Default: all.
-
-    Raises ValueError if the data is missing, unreadable, or has none of one of the columns.
-    """
-    found: dict[str, None] = {}
-    with _errors_of(source), TemporaryDirectory(prefix="mrl-datasets-") as scratch:
-        files = _files(source, Path(scratch))
-        rows = _streamed(source, scratch) if files is None else _of_files(files, columns)
-        for where, values in limited(rows):
-            found |= dict.fromkeys(values)
-            yield Row(where, values)
-        if not found:
-            raise ValueError("it has no rows")
-        for name in columns or ():
-            check_column(name, found)
 
 
 def _answered(source: DataSet) -> Iterator[Question | None]:
@@ -209,112 +141,9 @@ def distinct(questions: Iterable[Question]) -> list[Question]:
     return list(first.values())
 
 
-@contextmanager
-def _errors_of(source: Source) -> Iterator[None]:
-    """Turn errors of reading a data set into ValueError."""
-    try:
-        yield
-    except StopIteration as error:  # raised by `datasets` for a data set without rows
-        raise ValueError(f"data set {source.path}: it has no rows") from error
-    except ImportError as error:
-        raise ValueError(f"data set {source.path}: needs {needed('data')}: {error}") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data set {source.path}: {error}") from error
-    except Exception as error:
-        if not type(error).__module__.startswith(("datasets", "pyarrow")):
-            raise
-        raise ValueError(f"data set {source.path}: {error}") from error
-
-
-def check_column(name: str, columns: Collection[str], data_set: str = "") -> None:
-    """Raise ValueError if there is no column of this name. data_set: named by the error."""
-    if name not in columns:
-        raise ValueError(f"{data_set}: " * bool(data_set) + f"there is no column {name!r}, only {', '.join(columns)}")
-
-
 def _no_text(source: DataSet) -> str:
     return (
         f"the question ({source.question}) or the answer ({source.answer}) is a list or an object; name the text "
         f"inside it, for example question: {source.question}.0.content for a conversation, or answer: "
         f"{source.answer}.0 for a list of answers"
     )
-
-
-def _of_files(files: Sequence[str], columns: Sequence[str] | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for file in files:
-        if is_text_file(file):
-            yield from text_rows(file)
-            continue
-        for name in columns or ():
-            check_column(name, file_columns(file))
-        yield from arrow_rows(file_batches(file, columns), file)
-
-
-def _streamed(source: Source, scratch: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of a directory by `datasets`, in any of its further layouts.
-
-    Data is streamed unless `datasets` saved it to disk: otherwise `datasets` would write it again to its cache, on a
-    file system shared by all ranks.
-    """
-    from datasets import DatasetDict, load_dataset_builder, load_from_disk
-
-    place = _on_this_machine(source.path)
-    if any((place / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
-        found = load_from_disk(str(place))
-        if isinstance(found, DatasetDict):
-            _check_split(source.split, found)
-            found = found[source.split]
-    else:
-        builder = load_dataset_builder(str(place), name=source.subset, cache_dir=scratch)
-        found = builder.as_streaming_dataset(split=source.split)
-    yield from arrow_rows(found.with_format("arrow").iter(batch_size=BATCH), str(place))
-
-
-def _files(source: Source, scratch: Path) -> list[str] | None:
-    """Return the files of a data set, if they are text or Arrow columns.
-
-    scratch: directory for files and locks that `datasets` writes.
-    """
-    place = _on_this_machine(source.path)
-    if place.is_file():
-        if data_suffix(place.name) not in (*COLUMNS, *TEXT):
-            raise ValueError(f"unknown file type: supported are {', '.join([*COLUMNS, *TEXT])}")
-        return [str(place)]
-    # Imported here because it takes seconds; the launcher, which only checks the arguments, does not have it.
-    import datasets
-
-    datasets.disable_progress_bars()  # a rank's log is not a terminal
-    if any((place / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
-        return None
-    builder = datasets.load_dataset_builder(str(place), name=source.subset, cache_dir=str(scratch))
-    if builder.name not in ("json", "csv", "parquet", "arrow"):
-        return None
-    files = builder.config.data_files
-    _check_split(source.split, files)
-    return list(files[source.split])
-
-
-def _check_split(split: str, splits: Collection[str]) -> None:
-    if split not in splits:
-        raise ValueError(f"there is no split {split!r}, only {', '.join(map(str, splits))}")
-
-
-def _on_this_machine(path: str) -> Path:
-    """Return the file or directory of a data set. A data set on the hub is expected where `mrl prefetch` stores it
-    (HF_HOME)."""
-    if not is_hub_name(path):
-        place = Path(path).expanduser()
-        if not place.exists():
-            raise ValueError("no such file or directory")
-        return place
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, repo_type="dataset", local_files_only=True))
-    except HFValidationError as error:
-        raise ValueError(f"neither a name on the hub nor a path that begins with /, . or ~: {error}") from error
-    except LocalEntryNotFoundError as error:
-        raise ValueError(
-            "not on this machine; `mrl prefetch RECIPE` fetches it on a host with internet access"
-        ) from error

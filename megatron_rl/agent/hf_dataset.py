@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
+from megatron_rl.agent.data_rows import Source
 from megatron_rl.agent.datasets import (
     DataSet,
     Question,
-    Source,
     data_extras,
     distinct,
     hub_names,

@@ -24,7 +24,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from megatron_rl.agent.api import Demonstrator
-from megatron_rl.agent.datasets import Question, Source
+from megatron_rl.agent.data_rows import Source
+from megatron_rl.agent.datasets import Question
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
 from megatron_rl.agent.prompts import messages_in, render_messages, render_prompt
 from megatron_rl.agent.scoring import Reward

@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import Demonstrator, Environment
-from megatron_rl.agent.datasets import Source, check_column, read_rows
+from megatron_rl.agent.data_rows import Source, check_column, read_rows
 from megatron_rl.agent.dropped_rows import CHECKED, DroppedRows
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.chat import Chat

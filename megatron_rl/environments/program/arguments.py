@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_rl.agent.datasets import DataSet, Source, data_extras, hub_names
+from megatron_rl.agent.data_rows import Source
+from megatron_rl.agent.datasets import DataSet, data_extras, hub_names
 from megatron_rl.agent.text_rows import as_text
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.recipe.python_file import defined_names

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from optional import needs
 
-from megatron_rl.agent.datasets import DataSet, Question, Source, read_questions, read_rows
+from megatron_rl.agent.data_rows import Source, read_rows
+from megatron_rl.agent.datasets import DataSet, Question, read_questions
 
 pytestmark = needs("datasets")
 
