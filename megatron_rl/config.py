@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, model_validator
 
+from megatron_rl.algorithms.config import USUAL_DUAL_CLIP, USUAL_UPPER, ImportanceConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contradictions import contradictions
 from megatron_rl.errors import ConfigurationError
@@ -35,6 +36,24 @@ class RunConfig(Sections):
         if not any(changed.get(key) for key in ("environment", "environments")):
             changed["sampling"] = changed.get("sampling") or {"max_new_tokens": 1}
         return changed
+
+    @model_validator(mode="after")
+    def _off_policy_tokens_are_bounded(self) -> RunConfig:
+        """Fill in the defaults of `grpo.importance` and `grpo.dual_clip`, which depend on other sections."""
+        if not self.supervised:
+            object.__setattr__(self, "grpo", self.grpo.model_copy(update=self._bounds()))  # sections are frozen
+        return self
+
+    def _bounds(self) -> dict[str, Any]:
+        grpo, lags = self.grpo, self.asynchronous.max_lag > 0
+        found: dict[str, Any] = {}
+        corrects = "importance" in grpo.model_fields_set or grpo.rejection is not None
+        if not corrects and (lags or self.inference.engine == "vllm"):
+            found["importance"] = ImportanceConfig(upper=USUAL_UPPER)
+        chosen = "dual_clip" in grpo.model_fields_set or grpo.policy_loss != "clip"
+        if not chosen and (lags or grpo.updates_per_step > 1):
+            found["dual_clip"] = USUAL_DUAL_CLIP
+        return found
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:

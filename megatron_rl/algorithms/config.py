@@ -55,6 +55,10 @@ CLIP_RANGES = {
 RANGE_OF_KL = (0.05, 0.05)
 """The same of `policy_loss: dppo` with `dppo_divergence: kl`."""
 USUAL_RANGE = (0.2, 0.2)
+USUAL_DUAL_CLIP = 3.0
+"""Default of dual_clip where tokens may be off policy."""
+USUAL_UPPER = 2.0
+"""Default of importance.upper where another policy may have sampled."""
 WIDEST_OF_GSPO = 0.1
 """Largest eps_low and eps_high that gspo accepts."""
 OF_BOUNDED = frozenset({"eps_low", "eps_high"})
@@ -206,7 +210,9 @@ class GrpoConfig(Section):
     dppo: 0.15, by kl 0.05."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bounds the loss of tokens of negative advantage at dual_clip times the advantage (arXiv 1912.09729; `policy_loss:
-    clip`); default: no bound."""
+    clip`). Default: 3, as in the paper and verl, where a step has several updates or async.max_lag is above 0, else no
+    bound; null: no bound. Without it a token that an update made 20,000 times as likely has 20,000 times the
+    gradient."""
     sapo_tau_positive: PositiveFloat | None = None
     """Temperature of the gates of tokens of positive advantage (`policy_loss: sapo`); default: 1."""
     sapo_tau_negative: PositiveFloat | None = None
@@ -263,8 +269,10 @@ class GrpoConfig(Section):
     """Weight of an entropy bonus: the entropy of the distribution over the whole vocabulary, in nats, averaged like the
     loss."""
     importance: ImportanceConfig | None = None
-    """Importance sampling against the log-probs of sampling; default: none. Without it and rejection, tokens sampled by
-    older weights are clipped relative to those weights."""
+    """Importance sampling against the log-probs of sampling. Default: upper 2.0 where async.max_lag is above 0 or
+    inference.engine is vllm, unless rejection is given, else none; null: none. TRL and NeMo-RL correct by default in
+    these cases, too. Without it and rejection, tokens sampled by older weights are clipped relative to those
+    weights."""
     rejection: RejectionConfig | None = None
     """Tokens and answers that are not trained on, by the same ratio; default: none."""
     overlong: OverlongConfig = OverlongConfig()

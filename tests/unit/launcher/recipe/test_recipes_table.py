@@ -189,7 +189,10 @@ def test_the_partitioned_recipe_differs_only_in_name_placement_batch_and_lag() -
         "async",
         "grpo",
     }
-    assert {key for key in together["grpo"] if together["grpo"][key] != apart["grpo"][key]} == {"importance"}
+    assert {key for key in together["grpo"] if together["grpo"][key] != apart["grpo"][key]} == {
+        "dual_clip",
+        "importance",
+    }
     assert apart["async"]["max_lag"] == 1
     assert apart["placement"]["mode"] == "partitioned"
     inference = apart["placement"]["inference"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from core_helpers import tiny_run
 from pydantic import ValidationError
 
 from megatron_rl.algorithms.config import READ_BY, GrpoConfig
 from megatron_rl.algorithms.losses.choice import LOSSES
+from megatron_rl.config import RunConfig
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown loss": ({"policy_loss": "gsop"}, r"unknown name 'gsop' \(did you mean 'gspo'\?\)"),
@@ -98,3 +100,27 @@ def test_ratios_of_answers_are_needed_where_weights_or_rejection_read_them(level
     for key in ("importance", "rejection"):
         assert GrpoConfig.model_validate({key: {"level": level, "upper": 2.0}}).compares_answers
         assert not GrpoConfig.model_validate({key: {"upper": 2.0}}).compares_answers
+
+
+@pytest.mark.parametrize(
+    ("sections", "importance", "dual_clip"),
+    [
+        ({}, None, None),
+        ({"async": {"max_lag": 1}}, 2.0, 3.0),
+        ({"async": {"max_lag": 1}, "grpo": {"importance": None, "dual_clip": None}}, None, None),
+        ({"async": {"max_lag": 1}, "grpo": {"rejection": {"upper": 2.0}}}, None, 3.0),
+        ({"async": {"max_lag": 1}, "grpo": {"policy_loss": "cispo"}}, 2.0, None),
+        ({"grpo": {"iterations": 2}}, None, 3.0),
+        ({"grpo": {"global_batch": 16, "dual_clip": 10.0}}, None, 10.0),
+    ],
+    ids=["on policy", "lag", "off", "rejection alone", "another loss", "several updates", "given"],
+)
+def test_tokens_that_may_be_off_policy_are_bounded_by_default(
+    sections: dict[str, Any], importance: float | None, dual_clip: float | None
+) -> None:
+    """Null turns a bound off, and a configuration that was written out is read as it was."""
+    batch = {"prompts_per_step": 4, "group_size": 8}
+    config = tiny_run(**sections | {"grpo": batch | sections.get("grpo", {}), "resume": {"partial": "keep"}})
+    for one in (config, RunConfig.model_validate(config.model_dump(by_alias=True))):
+        assert (one.grpo.importance.upper if one.grpo.importance else None) == importance
+        assert one.grpo.dual_clip == dual_clip
