@@ -39,7 +39,7 @@ def predicted_logprobs(
     if output.group is None and len(targets) <= chunk:
         return token_logprobs(output.logits(hidden), targets, temperature, entropy=entropy)
     logprobs, entropies = _PredictedLogprobs.apply(
-        hidden, output.weight, targets, output.tokens, output.group, temperature or 1.0, chunk, entropy
+        hidden, output, output.weight, targets, temperature or 1.0, chunk, entropy
     )
     return logprobs, None if entropy == "none" else entropies
 
@@ -73,19 +73,21 @@ class _PredictedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
+        output: OutputPart,
         weight: Tensor,
         targets: Tensor,
-        tokens: range,
-        group: dist.ProcessGroup | None,
         temperature: float,
         chunk: int,
         entropy: Entropy,
     ) -> tuple[Tensor, Tensor]:
+        tokens, group = output.tokens, output.group
         of_chunks = []
+        factor = weight.float() if output.in_fp32 else weight
         for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            scaled = _scaled_logits(part, weight, len(tokens), temperature)
+            scaled = _scaled_logits(part, factor, len(tokens), temperature)
             of_chunks.append(_over_part(scaled, target - tokens.start, len(tokens), entropy != "none"))
             del scaled  # before the next chunk is computed
+        del factor
         largest, mass, chosen, weighted = torch.cat(of_chunks, dim=1).unbind()
         if group is not None:
             of_part = largest.clone()
@@ -99,6 +101,7 @@ class _PredictedLogprobs(torch.autograd.Function):
         logprobs = chosen - largest - mass.log()
         ctx.save_for_backward(hidden, weight, targets, largest + mass.log(), entropies)
         ctx.tokens, ctx.temperature, ctx.chunk, ctx.of_entropy = tokens, temperature, chunk, entropy == "gradient"
+        ctx.in_fp32 = output.in_fp32
         if not ctx.of_entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -108,11 +111,12 @@ class _PredictedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_mass, entropies = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
+        factor = weight.float() if ctx.in_fp32 else weight
         # Accumulated in fp32 over the chunks: one product over all tokens would do the same internally.
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for first in range(0, len(targets), ctx.chunk):
             rows = slice(first, first + ctx.chunk)
-            of_logits = _scaled_logits(hidden[rows], weight, len(ctx.tokens), ctx.temperature)
+            of_logits = _scaled_logits(hidden[rows], factor, len(ctx.tokens), ctx.temperature)
             of_logits.sub_(log_mass[rows, None])  # log p
             of_entropy = of_logits + entropies[rows, None] if ctx.of_entropy else None
             of_logits.exp_()
@@ -126,18 +130,18 @@ class _PredictedLogprobs(torch.autograd.Function):
             if of_entropy is not None:
                 of_logits.sub_(of_entropy)
                 del of_entropy
-            rounded = of_logits.to(hidden.dtype)
-            of_hidden[rows] = rounded @ weight
+            rounded = of_logits.to(factor.dtype)
+            of_hidden[rows] = rounded @ factor
             if of_weight is not None:
-                of_weight += rounded.t() @ hidden[rows]
+                of_weight += rounded.t() @ hidden[rows].to(factor.dtype)
             del of_logits, rounded
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *[None] * 6
+        return of_hidden, None, None if of_weight is None else of_weight.to(weight.dtype), *[None] * 4
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, tokens: int, temperature: float) -> Tensor:
     """Return logits / temperature, [tokens of the chunk, rows] fp32; the lowest value for rows that pad the
     vocabulary."""
-    scaled = (hidden @ weight.t()).float()
+    scaled = (hidden.to(weight.dtype) @ weight.t()).float()
     if temperature != 1.0:
         scaled.div_(temperature)
     scaled[:, tokens:] = torch.finfo(torch.float32).min

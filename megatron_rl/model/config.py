@@ -173,6 +173,10 @@ class ModelConfig(Section):
     """Experts that process a token (with `num_experts`)."""
     expert_ffn_hidden_size: PositiveInt | None = None
     """Width of one expert (with `num_experts`)."""
+    fp32_output: bool = False
+    """Multiply by the output layer in fp32 where dtype is bf16 (MiniMax-M1, arXiv 2506.13585, section 3.2), in
+    training, scoring and mrl's own engine; vLLM and megatron-core's engine keep bf16. Off by default, as in TRL
+    (cast_lm_head_to_fp32): it takes a copy of that layer in fp32 while it multiplies."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of weights and activations."""
     init: Literal["from-scratch", "checkpoint", "huggingface", "supervised"] = "checkpoint"

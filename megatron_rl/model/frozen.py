@@ -59,7 +59,7 @@ class FrozenPolicy:
     @torch.inference_mode()
     def __init__(self, policy: GPTModel, output: Tensor, rotations: tuple[Tensor, Tensor]) -> None:
         """
-        output: weight of the output layer, [tokens, hidden].
+        output: weight of the output layer, [tokens, hidden]; its dtype is that of the logits.
         rotations: cosines and sines of all positions, see `Rotation`.
         """
         attention = policy.decoder.layers[0].self_attention
@@ -70,6 +70,7 @@ class FrozenPolicy:
         self._rotations = rotations
         self._embedding: Tensor = policy.embedding.word_embeddings.weight.detach()
         self._layers = [self._layer(layer) for layer in policy.decoder.layers]
+        self._output_dtype = output.dtype
         self._output = freeze(_with_norm(policy.decoder.final_layernorm, output))
         linears = [each for layer in self._layers for each in layer.linears] + [self._output]
         self._multiple = max(linear.rows_multiple for linear in linears)
@@ -111,7 +112,7 @@ class FrozenPolicy:
         if select is not None:
             count = select.shape[0]
             hidden = pad(hidden.index_select(0, select), (0, 0, 0, -count % self._multiple))
-        return self._output(self._normed(hidden))[:count]
+        return self._output(self._normed(hidden).to(self._output_dtype))[:count]
 
     def _attended(self, layer: FrozenLayer, heads: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
         """[tokens, (heads + 2 * kv_heads) * head_size] -> [tokens, heads * head_size]"""

@@ -45,10 +45,15 @@ class OutputPart:
     """Tokens of the first rows; further rows pad the vocabulary."""
     group: dist.ProcessGroup | None
     """Ranks that hold the other rows; None where this rank holds all."""
+    in_fp32: bool = False
+    """Whether logits are computed in fp32 whatever the dtypes are."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[predictors, hidden] -> [predictors, len(tokens)]"""
-        return linear(hidden, self.weight)[:, : len(self.tokens)]
+        weight = self.weight
+        if self.in_fp32:
+            hidden, weight = hidden.float(), weight.float()
+        return linear(hidden, weight)[:, : len(self.tokens)]
 
 
 class Policy(GPTModel):
@@ -60,12 +65,14 @@ class Policy(GPTModel):
 
     adapters: Adapters | None
     """Adapters of `model.lora`; None if all weights are trained."""
+    fp32_output: bool
+    """`model.fp32_output`"""
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
         """Return logits of the packed tokens in `select` (all if None), for a policy without a pipeline.
 
         tokens, positions [tokens], select [selected] -> [selected, len(output().tokens)] in the model's dtype: of this
-        rank's part of the vocabulary.
+        rank's part of the vocabulary; in fp32 with `model.fp32_output`.
         """
         multiple = self._platform.rows_multiple
         hidden = self.hidden(tokens, positions, layout, multiple=multiple)
@@ -77,7 +84,8 @@ class Policy(GPTModel):
         """Prepare the current weights for a faster `forward` in generation; None if there is no faster way."""
         rotations = self._cosines, self._sines
         if freezes(self, self._platform):
-            return FrozenPolicy(self, self.output().weight[: self._tokens], rotations)
+            output = self.output().weight[: self._tokens]
+            return FrozenPolicy(self, output.float() if self.fp32_output else output, rotations)
         kernels = self._platform.layer_kernels
         if kernels is None or why_not_fused(self) is not None:
             return None
@@ -156,7 +164,8 @@ class Policy(GPTModel):
             wait(holder, ())
         first = self._tensor.rank() * len(weight)
         group = self._tensor if self._tensor.size() > 1 else None
-        return OutputPart(weight, range(min(first, self._tokens), min(first + len(weight), self._tokens)), group)
+        tokens = range(min(first, self._tokens), min(first + len(weight), self._tokens))
+        return OutputPart(weight, tokens, group, self.fp32_output)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Gather [rows, vocab] on every tensor-parallel rank from their parts, [rows, len(output().tokens)]."""
@@ -341,5 +350,6 @@ def build_policy(
         if isinstance(module, GroupedExperts):
             module.put_weights_together()
     policy.adapters = adapters
+    policy.fp32_output = model.fp32_output
     policy.prepare(vocab_size, platform)
     return policy

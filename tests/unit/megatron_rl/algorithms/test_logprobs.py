@@ -59,6 +59,23 @@ def test_fp32_results_match_float64(monkeypatch: pytest.MonkeyPatch, chunk: int,
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_an_output_layer_in_fp32_is_exact_for_weights_in_bf16(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS * chunk)
+    hidden, weight, targets, gradient = inputs(torch.bfloat16)
+    expected = exact(hidden, weight, targets, gradient, 1.0)
+    errors = {}
+    for in_fp32 in (False, True):
+        trained = weight.clone().requires_grad_()
+        output = OutputPart(trained, range(VOCABULARY), None, in_fp32)
+        chosen, _ = predicted_logprobs(hidden, output, targets, 1.0)
+        chosen.backward(gradient)
+        errors[in_fp32] = (chosen.detach() - expected[0]).abs().max().item()
+        assert trained.grad is not None and trained.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(trained.grad.double(), expected[3], rtol=0.05, atol=0.05)
+    assert errors[True] < 1e-5 < 1e-3 < errors[False]
+
+
 @pytest.mark.parametrize("chunk", [1, 5, TOKENS, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gradient_of_the_entropy_matches_float64(

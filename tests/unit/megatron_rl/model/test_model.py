@@ -166,6 +166,23 @@ def test_bf16_is_near_fp32(platform: Any, groups: Any) -> None:
         torch.testing.assert_close(generating.float(), expected, rtol=0.05, atol=0.05)
 
 
+def test_logits_in_fp32_round_nothing_of_the_output_layer(platform: Any, groups: Any) -> None:
+    """The layers before it are the same, in bf16."""
+    shape: dict[str, Any] = {"dtype": "bf16", "tied_embeddings": False}
+    half, exact = (tiny_policy(platform, tiny_model(**shape, fp32_output=on), scale=0.1) for on in (False, True))
+    tokens, layout = torch.tensor(SENTENCE), exact.layout(whole_sequences([len(SENTENCE)]))
+    positions = torch.arange(len(SENTENCE))
+    rounded, found = full_forward(half, SENTENCE).detach(), full_forward(exact, SENTENCE).detach()
+    assert (rounded.dtype, found.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(found.bfloat16(), rounded, rtol=0.02, atol=0.02)
+    assert (found - rounded.float()).abs().mean() > 1e-5, "as much as the product in bf16 rounds"
+    if frozen := exact.frozen():  # this processor multiplies bf16
+        with torch.inference_mode():
+            generating = frozen.logits(tokens, positions, layout)
+        assert generating.dtype == torch.float32
+        torch.testing.assert_close(generating, found, rtol=0.05, atol=0.05)
+
+
 def test_qkv_bias_is_optional(platform: Any, groups: Any) -> None:
     names = dict(tiny_policy(platform, tiny_model(qkv_bias=False)).named_parameters())
     assert not [name for name in names if name.endswith("bias")]
