@@ -51,9 +51,17 @@ def render_prompt(tokenizer: Tokenizer, message: str, config: PromptConfig) -> s
     Raises ValueError if a chat template is required but missing, or if it does not support the system message.
     """
     if in_chat(tokenizer, config):
-        system = [] if config.system is None else [{"role": "system", "content": config.system}]
-        asked = conversation_of([*system, {"role": "user", "content": message}])
-        return Chat.of(tokenizer, config.chat_template).text(asked)
+        chat, asked = Chat.of(tokenizer, config.chat_template), conversation_of([{"role": "user", "content": message}])
+        if config.system is None:
+            return chat.text(asked)
+        try:
+            return chat.text(conversation_of([{"role": "system", "content": config.system}]) + asked)
+        except ValueError as error:
+            chat.text(asked)  # raises where the question is to blame
+            raise ValueError(
+                f"environment.args.system: the model's chat template does not take a system message ({error}); put it "
+                "into environment.args.prompt"
+            ) from error
     given = {"chat: always": config.chat == "always", "system": config.system, "chat_template": config.chat_template}
     if needs := next((name for name, value in given.items() if value), None):
         raise ValueError(f"environment.args.{needs}, but the tokenizer has no chat template")

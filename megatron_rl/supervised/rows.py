@@ -191,21 +191,31 @@ class RowEncoder:
         if talk and chat == "never":
             raise ValueError("data.chat is never, and only the chat template can write a list of messages")
         if talk or chat == "always" or (chat == "auto" and self._chat.has_template):
-            return Example(*self._chat.example(self._conversation(values)))
+            return self._talk(values)
         if self._data.system is not None or self._data.chat_template or "system" in values:
             raise ValueError("there is a system message or data.chat_template, but the tokenizer has no chat template")
         return token_example(self._tokenizer.as_prompt(values["prompt"]), values["answer"], self._tokenizer)
 
-    def _conversation(self, values: Mapping[str, Any]) -> Conversation:
-        if "messages" in values:
-            found = conversation_in(values)
-        else:
-            system = [{"role": "system", "content": values["system"]}] if "system" in values else []
-            turns = [{"role": "user", "content": values["prompt"]}, {"role": "assistant", "content": values["answer"]}]
-            found = conversation_of([*system, *turns])
-        if self._data.system is None or any(message["role"] == "system" for message in found.messages):
-            return found
-        return conversation_of([{"role": "system", "content": self._data.system}], field="data.system") + found
+    def _talk(self, values: Mapping[str, Any]) -> Example:
+        talk = _conversation(values)
+        if self._data.system is None or any(message["role"] == "system" for message in talk.messages):
+            return Example(*self._chat.example(talk))
+        system = conversation_of([{"role": "system", "content": self._data.system}], field="data.system")
+        try:
+            return Example(*self._chat.example(system + talk))
+        except ValueError as error:
+            self._chat.example(talk)  # raises where the row is to blame
+            raise ValueError(
+                f"data.system: the model's chat template does not take a system message ({error}); leave it out"
+            ) from error
+
+
+def _conversation(values: Mapping[str, Any]) -> Conversation:
+    if "messages" in values:
+        return conversation_in(values)
+    system = [{"role": "system", "content": values["system"]}] if "system" in values else []
+    turns = [{"role": "user", "content": values["prompt"]}, {"role": "assistant", "content": values["answer"]}]
+    return conversation_of([*system, *turns])
 
 
 TOO_LONG = "it is longer than training.sequence_length"

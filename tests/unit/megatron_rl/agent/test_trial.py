@@ -42,7 +42,7 @@ def try_it(cls: type[Environment], **arguments: Any) -> list[dict[str, Any]]:
 
 
 def test_first_problems_have_rewards_of_a_right_and_a_wrong_answer() -> None:
-    rewards = {"gold_reward": 1.0, "wrong_reward": 0.0}
+    rewards = {"gold": "an egg", "gold_reward": 1.0, "wrong": "I do not know.", "wrong_reward": 0.0}
     assert try_it(Riddles) == [{"prompt": f"What is {number}?", **rewards} for number in range(2)]
     assert len(try_it(Riddles, problems=1)) == 1
 

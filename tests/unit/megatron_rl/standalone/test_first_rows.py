@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optional import needs
 
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
+from megatron_rl.agent.prompts import PromptConfig, render_prompt
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.standalone.config import RowsRequest
 from megatron_rl.standalone.rows import answers
+from megatron_rl.supervised.config import DataConfig
+from megatron_rl.supervised.rows import RowEncoder, UnusableRow
 
 REWARD = "def reward(response, answer, **columns):\n    return float(response == answer)\n"
 ROWS = '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n'
@@ -122,3 +127,22 @@ def test_recipe_of_these_tests_is_refused_without_its_reward(tmp_path: Path) -> 
     (tmp_path / "mine.yaml").write_text(RECIPE)
     with pytest.raises(BadInput, match="reward"):
         load_recipe(str(tmp_path / "mine.yaml"))
+
+
+@needs("transformers", "tokenizers")
+def test_template_without_system_messages_is_named_with_the_key_of_the_message() -> None:
+    from chat_templates import tokenizer_of
+
+    tokenizer = tokenizer_of(
+        "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ message.role }}: {{ message.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: "
+        "{% endif %}"
+    )
+    assert render_prompt(tokenizer, "hi", PromptConfig()) == "user: hi<|im_end|>assistant: "
+    with pytest.raises(ValueError, match=r"^environment\.args\.system: .* does not take a system message .*no system"):
+        render_prompt(tokenizer, "hi", PromptConfig(system="Be brief."))
+    row = Problem("", {"prompt": "hi", "answer": "ho"})
+    assert RowEncoder(DataConfig(prompt="prompt", answer="answer"), tokenizer, 99).example(row)
+    data = DataConfig(prompt="prompt", answer="answer", system="Be brief.")
+    with pytest.raises(UnusableRow, match=r"^data\.system: .* does not take a system message"):
+        RowEncoder(data, tokenizer, 99).example(row)
