@@ -13,12 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.backends.probe.disk import file_system, spans_machines
-from launcher.backends.probe.vllm import probe
 from launcher.cluster.profile import Profile
-from launcher.cluster.software import replica_python
 from launcher.doctor.files import file_error
 from launcher.doctor.finding import Finding, error
-from launcher.doctor.preflight import missing_packages, packages
+from launcher.doctor.preflight import missing_packages, packages, vllm_of
 from launcher.doctor.vllm import PYTHON_KEYS, vllm_findings
 from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import NamedPath, named_paths, read_paths, with_changed_paths
@@ -41,10 +39,8 @@ def on_nodes(recipe: Recipe, profile: Profile, resumes: bool = False) -> list[Fi
     if profile.container is None and profile.python is None and (absent := missing_packages(recipe.config)).names:
         finding = packages(absent)
         found.append(replace(finding, text=f"{finding.text}; the ranks use this Python, {sys.executable}"))
-    for kind in recipe.config.started_vllms if profile.container is None else ():
-        found += vllm_findings(
-            probe(replica_python(recipe.config, profile, kind)), recipe.config.job.device, PYTHON_KEYS[kind]
-        )
+    for kind, facts, refused in vllm_of(recipe.config, profile) if profile.container is None else ():
+        found += [*vllm_findings(facts, recipe.config.job.device, PYTHON_KEYS[kind]), *refused]
     return found
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from launcher.backends.local import Machine, inspect
 from launcher.backends.probe.vllm import VllmFacts, probe
+from launcher.backends.probe.vllm_options import Unasked, refused_options
+from launcher.cluster.profile import Profile
 from launcher.cluster.software import replica_python
 from launcher.doctor.files import file_error
 from launcher.doctor.finding import Finding, count, error, note, ok, size, warning
@@ -26,6 +28,7 @@ from megatron_rl.model.config import package_of
 from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.recipe.data_files import is_text_file
 from megatron_rl.recipe.extras import install_command, is_installed, missing, names
+from megatron_rl.vllm.config import VllmConfig
 
 OF_RANKS = "train"
 """Extra of mrl that computing with a model needs."""
@@ -54,6 +57,8 @@ class LocalFacts:
     """Bytes that all ranks together need at least, on CPUs."""
     vllms: Mapping[str, VllmFacts] = field(default_factory=dict)
     """Kind of replicas that have vLLM -> their Python."""
+    vllm_options: tuple[Finding, ...] = ()
+    """Findings about the options of vLLM."""
 
 
 def collect_local(recipe: Recipe | None, resumes: bool = False) -> LocalFacts:
@@ -71,9 +76,41 @@ def collect_local(recipe: Recipe | None, resumes: bool = False) -> LocalFacts:
     except BadInput as refused:
         refusals = tuple(refused.problems)
     config = recipe.config
-    vllms = {kind: probe(replica_python(config, None, kind)) for kind in config.started_vllms}
-    absent = tuple(absent_files(recipe, resumes))
-    return LocalFacts(inspect(), missing_packages(config), refusals, absent, bytes_needed, vllms)
+    vllms = [*vllm_of(config, None)]
+    return LocalFacts(
+        inspect(),
+        missing_packages(config),
+        refusals,
+        tuple(absent_files(recipe, resumes)),
+        bytes_needed,
+        {kind: facts for kind, facts, _ in vllms},
+        tuple(finding for *_, found in vllms for finding in found),
+    )
+
+
+def vllm_of(config: RunConfig, profile: Profile | None) -> Iterator[tuple[str, VllmFacts, tuple[Finding, ...]]]:
+    """Yield each kind of replicas that have vLLM, with the facts about its Python on this machine and errors for
+    options that vLLM's own parser refuses."""
+    for kind, vllm in config.started_vllms.items():
+        python = replica_python(config, profile, kind)
+        facts = probe(python)
+        usable = facts.version is not None and not facts.lacking
+        yield kind, facts, tuple(refused_by_vllm(kind, vllm, python)) if usable else ()
+
+
+def refused_by_vllm(kind: str, vllm: VllmConfig, python: str) -> Iterator[Finding]:
+    """Yield an error for each option of a kind of replicas that vLLM refuses."""
+    section = PYTHON_KEYS[kind].removesuffix(".python=")
+    try:
+        refused = refused_options(python, vllm.args)
+    except Unasked as why:
+        yield note("vllm", f"{section}.args: not checked, because {python} gave no answer: {why}")
+        return
+    for name, reason in refused.items():
+        yield error("vllm", f"{section}.args.{name}: vLLM refuses it: {reason}", SERVE_HELP)
+
+
+SERVE_HELP = "leave it out or correct it; `vllm serve --help=all` lists the options"
 
 
 def extras_of(config: RunConfig) -> list[str]:
@@ -130,6 +167,7 @@ def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
     if config is not None:
         for kind, vllm in facts.vllms.items():
             yield from vllm_findings(vllm, config.job.device, PYTHON_KEYS[kind])
+        yield from facts.vllm_options
         yield from inexact_options(config)
     yield from processors(facts.machine, config)
     if config is not None:

@@ -10,8 +10,9 @@ import pytest
 from launcher.cluster.profile import Profile
 from launcher.doctor import node_files
 from launcher.doctor.node_files import on_nodes, run_directory, to_mount
-from launcher.doctor.preflight import Packages, absent_files
+from launcher.doctor.preflight import Packages, absent_files, collect_local, findings
 from launcher.recipe.load import Recipe, load_recipe
+from megatron_rl.inference.vllm_options import VLLM_VERSIONS
 
 WEIGHTS = (
     "{num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, num_query_groups: 1, "
@@ -164,3 +165,24 @@ def test_a_run_that_began_from_a_checkpoint_resumes_without_it(shared):
     assert not [*absent_files(asked, resumes=True)] and [*absent_files(asked)]
     penalised = recipe(shared / "data" / "train.jsonl", weights, "grpo.kl_beta=0.1")
     assert [*absent_files(penalised, resumes=True)]
+
+
+VLLM = """#!/bin/sh
+case "$*" in
+    *mrl.vllm_options*) echo 'mrl.vllm_options={"nonsense": "unrecognized arguments: --nonsense=3"}' ;;
+    *) echo 'mrl.vllm={"release": [3, 12], "version": "%s", "torch": "2", "torchvision": null, "lacking": [], "nccl": null}' ;;
+esac
+"""
+
+
+def test_options_that_vllm_refuses_are_errors_with_their_key(shared):
+    (shared / "python").write_text(VLLM % VLLM_VERSIONS[0])
+    (shared / "python").chmod(0o755)
+    (shared / "data" / "train.jsonl").touch()
+    vllm = ("placement.mode=partitioned", "job.nodes=2", "placement.inference.nodes=1", "inference.engine=vllm")
+    vllm += ("resume.partial=keep", "model.num_attention_heads=2", "model.num_query_groups=2")
+    vllm += (f"inference.vllm.python={shared}/python", "inference.vllm.args={nonsense: 3}")
+    asked = recipe(shared / "data" / "train.jsonl", *vllm)
+    (said,) = refused(asked, profile(shared, image=None))
+    assert said == "inference.vllm.args.nonsense: vLLM refuses it: unrecognized arguments: --nonsense=3"
+    assert said in [one.text for one in findings(collect_local(asked), asked.config) if one.level == "error"]
