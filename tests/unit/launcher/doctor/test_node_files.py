@@ -170,7 +170,8 @@ def test_a_run_that_began_from_a_checkpoint_resumes_without_it(shared):
 VLLM = """#!/bin/sh
 case "$*" in
     *mrl.vllm_options*) echo 'mrl.vllm_options={"nonsense": "unrecognized arguments: --nonsense=3"}' ;;
-    *) echo 'mrl.vllm={"release": [3, 12], "version": "%s", "torch": "2", "torchvision": null, "lacking": [], "nccl": null}' ;;
+    *) echo 'mrl.vllm={"release": [3, 12], "version": "%s", "torch": "2", "torchvision": null, "lacking": [],' \
+        '"nccl": null}' ;;
 esac
 """
 
