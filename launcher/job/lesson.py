@@ -144,7 +144,8 @@ class LessonCheck:
         except TookTooLong:
             return Verdict(notes=(f"the check of the first rows took more than {LIMIT_S:g} s here; {LATER}",))
         if code != EXIT_FINISHED:
-            raise child.failure(code)
+            why = "; ".join(child.failure(code).problems)
+            return Verdict(notes=(f"the first rows could not be checked here: {why}; {LATER}",))
         elsewhere = self._profile is not None and bool(self._profile.container or self._profile.python)
         unsure = [one for one in found if not one["certain"] or (elsewhere and one.get("lacks") is not None)]
         faults = tuple(_with_originals(one["fault"], self._copied) for one in found if one not in unsure)

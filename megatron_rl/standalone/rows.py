@@ -19,7 +19,7 @@ from megatron_rl.agent.row_limit import first_rows
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.errors import ConfigurationError, task_location
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.own_code import kept
 from megatron_rl.standalone.config import RowsRequest
@@ -63,7 +63,9 @@ def _checked(config: RunConfig, copies: RunDir | None, resumes: bool) -> Iterato
     try:
         lesson = _opened(config, copies, CHECKED)
         yield from ({"fault": fault.text, "certain": fault.certain} for fault in faults(lesson, resumes))
-    except (ValueError, ImportError) as error:
+    except Exception as error:
+        if not (isinstance(error, ValueError | ImportError) or task_location(error)):  # not the task's own code
+            raise
         yield _fault(error)
     yield from _functions(config, copies)
 
@@ -96,7 +98,11 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _fault(error: Exception) -> dict[str, Any]:
-    return {"fault": str(error), "certain": True, "lacks": _lacking(error)}
+    text = str(error) if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {error}"
+    place = task_location(error)
+    if place and place.partition(": ")[0] not in text:
+        text += f" ({place})"
+    return {"fault": text, "certain": True, "lacks": _lacking(error)}
 
 
 def _lacking(error: BaseException) -> str | None:

@@ -12,7 +12,7 @@ from megatron_rl.contract.attempt_records import RankError
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read
 
-TASK = '''
+TASK = '''import os
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.recipe.section import Section
@@ -26,7 +26,7 @@ class Task(RewardOnlyAgent):
 
     def __init__(self, config, tokenizer):
         super().__init__(config, tokenizer)
-        self.first = int("one") if config.fails == "constructor" else 1
+        self.first = int("one") if config.fails == "constructor" and "RANK" in os.environ else 1
 
     def training_problems(self):
         return [Problem(f"{number}+1=", {"answer": str(number + 1)}) for number in range(self.first, 9)]
@@ -56,8 +56,9 @@ RECIPE = ("environment.name=broken-task", "model.init=from-scratch", "job.gpus_p
             "constructor",
             2,
             "in step 0 (starting): ConfigurationError: invalid literal for int() with base 10: 'one' "
-            '(broken_task.py:15: self.first = int("one") if config.fails == "constructor" else 1)',
-            'self.first = int("one") if config.fails == "constructor" else 1',
+            '(broken_task.py:15: self.first = int("one") if config.fails == "constructor" and "RANK" in os.environ '
+            "else 1)",
+            'self.first = int("one") if config.fails == "constructor" and "RANK" in os.environ else 1',
             "ValueError: invalid literal for int() with base 10: 'one'",
         ),
     ],

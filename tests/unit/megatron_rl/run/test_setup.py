@@ -15,6 +15,7 @@ from core_helpers import quiet_safe_points, stir, tiny_model, tiny_run
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.run import setup
 from megatron_rl.run.setup import set_up
 from megatron_rl.run.state import Counters, Run
 
@@ -120,3 +121,16 @@ def test_the_kl_penalty_stays_towards_the_initial_weights(tmp_path: Path, platfo
 def test_counters_of_a_later_version_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="has turns_seen, unknown to this version of mrl"):
         Counters.of({**asdict(Counters(step=STEP)), "turns_seen": 3})
+
+
+def test_fault_of_a_row_is_a_wrong_configuration_before_any_model_is_built(
+    tmp_path: Path, one_rank: None, platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "x"}\n')
+    data = {"path": str(tmp_path / "rows.jsonl"), "prompt": "prompt", "answer": "answer"}
+    values = tiny_run().model_dump() | {"data": data, "environment": None, "grpo": None}
+    values["training"] |= {"objective": "supervised"}
+    monkeypatch.setattr(setup, "build_models", lambda *_, **__: pytest.fail("a model was built"))
+    run_dir = RunDir(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match=r"rows\.jsonl:1 cannot be trained on: no token for the character 'x'"):
+        set_up(run_dir, run_dir.attempt(1), RunConfig.model_validate(values), platform, groups, quiet_safe_points())
