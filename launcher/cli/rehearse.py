@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -48,10 +48,12 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     name, profile = load_clusters().choose_profile(cluster, asked.config.cluster)
     plan = make_plan(asked, profile)
     config, sizes = with_offload(asked.config, plan, profile), plan.sizes
-    if not capabilities_of(engine := config.inference.engine).modelled:
+    able = capabilities_of(engine := config.inference.engine)
+    elsewhere = able.starts_workers or able.outside
+    if not (able.modelled or elsewhere):
         raise BadInput(
-            f"inference.engine {engine} cannot be rehearsed: it needs data on the device, or runs in processes of its "
-            "own. Rehearse the rest with inference.engine=native inference.server=null inference.vllm=null"
+            f"inference.engine {engine} cannot be rehearsed: it needs data on the device. Rehearse the rest with "
+            "inference.engine=native"
         )
     refuse_unready()
     limit = gpu_bytes(config, profile)
@@ -59,6 +61,8 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     vocab = config.model.padded_vocab_size(tokens)
     teacher = teacher_of(config)
     kinds = [kind for kind in rank_kinds(sizes) if kind.role != "teacher" or (teacher and not config.teacher_vllm)]
+    if elsewhere:
+        kinds = [replace(kind, role="training") for kind in kinds if kind.role in ("training", "colocated")]
     done = rehearse(config, tokens, kinds, teacher)
     ours = as_rehearsed(config)
     ranks = [_row(one, rank_memory(ours, sizes, vocab, one.kind.role, one.kind.stage).fullest.tensors) for one in done]
@@ -68,6 +72,12 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     else:
         if config.distill is not None and teacher is None and not config.distill.server:
             click.echo(f"note: the teacher is left out: {config.distill.teacher} is not on this machine", err=True)
+        if elsewhere:
+            click.echo(
+                f"note: {engine} divides the memory of its processes itself, so only the training ranks, without "
+                "buffers for the transfer of weights, are rehearsed",
+                err=True,
+            )
         if config.teacher_vllm:
             click.echo("note: the teacher's replicas are left out: vLLM divides their memory itself", err=True)
         from launcher.cli.show.rehearsal import show  # rich is slow to import

@@ -52,16 +52,21 @@ def test_the_table_shows_the_holders_of_the_peak_and_the_error_of_the_plan(monke
     assert "planned" in result.output
 
 
-@pytest.mark.parametrize(
-    ("engine", "overrides"),
-    [("megatron", ()), ("vllm", ("placement.mode=partitioned", "placement.inference.nodes=4"))],
-)
-def test_an_engine_that_cannot_be_rehearsed_is_refused_with_a_remedy(monkeypatch, engine, overrides):
+def test_an_engine_that_cannot_be_rehearsed_is_refused_with_a_remedy(monkeypatch):
     done(monkeypatch, 70.0)
-    result = mrl_rehearse(RECIPE, "--cluster", "h100", f"inference.engine={engine}", *overrides)
+    result = mrl_rehearse(RECIPE, "--cluster", "h100", "inference.engine=megatron")
     assert result.exit_code == 2
-    assert f"inference.engine {engine} cannot be rehearsed" in result.output
+    assert "inference.engine megatron cannot be rehearsed" in result.output
     assert "inference.engine=native" in result.output
+
+
+def test_beside_replicas_of_vllm_the_training_ranks_are_rehearsed(monkeypatch):
+    done(monkeypatch, 70.0)
+    result = mrl_rehearse(f"{RECIPE}-partitioned", "--cluster", "h100")
+    assert result.exit_code == 0
+    assert "note: vllm divides the memory of its processes itself" in result.output
+    ranks = json.loads(mrl_rehearse(f"{RECIPE}-partitioned", "--json").stdout)["ranks"]
+    assert [rank["role"] for rank in ranks] == ["training"]
 
 
 def test_every_stage_and_role_is_listed(monkeypatch):
