@@ -92,7 +92,8 @@ def _lost_text(said: Conversation, found: Rendering) -> Lost | None:
     lost = _lost_in(_Search(said, exact=True), said, found)
     if lost is None:
         return None
-    composed = Rendering(*(None if text is None else normalize("NFKC", text) for text in found))
+    learned = None if found.learned is None else normalize("NFKC", found.learned)
+    composed = Rendering(normalize("NFKC", found.text), learned)
     return lost if _lost_in(_Search(said, exact=True, composed=True), said, composed) is not None else None
 
 

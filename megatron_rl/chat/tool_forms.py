@@ -45,7 +45,7 @@ def kind_of(value: object) -> str:
         (Sequence, "a list"),
         (type(None), "null"),
     ):
-        if isinstance(value, types):  # type: ignore[arg-type]
+        if isinstance(value, types):
             return name
     return f"a {type(value).__name__}"
 

@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 
 from megatron_rl.chat.conversation import ROLES, WITHOUT_MEANING, Conversation, ConversationError, conversation_of
 
-ASKED = {"role": "user", "content": "Tree?"}
-PLAIN = [ASKED, {"role": "assistant", "content": "A plant."}]
-CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "tree"}}}
-NAMED_CALL = {"id": "c", **CALL}
-CALLED = [
+ASKED: dict[str, Any] = {"role": "user", "content": "Tree?"}
+PLAIN: list[dict[str, Any]] = [ASKED, {"role": "assistant", "content": "A plant."}]
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "tree"}}}
+NAMED_CALL: dict[str, Any] = {"id": "c", **CALL}
+CALLED: list[dict[str, Any]] = [
     ASKED,
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "a plant", "name": "look_up"},
 ]
-CALLED_BY_ID = [
+CALLED_BY_ID: list[dict[str, Any]] = [
     ASKED,
     {"role": "assistant", "content": "", "tool_calls": [NAMED_CALL]},
     {"role": "tool", "content": "a plant", "name": "look_up", "tool_call_id": "c"},
 ]
-THOUGHT = [ASKED, {"role": "assistant", "content": "A plant.", "reasoning_content": "Leaves."}]
-RESULT = {"role": "tool", "content": "a plant"}
-FLAT = {"name": "look_up", "arguments": {"word": "tree"}}
+THOUGHT: list[dict[str, Any]] = [ASKED, {"role": "assistant", "content": "A plant.", "reasoning_content": "Leaves."}]
+RESULT: dict[str, Any] = {"role": "tool", "content": "a plant"}
+FLAT: dict[str, Any] = {"name": "look_up", "arguments": {"word": "tree"}}
 
 
 def turn(role: str, value: Any, **more: Any) -> dict[str, Any]:
@@ -155,12 +155,12 @@ def test_form_of_a_published_set_is_understood(form: str) -> None:
     assert list(conversation_of(given_as).messages) == expected
 
 
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "look_up", "description": "Finds.", "parameters": {"type": "object", "properties": {}}},
 }
-BARE = TOOL["function"]
-ANTHROPIC = {"name": "look_up", "description": "Finds.", "input_schema": BARE["parameters"]}  # type: ignore[index]
+BARE: dict[str, Any] = TOOL["function"]
+ANTHROPIC: dict[str, Any] = {"name": "look_up", "description": "Finds.", "input_schema": BARE["parameters"]}
 
 
 @pytest.mark.parametrize(

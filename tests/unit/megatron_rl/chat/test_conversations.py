@@ -168,7 +168,7 @@ def test_a_later_day_changes_only_the_first_prompt() -> None:
 def test_messages_may_have_what_clients_send() -> None:
     chat = Chat.of(qwen3())
     call = {"id": "c", "type": "function", "index": 0, "function": {"name": "now", "arguments": ""}}
-    told = [
+    told: list[dict[str, Any]] = [
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
         USER,
         {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call], "cache_control": {}},
