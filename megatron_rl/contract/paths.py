@@ -75,6 +75,8 @@ class RunDir:
         """Done: exists if the run is finished."""
         self.metrics = self.root / "metrics.jsonl"
         """MetricsLine, one per step."""
+        self.lesson = self.root / "lesson.json"
+        """Lesson."""
         self.evaluations = self.root / "evaluations.jsonl"
         """MetricsLine, one per evaluation; step 0 is the model before training."""
         self.evaluation = self.root / "evaluation.json"

@@ -73,6 +73,7 @@ class GroupLine(NamedTuple):
     failures: dict[str, int] = {}  # number of lost answers by reason
     passed_over: str = ""  # why the step did not train on the group
     answers: list[AnswerLine] = []  # of a sampled group, with tokens; empty for the others
+    right: str | None = None  # right answer to the problem of a sampled group, as a model would write it, if known
 
 
 PROMPT_LIMIT = 400

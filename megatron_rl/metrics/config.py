@@ -34,8 +34,8 @@ class LoggingConfig(Section):
     """Samples, histograms and experiment trackers."""
 
     samples_every: NonNegativeInt = 10
-    """Steps between groups that are recorded with all their tokens (`mrl rollouts`); 0 records none. Rewards and
-    lengths are recorded of every group."""
+    """Steps between groups that are recorded with all their tokens (`mrl rollouts`), beside those of the first and the
+    last step; 0 records none. Rewards and lengths are recorded of every group."""
     samples: PositiveInt = 4
     """Groups recorded with their tokens each time, and shown as text in TensorBoard."""
     histograms_every: NonNegativeInt = 50

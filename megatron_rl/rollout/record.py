@@ -7,13 +7,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
 
-from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.rollout_records import (
@@ -51,15 +51,19 @@ class RolloutRecord:
         tokenizer: Tokenizer,
         *,
         prompts_per_step: int,
+        last_step: int = 0,
+        right: Callable[[Problem], str | None] = lambda problem: None,
         every_group: bool = True,
     ) -> None:
         """
+        last_step: step that is sampled beside those that `logging.samples_every` names.
+        right: returns the right answer to a problem, None where none is known.
         every_group: whether groups are recorded that are not sampled, without their tokens.
         """
         self._attempt, self._rank, self._config = attempt, rank, config
         self._pieces = Pieces(tokenizer)
         self._stride = max(1, prompts_per_step // config.samples)
-        self._every_group = every_group
+        self._last, self._right, self._every_group = last_step, right, every_group
         self._waiting: dict[str, list[str]] = {}
         self._flushed = time.monotonic()
         self._unsynced: set[str] = set()
@@ -67,7 +71,8 @@ class RolloutRecord:
 
     def is_sampled(self, step: int) -> bool:
         """Whether some groups of the step are recorded with their tokens; the same on all ranks."""
-        return is_due(step, self._config.samples_every)
+        every = self._config.samples_every
+        return is_due(step, every) or (every > 0 and step == self._last)
 
     def add(
         self, step: int, batch: RolloutBatch, trained: bool, advantages: Tensor | None, logprobs: Tensor | None
@@ -133,7 +138,12 @@ class RolloutRecord:
                     answers = [self._answer(answer, scores) for answer in group.trajectories]
             its = [next(of_answers) for _ in group.trajectories]
             if answers or self._every_group:
-                yield _line(step, group, its, "", answers)
+                line = _line(step, group, its, "", answers)
+                yield line._replace(right=self._right_answer(group.problem)) if answers else line
+
+    def _right_answer(self, problem: Problem) -> str | None:
+        answer = self._right(problem)
+        return None if answer is None else answer[:PROMPT_LIMIT]
 
     def _answer(self, answer: Trajectory, scores: Iterator[float]) -> AnswerLine:
         """scores: log-probs of the trainer for its trained tokens and further ones."""

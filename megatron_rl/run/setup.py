@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.rollout.window import Drawn
 from megatron_rl.run.generation import Generation, generate_here
+from megatron_rl.run.lesson import record_lesson, right_answer
 from megatron_rl.run.models import Models, build_models
 from megatron_rl.run.problems import STALE_MOUNT_S, check_alike, check_unchanged, choose_problems, digests_of
 from megatron_rl.run.state import Counters, Driver, Run
@@ -106,8 +108,8 @@ def set_up(
     if config.curriculum is not None and counters.curriculum is not None and counters.problems == problems:
         curriculum = CurriculumState.from_json(counters.curriculum)
     driver: Driver
+    loop = generation.loop if generation is not None else None
     if environment is None or generation is None or config.supervised:
-        loop = generation.loop if generation is not None else None
         driver = ExampleDriver(training_sets, tokenizer, config, groups, environment, loop)
     else:
         bank = None
@@ -136,6 +138,8 @@ def set_up(
             curriculum,
             counters.next_ordinal,
         )
+    scored = None if config.supervised else environment
+    record_lesson(run_dir, training_sets, scored, loop, tokenizer, config, safe_points)
     writer = Writer()
     if dist.get_rank() == 0:
         values = config.model_dump(mode="json")
@@ -162,6 +166,8 @@ def set_up(
             config.logging,
             tokenizer,
             prompts_per_step=config.grpo.prompts_per_step,
+            last_step=config.training.steps,
+            right=partial(right_answer, scored),
             every_group=not config.supervised,
         ),
         profiler=StepProfiler(attempt, dist.get_rank(), config.profile, platform),

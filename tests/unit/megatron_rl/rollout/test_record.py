@@ -14,7 +14,7 @@ from core_helpers import ALPHABET, trajectory
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.rollout_records import NOT_FINITE, GroupLine, read_rollouts
+from megatron_rl.contract.rollout_records import NOT_FINITE, PROMPT_LIMIT, GroupLine, read_rollouts
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.rollout import record as module
@@ -121,3 +121,23 @@ def test_groups_are_left_out_with_one_warning_while_the_disk_is_full(
     record.add(3, BATCH, True, ADVANTAGES, None)
     assert {each.step for each in recorded(run, record)} == {3}
     assert caplog.text.count("No space left on device") == 1
+
+
+def test_the_last_step_is_sampled_beside_the_first_and_every_tenth(run: RunDir):
+    of_recipe = {"prompts_per_step": 4, "last_step": 15}
+    record = RolloutRecord(run.attempt(1), 0, LoggingConfig(), CharacterTokenizer(ALPHABET), **of_recipe)
+    assert [step for step in range(1, 16) if record.is_sampled(step)] == [1, 10, 15]
+    never = RolloutRecord(run.attempt(1), 0, LoggingConfig(samples_every=0), CharacterTokenizer(ALPHABET), **of_recipe)
+    assert not any(never.is_sampled(step) for step in range(1, 16))
+
+
+def test_sampled_groups_have_the_right_answer_where_it_is_known(run: RunDir):
+    def right(problem: Problem) -> str | None:
+        return problem.prompt[0] * 1000 if problem.prompt != "8+3=" else None
+
+    record = RolloutRecord(
+        run.attempt(1), 0, LoggingConfig(samples=4), CharacterTokenizer(ALPHABET), prompts_per_step=4, right=right
+    )
+    record.add(1, BATCH, True, ADVANTAGES, LOGPROBS)
+    its = {group.ordinal: group.right for group in recorded(run, record)}
+    assert its == {5: None, 6: "6" * PROMPT_LIMIT, 7: "7" * PROMPT_LIMIT, 8: None, 9: "9" * PROMPT_LIMIT}
