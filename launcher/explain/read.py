@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.errors import Failed
-from launcher.explain.formats import NO_FORMATS, Formats, formats_of
+from launcher.explain.formats import formats_of
+from launcher.explain.group_facts import facts_of
 from launcher.explain.record import Record
 from launcher.runs.slow_ranks import read_slow_ranks
 from launcher.runs.state import resolved_values
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import Watch
+from megatron_rl.contract.lesson_records import Lesson
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import PATIENCE_S, Unreadable, read_lines
+from megatron_rl.contract.records import PATIENCE_S, Unreadable, if_readable, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
 
 RECORDED_STEPS = 50
@@ -31,14 +34,17 @@ def read_record(run: RunDir, *, answers: bool = True) -> Record:
     for line in lines:
         watch.add(line)
     evaluations = _lines(run.evaluations, left_out)
-    formats = _formats(run, lines) if answers else NO_FORMATS
-    return Record(recipe, lines, evaluations, watch.warnings, read_slow_ranks(run), left_out, formats)
-
-
-def _formats(run: RunDir, lines: list[MetricsLine]) -> Formats:
-    """Formats of the answers of the newest steps; none where their record cannot be read."""
+    lesson = read(Lesson, run.lesson)
+    if isinstance(lesson, Unreadable):
+        left_out.append(str(lesson))
+    found = Record(
+        recipe, lines, evaluations, watch.warnings, read_slow_ranks(run), left_out, lesson=if_readable(lesson)
+    )
+    if not answers:
+        return found
     last = lines[-1].step if lines else 0
-    return formats_of(read_rollouts(run, max(1, last - RECORDED_STEPS + 1), last))
+    groups = [*read_rollouts(run, max(1, last - RECORDED_STEPS + 1), last)]
+    return replace(found, formats=formats_of(groups), facts=facts_of(groups))
 
 
 def _lines(path: Path, left_out: list[str]) -> list[MetricsLine]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.explain.formats import NO_FORMATS, Formats
+from launcher.explain.group_facts import NO_FACTS, GroupFacts
 from launcher.runs.slow_ranks import SlowRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, LearningWarning, number
+from megatron_rl.contract.lesson_records import Lesson
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,10 @@ class Record:
     """Files with lines that are left out, and why."""
     formats: Formats = NO_FORMATS
     """Formats of the answers that are recorded with their tokens, of the newest steps."""
+    facts: GroupFacts = NO_FACTS
+    """Facts about the lesson in the recorded groups of the newest steps."""
+    lesson: Lesson | None = None
+    """Counts and right answers from the start; None in runs of an older mrl."""
 
     def key(self, name: str) -> Any:
         """Return the value of a recipe key, such as `grpo.policy_loss`; None if it, or its section, is null."""

@@ -8,12 +8,12 @@ than the newest steps: the recipe, the evaluations, or the beginning of the run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
-from statistics import fmean, variance
 from typing import NamedTuple
 
+from launcher.explain import lesson_rules
 from launcher.explain.record import Record
-from megatron_rl.contract.learning import SOLVED, WINDOW, number
+from launcher.explain.trend import fall_of, rise_of
+from megatron_rl.contract.learning import SOLVED, TREND_STEPS, WINDOW, number
 from megatron_rl.contract.text import printable
 
 ENTROPY_LEFT = 0.1
@@ -36,22 +36,14 @@ BF16_STEP = 2.0**-9
 TYPICAL_WEIGHT = 0.02
 """Magnitude of a weight of a language model, the usual standard deviation of its initialisation."""
 LONG_ENOUGH = 50
-"""Steps after which a reward that is no higher than at the start is a finding."""
+"""Steps after which a reward that is no higher than at the start is a finding, and at least half of those of the
+recipe: many runs that learn begin with a flat stretch, or a dip."""
 LOST = 0.3
-"""Fall of the mean reward from its best ten steps, as a share of the rise until then, that is more than noise."""
+"""Fall of the mean reward from its best window, as a share of the rise until then, that matters."""
 GAP = 0.25
 """Accuracy on trained problems less that on held-out ones where answers are memorised."""
 FALLEN = 0.05
 """Fall of the accuracy on held-out problems from its best value that goes with it."""
-
-
-LEAST_ANSWERS = 32
-"""Fewest recorded answers that say something about a format."""
-FORMAT_MISSING = 0.3
-"""Share of complete answers without the requested format, in the newest steps, that is too much: most models learn a
-format in their first tens of steps."""
-CALLS_UNPARSED = 0.1
-"""Share of answers with calls that do not parse, and no other call, that is too much."""
 
 
 class Finding(NamedTuple):
@@ -74,32 +66,29 @@ class Rule(NamedTuple):
 
 
 def _reward_not_above_start(record: Record) -> str | None:
-    before, now = record.first("mean_reward"), record.last("mean_reward")
     rewards, right = record.series("mean_reward"), record.last("right_ratio")
-    if before is None or now is None or len(rewards) < LONG_ENOUGH or (right is not None and right >= SOLVED):
-        return None
-    noise = 2 * sqrt((variance(rewards[:WINDOW]) + variance(rewards[-WINDOW:])) / WINDOW)
-    if now - before > noise:
+    planned = record.key("training.steps") or 0
+    if not max(LONG_ENOUGH, planned // 2) <= len(rewards) < TREND_STEPS or (right is not None and right >= SOLVED):
+        return None  # from TREND_STEPS on the warning reward-not-rising says it
+    rise = rise_of(rewards)
+    if rise.significant:
         return None
     return (
-        f"After {len(rewards)} steps the mean reward is {now:.3g}, and was {before:.3g} at the start; the noise of "
-        f"these means is {noise:.2g}. In between it was {min(rewards):.3g} to {max(rewards):.3g}"
+        f"The mean reward of the last {rise.quarter} of {len(rewards)} steps is {rise.now:.3g}, and was "
+        f"{rise.before:.3g} in the first {rise.quarter}; the standard error of the difference is {rise.error:.2g}. In "
+        f"between it was {min(rewards):.3g} to {max(rewards):.3g}"
     )
 
 
 def _reward_fell(record: Record) -> str | None:
-    rewards = record.series("mean_reward")
-    if len(rewards) < LONG_ENOUGH or any(one.name == "reward-collapse" for one in record.warnings):
+    fall = fall_of(record.series("mean_reward"))
+    if fall is None or any(one.name == "reward-collapse" for one in record.warnings):
         return None
-    means = [fmean(rewards[at : at + WINDOW]) for at in range(len(rewards) - WINDOW + 1)]
-    best = max(range(len(means)), key=means.__getitem__)
-    risen, fallen = means[best] - means[0], means[best] - means[-1]
-    noise = 2 * sqrt((variance(rewards[best : best + WINDOW]) + variance(rewards[-WINDOW:])) / WINDOW)
-    if fallen <= max(LOST * risen, noise):
+    if fall.best - fall.last <= LOST * (fall.best - fall.first):
         return None
     return (
-        f"The mean reward of ten steps fell from {means[best]:.3g}, its best, reached at step {best + WINDOW}, to "
-        f"{means[-1]:.3g}"
+        f"The mean reward of {fall.window} steps fell from {fall.best:.3g}, its best, reached at step {fall.reached}, "
+        f"to {fall.last:.3g}"
     )
 
 
@@ -210,26 +199,6 @@ def _component_never_earned(record: Record) -> str | None:
     return f"No answer of {len(record.lines)} steps has earned anything of the {those} of the reward"
 
 
-def _format_missing(record: Record) -> str | None:
-    seen = record.formats
-    if seen.requested < LEAST_ANSWERS or seen.missing < FORMAT_MISSING * seen.requested:
-        return None
-    return (
-        f"{seen.missing} of {seen.requested} recorded answers of the newest steps, cut ones left out, do not have the "
-        f"format that their prompt requests ({seen.format}), so that no reward can find an answer in them"
-    )
-
-
-def _calls_do_not_parse(record: Record) -> str | None:
-    seen = record.formats
-    if seen.offered < LEAST_ANSWERS or seen.unparsed < CALLS_UNPARSED * seen.offered:
-        return None
-    return (
-        f"{seen.unparsed} of {seen.offered} recorded answers of the newest steps begin a tool call that cannot be "
-        "parsed, or name a tool that is not offered, and called nothing"
-    )
-
-
 def _slow_rank(record: Record) -> str | None:
     text = "; ".join(map(str, record.slow_ranks))
     return text[:1].upper() + text[1:] or None
@@ -295,16 +264,63 @@ RULES = (
     ),
     Rule(
         "format-missing",
-        _format_missing,
+        lesson_rules.format_missing,
         "Read some (mrl rollouts RUN --reward 0). Say the format in the prompt with an example, reward it alone with a "
         "small value (format_reward of the mathematics environments, a component of your own), or teach it first with "
         "worked examples (training.objective: supervised). A chat template that ends the answer too early looks alike.",
     ),
     Rule(
         "calls-do-not-parse",
-        _calls_do_not_parse,
+        lesson_rules.calls_do_not_parse,
         "Read some (mrl rollouts RUN). The model may call tools in another format than its chat template has: choose "
         "the model's own template, or teach calls first with worked examples (training.objective: supervised).",
+    ),
+    Rule(
+        "prompts-equal",
+        lesson_rules.prompts_equal,
+        "Look at the prompts (mrl rows RECIPE): the column of the question may be another (environment.args, data), or "
+        "the chat template may leave the message out.",
+    ),
+    Rule(
+        "prompts-empty",
+        lesson_rules.prompts_empty,
+        "Look at the rows (mrl rows RECIPE --all), and remove those without a question from the data.",
+    ),
+    Rule(
+        "prompts-cut",
+        lesson_rules.prompts_cut,
+        "Look at the longest prompts: data that was cut at a number of characters lost the end of its questions. Take "
+        "the data from before the cut; prompts that do not fit training.sequence_length are left out whole.",
+    ),
+    Rule(
+        "right-answer-below-1",
+        lesson_rules.right_answer_below_1,
+        "Compare the column of the right answer with what the reward function expects (mrl environments try NAME): an "
+        "answer that the data calls right should earn 1, the reward of a right answer in all metrics.",
+    ),
+    Rule(
+        "right-answers-unrewarded",
+        lesson_rules.right_answers_unrewarded,
+        "Read some (mrl rollouts RUN --reward 0). Say the format in the prompt with an example, accept more of them in "
+        "the reward function, or teach the format first (training.objective: supervised).",
+    ),
+    Rule(
+        "reward-by-length",
+        lesson_rules.reward_by_length,
+        "Look at the reward function, and at a penalty for long answers (grpo.overlong): as it is, the policy learns a "
+        "length, whatever the answers say.",
+    ),
+    Rule(
+        "advantage-by-length",
+        lesson_rules.advantage_by_length,
+        "If no reward for length is meant, look at what it rewards (mrl rollouts RUN), at grpo.overlong, and at "
+        "grpo.reduction, which decides how much the tokens of a long answer count.",
+    ),
+    Rule(
+        "learned-ends",
+        lesson_rules.learned_ends,
+        "Look at the rows (mrl rows RECIPE): answers may be empty, in another column (data.answer, data.messages), or "
+        "marked as not to be learned.",
     ),
     Rule(
         "slow-rank",

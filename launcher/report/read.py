@@ -8,9 +8,9 @@ from typing import Any
 
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.errors import BadInput
+from launcher.explain.explanation import explain
 from launcher.explain.read import read_record
 from launcher.explain.record import Record
-from launcher.explain.rules import findings
 from launcher.host.record.accounting import GpuUsage
 from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import read_ledger
@@ -30,7 +30,7 @@ from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Fabri
 from megatron_rl.contract.attempt_records import NodeAssignment as Nodes
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.files import names_in
-from megatron_rl.contract.learning import WINDOW, number
+from megatron_rl.contract.learning import number
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
@@ -82,8 +82,7 @@ def read_report(run: RunDir, now: float) -> RunReport:
         right=span(record.lines, "right_ratio"),
         accuracies=_accuracies(record),
         eta_s=_eta(record, status) if running else None,
-        findings=findings(record),
-        too_early=len(record.lines) < WINDOW,
+        explanation=explain(run, record),
         groups=chart_groups(record.lines, collected.bands()),
         rollouts=collected.rollouts(),
         evaluations=evaluation_charts(record.evaluations),

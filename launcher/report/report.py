@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from launcher.explain.rules import Finding
+from launcher.explain.explanation import Explanation
 from launcher.report.charts import Chart, Group
 from launcher.report.recipe import Difference
 from launcher.report.rollouts import Rollouts
@@ -81,9 +81,7 @@ class RunReport:
     accuracies: dict[str, Span]
     """Set -> greedy accuracy in the first and the last evaluation."""
     eta_s: float | None
-    findings: Sequence[Finding]
-    too_early: bool
-    """Whether the rules need more steps."""
+    explanation: Explanation
     groups: list[Group]
     rollouts: Rollouts
     evaluations: list[Chart]

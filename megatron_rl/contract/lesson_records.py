@@ -1,4 +1,4 @@
-"""lesson.json: what a run is taught, as its ranks found it at the start, for people and for the rules of `mrl explain`.
+"""The lesson of a run, as its ranks found it at the start: lesson.json.
 
 The prompts and answers themselves are in the record of rollouts.
 """

@@ -26,6 +26,7 @@ ANSWERS: dict[str, Metric] = {
         good="stable, or grows slowly where reasoning helps",
         advice="If it grows and the reward does not, use `grpo.reduction: token` and `grpo.overlong`; if it shrinks to "
         "a few tokens, the reward pays for short answers: read some.",
+        rules=("reward-by-length", "advantage-by-length"),
     ),
     "answer_length_max": Metric("longest answer", lambda step: step.stats.batch.answer_length_max, unit="tokens"),
     "answer_length_min": Metric("shortest answer", lambda step: step.stats.batch.answer_length_min, unit="tokens"),

@@ -43,7 +43,7 @@ LEARNING: dict[str, Metric] = {
         good="rises with the reward; 0 throughout is fine where no answer can earn exactly 1",
         advice="If the reward rises and this does not, the answers earn parts of the reward only: look at "
         "`reward/...`.",
-        rules=("format-missing",),
+        rules=("format-missing", "right-answers-unrewarded", "right-answer-below-1"),
     ),
     "reward_std": Metric(
         "standard deviation of the rewards of the step's answers",
@@ -79,7 +79,7 @@ LEARNING: dict[str, Metric] = {
         good=f"near 0 for policy losses, where it says little; falls in supervised training; never above "
         f"{LARGEST_LOSS:,.0f}",
         advice="Lower `optimizer.learning_rate`, and look at the size of the rewards.",
-        rules=("loss", "nonfinite-loss"),
+        rules=("loss", "nonfinite-loss", "learned-ends"),
     ),
     "grad_norm": Metric(
         "gradient norm before clipping, mean over the step's applied updates",

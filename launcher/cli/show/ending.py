@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
+from collections.abc import Sequence
 
 from launcher.cli.show.history import RECENT, History, clock, mean
-from launcher.cli.show.log_lines import last_lines
 from launcher.cli.show.scores import lines as evaluation_lines
 from launcher.cli.show.scores import result_of
-from launcher.host.judge.policy import found_disk_full
 from launcher.host.judge.sentence import describe_end
 from launcher.job.admission import has_work
+from launcher.runs.failure import Failure, failure_of
 from launcher.runs.state import result_file
-from megatron_rl.contract.attempt_records import AttemptEnd, Drain, RankError
+from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import (
     CRASHED,
     DRAINED,
@@ -27,7 +26,6 @@ from megatron_rl.contract.codes import (
     STOPPED,
 )
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import if_readable, read
 
 EXIT_CODES = {
     FINISHED: EXIT_FINISHED,
@@ -37,8 +35,6 @@ EXIT_CODES = {
     MISCONFIGURED: EXIT_USAGE,
 }
 FIRST = 10  # steps averaged for the first mean reward
-TRACEBACK_LINES = 12
-LOG_LINES = 20
 
 
 def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: History, resume: str) -> list[str]:
@@ -54,7 +50,7 @@ def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: Histor
     elif end.outcome in (DRAINED, STOPPED):
         lines = [describe_end(end, time.time())]
     else:
-        lines = failure_lines(attempt, end)
+        lines = failure_lines(failure_of(attempt, end))
     if out is not None:
         result = result_of(run) if end.outcome == FINISHED else None
         lines += evaluation_lines(result, str(out)) if result else [f"files:       {run.root}"]
@@ -78,27 +74,13 @@ def _next(run: RunDir, end: AttemptEnd, resume: str) -> str:
     return f"next:        correct it, then {resume}"
 
 
-def failure_lines(attempt: Attempt, end: AttemptEnd) -> list[str]:
-    """Return the failure, with the end of the traceback if the rank left one, else the end of its log."""
-    if found_disk_full(end.error):  # files that a rank wrote then are incomplete
-        return [describe_end(end, time.time()), f"logs: {attempt.logs}"]
-    if end.rank is None:
-        drain = if_readable(read(Drain, attempt.drain))
-        killed = drain is not None and (math.inf if drain.deadline is None else drain.deadline) <= drain.at
-        what = f"killed before it could save: {drain.cause}" if drain and killed else f"failed: {end.error}"
-        return [what, f"logs: {attempt.logs}"]
-    error, log = if_readable(read(RankError, attempt.error(end.rank))), attempt.log(end.rank)
-    if error is None:
-        phase = f" ({end.phase})" if end.phase else ""
-        place = f" in step {end.step}{phase}" if end.step is not None else ""
-        shown = indented(last_lines(log, LOG_LINES))
-        return [f"failed: rank {end.rank}{place}: {end.error}", *shown, f"log: {log}"]
-    place = f"in step {error.step} ({error.phase})"
-    trace = error.traceback.rstrip().splitlines()[-TRACEBACK_LINES:]
-    return [f"failed: rank {end.rank} {place}: {error.error}", *indented(trace), f"log: {log}"]
+def failure_lines(failure: Failure) -> list[str]:
+    """Return the failure, with the end of the traceback or of the log, and where the log is."""
+    what = "logs" if failure.log.is_dir() else "log"
+    return [failure.message, *indented(failure.shown), f"{what}: {failure.log}"]
 
 
-def indented(lines: list[str]) -> list[str]:
+def indented(lines: Sequence[str]) -> list[str]:
     """Indent lines of other programs."""
     return [f"  | {line}" for line in lines]
 

@@ -106,13 +106,3 @@ def _start_of_last(path: Path, lines: int) -> int:
             ends = text.count(b"\n")
     parts = text.split(b"\n")
     return end - len(b"\n".join(parts[-lines - 1 :])) if lines else end - len(parts[-1])
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a log that may be missing, long, or cut within a character."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 200 * count))
-            return file.read().decode("utf-8", "replace").splitlines()[-count:]
-    except OSError:
-        return []

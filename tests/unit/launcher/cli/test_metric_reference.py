@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli.main import main
-from launcher.cli.show.explanation import rule_names
 from launcher.cli.show.keys import Keys
 from launcher.cli.show.metrics import metric_lines, metrics_page
+from launcher.explain.explanation import rule_names
 from launcher.explain.rules import CLIPPED, CLIPPED_USUALLY, DIFFERENCE, ENTROPY_LEFT, STALENESS
 from megatron_rl.contract.learning import RULES as WARNING_RULES
 from megatron_rl.metrics.names import EVALUATION_METRICS, STEP_METRICS
@@ -25,7 +25,8 @@ def test_a_metric_with_a_good_range_says_what_to_do_outside_of_it():
 
 def test_every_rule_is_named_by_a_metric_that_it_reads():
     named = {rule for metric in METRICS.values() for rule in metric.rules}
-    assert named | {"component-never-earned"} == set(rule_names())
+    of_the_lesson = {"prompts-equal", "prompts-empty", "prompts-cut"}  # they read lesson.json
+    assert named | {"component-never-earned"} | of_the_lesson == set(rule_names())
 
 
 def test_every_key_of_an_advice_exists():

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from launcher.explain.formats import Formats
+from launcher.explain.group_facts import GroupFacts
 from launcher.explain.record import Record
 from launcher.explain.rules import RULES, findings
 from launcher.runs.slow_ranks import SlowRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import LearningWarning
+from megatron_rl.contract.lesson_records import Lesson, PromptCounts, RightAnswer
 
 RECIPE = {
     "model": {"dtype": "bf16"},
@@ -60,6 +62,18 @@ def with_grpo(**keys: Any) -> dict[str, Any]:
     return {**RECIPE, "grpo": {**RECIPE["grpo"], **keys}}
 
 
+def with_prompts(**counts: int) -> Record:
+    usual = {"prompts": 1000, "distinct": 990, "empty": 0, "longest": 900}
+    return replace(
+        run(), lesson=Lesson(PromptCounts(**{**usual, "at_longest": 1, "lengths": 300, "at_another": 9, **counts}))
+    )
+
+
+def with_right(*rewards: float | None, why: str = "") -> Record:
+    right = [RightAnswer("2+2=", "4", reward, why) for reward in rewards]
+    return replace(with_prompts(), lesson=Lesson(with_prompts().lesson.prompts, right))
+
+
 def names(record: Record) -> list[str]:
     return [one.rule for one in findings(record)]
 
@@ -76,6 +90,17 @@ GOOD = {
         run(), formats=Formats(requested=100, missing=20, format="####", offered=100, unparsed=5)
     ),
     "a handful of answers": replace(run(), formats=Formats(requested=8, missing=8, format="####")),
+    "prompts of which a few repeat others": with_prompts(distinct=700),
+    "sums, of which most have the largest number of digits": with_prompts(longest=5, at_longest=800, lengths=3),
+    "long prompts of which a few are equally long": with_prompts(longest=2048, at_longest=4, at_another=3),
+    "a natural prompt that all others contain": with_prompts(empty=1),
+    "right answers that earn 1, and one that was lost": with_right(1.0, 1.0, None),
+    "few right answers without their format": replace(run(), facts=GroupFacts(missed=100, unrewarded=9)),
+    "a handful of answers without their format": replace(run(), facts=GroupFacts(missed=20, unrewarded=20)),
+    "rewards that follow the length loosely": replace(
+        run(), facts=GroupFacts(scored=640, by_length=0.6, advantages=640, correlation=0.4)
+    ),
+    "rows of one label each": replace(run(), facts=GroupFacts(learned=200, ends=100, rows=100)),
     "supervised training": Record(
         {**RECIPE, "grpo": None}, [MetricsLine(step, {"loss": 1.0}) for step in range(1, 80)]
     ),
@@ -88,7 +113,7 @@ def test_nothing_is_found_in(name):
 
 
 FAULTY = {
-    "reward-not-above-start": (run(reward=(0.3, 0.3)), "After 60 steps the mean reward is 0.3"),
+    "reward-not-above-start": (run(reward=(0.3, 0.3)), "of the last 15 of 60 steps is 0.301, and was 0.299"),
     "reward-fell": (
         Record(RECIPE, [*run(reward=(0.2, 0.8)).lines, *(line(60 + step, 0.4) for step in range(1, 20))]),
         "from 0.755, its best, reached at step 60, to 0.4",
@@ -117,6 +142,33 @@ FAULTY = {
     "calls-do-not-parse": (
         replace(run(), formats=Formats(offered=100, unparsed=15)),
         "15 of 100 recorded answers of the newest steps begin a tool call",
+    ),
+    "prompts-equal": (with_prompts(prompts=100, distinct=1), "The first 100 prompts have 1 different texts"),
+    "prompts-empty": (with_prompts(empty=30), "30 of the first 1,000 prompts say nothing"),
+    "prompts-cut": (
+        with_prompts(longest=2048, at_longest=40, lengths=500, at_another=6),
+        "40 of 990 different prompts have exactly 2,048 characters, the largest number, and at most 6 any other",
+    ),
+    "right-answer-below-1": (
+        with_right(1.0, 0.0, 0.9),
+        'less than 1 for 2 of the first 3 problems: "4" to "2+2=" earned 0 before the first step',
+    ),
+    "right-answers-unrewarded": (
+        replace(run(), facts=GroupFacts(missed=100, unrewarded=12, example="so it is 4")),
+        "12 of 100 recorded answers of the newest steps that earned less than 1, cut ones left out, end with the right "
+        'answer of the data, such as "so it is 4"',
+    ),
+    "reward-by-length": (
+        replace(run(), facts=GroupFacts(scored=640, by_length=0.99, advantages=640, correlation=0.9)),
+        "explains 99% of the variance of the rewards of 640 answers",
+    ),
+    "advantage-by-length": (
+        replace(run(), facts=GroupFacts(scored=640, by_length=0.3, advantages=640, correlation=-0.6)),
+        "have a correlation of -0.60 within their groups: the policy is taught shorter answers",
+    ),
+    "learned-ends": (
+        replace(run(), facts=GroupFacts(learned=10, ends=8, rows=8)),
+        "8 of the 10 learned tokens of 8 recorded rows only end something",
     ),
     "slow-rank": (
         replace(run(), slow_ranks=[SlowRank("train", 3, "node05", 19, 20, 0.2)]),
@@ -158,3 +210,15 @@ def test_names_of_a_task_cannot_control_the_terminal():
 
 def test_a_key_below_something_that_is_no_section_is_absent():
     assert Record({"model": 3}, []).key("model.dtype") is None
+
+
+def test_right_answers_that_cannot_be_scored_are_a_finding_if_they_are_half():
+    (found,) = findings(with_right(None, None, 1.0, why="get_reward: KeyError: 'solution'"))
+    assert "could not be scored for 2 of the first 3 problems: get_reward: KeyError" in found.seen
+
+
+def test_a_run_of_many_steps_is_not_judged_by_a_flat_beginning():
+    long = {**RECIPE, "training": {"steps": 900}}
+    assert names(run(reward=(0.3, 0.3), steps=101, recipe=long)) == []
+    short = {**RECIPE, "training": {"steps": 200}}
+    assert names(run(reward=(0.3, 0.3), steps=101, recipe=short)) == ["reward-not-above-start"]

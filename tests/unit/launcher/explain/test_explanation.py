@@ -1,0 +1,46 @@
+"""Explanations of a run that failed, of a young one, and of one that learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.explain.explanation import explain, rule_names
+from launcher.explain.record import Record
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, MetricsLine, RankError
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append, write
+
+
+def crashed(folder: Path) -> RunDir:
+    run = RunDir(folder)
+    append(run.attempts_ledger, AttemptStart(1, 1e9))
+    append(run.attempts_ledger, AttemptEnd(1, 2e9, "crashed", step=4, rank=1, error="ValueError: no column answer"))
+    run.attempt(1).folder.mkdir(parents=True)
+    trace = 'Traceback (most recent call last):\n  File "reward.py", line 3\nValueError: no column answer'
+    write(run.attempt(1).error(1), RankError(1, "n1", 4, "reward", "ValueError: no column answer", trace))
+    return run
+
+
+def test_a_crashed_run_has_its_reason_first_and_is_not_called_too_early(tmp_path: Path):
+    explanation = explain(crashed(tmp_path), Record({}, [MetricsLine(1, {})]))
+    assert explanation.failure is not None
+    assert explanation.failure.message == "failed: rank 1 in step 4 (reward): ValueError: no column answer"
+    assert explanation.failure.shown[1] == '  File "reward.py", line 3'
+    assert (explanation.heading, explanation.remark) == ("Why it ended", "")
+
+
+def test_a_run_that_started_again_has_not_failed(tmp_path: Path):
+    run = crashed(tmp_path)
+    append(run.attempts_ledger, AttemptStart(2, 3e9))
+    assert explain(run, Record({}, [])).failure is None
+
+
+def test_a_young_run_is_said_to_be_young(tmp_path: Path):
+    explanation = explain(RunDir(tmp_path), Record({}, [MetricsLine(1, {})]))
+    assert "the run has made 1" in explanation.remark
+
+
+def test_a_run_without_findings_says_so_under_a_heading_that_asks_nothing(tmp_path: Path):
+    explanation = explain(RunDir(tmp_path), Record({}, [MetricsLine(step, {}) for step in range(1, 20)]))
+    assert explanation.heading == "Findings"
+    assert explanation.remark == f"None of {len(rule_names())} rules finds anything that keeps this run from learning."
