@@ -1,4 +1,4 @@
-"""The explanation of a run, by `mrl explain` and on the page of `mrl report`: how it failed, then what the rules find."""
+"""The explanation of a run, by `mrl explain` and on the page: how it failed, then what the rules find."""
 
 from __future__ import annotations
 

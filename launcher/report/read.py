@@ -18,6 +18,7 @@ from launcher.recipe.defaults import with_defaults
 from launcher.recipe.files import EXTENDS, RecipeFile, shipped_values, with_base
 from launcher.recipe.located_yaml import read_mapping, read_text
 from launcher.report.charts import chart_groups, evaluation_charts
+from launcher.report.lesson import lesson_of
 from launcher.report.recipe import Difference, differences, overridden
 from launcher.report.report import Cost, Fact, ResultRow, RunReport, Span, generated_tokens, span
 from launcher.report.rollouts import collect
@@ -84,6 +85,8 @@ def read_report(run: RunDir, now: float) -> RunReport:
         eta_s=_eta(record, status) if running else None,
         explanation=explain(run, record),
         groups=chart_groups(record.lines, collected.bands()),
+        lesson=lesson_of(collected.first, collected.last),
+        right_answers=record.lesson.right if record.lesson else [],
         rollouts=collected.rollouts(),
         evaluations=evaluation_charts(record.evaluations),
         results=_results(run, unread),

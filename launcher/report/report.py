@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from launcher.explain.explanation import Explanation
 from launcher.report.charts import Chart, Group
+from launcher.report.lesson import ShownLesson
 from launcher.report.recipe import Difference
 from launcher.report.rollouts import Rollouts
 from launcher.report.siblings import Siblings
@@ -15,6 +16,7 @@ from launcher.report.usage import AttemptRow, Fall, Timeline
 from launcher.runs.slow_ranks import PhaseRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, number
+from megatron_rl.contract.lesson_records import RightAnswer
 from megatron_rl.contract.run_records import Fork, RecipeChange
 
 
@@ -83,6 +85,10 @@ class RunReport:
     eta_s: float | None
     explanation: Explanation
     groups: list[Group]
+    lesson: ShownLesson | None
+    """None if no step was recorded with tokens."""
+    right_answers: Sequence[RightAnswer]
+    """Right answers of the data, and what the reward gave for them at the start."""
     rollouts: Rollouts
     evaluations: list[Chart]
     results: list[ResultRow]

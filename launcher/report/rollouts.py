@@ -118,6 +118,10 @@ class Collector:
         self._visits: dict[str, _Visits] = {}
         self._of_step: dict[int, tuple[list[float], list[int]]] = {}
         self._answers = self._tokens = self._all = self._all_sampled = 0
+        self.first: list[GroupLine] = []
+        """Groups with tokens of the first step that has some."""
+        self.last: list[GroupLine] = []
+        """The same of the last step."""
 
     def add(self, group: GroupLine) -> None:
         self._all += 1
@@ -133,6 +137,8 @@ class Collector:
             visits.last = mean
         if group.answers:
             self._all_sampled += 1
+            self.first += [group] if not self.first or self.first[0].step == group.step else []
+            self.last = [*(self.last if self.last and self.last[0].step == group.step else []), group]
             self._sampled[group.step, group.ordinal] = group
             self._tokens += tokens_of(group)
             if self._tokens > 2 * self._most_tokens:

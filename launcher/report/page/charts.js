@@ -6,7 +6,8 @@ mrl.charts = (() => {
   const sync = uPlot.sync("steps");
   let zooming = false;
 
-  /* Chart of {title, unit, meaning, steps, curves, smooth, band, log, markers}, drawn once it is near the window. */
+  /* Chart of {title, unit, meaning, steps, curves, smooth, band, log, markers}. Charts near the window are drawn first,
+   * the others while the page is idle, so that a page that is printed or captured has all of them. */
   function chart(data, { apart = false } = {}) {
     const plot = mrl.element("div", { class: "plot", role: "img", "aria-label": summary(data) });
     const readout = mrl.element("span", { class: "readout", "aria-hidden": "true" });
@@ -22,6 +23,8 @@ mrl.charts = (() => {
     };
     plot.chart = data;
     watcher.observe(plot);
+    waiting.push(plot);
+    if (waiting.length === 1) setTimeout(draw_next);
     return card;
   }
 
@@ -61,6 +64,19 @@ mrl.charts = (() => {
     },
     { rootMargin: "600px" },
   );
+
+  const waiting = [];
+
+  /* Draw a waiting chart, then let the page do something else. Charts in a closed box wait for the watcher. */
+  function draw_next() {
+    const plot = waiting.shift();
+    if (plot && plot.clientWidth) plot.draw();
+    if (waiting.length) setTimeout(draw_next);
+  }
+
+  addEventListener("beforeprint", () => {
+    for (const plot of waiting.splice(0)) if (plot.clientWidth) plot.draw();
+  });
 
   function summary(data) {
     const parts = data.curves.map((curve) => {
@@ -150,8 +166,9 @@ mrl.charts = (() => {
 
   function reading(data, at, several) {
     if (at === null || at === undefined) return "";
-    const values = data.curves.map((curve) => {
-      const text = mrl.number(curve.values[at], data.unit);
+    const values = data.curves.map((curve, place) => {
+      const raw = mrl.number(curve.values[at], data.unit);
+      const text = data.smooth.length ? `${raw} (smoothed ${mrl.number(data.smooth[place][at], data.unit)})` : raw;
       return several ? `${curve.label} ${text}` : text;
     });
     return `step ${data.steps[at].toLocaleString("en")}: ${values.slice(0, 3).join(", ")}`;

@@ -105,7 +105,9 @@ mrl.rollouts = (() => {
     });
     more.addEventListener("click", extend);
     const coloured = mrl.element("div", { class: "coloured" }, mrl.element("label", {}, "Colour tokens by ", modes), legend);
-    place.replaceChildren(problems(data, context), form, history, coloured, count, list, more);
+    const filter = mrl.element("details", { class: "filter-box" }, mrl.element("summary", {}, "Filter"), form);
+    filter.open = matchMedia("(min-width: 48rem)").matches;
+    place.replaceChildren(problems(data, context), filter, history, coloured, count, list, more);
     draw();
   }
 

@@ -1,0 +1,106 @@
+"""Pure: the lesson on the page: prompts and answers of the first and the last recorded step, or the first rows of data,
+with their tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_rl.contract.rollout_records import GroupLine, SequenceLine
+
+MOST_ROWS = 4
+MOST_TOKENS = 600
+"""Tokens of a prompt, and of an answer; of longer ones their start and their end are shown."""
+CONTROL = re.compile(r"<[^<>\s]{1,60}>|<\uff5c[^<>]{1,60}\uff5c>|\[/?[A-Z_]{2,}\]")
+"""Names of control tokens, as tokenizers write them."""
+
+
+class Token(NamedTuple):
+    text: str
+    """Line feeds are marked."""
+    learned: bool
+    control: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Tokens that follow one another."""
+
+    start: Sequence[Token]
+    end: Sequence[Token]
+    """Tokens after those that are left out."""
+    left_out: int
+
+    @property
+    def size(self) -> int:
+        return len(self.start) + self.left_out + len(self.end)
+
+
+class LessonAnswer(NamedTuple):
+    reward: float
+    advantage: float
+    ended: str
+    """Finish reason."""
+    passage: Passage
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtProblem:
+    """A problem of a step as the policy saw it, and its best and worst answer."""
+
+    step: int
+    prompt: Passage
+    right: str | None
+    """Right answer by the data; None if it is not known."""
+    answers: Sequence[LessonAnswer]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownLesson:
+    problems: Sequence[TaughtProblem]
+    """One of the first recorded step, and one of the last."""
+    rows: Sequence[Passage]
+    """First rows of data of a supervised run."""
+
+
+def lesson_of(first: Sequence[GroupLine], last: Sequence[GroupLine]) -> ShownLesson | None:
+    """Return the lesson of a run; None if no step was recorded with tokens.
+
+    first, last: groups with tokens of the first recorded step, and of the last one; the same if there is only one step.
+    """
+    if not first:
+        return None
+    if all(version < 0 for answer in first[0].answers for one in answer.sequences for version in one.versions):
+        rows = [passage(answer.sequences[0]) for group in first[:MOST_ROWS] for answer in group.answers[:1]]
+        return ShownLesson([], rows)
+    groups = [first[0], *(last[:1] if last and last[0].step > first[0].step else [])]
+    return ShownLesson([_problem(group) for group in groups], [])
+
+
+def _problem(group: GroupLine) -> TaughtProblem:
+    best = max(range(len(group.rewards)), key=group.rewards.__getitem__)
+    worst = min(range(len(group.rewards)), key=group.rewards.__getitem__)
+    chosen = [best, worst] if group.rewards[worst] < group.rewards[best] else [best]
+    sequence = group.answers[best].sequences[0]
+    answers = [
+        LessonAnswer(group.rewards[at], group.advantages[at], group.finish_reasons[at], passage(its, answer=True))
+        for at, its in ((at, group.answers[at].sequences[-1]) for at in chosen)
+    ]
+    return TaughtProblem(group.step, passage(sequence, answer=False), group.right, answers)
+
+
+def passage(sequence: SequenceLine, *, answer: bool | None = None) -> Passage:
+    """Return the tokens of a sequence.
+
+    answer: True for those from the first turn of the model on, False for those before it. Default: all.
+    """
+    border = sequence.turns[0][0] if sequence.turns else len(sequence.pieces)
+    chosen = slice(None) if answer is None else slice(border, None) if answer else slice(border)
+    pairs = zip(sequence.pieces[chosen], sequence.trained[chosen], strict=True)
+    tokens = [Token(text.replace("\n", "↵\n"), learned, bool(CONTROL.fullmatch(text))) for text, learned in pairs]
+    if len(tokens) <= MOST_TOKENS:
+        return Passage(tokens, [], 0)
+    half = MOST_TOKENS // 2
+    return Passage(tokens[:half], tokens[-half:], len(tokens) - MOST_TOKENS)
