@@ -18,8 +18,9 @@ def command(runs: tuple[str, ...], by: str, lowest: bool, as_json: bool) -> None
     """Print a line for each run, the best first: the recipe keys in which the runs differ, and metrics at the end, as
     means over the last ten steps, and the newest evaluations.
 
-    A RUN is a run's name, its directory or its job id. A directory that is no run stands for the runs in it: give the
-    folder of a sweep. `mrl help --metrics` describes the metrics; those of time, losses and failures are best when low.
+    A RUN is a run's name, its directory or its job id. A directory that is no run stands for the runs in it, and the
+    beginning of several names for all of these: give the folder of a sweep, or what the names of its runs begin with.
+    `mrl help --metrics` describes the metrics; those of time, losses and failures are best when low.
 
     \b
     Exit codes: 0 printed  1 a record cannot be read  2 no such run or metric

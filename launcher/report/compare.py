@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean, variance
 from typing import Any, NamedTuple
 
 from launcher.explain.record import Record
@@ -72,6 +76,55 @@ def compare(runs: Sequence[ComparedRun], by: str = "mean_reward", lowest: bool |
     known = {name: values for name, values in table.items() if name == by or any(value is not None for value in values)}
     keys = differing([run.record.recipe for run in runs])
     return Comparison(runs, keys, known, by, by.startswith(LOWER_IS_BETTER) if lowest is None else lowest)
+
+
+def verdict(found: Comparison) -> str:
+    """Return which run is the best, and whether its lead over the next one is more than noise. Only if there is a best
+    one."""
+    first, *others = [found.runs[at] for at in found.order if found.metrics[found.by][at] is not None]
+    value = value_at_end(first.record, found.by)
+    which = "lowest" if found.lowest else "highest"
+    text = f"best by {found.by} ({which}, mean of the last {WINDOW} steps): {first.name}, {value:.4g}"
+    if not others:
+        return text
+    text += f"; next: {others[0].name}, {value_at_end(others[0].record, found.by):.4g}"
+    ends = [_values(run.record.lines, found.by)[-WINDOW:] for run in (first, others[0])]
+    if min(map(len, ends)) < WINDOW:
+        return text
+    lead = abs(fmean(ends[0]) - fmean(ends[1]))
+    error = sqrt(sum(variance(end) for end in ends) / WINDOW)
+    return text if lead > 2 * error else f"{text} (no more than noise: 2 standard errors are {2 * error:.2g})"
+
+
+def labels(names: Sequence[str], longest: int) -> list[str]:
+    """Shorten names to what differs: without the parts that all begin and end with, and cut in their middle beyond
+    `longest` characters. Equal names stay as they are."""
+    if len(set(names)) < len(names) or len(names) < 2:
+        return [_cut(name, longest) for name in names]
+    parts = [re.findall(r"[^-_.,]+[-_.,]*|^[-_.,]+", name) for name in names]
+    start = _alike(parts)
+    end = min(_alike([its[::-1] for its in parts]), min(map(len, parts)) - start)
+    kept = ["".join(its[start : len(its) - end]).strip("-_.,") for its in parts]
+    found = kept if all(kept) and len(set(kept)) == len(kept) else names
+    cut = [_cut(name, longest) for name in found]
+    return cut if len(set(cut)) == len(cut) else [f"{at}: {name}" for at, name in enumerate(cut, 1)]
+
+
+def _alike(lists: Sequence[Sequence[str]]) -> int:
+    """Return the number of leading entries that all lists share; one of each is left over."""
+    most = min(map(len, lists)) - 1
+    return next((at for at in range(most) if len({its[at] for its in lists}) > 1), max(0, most))
+
+
+def _cut(name: str, longest: int) -> str:
+    half = (longest - 1) // 2
+    return name if len(name) <= longest else f"{name[:half]}…{name[half - longest + 1 :]}"
+
+
+def short(keys: Sequence[str]) -> list[str]:
+    """Shorten keys to their last part where that is unique."""
+    ends = Counter(key.rpartition(".")[2] for key in keys)
+    return [end if ends[end := key.rpartition(".")[2]] == 1 else key for key in keys]
 
 
 def value_at_end(record: Record, name: str) -> float | None:

@@ -11,7 +11,7 @@ from launcher.errors import BadInput
 from launcher.explain.read import read_record
 from launcher.recipe.defaults import with_defaults
 from launcher.report.compare import ComparedRun
-from launcher.runs.find import at_once, find, is_run
+from launcher.runs.find import at_once, find, is_run, newest_first
 from launcher.runs.state import read_statuses
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import names_in
@@ -19,13 +19,30 @@ from megatron_rl.contract.paths import RunDir
 
 
 def runs_of(names: Sequence[str]) -> list[RunDir]:
-    """Return the runs of names, directories or job ids; for a directory that is no run, the runs in it, by name. Raises
-    BadInput where there is none."""
+    """Return the runs of names, directories or job ids: for a directory that is no run, the runs in it, by name; for
+    the beginning of several names, such as those of a sweep, all of these. Files are passed over if there is something
+    else: a pattern of the shell also finds the logs beside the runs. Raises BadInput where there is no run."""
     found: dict[Path, RunDir] = {}
-    for name in names:
-        for run in _runs_in(Path(name)) if Path(name).is_dir() and not is_run(name) else [find(name)]:
+    others = [name for name in names if not Path(name).is_file()]
+    for name in others or names:
+        for run in _runs_of(name):
             found.setdefault(run.root.resolve(), run)
     return list(found.values())
+
+
+def _runs_of(name: str) -> list[RunDir]:
+    path = Path(name)
+    if is_run(name):
+        return [RunDir(path)]
+    if path.is_dir():
+        return _runs_in(path)
+    if "/" in name and path.name and path.parent.is_dir():
+        beside = (path.parent / one for one in sorted(names_in(path.parent)) if one.startswith(path.name))
+        begun = [RunDir(one) for one in beside if is_run(str(one))]
+    else:
+        begun = [RunDir(entry.run_dir) for entry in newest_first(name)] if name.strip() and not name.isdigit() else []
+    exact = [run for run in begun if run.root.name == path.name]
+    return exact if len(exact) == 1 else begun if len(begun) > 1 else [find(name)]
 
 
 def _runs_in(folder: Path) -> list[RunDir]:

@@ -12,6 +12,8 @@ BUCKETS = 400
 """Parts of a long curve; each keeps its minimum and its maximum. A chart is some 500 pixels wide."""
 SMOOTHED_OVER = 25
 """Parts of a run, one of which is averaged for a smoothed curve."""
+SHORTEST = 7
+"""Steps that are averaged at least, in a run of four times as many."""
 DIGITS = 5
 """Significant digits of a number in the page."""
 
@@ -57,15 +59,17 @@ def downsample(steps: Sequence[int], columns: Sequence[Sequence[Value]], buckets
 
 
 def smoothed(values: Sequence[Value]) -> list[Value]:
-    """Mean of each value and its neighbours, over a window of a SMOOTHED_OVER-th of the run, cut at both ends."""
-    half = len(values) // (2 * SMOOTHED_OVER)
+    """Mean of each value and its neighbours, over a window of a SMOOTHED_OVER-th of the run, in a short run of
+    SHORTEST steps, cut at both ends. None before the first value and after the last one."""
+    half = max(len(values) // (2 * SMOOTHED_OVER), min(SHORTEST, len(values) // 4) // 2)
     sums = [0.0, *accumulate(value or 0.0 for value in values)]
     counts = [0, *accumulate(value is not None for value in values)]
-    found: list[Value] = []
-    for at in range(len(values)):
+    found: list[Value] = [None] * len(values)
+    there = [at for at, value in enumerate(values) if value is not None]
+    for at in range(there[0], there[-1] + 1) if there else ():
         low, high = max(0, at - half), min(len(values), at + half + 1)
         known = counts[high] - counts[low]
-        found.append((sums[high] - sums[low]) / known if known else None)
+        found[at] = (sums[high] - sums[low]) / known if known else None
     return found
 
 

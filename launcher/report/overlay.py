@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher.report.charts import GROUPS, Chart, Group, Spec, evaluation_metrics, make_chart
-from launcher.report.compare import ComparedRun
+from launcher.report.compare import ComparedRun, labels
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import number
+
+LONGEST = 32
+"""Characters of a run's name in a legend."""
 
 
 def overlaid(runs: Sequence[ComparedRun]) -> list[Group]:
     """Return a chart for each metric, with a curve for each of the first runs."""
     steps, evaluations = [run.record.lines for run in runs], [run.record.evaluations for run in runs]
-    names = [run.name for run in runs]
+    names = labels([run.name for run in runs], LONGEST)
     scores = sorted({name for lines in evaluations for name in evaluation_metrics(lines)})
     groups = [
         Group(

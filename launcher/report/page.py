@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from launcher.report.compare import Comparison
+from launcher.report.compare import Comparison, verdict
 from launcher.report.overlay import overlaid
 from launcher.report.report import RunReport
 from launcher.report.usage import STACKED
@@ -73,7 +73,8 @@ def comparison_page(comparison: Comparison, title: str, now: float) -> str:
     """
     runs = [comparison.runs[place] for place in comparison.order]
     data = {"groups": overlaid(runs), "evaluations": [], "timeline": None}
-    return _render("several.html.j2", {"curves": data}, False, comparison=comparison, title=title, now=now)
+    texts = {"title": title, "verdict": verdict(comparison) if comparison.best is not None else ""}
+    return _render("several.html.j2", {"curves": data}, False, comparison=comparison, now=now, **texts)
 
 
 def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -> str:

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.report.compare import Comparison
-from megatron_rl.contract.learning import WINDOW
+from launcher.report.compare import Comparison, labels, short, verdict
 from megatron_rl.contract.text import printable
 
 PIPE_WIDTH = 240
 """Columns where there is no terminal."""
+HEADER, CELL = 13, 22
+"""Characters of a line of a header, and of a value of a recipe."""
+FEW_KEYS, MOST_KEYS = 4, 12
+"""Keys that are shown before the metrics, and that are shown at all: runs that differ in more are not those of a
+sweep."""
+GAP = 2
+
+
+class Column(NamedTuple):
+    header: str
+    """Its lines are separated by line feeds."""
+    cells: Sequence[str]
+    justify: Any = "right"
+    style: str = ""
+
+    @property
+    def width(self) -> int:
+        return max(len(line) for text in (self.header, *self.cells) for line in text.split("\n")) + GAP
 
 
 def comparison_json(found: Comparison) -> dict[str, Any]:
@@ -37,38 +54,71 @@ def comparison_json(found: Comparison) -> dict[str, Any]:
 
 
 def show_comparison(found: Comparison) -> None:
-    """Print a table for people."""
+    """Print tables for people: each has the columns that fit the terminal, so that no number is broken."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    names = [found.by, *(name for name in found.metrics if name != found.by)]
-    table.add_column("run", no_wrap=True)
-    for key in short(list(found.keys)):
-        table.add_column(Text(printable(key)), style="cyan", overflow="fold")
-    for name in ("state", "step", *(name.removeprefix("eval/") for name in names)):
-        table.add_column(Text(printable(name)), justify="left" if name == "state" else "right", overflow="fold")
-    for at in found.order:
-        run = found.runs[at]
-        keys = [value_text(values[at]) for values in found.keys.values()]
-        metrics = [number_text(found.metrics[name][at]) for name in names]
-        cells = [run.name, *keys, run.state, str(run.step), *metrics]
-        table.add_row(*(Text(printable(cell)) for cell in cells), style="bold" if at == found.best else "")
-    console.print(table)
-    console.print()
+    first, *others = _columns(found, max(HEADER, console.width // 3))
+    for columns in stacked(others, console.width - first.width):
+        table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold")
+        for column in (first, *columns):
+            table.add_column(Text(column.header), justify=column.justify, style=column.style, no_wrap=True)
+        for row, at in enumerate(found.order):
+            cells = (Text(column.cells[row]) for column in (first, *columns))
+            table.add_row(*cells, style="bold" if at == found.best else "")
+        console.print(table)
+        console.print()
     if not found.keys:
         console.print("the recipes are equal")
+    if (more := len(found.keys) - MOST_KEYS) > 0:
+        console.print(f"{more} more keys differ: mrl compare --json has all of them")
     if found.best is not None:
-        run, value = found.runs[found.best], number_text(found.metrics[found.by][found.best])
-        which = "lowest" if found.lowest else "highest"
-        text = f"best by {found.by} ({which}, mean of the last {WINDOW} steps): {run.name}, {value}"
-        console.print(Text(printable(text)))
+        console.print(Text(printable(verdict(found))))
 
 
-def short(keys: Sequence[str]) -> list[str]:
-    """Shorten keys to their last part where that is unique."""
-    ends = Counter(key.rpartition(".")[2] for key in keys)
-    return [end if ends[end := key.rpartition(".")[2]] == 1 else key for key in keys]
+def stacked(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
+    """Yield columns in groups that are at most so wide; a wider column is alone."""
+    group: list[Column] = []
+    for column in columns:
+        if group and sum(one.width for one in group) + column.width > width:
+            yield group
+            group = []
+        group.append(column)
+    yield group
+
+
+def _columns(found: Comparison, longest: int) -> Iterator[Column]:
+    """Yield the columns, the name of the run first. longest: characters of a name."""
+    runs = [found.runs[at] for at in found.order]
+    names = labels([run.name for run in found.runs], longest)
+    yield Column("run", [printable(names[at]) for at in found.order], "left")
+    keys = list(found.keys)[:MOST_KEYS]
+    values = [[printable(_cut(value_text(found.keys[key][at]))) for at in found.order] for key in keys]
+    differing = [
+        Column(_folded(header), cells, "left", "cyan") for header, cells in zip(short(keys), values, strict=True)
+    ]
+    metrics = [
+        Column(_folded(name.removeprefix("eval/")), [number_text(found.metrics[name][at]) for at in found.order])
+        for name in (found.by, *(name for name in found.metrics if name != found.by))
+    ]
+    state = Column("state", [run.state for run in runs], "left")
+    step = Column("step", [str(run.step) for run in runs])
+    alike = len(keys) <= FEW_KEYS
+    yield from (*differing, state, step, *metrics) if alike else (state, step, *metrics, *differing)
+
+
+def _folded(header: str) -> str:
+    """Return a header in lines, broken behind a dot, a slash or an underscore; a longer word stays whole."""
+    lines = [""]
+    for part in re.findall(r"[^_/.]+[_/.]*|[_/.]+", printable(header)):
+        if lines[-1] and len(lines[-1]) + len(part) > HEADER:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= CELL else f"{text[: CELL - 1]}…"
 
 
 def value_text(value: Any) -> str:

@@ -58,6 +58,8 @@ class PlannedRun:
     """Directory from the command line."""
     asked_cluster: str | None
     """`cluster` as the recipe has it."""
+    stem: str = ""
+    """Beginning of `name`, which the runs of a sweep share."""
 
 
 def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRun]]:
@@ -87,7 +89,7 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
         placed = replace(recipe, config=recipe.config.model_copy(update={"cluster": cluster}))
         given = request.run_dir / variant.name if request.run_dir and variant.name else request.run_dir
         name = "_".join(filter(None, (stem, variant.name)))
-        planned.append(PlannedRun(placed, name, given, recipe.config.cluster))
+        planned.append(PlannedRun(placed, name, given, recipe.config.cluster, stem))
     return cluster, planned
 
 

@@ -10,8 +10,20 @@ from click.testing import CliRunner, Result
 from run_helpers import make_run
 
 from launcher.cli.main import main
+from launcher.cli.show.comparison import Column, stacked
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.records import append
+
+MANY = {
+    **{
+        f"grpo.{name}": value
+        for name, value in (("group_size", 8), ("kl_beta", 0.1), ("eps_low", 0.1), ("eps_high", 0.3))
+    },
+    **{f"training.{name}": value for name, value in (("steps", 30), ("seed", 3))},
+    **{f"optimizer.{name}": value for name, value in (("warmup_steps", 3), ("min_learning_rate", 0), ("clip_grad", 2))},
+    **{f"logging.{name}": value for name, value in (("samples_every", 5), ("samples", 2), ("histograms_every", 7))},
+    "evaluation.every": 7,
+}
 
 pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
 
@@ -38,7 +50,7 @@ def test_the_runs_of_a_folder_are_listed_with_what_differs_the_best_first(sweep:
     assert best == ["b\\x1b[31m", "0.002", "new", "12", "0.5", "1.5"]
     assert other == ["a", "0.001", "new", "12", "0.25", "1.5"]
     assert found.output.splitlines()[-1] == (
-        "best by mean_reward (highest, mean of the last 10 steps): b\\x1b[31m, 0.5"
+        "best by mean_reward (highest, mean of the last 10 steps): b\\x1b[31m, 0.5; next: a, 0.25"
     )
 
 
@@ -66,3 +78,40 @@ def test_bad_input_is_one_error(sweep: Path, words: list[str], error: str):
     found = compared(*(word.format(sweep=sweep) for word in words))
     assert found.exit_code == 2
     assert error in " ".join(found.output.split())
+
+
+def test_the_beginning_of_several_names_stands_for_all_of_these_and_logs_are_passed_over(tmp_path: Path):
+    for seed in (1, 2):
+        run = make_run(tmp_path / f"demo-20261128_seed={seed}", f"training.seed={seed}")
+        append(run.metrics, MetricsLine(1, {"mean_reward": seed / 10}))
+        run.batch_log.touch()
+    make_run(tmp_path / "other")
+    both = compared(tmp_path / "demo-20261128")
+    assert both.exit_code == 0, both.output
+    assert [line.split()[0] for line in both.output.splitlines()[1:3]] == ["seed=2", "seed=1"]
+    globbed = compared(*sorted(tmp_path.glob("demo-*")))
+    assert globbed.exit_code == 0
+    assert globbed.output == both.output
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_no_number_is_broken_on_a_narrow_terminal(width: int):
+    columns = [Column(f"metric_{at}", ["-0.000311", "12,345"]) for at in range(7)]
+    groups = [*stacked(columns, width)]
+    assert [column for group in groups for column in group] == columns
+    assert all(sum(column.width for column in group) <= width for group in groups)
+
+
+def test_a_column_wider_than_the_terminal_is_alone():
+    wide, narrow = Column("x" * 50, ["1"]), Column("y", ["1"])
+    assert [*stacked([narrow, wide, narrow], 40)] == [[narrow], [wide], [narrow]]
+
+
+def test_runs_that_differ_in_many_keys_show_their_metrics_first_and_say_what_is_left_out(sweep: Path):
+    keys = [f"{key}={value}" for key, value in MANY.items()]
+    run = make_run(sweep / "other", *keys)
+    append(run.metrics, MetricsLine(1, {"mean_reward": 0.1}))
+    text = compared(sweep).output
+    (header,) = (line.split() for line in text.splitlines() if line.startswith("run"))
+    assert header[:4] == ["run", "state", "step", "mean_reward"]
+    assert "more keys differ: mrl compare --json has all of them" in text

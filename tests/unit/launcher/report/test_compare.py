@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.explain.record import Record
-from launcher.report.compare import ComparedRun, compare, value_at_end
+from launcher.report.compare import ComparedRun, compare, labels, value_at_end, verdict
 from megatron_rl.contract.attempt_records import MetricsLine
 
 
@@ -48,3 +48,26 @@ def test_only_keys_that_differ_and_metrics_that_exist_are_in_the_comparison():
     assert found.metrics["eval/a/greedy_accuracy"] == [0.5, None]
     assert "entropy" not in found.metrics
     assert next(iter(found.metrics)) == "mean_reward"
+
+
+def test_names_are_shortened_to_what_differs():
+    sweep = [f"demo-20261128-101010_group_size={size}_seed=1" for size in (8, 16)]
+    assert labels(sweep, 32) == ["size=8", "size=16"]
+    assert labels(["a", "b"], 32) == ["a", "b"]
+    assert labels(["first-run", "second-run"], 32) == ["first", "second"]
+    assert labels(["only-one"], 32) == ["only-one"]
+
+
+def test_long_names_are_cut_in_their_middle_and_stay_different():
+    cut = labels(["x" * 60, "y" * 60], 20)
+    assert cut == ["x" * 9 + "…" + "x" * 10, "y" * 9 + "…" + "y" * 10]
+    alike = labels(["x" * 30 + "1" + "x" * 30, "x" * 30 + "2" + "x" * 30], 20)
+    assert len(set(alike)) == 2
+
+
+def test_the_verdict_names_the_best_and_the_next_and_says_when_that_is_noise():
+    clear = compare([run("low", [0.1, 0.12] * 5), run("high", [0.9, 0.92] * 5)])
+    assert verdict(clear) == "best by mean_reward (highest, mean of the last 10 steps): high, 0.91; next: low, 0.11"
+    close = compare([run("one", [0.1, 0.3] * 5), run("other", [0.12, 0.3] * 5)])
+    assert "(no more than noise: 2 standard errors are 0.09" in verdict(close)
+    assert "next" not in verdict(compare([run("alone", [0.1])]))

@@ -37,10 +37,12 @@ def test_each_column_keeps_its_own_peak_at_its_own_step():
 def test_a_smoothed_curve_is_the_mean_of_the_neighbours_that_have_a_value():
     values = [float(step) for step in range(100)]
     assert smoothed(values)[50] == 50.0
-    assert smoothed(values)[0] == 1.0  # of 0, 1 and 2
+    assert smoothed(values)[0] == 1.5  # of 0 to 3: seven steps are averaged at least
     assert smoothed([3.0, None, None])[1] is None
+    ended = smoothed([None, *values[:40], None, None])
+    assert [at for at, value in enumerate(ended) if value is None] == [0, 41, 42]
     gaps = [1.0 if step % 2 else None for step in range(100)]
-    assert set(smoothed(gaps)) == {1.0}
+    assert set(smoothed(gaps)[1:]) == {1.0}
 
 
 def test_numbers_that_are_not_finite_are_left_out():
