@@ -19,6 +19,7 @@ from launcher.backends.probe import rank as one_rank
 from launcher.backends.probe.vllm import probe_in_container
 from launcher.backends.slurm import facts as slurm_facts
 from launcher.backends.slurm.parse import settings
+from launcher.cli.completion import complete_override, complete_recipe
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image, replica_python
@@ -60,8 +61,8 @@ Exit codes:
 
 
 @click.command("doctor", short_help="Check a recipe on a cluster before it runs.", help=HELP)
-@click.argument("recipe", required=False)
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.argument("recipe", required=False, shell_complete=complete_recipe)
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
 @click.option("--cluster", help="Cluster profile. [default: MRL_CLUSTER, the recipe's, or the one in clusters.yaml]")
 @click.option("--deep", is_flag=True, help="Also start a rank on a compute node; waits up to a minute for a free node.")
 @click.option("--json", "as_json", is_flag=True, help="Print {recipe, cluster, findings, counts} as JSON.")

@@ -36,6 +36,34 @@ COMMANDS = {
     "status": "info show state",
 }
 """Modules of launcher.cli (with _ for -) that hold a click command named `command` -> its names in other programs."""
+EXAMPLES = {
+    "attach": "mrl attach demo-run --rank 3 -- nvidia-smi",
+    "cancel": "mrl cancel demo-run --drain",
+    "chat": "mrl chat runs/mine",
+    "compare": "mrl compare runs/sweep --by eval/held_out/greedy_accuracy",
+    "completion": 'eval "$(mrl completion bash)"',
+    "convert": "mrl convert hf-to-megatron Qwen/Qwen2.5-7B /scratch/qwen2.5-7b",
+    "doctor": "mrl doctor qwen2.5-32b-dapo --cluster mine --deep",
+    "environments": "mrl environments try gsm8k -n 2",
+    "evaluate": "mrl evaluate runs/mine --env gsm8k",
+    "explain": "mrl explain runs/mine",
+    "fork": "mrl fork runs/mine@400 grpo.kl_beta=0.001",
+    "help": "mrl help grpo.policy_loss",
+    "logs": "mrl logs runs/mine -f --rank 3",
+    "ls": "mrl ls --json",
+    "plan": "mrl plan qwen2.5-32b-dapo job.nodes=16",
+    "prefetch": "mrl prefetch qwen2.5-32b-dapo --cluster mine",
+    "recipes": "mrl recipes",
+    "rehearse": "mrl rehearse qwen2.5-32b-dapo job.nodes=4",
+    "report": "mrl report runs/mine --open",
+    "requeue": "mrl requeue demo-run",
+    "resume": "mrl resume runs/mine training.steps=1200",
+    "rollouts": "mrl rollouts runs/mine --step 120 --reward 0",
+    "serve": "mrl serve runs/mine --port 8000",
+    "serve-agent": "mrl serve-agent gsm8k --tokenizer qwen2.5-3b-dapo",
+    "status": "mrl status runs/mine --watch",
+}
+"""Command -> an example of it, below its help."""
 START = "mrl-submit starts a run"
 SUBMIT_SYNONYMS = "grpo launch new rl run sbatch start submit train"
 """Names of mrl-submit in other programs."""
@@ -49,6 +77,7 @@ class _Commands(click.Group):
         if name not in COMMANDS:
             return None
         command: click.Command = import_module(f"launcher.cli.{name.replace('-', '_')}").command
+        command.epilog = f"\b\nExample:\n  {EXAMPLES[name]}"
         return command
 
     def resolve_command(

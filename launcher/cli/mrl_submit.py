@@ -46,7 +46,17 @@ Exit codes:
 """
 
 
-@click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+EXAMPLES = """\b
+Examples:
+  mrl-submit demo grpo.group_size=8
+  mrl-submit my.yaml --cluster mine --dry-run
+  mrl-submit my.yaml training.seed=1,2,3 --max-running 2
+"""
+
+
+@click.command(
+    help=HELP, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
+)
 @click.argument("recipe", shell_complete=complete_recipe)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
 @click.option("--cluster", help="Cluster to run on; local: this machine.")

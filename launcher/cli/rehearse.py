@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from launcher.backends.rehearsal import Rehearsal, rehearse
+from launcher.cli.completion import complete_override, complete_recipe
 from launcher.cluster.choice import load_clusters
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
@@ -23,8 +24,8 @@ from megatron_rl.inference.capabilities import capabilities_of
 
 
 @click.command("rehearse", short_help="Run a step at its true size without a GPU: shapes, devices, memory.")
-@click.argument("recipe")
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.argument("recipe", shell_complete=complete_recipe)
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
 @click.option("--cluster", help="Cluster profile whose GPUs it must fit, instead of the recipe's.")
 @click.option("--json", "as_json", is_flag=True, help='Print {"ranks": [...], "fits": true}, sizes in bytes.')
 @click.pass_context
