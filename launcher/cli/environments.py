@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,14 @@ from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
 from launcher.runs.policy import prepare_policy
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import describe_environments, with_samples
+from megatron_rl.agent.registry import EnvironmentInfo, describe_environments, with_samples
 from megatron_rl.standalone.config import Trial
+
+OF_THE_USER = ("python", "program", "judge", "math", "code", "gym", "remote", "verifiers", "multi-task")
+"""Environments whose data, rewards or programs are the user's."""
+OURS = "mrl"
+PIPE_WIDTH = 120
+"""Columns where there is no terminal."""
 
 
 @click.group(
@@ -28,11 +37,13 @@ from megatron_rl.standalone.config import Trial
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object: {environments: [{name, description, source}]}."
 )
+@click.option("--all", "every", is_flag=True, help="Also list the variants, such as the tasks of reasoning-gym.")
 @click.pass_context
-def command(ctx: click.Context, as_json: bool) -> None:
-    """List the registered environments, with a description and the package of each.
+def command(ctx: click.Context, as_json: bool, every: bool) -> None:
+    """List the registered environments with a description of each: first those that read data, rewards or programs of
+    yours, then those with problems of their own.
 
-    A recipe sets one of these names as `environment.name`.
+    A recipe sets one of these names as `environment.name`. With --json, all of them with their packages.
     """
     if ctx.invoked_subcommand is not None:
         if as_json:
@@ -42,9 +53,35 @@ def command(ctx: click.Context, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"environments": [one._asdict() for one in found]}, indent=2))
         return
-    width = max((len(one.name) for one in found), default=0)
-    for one in found:
-        click.echo(f"{one.name:<{width}}  {one.description}  ({one.source.partition(' (')[0]})")
+    for line in environment_lines(found, every, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns):
+        click.echo(line)
+
+
+def environment_lines(found: Sequence[EnvironmentInfo], every: bool, width: int) -> list[str]:
+    """Return the list of environments for people.
+
+    Args:
+        every: whether to list the variants of an environment, too.
+        width: columns of the terminal.
+    """
+    names = {one.name for one in found}
+    variants = Counter(parent for one in found if (parent := one.name.rpartition("/")[0]) in names)
+    listed = [one for one in found if every or one.name.rpartition("/")[0] not in names]
+    first = [one for one in listed if one.name in OF_THE_USER]
+    column = max((len(one.name) for one in listed), default=0) + 2
+    lines = []
+    for heading, group in (("of your own", first), ("with problems", [one for one in listed if one not in first])):
+        lines += [*([""] if lines else []), *([f"{heading}:"] if group else [])]
+        for one in group:
+            package = one.source.partition(" ")[0]
+            text = one.description if package == OURS else f"{one.description} ({package})"
+            if count := 0 if every else variants[one.name]:
+                text += f"; {one.name}/NAME for each of {count} (--all lists them)"
+            start = f"  {one.name:<{column}}"
+            lines += textwrap.wrap(
+                text, max(width, 60), initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
+            )
+    return lines
 
 
 @command.command("try", short_help="Try the first problems of an environment, with or without a model.")

@@ -9,7 +9,7 @@ from launcher.cli.main import COMMANDS
 
 
 @click.command("help", short_help="Describe a command, a key of a recipe, or a metric.")
-@click.argument("name", metavar="[COMMAND|KEY|SECTION|METRIC]", required=False, shell_complete=complete_key)
+@click.argument("name", metavar="[COMMAND|KEY|SECTION|METRIC|WORD]", required=False, shell_complete=complete_key)
 @click.option("--markdown", is_flag=True, help="Print the reference of all keys, docs/keys.md.")
 @click.option("--metrics", is_flag=True, help="Print the reference of all metrics, docs/metrics.md.")
 @click.pass_context
@@ -18,10 +18,11 @@ def command(context: click.Context, name: str | None, markdown: bool, metrics: b
 
     For a KEY of recipes, such as grpo.kl_beta: what it takes, its default, its meaning, and the shipped recipes that
     set it. For a SECTION, such as grpo: all of its keys. For a METRIC, such as truncated_ratio: its meaning, unit and
-    good range, and what to do outside of it.
+    good range, and what to do outside of it. For any other WORD: what has it in its name or its meaning, the nearest
+    first.
 
     \b
-    Exit codes: 0 printed  2 there is no such command, key or metric
+    Exit codes: 0 printed  2 nothing has this name or word
     """
     if metrics:
         from launcher.cli.show.metrics import metrics_page
@@ -40,7 +41,7 @@ def command(context: click.Context, name: str | None, markdown: bool, metrics: b
         click.echo(group.get_help(root))
         return
     from launcher.cli.show.keys import Keys, key_path  # slow to import
-    from launcher.cli.show.metrics import metric_lines
+    from launcher.cli.show.metrics import metric_lines, metric_texts
     from launcher.recipe.suggest import did_you_mean
 
     keys, path = Keys(), key_path(name)
@@ -49,6 +50,14 @@ def command(context: click.Context, name: str | None, markdown: bool, metrics: b
         return
     if len(path) > 1 and path not in keys.known:
         raise click.UsageError(f"recipes have no key {name}{did_you_mean(path, keys.known)}", context)
+    if name not in COMMANDS and path not in keys.known:
+        from launcher.cli.show.search import search_lines
+
+        commands = {command: group.get_command(root, command) for command in COMMANDS}
+        texts = {command: found.get_short_help_str(200) for command, found in commands.items() if found}
+        if lines := search_lines(name, {"keys": keys.texts(), "metrics": metric_texts(), "commands": texts}):
+            click.echo("\n".join([*lines, "", "mrl help NAME describes one of these."]))
+            return
     if name in COMMANDS or path not in keys.known:
         _, chosen, _ = group.resolve_command(root, [name])
         assert chosen is not None  # resolve_command has complained

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -11,7 +11,8 @@ import click
 from launcher.cli.completion import complete_override, complete_recipe
 from launcher.cli.show.terminal import echo
 from launcher.cluster.choice import Clusters, load_clusters
-from launcher.fetch.prefetch import Cache, Need, fetch, known_caches, needs
+from launcher.errors import Failed
+from launcher.fetch.prefetch import Cache, Need, fetch, known_caches, needs, unreachable
 from launcher.recipe.load import load_recipe
 from launcher.recipe.published import ShapeUnknown
 from megatron_rl.config import RunConfig
@@ -48,9 +49,7 @@ def command(
     name, profile = clusters.choose_profile(cluster, config.cluster)
     cache, wanted = Cache.of(profile), needs(config, profile)
     if not check:
-        for need in wanted:
-            echo(f"fetching {need}", err=True)
-            fetch(need, cache)
+        _fetch_all(wanted, cache)
     found = {need: cache.find(need) for need in wanted}
     if as_json:
         rows = [{"kind": need.kind, "name": need.name, "path": path and str(path)} for need, path in found.items()]
@@ -61,6 +60,24 @@ def command(
     context.exit(EXIT_FINISHED if all(found.values()) else EXIT_CRASHED)
 
 
+def _fetch_all(wanted: Sequence[Need], cache: Cache) -> None:
+    """Fetch all items, or look whether their tags have moved. Raises Failed at once if the hub cannot be reached and an
+    item of it is missing."""
+    away = unreachable() if any(need.of_the_hub for need in wanted) else ""
+    missing = [str(need) for need in wanted if need.of_the_hub and cache.find(need) is None]
+    if away and missing:
+        raise Failed(
+            f"{away}; run mrl prefetch on a machine with internet that sees {cache.huggingface}, or set HF_ENDPOINT or "
+            f"HTTPS_PROXY. Missing: {', '.join(missing)}"
+        )
+    for need in wanted:
+        if away and need.of_the_hub:
+            echo(f"{need} is there; {away}, so that newer files were not looked for", err=True)
+            continue
+        echo(f"fetching {need}", err=True)
+        fetch(need, cache)
+
+
 def _with_its_model(
     unknown: ShapeUnknown, recipe: str, overrides: tuple[str, ...], cluster: str | None, clusters: Clusters, check: bool
 ) -> RunConfig:
@@ -69,8 +86,7 @@ def _with_its_model(
     need = Need("model", unknown.model)
     if check:
         raise unknown
-    echo(f"fetching {need}", err=True)
-    fetch(need, cache)
+    _fetch_all([need], cache)
     return load_recipe(recipe, overrides, [cache.huggingface]).config
 
 

@@ -53,15 +53,6 @@ def span(seconds: float) -> str:
     return f"{days} days {hours} h" if hours else f"{days} days"
 
 
-def size(byte_count: float) -> str:
-    """Format a size: `32 MB`, `1.5 GB`, `640 GB`, in powers of ten, as disks are sold."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if byte_count >= factor or unit == "MB":
-            value = byte_count / factor
-            return f"{value:.1f} {unit}" if value < 10 else f"{value:,.0f} {unit}"
-    raise AssertionError
-
-
 def count(number: int, thing: str) -> str:
     """Format a number with its noun: `1 node`, `8 nodes`."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

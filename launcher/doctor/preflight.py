@@ -14,7 +14,7 @@ from launcher.backends.probe.vllm_options import Unasked, refused_options
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import replica_python
 from launcher.doctor.files import file_error
-from launcher.doctor.finding import Finding, count, error, note, ok, size, warning
+from launcher.doctor.finding import Finding, count, error, note, ok, warning
 from launcher.doctor.vllm import PYTHON_KEYS, inexact_options, vllm_findings
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, needs, only_begins
@@ -24,6 +24,7 @@ from launcher.recipe.load import Recipe
 from launcher.recipe.paths import read_paths
 from megatron_rl.agent.registry import required_extras
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.text import size
 from megatron_rl.model.config import package_of
 from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.recipe.data_files import is_text_file

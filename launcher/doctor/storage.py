@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from launcher.backends.probe.disk import Disk, over_quota
 from launcher.backends.probe.node import NodeFacts
 from launcher.doctor.demand import Demand
-from launcher.doctor.finding import Finding, error, note, ok, size, span, warning
+from launcher.doctor.finding import Finding, error, note, ok, span, warning
+from megatron_rl.contract.text import size
 
 SLOW_BYTES_PER_S = 50e6
 MOVE = "set run_root: in the profile to a directory on the shared file system"

@@ -11,9 +11,10 @@ from pathlib import Path
 from launcher.backends.probe.vllm import VllmFacts
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
-from launcher.doctor.finding import Finding, error, note, ok, size, warning
+from launcher.doctor.finding import Finding, error, note, ok, warning
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import INFER, TEACHER
+from megatron_rl.contract.text import size
 from megatron_rl.inference.vllm_options import VLLM_VERSIONS, untried
 
 OLDEST_PYTHON = (3, 11)

@@ -43,6 +43,11 @@ class Need:
     name: str
 
     @property
+    def of_the_hub(self) -> bool:
+        """Whether it comes from the hub of Hugging Face."""
+        return self.kind != "image" and not self.package
+
+    @property
     def package(self) -> str | None:
         """Python package that contains it; None: it comes from elsewhere."""
         return package_of(self.name) if self.kind in ("model", "tokenizer") else None
@@ -136,6 +141,27 @@ def fetch(need: Need, cache: Cache) -> bool:
         check=False,
     )
     return ran.returncode == 0
+
+
+HUB = "https://huggingface.co"
+REACHED_S = 10.0
+"""Seconds in which the hub must answer before anything is fetched: its library tries again and again for a minute."""
+
+
+def unreachable(environ: Mapping[str, str] = os.environ) -> str:
+    """Return why the hub of Hugging Face cannot be reached from here, with the library's variables; empty if it can."""
+    from urllib.error import HTTPError  # slow to import, and only for this
+    from urllib.request import Request, urlopen
+
+    hub = environ.get("HF_ENDPOINT") or HUB
+    try:
+        with urlopen(Request(hub, method="HEAD"), timeout=REACHED_S):
+            return ""
+    except HTTPError:  # an answer, whatever it says
+        return ""
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return f"{hub} cannot be reached from here: {getattr(reason, 'strerror', None) or reason}"
 
 
 def import_image_on_login(config: RunConfig, profile: Profile) -> None:

@@ -12,3 +12,13 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return a text of several lines with all else escaped."""
     return "\n".join(map(printable, text.replace("\t", "    ").split("\n")))
+
+
+def size(byte_count: float) -> str:
+    """Format bytes: `415 GiB`, `7.63 GiB`, `312 KiB`."""
+    value, units = float(byte_count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1000 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    unit = units[0]
+    return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"

@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = """
 eval "$(mrl completion bash)"
-compopt() { echo "compopt $*"; }
+compopt() { local IFS=' '; echo "compopt $*"; }
 COMP_LINE=$1 COMP_POINT=${#1}
 $(complete -p "${1%% *}" | sed 's/.*-F \\([^ ]*\\) .*/\\1/') "${1%% *}"
 printf '%s\\n' "${COMPREPLY[@]}"

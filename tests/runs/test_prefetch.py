@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +23,10 @@ import yaml
 from click.testing import CliRunner
 
 from launcher.cli.main import main
+from launcher.cli.prefetch import _fetch_all
 from launcher.cluster.profile import Profile
 from launcher.doctor.fetched import fetched
-from launcher.errors import BadInput
+from launcher.errors import BadInput, Failed
 from launcher.fetch.hub import explain, patterns
 from launcher.fetch.prefetch import (
     Cache,
@@ -35,6 +37,7 @@ from launcher.fetch.prefetch import (
     import_image_on_login,
     needs,
     record_of,
+    unreachable,
 )
 from launcher.recipe.load import load_recipe
 
@@ -206,6 +209,22 @@ def test_model_is_fetched_once_without_its_copies_in_other_formats(hub, profile)
     hub.asked.clear()
     assert fetch(need, cache)
     assert not [request for request in hub.asked if request.startswith("GET")]
+
+
+def test_without_internet_the_first_missing_item_is_one_error_at_once(profile, monkeypatch):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and not listening
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        cache = Cache.of(profile)
+        with pytest.raises(Failed) as failed:
+            _fetch_all([Need("model", "acme/tiny"), Need("dataset", "acme/rows")], cache)
+    text = str(failed.value)
+    assert "cannot be reached from here: Connection refused; run mrl prefetch on a machine with internet" in text
+    assert text.endswith("Missing: model acme/tiny, dataset acme/rows")
+
+
+def test_a_hub_that_refuses_is_reached(hub):
+    assert unreachable() == ""
 
 
 def test_job_finds_fetched_data_offline(stock):

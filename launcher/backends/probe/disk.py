@@ -18,6 +18,7 @@ from pathlib import Path
 
 from launcher.backends.probe.command import Fact, ask
 from megatron_rl.contract.children import module_command
+from megatron_rl.contract.text import size
 
 LIMIT_S = 20.0  # seconds for the child
 BLOCK = 1 << 20  # bytes
@@ -96,7 +97,7 @@ def over_quota(text: str, free_wanted: int) -> str | None:
         if "*" in fields[1] or "*" in fields[5]:
             return f"{fields[0]}: over quota"
         if limit and used + free_wanted > limit:
-            return f"{fields[0]}: {(limit - used) / 1e9:,.1f} GB are left of your quota of {limit / 1e9:,.1f} GB"
+            return f"{fields[0]}: {size(limit - used)} are left of your quota of {size(limit)}"
     return None
 
 

@@ -56,6 +56,10 @@ class Keys:
                 lines += ["", f"  {self._head(key)}", *_wrapped(self.meaning(key), "    ")]
         return lines if inside else [*lines, *_set_by(path)]
 
+    def texts(self) -> dict[str, str]:
+        """Name of each key and section -> its meaning."""
+        return {_name(path): self.meaning(path) for path in self.known if path[:1] != ENVIRONMENTS}
+
     def markdown(self) -> str:
         """The page docs/keys.md."""
         top = [key for key in self.known if len(key) == 1]

@@ -51,6 +51,11 @@ def metrics_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def metric_texts() -> dict[str, str]:
+    """Return the meaning of each metric."""
+    return {name: metric.meaning for name, metric in {**STEP_METRICS, **EVALUATION_METRICS}.items()}
+
+
 def metric_lines(name: str) -> list[str]:
     """Return the entry of a metric for the terminal; empty if there is none of this name."""
     known = {**STEP_METRICS, **EVALUATION_METRICS}

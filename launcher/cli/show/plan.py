@@ -14,6 +14,7 @@ from launcher.cli.show.plan_drawing import FOLD, MARGIN, drawing, legend
 from launcher.plan.placement import Plan
 from launcher.plan.summary import TIGHT
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.text import size
 
 
 def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -> None:
@@ -136,7 +137,8 @@ def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]
     yield (
         "updates",
         f"{batch['updates']} per step, of {batch['answers_per_update']:,} answers{passes}; "
-        f"{batch['updates'] * config.training.steps:,} in {config.training.steps:,} steps",
+        f"{batch['updates'] * config.training.steps:,} in {config.training.steps:,} steps (training.steps: "
+        f"{batch['answers'] * config.training.steps:,} answers, if nobody stops it earlier)",
     )
     yield "packing", _packing(batch)
 
@@ -254,13 +256,3 @@ CURES = {
     "context": "use larger GPUs",
 }
 """Remedies for each term that is too large."""
-
-
-def size(number: int) -> str:
-    """Format bytes: `415 GiB`, `7.63 GiB`, `312 KiB`."""
-    value, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1000 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    unit = units[0]
-    return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"

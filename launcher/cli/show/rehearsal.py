@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.cli.show.plan import size
 from launcher.plan.memory_terms import CONTEXT_BYTES
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.text import size
 
 TRIFLE = 0.005
 """Share of a phase's peak below which a holder is not named."""

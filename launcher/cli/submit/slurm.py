@@ -24,7 +24,6 @@ from launcher.errors import BadInput
 from launcher.job.admission import check
 from launcher.job.directories import disk_errors
 from launcher.job.draft import Draft, default_root, draft
-from launcher.runs.find import pasteable_command
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 
 if TYPE_CHECKING:
@@ -58,6 +57,8 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
     if request.as_json:
         _print_json([submitted_json(one, drafted) for one, drafted in zip(submitted, drafts, strict=True)])
     elif len(planned) > 1:
+        from launcher.runs.find import pasteable_command
+
         echo(f"compare:     {pasteable_command('compare', str(request.run_dir or planned[0].stem))}")
     if not request.follow or submitted[0].job_id is None:
         return EXIT_FINISHED

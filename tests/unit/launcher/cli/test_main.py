@@ -9,6 +9,7 @@ import pytest
 from click import ClickException
 from click.testing import CliRunner, Result
 
+from launcher.cli.environments import environment_lines
 from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cli.show.keys import Keys, key_path
@@ -16,6 +17,7 @@ from launcher.errors import show
 from launcher.recipe.files import shipped_values
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
+from megatron_rl.agent.registry import EnvironmentInfo
 from megatron_rl.recipe.values import flat
 
 
@@ -115,3 +117,46 @@ def test_help_is_a_command():
     assert (said.exit_code, said.exception) == (0, None)
     assert said.stdout.startswith("Usage: mrl cancel [OPTIONS] [RUN]")
     assert "there is no command 'cancle'; did you mean cancel?" in str(within("help", "cancle").exception)
+
+
+INSTALLED = [
+    EnvironmentInfo("python", "Rows of any data set, scored by a function of yours", "mrl 0.1.0 (a:B)"),
+    EnvironmentInfo("reasoning-gym", "A task of reasoning-gym", "mrl 0.1.0 (a:B)"),
+    *(EnvironmentInfo(f"reasoning-gym/{name}", f"The task {name}", "mrl 0.1.0 (a:B)") for name in ("ab", "bf")),
+    EnvironmentInfo("riddle", "Riddles " * 20, "riddles 2.0 (c:D)"),
+]
+
+
+def test_environments_for_data_of_the_user_come_first_and_variants_are_a_number():
+    lines = environment_lines(INSTALLED, False, 80)
+    assert lines[:4] == [
+        "of your own:",
+        "  python         Rows of any data set, scored by a function of yours",
+        "",
+        "with problems:",
+    ]
+    assert "reasoning-gym/NAME for each of 2 (--all lists them)" in " ".join(" ".join(lines).split())
+    assert not [line for line in lines if line.startswith("  reasoning-gym/")]
+    assert any(line.startswith("  reasoning-gym/ab") for line in environment_lines(INSTALLED, True, 80))
+
+
+def test_descriptions_of_environments_are_wrapped_at_words_and_name_packages_of_others():
+    lines = environment_lines(INSTALLED, True, 70)
+    assert max(map(len, lines)) <= 70
+    assert " ".join(" ".join(lines).split()).endswith("Riddles (riddles)")
+    assert not [line for line in lines if line.strip().startswith("iddles")]
+
+
+def test_help_for_a_word_lists_what_has_it_the_nearest_first():
+    said = within("help", "reward").stdout
+    first = said.splitlines()[1].split()[0]
+    assert first == "environment"  # by which other programs mean their reward
+    assert "\n  environment.reward_weights " in said
+    assert "\nmetrics:\n  mean_reward " in said
+    assert max(map(len, said.splitlines())) <= 100
+
+
+def test_help_for_a_word_that_nothing_has_is_an_error():
+    error = within("help", "zzzz").exception
+    assert isinstance(error, ClickException)
+    assert error.exit_code == 2

@@ -11,12 +11,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from launcher.cli.plan import command
-from launcher.cli.show.plan import size, warnings
+from launcher.cli.show.plan import warnings
 from launcher.cli.show.plan_drawing import drawing
 from launcher.cluster.choice import load_clusters
 from launcher.plan.placement import Plan, place
 from launcher.plan.summary import batch, make_plan, plan_json
 from launcher.recipe.load import load_recipe
+from megatron_rl.contract.text import size
 from megatron_rl.rank.config import JobConfig, PlacementConfig
 
 RECIPE = "qwen2.5-32b-dapo"

@@ -84,12 +84,12 @@ def test_speed(speed, level):
 
 
 def test_the_profiles_bandwidth_takes_precedence_over_the_measured_one():
-    assert "400 GB takes about 3 min (fs_bandwidth)" in said(about("speed", disk(), 4 * 10**11, fs_bandwidth=2.0))
-    assert "400 GB takes about 7 min (1 node at this speed)" in said(about("speed", disk(), 4 * 10**11))
+    assert "373 GiB takes about 3 min (fs_bandwidth)" in said(about("speed", disk(), 4 * 10**11, fs_bandwidth=2.0))
+    assert "373 GiB takes about 7 min (1 node at this speed)" in said(about("speed", disk(), 4 * 10**11))
 
 
 def test_space_for_the_checkpoints_that_are_kept():
-    assert "10 TB free; demo keeps up to 1.2 TB (3 checkpoints" in said(about("space", disk(), 4 * 10**11))
+    assert "9.09 TiB free; demo keeps up to 1.09 TiB (3 checkpoints" in said(about("space", disk(), 4 * 10**11))
     (full,) = about("space", disk(free_bytes=10**12), 4 * 10**11)
     assert full.level == "error"
 
@@ -106,11 +106,11 @@ QUOTA = "Disk quotas for user ada (uid 1000):\n     Filesystem  blocks   quota  
         (QUOTA + "/dev/sda1 1000000 9000000 9900000 0 50 0 0 0\n", None),
         (
             QUOTA + "/dev/sda1 1000000 2000000 2500000 0 50 0 0 0\n",
-            "/dev/sda1: 1.5 GB are left of your quota of 2.6 GB",
+            "/dev/sda1: 1.43 GiB are left of your quota of 2.38 GiB",
         ),
         (QUOTA + "/dev/sda1 9000001* 9000000 9900000 1767225600 50 0 0 0\n", "/dev/sda1: over quota"),
         (QUOTA + "/dev/sda1 1 0 0 0 501* 500 600 1767225600\n", "/dev/sda1: over quota"),
-        ("/lustre 1000000 0 2500000 - 50 0 0 -\n", "/lustre: 1.5 GB are left of your quota of 2.6 GB"),
+        ("/lustre 1000000 0 2500000 - 50 0 0 -\n", "/lustre: 1.43 GiB are left of your quota of 2.38 GiB"),
         ("/lustre [1000000] 0 0 - 50 0 0 -\n", None),
     ],
 )
@@ -121,7 +121,7 @@ def test_quota(text, problem):
 
 def test_quota_findings():
     tight = replace(disk(), quota=Fact("/lustre 1000000 0 2500000 - 50 0 0 -\n"))
-    assert said(about("quota", tight, 10**9)).startswith("error: /lustre: 1.5 GB are left")
+    assert said(about("quota", tight, 10**9)).startswith("error: /lustre: 1.43 GiB are left")
     unknown = replace(disk(), quota=Fact(failure="there is no command quota here"))
     assert said(about("quota", unknown)) == "note: unknown: there is no command quota here"
     assert said(about("quota", disk())) == "ok: none"

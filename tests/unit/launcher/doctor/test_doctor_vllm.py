@@ -107,7 +107,7 @@ def test_another_release_of_nccl_is_a_warning_with_its_cost_and_the_fix() -> Non
     (found,) = about_nccl("2.27.3")
     assert found.level == "warning"
     assert found.text.startswith("the ranks have 2.27.3, and python3 in vllm:1 has 2.29.7. NCCL connects only")
-    assert found.text.endswith("66 GB to each replica with every step")
+    assert found.text.endswith("61 GiB to each replica with every step")
     assert "give the ranks 2.29.7" in str(found.fix)
 
 

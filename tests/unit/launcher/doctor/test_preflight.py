@@ -126,7 +126,7 @@ def test_all_that_a_recipe_lacks_is_reported_at_once(laptop):
     assert f"model.checkpoint: {recipes}/nowhere: no such file or directory" in said and "mine.yaml:3:" in said
     assert f"later.path: {laptop}/later.jsonl: no such file" in said
     assert f"train.path: {recipes}/train.jsonl: no such file" in said
-    assert "mine needs 17 GB (job.memory_gib), and this machine has 8.6 GB" in said
+    assert "mine needs 16 GiB (job.memory_gib), and this machine has 8 GiB" in said
     assert "tokenizer" not in said
     code, dry = submitted("../recipes/mine.yaml", "job.memory_gib=16", "--dry-run")
     assert (code, dry.count("would be refused: ")) == (2, 4)
@@ -181,7 +181,7 @@ def test_without_a_measurement_the_memory_that_every_run_holds_counts():
     parameters = 134_515_008  # weights in bf16 and gradients in fp32 on each rank, Adam's state once for all
     assert least == pytest.approx(8 * 400e6 + 8 * (2 + 4) * parameters + 12 * parameters, rel=0.01)
     (found,) = memory(LAPTOP, recipe.config, least)
-    assert (found.level, "at least 11 GB" in found.text) == ("error", True)
+    assert (found.level, "at least 10.5 GiB" in found.text) == ("error", True)
 
 
 @pytest.mark.parametrize(
