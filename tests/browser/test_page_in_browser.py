@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -14,9 +15,9 @@ from reported_run import make_reported_run
 from launcher.report.compare import compare
 from launcher.report.compared import read_compared
 from launcher.report.write import follow_run, write_comparison, write_run
-from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, MetricsLine, RankError
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import append
+from megatron_rl.contract.records import append, write
 
 DRAWN = """
 canvas => {
@@ -88,14 +89,88 @@ def test_no_page_scrolls_sideways(opened, run, several, width):
     for file in (run.report, several):
         page = opened.goto(file.as_uri())
         scroll_through(page)
+        for box in page.locator("details").all():
+            box.evaluate("box => { box.open = true }")
         if groups(page):
             page.locator('input[name="sampled"]').check()
             page.wait_for_timeout(300)
             page.locator("button.group").first.click()
-        for box in page.locator("details").all():
-            box.evaluate("box => { box.open = true }")
         page.wait_for_timeout(200)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_charts_below_the_window_are_drawn_without_scrolling(opened, run, several):
+    for file in (run.report, several):
+        page = opened.goto(file.as_uri())
+        expect(page.locator(".plot:not(details .plot):not(:has(canvas))")).to_have_count(0)
+        assert page.locator(".plot canvas").count() > 5
+
+
+def test_all_charts_are_on_paper(opened, run):
+    page = opened.goto(run.report.as_uri())
+    page.wait_for_selector("#groups .plot")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("#curves .plot:not(details .plot):not(:has(canvas))").count() == 0
+
+
+def test_the_value_under_the_cursor_is_said_as_recorded_and_smoothed(opened, run):
+    page = opened.goto(run.report.as_uri())
+    page.locator("#groups .u-over").first.hover(position={"x": 150, "y": 60})
+    readout = page.locator("#groups .chart .readout").first.inner_text()
+    assert re.fullmatch(r"step \d+: [\d.]+ \(smoothed [\d.]+\)", readout)
+
+
+def test_an_odd_chart_fills_its_row(opened, run):
+    page = opened.goto(run.report.as_uri())
+    page.wait_for_selector("#groups .plot canvas")
+    for grid in page.locator("#groups .charts").all():
+        right = grid.bounding_box()["x"] + grid.bounding_box()["width"] if grid.bounding_box() else 0
+        cards = [box for card in grid.locator(".chart").all() if (box := card.bounding_box())]
+        assert not cards or abs(cards[-1]["x"] + cards[-1]["width"] - right) < 2
+
+
+def test_a_run_that_learns_begins_with_its_lesson_and_asks_no_question(opened, run):
+    page = opened.goto(run.report.as_uri())
+    headings = page.locator("h2").all_inner_texts()
+    assert headings[:3] == ["Findings", "The lesson", "Curves"]
+    steps = page.locator("#lesson h3").all_inner_texts()
+    assert steps == ["Step 10", "Step 60"]
+    prompt = page.locator("#lesson .passage").first
+    assert prompt.locator(".token.control").all_text_contents() == ["<user>", "<model>"]
+    answer = page.locator("#lesson .passage").nth(1)
+    assert "\\boxed{" in answer.locator(".token.learned").all_text_contents()
+
+
+def test_a_failed_run_begins_with_its_message_and_its_traceback(opened, tmp_path):
+    run = make_reported_run(tmp_path / "failed", steps=5)
+    run.done.unlink()
+    append(run.attempts_ledger, AttemptStart(3, 2e9))
+    append(run.attempts_ledger, AttemptEnd(3, 2.1e9, "crashed", step=4, rank=1, error="ValueError: no column"))
+    run.attempt(3).folder.mkdir(parents=True)
+    trace = 'Traceback (most recent call last):\n  File "reward.py", line 3\nValueError: no column <b>answer</b>'
+    write(run.attempt(3).error(1), RankError(1, "n1", 4, "reward", "ValueError: no column <b>answer</b>", trace))
+    write_run(run, run.report)
+    page = opened.goto(run.report.as_uri())
+    assert page.locator("h2").first.inner_text() == "Why it ended"
+    assert page.locator("#findings .message").inner_text().endswith("ValueError: no column <b>answer</b>")
+    assert page.locator("#findings pre").inner_text() == trace
+
+
+def test_legends_of_a_comparison_have_what_differs_and_the_best_is_named(opened, several):
+    page = opened.goto(several.as_uri())
+    page.wait_for_selector("#groups .legend li")
+    assert page.locator("#groups .legend").first.locator("li").all_inner_texts() == ["60", "30"]
+    assert page.locator("#runs p").first.inner_text().startswith("Best by mean_reward (highest, mean of the last 10")
+
+
+@pytest.mark.parametrize(("width", "folded"), [(390, True), (1280, False)])
+def test_the_filter_is_folded_on_a_phone_so_that_the_first_rollout_is_near(opened, run, width, folded):
+    page = opened.goto(run.report.as_uri())
+    page.wait_for_selector("button.group")
+    assert page.locator("form.filter").is_visible() != folded
+    top = page.locator("#rollouts").bounding_box()["y"]
+    if folded:
+        assert page.locator("button.group").first.bounding_box()["y"] - top < 844  # the window of a phone
 
 
 def test_filters_choose_groups(opened, run):
