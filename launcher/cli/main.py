@@ -55,6 +55,7 @@ EXAMPLES = {
     "prefetch": "mrl prefetch qwen2.5-32b-dapo --cluster mine",
     "recipes": "mrl recipes",
     "rehearse": "mrl rehearse qwen2.5-32b-dapo job.nodes=4",
+    "rows": "mrl rows my.yaml -n 4",
     "report": "mrl report runs/mine --open",
     "requeue": "mrl requeue demo-run",
     "resume": "mrl resume runs/mine training.steps=1200",

@@ -13,7 +13,7 @@ from launcher.runs.slow_ranks import read_slow_ranks
 from launcher.runs.state import resolved_values
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import Watch
-from megatron_rl.contract.lesson_records import Lesson
+from megatron_rl.contract.lesson_records import LessonRecord
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import PATIENCE_S, Unreadable, if_readable, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
@@ -34,7 +34,7 @@ def read_record(run: RunDir, *, answers: bool = True) -> Record:
     for line in lines:
         watch.add(line)
     evaluations = _lines(run.evaluations, left_out)
-    lesson = read(Lesson, run.lesson)
+    lesson = read(LessonRecord, run.lesson)
     if isinstance(lesson, Unreadable):
         left_out.append(str(lesson))
     found = Record(

@@ -11,7 +11,7 @@ from launcher.explain.group_facts import NO_FACTS, GroupFacts
 from launcher.runs.slow_ranks import SlowRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, LearningWarning, number
-from megatron_rl.contract.lesson_records import Lesson
+from megatron_rl.contract.lesson_records import LessonRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Record:
     """Formats of the answers that are recorded with their tokens, of the newest steps."""
     facts: GroupFacts = NO_FACTS
     """Facts about the lesson in the recorded groups of the newest steps."""
-    lesson: Lesson | None = None
+    lesson: LessonRecord | None = None
     """Counts and right answers from the start; None in runs of an older mrl."""
 
     def key(self, name: str) -> Any:

@@ -34,7 +34,7 @@ class PromptCounts(NamedTuple):
 
 
 @record()
-class Lesson(NamedTuple):
+class LessonRecord(NamedTuple):
     """Written once, by rank 0 of the first attempt; kept when the run resumes. Absent in runs of an older mrl."""
 
     prompts: PromptCounts

@@ -76,7 +76,7 @@ class RunDir:
         self.metrics = self.root / "metrics.jsonl"
         """MetricsLine, one per step."""
         self.lesson = self.root / "lesson.json"
-        """Lesson."""
+        """LessonRecord."""
         self.evaluations = self.root / "evaluations.jsonl"
         """MetricsLine, one per evaluation; step 0 is the model before training."""
         self.evaluation = self.root / "evaluation.json"

@@ -19,7 +19,7 @@ from megatron_rl.agent.api import Environment, GroupRolloutRequest, TrainingSet
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.lesson_records import SHOWN, Lesson, PromptCounts, RightAnswer
+from megatron_rl.contract.lesson_records import SHOWN, LessonRecord, PromptCounts, RightAnswer
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, read, write
 from megatron_rl.inference.config import Sampling
@@ -54,7 +54,7 @@ def record_lesson(
     environment, loop: None if nothing is scored. Raises LeaveAgreed if a rank is asked to leave.
     """
     leads = dist.get_rank() == 0
-    missing = torch.tensor([leads and read(Lesson, run_dir.lesson) is ABSENT], dtype=torch.int32)
+    missing = torch.tensor([leads and read(LessonRecord, run_dir.lesson) is ABSENT], dtype=torch.int32)
     if not safe_points.maximum(missing).item():
         return
     right: list[RightAnswer] = []
@@ -67,7 +67,7 @@ def record_lesson(
         return
     texts = islice((problem.prompt for each in sets for problem in each.problems), MOST_COUNTED)
     try:
-        write(run_dir.lesson, Lesson(count_prompts(texts), right), durable=False)
+        write(run_dir.lesson, LessonRecord(count_prompts(texts), right), durable=False)
     except OSError as error:
         logger.warning("the record of the lesson is left out: %s", error)
 

@@ -14,7 +14,7 @@ from launcher.explain.rules import RULES, findings
 from launcher.runs.slow_ranks import SlowRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import LearningWarning
-from megatron_rl.contract.lesson_records import Lesson, PromptCounts, RightAnswer
+from megatron_rl.contract.lesson_records import LessonRecord, PromptCounts, RightAnswer
 
 RECIPE = {
     "model": {"dtype": "bf16"},
@@ -65,13 +65,14 @@ def with_grpo(**keys: Any) -> dict[str, Any]:
 def with_prompts(**counts: int) -> Record:
     usual = {"prompts": 1000, "distinct": 990, "empty": 0, "longest": 900}
     return replace(
-        run(), lesson=Lesson(PromptCounts(**{**usual, "at_longest": 1, "lengths": 300, "at_another": 9, **counts}))
+        run(),
+        lesson=LessonRecord(PromptCounts(**{**usual, "at_longest": 1, "lengths": 300, "at_another": 9, **counts})),
     )
 
 
 def with_right(*rewards: float | None, why: str = "") -> Record:
     right = [RightAnswer("2+2=", "4", reward, why) for reward in rewards]
-    return replace(with_prompts(), lesson=Lesson(with_prompts().lesson.prompts, right))
+    return replace(with_prompts(), lesson=LessonRecord(with_prompts().lesson.prompts, right))
 
 
 def names(record: Record) -> list[str]:
