@@ -84,9 +84,9 @@ def try_answers(
             except (NotImplementedError, ValueError) as error:
                 found["no_gold"] = str(error)
             else:
-                found["gold_reward"], failures = runner.run(_reward(environment, config, problem, gold, tokenizer))
+                found["gold_reward"], failures = runner.run(reward_of(environment, config, problem, gold, tokenizer))
             wrong = found["wrong"] = _wrong(environment, problem, tokenizer)
-            found["wrong_reward"], more = runner.run(_reward(environment, config, problem, wrong, tokenizer))
+            found["wrong_reward"], more = runner.run(reward_of(environment, config, problem, wrong, tokenizer))
             yield {**found, **({"failures": [*failures, *more]} if failures or more else {})}
 
 
@@ -100,7 +100,7 @@ def _wrong(environment: Environment, problem: Problem, tokenizer: Tokenizer) -> 
     return text
 
 
-async def _reward(
+async def reward_of(
     environment: Environment, config: EnvironmentConfig, problem: Problem, text: str, tokenizer: Tokenizer
 ) -> tuple[float | None, list[str]]:
     """Score an answer as in a run; return the reward, None if the answer is lost, and the reasons."""

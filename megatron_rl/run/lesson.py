@@ -15,15 +15,13 @@ from itertools import islice, takewhile
 import torch
 import torch.distributed as dist
 
-from megatron_rl.agent.api import Environment, GroupRolloutRequest, TrainingSet
-from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.agent.trial import reward_of
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.lesson_records import SHOWN, LessonRecord, PromptCounts, RightAnswer
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, read, write
-from megatron_rl.inference.config import Sampling
-from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.agent_loop import AgentLoop
@@ -34,8 +32,6 @@ TRIED = 8
 """Problems whose right answer is scored."""
 TRIAL_S = 60.0
 """Seconds for these scores together. Answers that are not scored by then count as lost."""
-END_TOKENS = 8
-"""Tokens by which an answer may exceed its bytes: its end, and a blank that some tokenizers put first."""
 
 logger = logging.getLogger("megatron_rl")
 
@@ -102,22 +98,11 @@ async def _score(
     environment: Environment, problem: Problem, answer: str, tokenizer: Tokenizer, config: RunConfig
 ) -> tuple[float | None, str]:
     """Return the reward of an answer, scored as in a step; None and the reason if it is lost."""
-    request = GroupRolloutRequest(
-        ordinal=0,
-        problem=problem,
-        group_size=1,
-        sampling=Sampling(max_new_tokens=len(answer.encode("utf-8", "replace")) + END_TOKENS),
-        key=0,
-        inference=ScriptedInference(tokenizer, [answer]),
-        limits=RolloutLimits.of(config.task),
-    )
     try:
-        group = await environment.group_rollout(request)
+        reward, failures = await reward_of(environment, config.task, problem, answer, tokenizer)
     except Exception as error:  # noqa: BLE001 - the environment's own code
         return None, f"{type(error).__name__}: {error}"[:SHOWN]
-    if group.trajectories:
-        return group.trajectories[0].reward, ""
-    return None, next(iter(group.failures), "no reason is known")[:SHOWN]
+    return reward, next(iter(failures), "")[:SHOWN]
 
 
 def count_prompts(prompts: Iterable[str]) -> PromptCounts:
