@@ -30,6 +30,11 @@ _task_code: set[str] = set()
 class ConfigurationError(ValueError):
     """The recipe cannot run as it is; the message says what to change. Ends a rank with EXIT_CONFIG."""
 
+    def __init__(self, message: str, trace: str = "") -> None:
+        """trace: traceback and output of the task's code, if it failed."""
+        super().__init__(message)
+        self.trace = trace
+
 
 class TaskFailed(RuntimeError):
     """A task's code failed, and the original exception is unavailable: it was counted, or raised in another rank."""
@@ -62,7 +67,7 @@ def task_location(error: BaseException) -> str:
 
 def task_traceback(error: BaseException) -> str:
     """Return the traceback of an error from the task's first frame on; empty if it arose elsewhere."""
-    if isinstance(error, TaskFailed):
+    if isinstance(error, TaskFailed | ConfigurationError) and error.trace:
         return error.trace
     found = _own(error)
     if found is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.agent.keys import turn_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
-from megatron_rl.agent.scoring import RolloutLimits, as_task_error, await_score, score_answer
+from megatron_rl.agent.scoring import RolloutLimits, as_task_error, await_score
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryBuilder
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.config import ChatConfig
@@ -118,9 +118,9 @@ class ConversationAgent(RewardOnlyAgent):
                 break
         responses = [turn.text for turn in turns]
         score = partial(self.get_trajectory_reward, responses, problem.golden, completion.finish_reason)
-        found = await score_answer(score, limits)
-        if isinstance(found, Exception):
-            return self._reason("get_trajectory_reward", found, problem, responses[-1])
+        found = await self._scored(score, problem, responses[-1], limits)
+        if isinstance(found, str):
+            return found
         calls = [len(turn.calls) for turn in turns if turn.calls is not None]
         return builder.scored("\n".join(responses), found.reward, sum(calls) if calls else None, found.components)
 

@@ -19,13 +19,18 @@ from megatron_rl.agent.api import (
     GroupRolloutRequest,
 )
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.scoring import Reward, RolloutLimits, RolloutTimeout, run_within_limit, score_answer
+from megatron_rl.agent.reward_value import Reward, WrongReward
+from megatron_rl.agent.scoring import RolloutLimits, RolloutTimeout, Score, run_within_limit, score_answer
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.errors import task_location, task_traceback
+from megatron_rl.errors import ConfigurationError, task_location, task_traceback
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.own_code import where_defined
 
 logger = logging.getLogger(__name__)
+
+SHOWN = 200
+"""Characters of an answer and of its prompt in a message."""
 
 
 class RewardOnlyAgent(Environment):
@@ -48,7 +53,8 @@ class RewardOnlyAgent(Environment):
         engine generates in the same event loop.
 
         If it raises, it is called again up to `environment.reward_retries` times. After that, any exception loses this
-        one answer: it is excluded from its group and counted among the failures.
+        one answer: it is excluded from its group and counted among the failures. What is not a reward, such as None or
+        NaN, ends the run.
         """
 
     def gold_response(self, problem: Problem) -> str:
@@ -130,10 +136,30 @@ class RewardOnlyAgent(Environment):
     ) -> Trajectory | str:
         """Score a sample whose first turn is complete; return the reason if it is lost."""
         text = self.tokenizer.decode(completion.tokens)
-        score = await score_answer(partial(self.get_reward, text, problem.golden, completion.finish_reason), limits)
-        if isinstance(score, Exception):
-            return self._reason("get_reward", score, problem, text)
-        return Trajectory.single(request.prompt_tokens, completion, text, score.reward, score.components)
+        found = await self._answer_score(problem, text, completion.finish_reason, limits)
+        if isinstance(found, str):
+            return found
+        of_score = (found.reward, found.components, found.output)
+        return Trajectory.single(request.prompt_tokens, completion, text, *of_score)
+
+    async def _answer_score(
+        self, problem: Problem, text: str, finish_reason: FinishReason, limits: RolloutLimits
+    ) -> Score | str:
+        """Return the score of one answer, or the reason if it is lost. Raises ConfigurationError."""
+        return await self._scored(partial(self.get_reward, text, problem.golden, finish_reason), problem, text, limits)
+
+    async def _scored(
+        self, score: partial[Reward | Awaitable[Reward]], problem: Problem, text: str, limits: RolloutLimits
+    ) -> Score | str:
+        """Return what a method returns for an answer, or the reason if it is lost. Raises ConfigurationError if the
+        method returns something that is not a reward."""
+        method = score.func
+        try:
+            found = await score_answer(score, limits)
+        except WrongReward as error:
+            returned = f"{method.__name__} returned {error}"
+            raise ConfigurationError(f"{where_defined(method)}: {returned} {of_answer(problem, text)}") from error
+        return self._reason(method.__name__, found, problem, text) if isinstance(found, Exception) else found
 
     def _reason(self, method: str, error: Exception, problem: Problem, text: str) -> str:
         """Return a short reason for the record, with the location in the task's code. The first error at each location
@@ -141,14 +167,30 @@ class RewardOnlyAgent(Environment):
         place = task_location(error).partition(": ")[0]
         kind = f"{method} at {place}: " if place else f"{method}: "
         kind += type(error).__name__
+        return self._lost(kind, f"{kind}: {error}", task_traceback(error), problem, text, error)
+
+    def _lost(
+        self, kind: str, reason: str, trace: str, problem: Problem, text: str, error: Exception | None = None
+    ) -> str:
+        """Return a short reason for the record. The first loss of each kind is logged with its traceback.
+
+        Args:
+            kind: beginning of the reason, the same for all answers with the same fault.
+            error: what was raised, if it was raised in this process.
+        """
         if kind not in self._traces:
-            self._traces[kind] = task_traceback(error)
-            logger.error("%s failed on the answer %r to %r", method, text, problem.prompt, exc_info=error)
-        first_line = str(error).partition("\n")[0]
-        return f"{kind}: {first_line}"[:200]
+            self._traces[kind] = trace
+            below = f"\n{trace}" if error is None and trace else ""
+            logger.error("no score for the answer %r to %r: %s%s", text, problem.prompt, reason, below, exc_info=error)
+        return reason.partition("\n")[0][:200]
 
     def tracebacks(self) -> Mapping[str, str]:
         return self._traces
+
+
+def of_answer(problem: Problem, text: str) -> str:
+    """Name an answer in a message."""
+    return f"(for the answer {text!r:.{SHOWN}} to {problem.prompt!r:.{SHOWN}})"
 
 
 async def _or_why_not(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from inspect import isawaitable
 from typing import TypeVar
 
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.trajectories import check_reward
+from megatron_rl.agent.reward_value import Reward, checked_reward, total_reward
 
 Waited = TypeVar("Waited")
 
@@ -36,13 +34,8 @@ class RolloutTimeout(Exception):
     """Every attempt at a rollout exceeded its time limit."""
 
 
-Reward = float | Mapping[str, float]
-"""Result of scoring: a number, or components by name. The reward is the component `reward` if there is one, else the
-sum."""
-
 UNDECIDED = "undecided"
 """Component of the reward of an answer that counts as wrong because judging it exceeds a limit."""
-COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +43,20 @@ class Score:
     reward: float
     components: Mapping[str, float]
     """Components by name, excluding `reward`; empty if scoring returned a number."""
+    output: str = ""
+    """What the function printed."""
 
     @classmethod
-    def of(cls, given: Reward) -> Score:
-        """Validate the result of scoring. Raises ValueError or TypeError if it is not a valid reward."""
-        if not isinstance(given, Mapping):
-            check_reward(reward := float(given))
-            return cls(reward, {})
-        components = {name: float(value) for name, value in given.items()}
-        for name, value in components.items():
-            if not COMPONENT.fullmatch(name):
-                raise ValueError(f"the component {name!r} of a reward: letters, digits and _ . - make its name")
-            check_reward(value)
-        if not components:
-            raise ValueError("a reward without components: return at least one, or a number")
-        reward = components["reward"] if "reward" in components else math.fsum(components.values())
-        check_reward(reward)
-        return cls(reward, {name: value for name, value in components.items() if name != "reward"})
+    def of(cls, given: Reward, output: str = "") -> Score:
+        """Validate the result of scoring. Raises WrongReward if it is not a valid reward."""
+        found = checked_reward(given)
+        if isinstance(found, float):
+            return cls(found, {}, output)
+        return cls(total_reward(found), {name: value for name, value in found.items() if name != "reward"}, output)
 
 
 async def score_answer(score: Callable[[], Reward | Awaitable[Reward]], limits: RolloutLimits) -> Score | Exception:
-    """Return the score, or the exception of the last attempt."""
+    """Return the score, or the exception of the last attempt. Raises WrongReward."""
     began, tries = time.monotonic(), 0
     while True:
         try:
@@ -78,12 +64,13 @@ async def score_answer(score: Callable[[], Reward | Awaitable[Reward]], limits: 
             if isawaitable(given):
                 left_s = limits.timeout_s - (time.monotonic() - began)
                 given = await await_score(left_s, given, limits)
-            return Score.of(given)
+            break
         except BaseException as error:  # noqa: BLE001 - a task's scoring may raise anything, which must not end the run
             failure = as_task_error(error)
             tries += 1
             if tries > limits.retries or time.monotonic() - began >= limits.timeout_s:
                 return failure
+    return Score.of(given)
 
 
 def as_task_error(error: BaseException) -> Exception:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from megatron_rl.agent.reward_value import LARGEST_REWARD
 from megatron_rl.inference.api import Completion, FinishReason
 
-LARGEST_REWARD = 1e18
-"""Largest absolute reward: a baseline of the user's may compute squares of rewards in fp32."""
 OUTPUT_LIMIT = 4000
 """Characters of a program's output that a trajectory keeps."""
 
@@ -84,7 +83,7 @@ class Trajectory(Branch):
     branches: tuple[Branch, ...] = ()
     """Further sequences of the rollout."""
     output: str = ""
-    """End of what a program printed, at most OUTPUT_LIMIT characters."""
+    """End of what a program or a reward function printed, at most OUTPUT_LIMIT characters."""
 
     @classmethod
     def single(
@@ -94,6 +93,7 @@ class Trajectory(Branch):
         text: str,
         reward: float,
         components: Mapping[str, float] | None = None,
+        output: str = "",
     ) -> Trajectory:
         """Return the trajectory of one answer to one prompt; all tokens of the answer are trained on."""
         prompt, answer = len(prompt_tokens), len(completion.tokens)
@@ -107,6 +107,7 @@ class Trajectory(Branch):
             reward=reward,
             finish_reason=completion.finish_reason,
             components=components or {},
+            output=output,
         )
 
     @classmethod

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 PR_SET_CHILD_SUBREAPER = 36
+OUTSIDE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals meant for the ranks, which must not end their children."""
 
 
 def module_command(module: str) -> list[str]:
@@ -57,3 +60,48 @@ def adopt_orphans() -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # None: not Linux
     if prctl is not None:
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants(limit_s: float, reap: Callable[[], object] | None = None) -> None:
+    """Kill all descendants of this process, which has adopted orphans, and wait until they have ended.
+
+    Args:
+        limit_s: seconds that the kernel has; a process that hangs in a file system may need longer.
+        reap: collects ended children; default: their exit codes are discarded.
+    """
+    deadline = time.monotonic() + limit_s
+    while not _childless() and time.monotonic() < deadline:
+        for pid in _descendants(os.getpid()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+        (reap or _discard)()
+
+
+def _childless() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _discard() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """Yield the descendants of a process, parents first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it has ended
+                parent = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found = [pid]
+    for each in found:
+        more = children.get(each, [])
+        found += more
+        yield from more

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rl.agent.api import Environment, EvaluationRequest, EvaluationResponse, GroupRolloutRequest
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.scoring import Reward, RolloutLimits, RolloutTimeout, Score, as_task_error, run_within_limit
+from megatron_rl.agent.reward_value import Reward, WrongReward
+from megatron_rl.agent.scoring import RolloutLimits, RolloutTimeout, Score, as_task_error, run_within_limit
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.errors import ConfigurationError, task_location, task_traceback
@@ -213,7 +214,9 @@ def _scored(session: Session, result: RunResult) -> Trajectory:
         score = Score.of(result.score)
         output = _without_key(result.output, session)[-OUTPUT_LIMIT:]
         return session.trajectory(score.reward, score.components, output)
-    except (TypeError, ValueError) as error:
+    except WrongReward as error:
+        raise RolloutLost(f"rollout: the reward is {error}", result.output) from error
+    except ValueError as error:
         raise RolloutLost(f"rollout: {error}", result.output) from error
 
 

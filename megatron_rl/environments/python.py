@@ -5,21 +5,21 @@
     def reward(response: str, answer: str, **columns) -> float: ...
 
 The first argument is the response. The others are columns of the row by name, and `finish_reason`, which is "length" if
-the response was cut off. An `async def` is awaited, and all answers of a group are scored concurrently; a plain
-function runs in the event loop that generates, so it must be quick. It may also return a mapping of components: see
-`megatron_rl.agent.scoring.Reward`.
+the response was cut off. An `async def` is awaited, and all answers are scored concurrently. It may also return a
+mapping of components: see `megatron_rl.agent.reward_value.Reward`.
 
-The file is trusted code, and runs inside the rank like any environment.
+The file is trusted code. It runs in a process of its own (agent/own_process), in the main thread: wherever the answers
+come from, signals, threads, event loops and children work as in a script.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,21 +27,24 @@ from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.data_rows import Source
 from megatron_rl.agent.datasets import Question
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
+from megatron_rl.agent.own_process.api import Call, NotScored, Unusable
 from megatron_rl.agent.prompts import messages_in, render_messages, render_prompt
-from megatron_rl.agent.scoring import Reward
+from megatron_rl.agent.reward_only import of_answer
+from megatron_rl.agent.reward_value import Reward
+from megatron_rl.agent.scoring import RolloutLimits, Score
 from megatron_rl.agent.text_rows import as_text, value_at
-from megatron_rl.errors import task_location
+from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.recipe.own_code import import_file
 from megatron_rl.recipe.python_file import defined_names
-from megatron_rl.recipe.section import PathMark
+from megatron_rl.recipe.section import PathMark, PositiveInt
 
 logger = logging.getLogger(__name__)
 
 FUNCTION = "reward"
 FINISH_REASON = "finish_reason"
-Scoring = Callable[..., Reward | Awaitable[Reward]]
+NO_LIMITS = RolloutLimits(math.inf)
 
 
 class Rows(Source):
@@ -64,6 +67,14 @@ class PythonConfig(HFDatasetConfig):
     """Rows to train on; default: none, the environment only evaluates."""
     evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], Rows] = {}  # type: ignore[assignment]
     """Evaluation sets by name. Their problems are excluded from the training set."""
+    processes: PositiveInt = 1
+    """Number of processes that score answers, on each rank that generates. Each imports the file and has its own module
+    state, and a plain function scores one answer at a time. Default: one, so that all answers see the same state."""
+    on_error: Literal["end", "lose"] = "end"
+    """Effect of an exception that the function still raises after environment.reward_retries: `end` ends the run with
+    the line, as TRL and verl do; `lose` leaves the answer out of its group. A function that fails on wrong answers only
+    would leave the right ones: prefer to return a reward for what cannot be scored. Errors of the network and exceeded
+    limits always lose the answer."""
 
     def files(self) -> list[str]:
         return [self.file]
@@ -81,12 +92,19 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
 
     def __init__(self, config: PythonConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError for an unusable file or unusable data."""
+        from megatron_rl.agent.own_process.function import OwnFunction  # slow; the launcher only checks arguments
+
         self._file = Path(config.file).expanduser()
-        self._score = _loaded(self._file)
-        self._accepted = _accepted(self._score)
+        _check(self._file)
+        try:
+            self._score = OwnFunction(self._file, FUNCTION, config.processes)
+        except Unusable as error:
+            raise ValueError(f"environment.args.file: {error}") from error
+        logger.info("rewards from %s (sha256 %s)", self._file, hashlib.sha256(self._file.read_bytes()).hexdigest())
+        self._accepted = _accepted(self._score.parameters)
         super().__init__(config, tokenizer)
         problems = [*self.training_problems(), *(one for its in self.evaluation_problems().values() for one in its)]
-        _check_columns(self._file, self._score, [problem.golden for problem in problems])
+        _check_columns(self._file, self._score.parameters, [problem.golden for problem in problems])
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
         """Return prompts and right answers of the rows with a column `answer`; used only by `model.init:
@@ -94,16 +112,37 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
         answers = [(one.prompt, as_text(one.golden.get("answer"))) for one in self.training_problems()]
         return [(prompt, answer) for prompt, answer in answers if answer]
 
-    def get_reward(
-        self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
-    ) -> Reward | Awaitable[Reward]:
+    async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> Reward:
+        return (await self._score(self._call(response, golden, finish_reason, NO_LIMITS))).value
+
+    async def _answer_score(
+        self, problem: Problem, text: str, finish_reason: FinishReason, limits: RolloutLimits
+    ) -> Score | str:
+        try:
+            scored = await self._score(self._call(text, problem.golden, finish_reason, limits))
+        except NotScored as error:
+            if error.wrong:
+                raise ConfigurationError(f"{error} {of_answer(problem, text)}", printed_below(error)) from error
+            if error.fault and self.config.on_error == "end":
+                advice = "return a reward for what cannot be scored, or set environment.args.on_error to lose"
+                raise ConfigurationError(
+                    f"{error} {of_answer(problem, text)}: {advice}", printed_below(error)
+                ) from error
+            return self._lost(error.kind, str(error), printed_below(error), problem, text)
+        return Score.of(scored.value, scored.printed[-OUTPUT_LIMIT:])
+
+    def _call(
+        self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason, limits: RolloutLimits
+    ) -> Call:
         columns = {FINISH_REASON: finish_reason, **golden}
         if self._accepted is not None:
             columns = {name: value for name, value in columns.items() if name in self._accepted}
-        return self._score(response, **columns)
+        return Call((response,), columns, limits.timeout_s, limits.retries)
 
-    def _waits(self) -> bool:
-        return inspect.iscoroutinefunction(self._score)
+    async def close(self) -> None:
+        import asyncio  # slow import; the launcher imports this module to check a recipe
+
+        await asyncio.to_thread(self._score.close)
 
     def golden(self, question: Question) -> dict[str, Any]:
         return dict(question.row)
@@ -125,47 +164,40 @@ def _check(file: Path) -> None:
         raise ValueError(f"{file}: defines no function {FUNCTION}: def {FUNCTION}(response, **columns) -> float")
 
 
-def _loaded(file: Path) -> Scoring:
-    _check(file)
-    try:
-        module = import_file(file)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        why = f"{task_location(error) or file}: {type(error).__name__}: {error}"
-        raise ValueError(f"environment.args.file: {why}") from error
-    found = getattr(module, FUNCTION, None)
-    if not callable(found):
-        raise ValueError(f"environment.args.file: {file}: {FUNCTION} is not a function")
-    logger.info("rewards from %s (sha256 %s)", file, hashlib.sha256(file.read_bytes()).hexdigest())
-    return found
+def printed_below(error: NotScored) -> str:
+    """Return the traceback of a failure, with what the function printed before it."""
+    printed = f"it printed:\n{error.printed.rstrip()}\n" if error.printed.strip() else ""
+    return f"{printed}{error.trace}"
 
 
-def _accepted(score: Scoring) -> frozenset[str] | None:
+Parameters = Sequence[tuple[str, str, bool]]
+"""Name, kind and whether there is a default, of each parameter."""
+
+
+def _accepted(parameters: Parameters) -> frozenset[str] | None:
     """Return the names of the columns that the function accepts; None: any."""
-    parameters = [*inspect.signature(score).parameters.values()]
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(kind == "VAR_KEYWORD" for _, kind, _ in parameters):
         return None
-    return frozenset(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+    return frozenset(name for name, kind, _ in parameters if kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"))
 
 
-def _check_columns(file: Path, score: Scoring, rows: Sequence[Mapping[str, Any]]) -> None:
+def _check_columns(file: Path, parameters: Parameters, rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if the function cannot be called with the columns of every row."""
-    parameters = [*inspect.signature(score).parameters.values()]
-    first = next((one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)), None)
-    variable = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    if first is None and not variable:
+    first = next((one for one in parameters if one[1] in ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")), None)
+    if first is None and not any(kind == "VAR_POSITIONAL" for _, kind, _ in parameters):
         raise ValueError(
             f"{file}: {FUNCTION} has no parameter for the response: write def {FUNCTION}(response, **columns) -> float"
         )
     needed = [
-        one.name
+        one[0]
         for one in parameters
-        if one is not first and one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        if one is not first and not one[2] and one[1] in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")
     ]
     for row in rows:
-        if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD and first.name in row:
+        if first is not None and first[1] == "POSITIONAL_OR_KEYWORD" and first[0] in row:
             raise ValueError(
                 f"{file}: the first parameter of {FUNCTION}, which receives the response, has the name of a column, "
-                f"{first.name}: rename it, for example def {FUNCTION}(response, {first.name}, **columns) -> float"
+                f"{first[0]}: rename it, for example def {FUNCTION}(response, {first[0]}, **columns) -> float"
             )
         lacking = [name for name in needed if name not in row and name != FINISH_REASON]
         if lacking:

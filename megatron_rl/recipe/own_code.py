@@ -10,20 +10,21 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
 from megatron_rl.errors import note_task_code, task_location
-from megatron_rl.recipe.python_file import defined_names
+from megatron_rl.recipe.python_file import defined_names, imported_names
 
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FUNCTION = re.compile(r"[A-Za-z_]\w*")
@@ -97,30 +98,92 @@ def check_file(reference: str) -> None:
 def load(reference: str) -> Callable[..., Any]:
     """Import the function. Raises ValueError if that fails or it is not callable."""
     place, function = Reference.of(reference)
-    check_file(reference)
-    try:
-        with redirect_stdout(sys.stderr):  # keep the output of an import out of a command's output
-            module = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        where = task_location(error) or place
-        hint = ""
-        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
-            hint = "; put the file beside the recipe, or its directory into code.include, or install the package"
-        raise ValueError(f"{where}: {type(error).__name__}: {error}{hint}") from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise ValueError(f"{place}: {function} is {'missing' if found is None else 'not a function'}")
-    if not place.endswith(".py"):
-        note_task_code(place)
+    if place.endswith(".py"):
+        return import_function(Path(place), function)
+    with _told(place):
+        module = importlib.import_module(place)
+    found = _function(module, function, place)
+    note_task_code(place)
     return found
 
 
+def import_function(file: Path, function: str) -> Callable[..., Any]:
+    """Import a function from a file. Raises ValueError if that fails or it is not callable."""
+    check_file(f"{file}:{function}")
+    with _told(str(file)):
+        module = import_file(file)
+    return _function(module, function, str(file))
+
+
+def _function(module: ModuleType, name: str, place: str) -> Callable[..., Any]:
+    found: Any = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"{place}: {name} is {'missing' if found is None else 'not a function'}")
+    return cast("Callable[..., Any]", found)
+
+
+@contextmanager
+def _told(place: str) -> Iterator[None]:
+    """Replace what an import raises by a ValueError with its place and a hint, and keep what it prints out of the
+    output of a command."""
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        where = task_location(error) or place
+        raise ValueError(f"{where}: {type(error).__name__}: {error}{missing_file_hint(error, place)}") from error
+
+
+def missing_file_hint(error: BaseException, place: str) -> str:
+    """Return what to do if the code at `place` lacks a module or a file that a run does not copy; else nothing.
+
+    place: name of a module, or path of a file.
+    """
+    if isinstance(error, ModuleNotFoundError):
+        own = place.endswith(".py") or f"{place}.".startswith(f"{error.name}.")
+        put = f"put the file beside {'the one that imports it' if place.endswith('.py') else 'the recipe'}"
+        return f"; {put}, or its directory into code.include, or install the package" if own else ""
+    folder = str(Path(place).parent)
+    if isinstance(error, FileNotFoundError) and place.endswith(".py") and str(error.filename).startswith(folder):
+        return (
+            "; a run has a copy of the file and of the modules beside it that it imports, and nothing else from there: "
+            "name other files by their absolute paths"
+        )
+    return ""
+
+
+def where_defined(function: Callable[..., Any], file: str = "") -> str:
+    """Return the file and line of a function, such as `reward.py:12`. file: place of one that has no code in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else Path(file).name
+
+
+def modules_beside(file: Path) -> list[Path]:
+    """Return the files in the same folder that a Python file imports, directly or through one another, in the order of
+    their names. A module of the standard library is never one of them. Raises ValueError if one cannot be read."""
+    found, waiting = set[Path](), [file]
+    while waiting:
+        for name in imported_names(waiting.pop()) - sys.stdlib_module_names:
+            module = file.with_name(f"{name}.py")
+            if module != file and module not in found and module.is_file():
+                found.add(module)
+                waiting.append(module)
+    return sorted(found)
+
+
 def import_file(file: Path) -> ModuleType:
-    """Import a file as a module of its own, once for each content. Raises what the file raises."""
+    """Import a file as a module of its own, once for each content. It can import the modules beside it. Raises what the
+    file raises."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     name = f"mrl_own_{file.stem}_{digest[:16]}"
     if name in sys.modules:
         return sys.modules[name]
+    for each in modules_beside(file):
+        other = getattr(sys.modules.get(each.stem), "__file__", None)
+        if other is not None and Path(other).read_bytes() != each.read_bytes():
+            raise ImportError(f"{file} and another file import different modules named {each.stem}: rename one of them")
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)

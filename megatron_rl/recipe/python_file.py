@@ -11,13 +11,7 @@ def defined_names(file: Path) -> set[str]:
 
     Raises ValueError if the file cannot be read or is not valid Python.
     """
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except OSError as error:
-        raise ValueError(f"{file}: {(error.strerror or str(error)).lower()}") from error
-    except (SyntaxError, ValueError) as error:
-        line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(f"{file}{line}: not valid Python: {getattr(error, 'msg', error)}") from error
+    tree = _tree(file)
     return {
         name
         for node in tree.body
@@ -29,3 +23,24 @@ def defined_names(file: Path) -> set[str]:
             else [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
         )
     }
+
+
+def imported_names(file: Path) -> set[str]:
+    """Return the first parts of the names of the modules that a Python file imports, anywhere in it.
+
+    Raises ValueError as `defined_names` does.
+    """
+    nodes = [*ast.walk(_tree(file))]
+    whole = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    parts = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in (*whole, *parts)}
+
+
+def _tree(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except OSError as error:
+        raise ValueError(f"{file}: {(error.strerror or str(error)).lower()}") from error
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ValueError(f"{file}{line}: not valid Python: {getattr(error, 'msg', error)}") from error

@@ -21,16 +21,13 @@ from typing import Any
 
 from megatron_rl.agent.sandbox.api import Ending
 from megatron_rl.agent.sandbox.confine import confine, limit_memory, limit_processor, raise_stack_limit
-from megatron_rl.contract.children import death_with_parent
+from megatron_rl.contract.children import OUTSIDE_SIGNALS, death_with_parent
 
 LENGTH_DIGITS = 12
 """Digits of a program's length."""
 
 OUT_OF_MEMORY = 99
 """Exit code of a worker that reached its limit of memory."""
-
-OUTSIDE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals meant for the ranks, which their children ignore."""
 
 PRELUDE = """\
 from typing import *

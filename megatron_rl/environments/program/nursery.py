@@ -22,8 +22,7 @@ from contextlib import suppress
 
 import psutil
 
-from megatron_rl.agent.sandbox.child import OUTSIDE_SIGNALS
-from megatron_rl.contract.children import adopt_orphans, death_with_parent
+from megatron_rl.contract.children import OUTSIDE_SIGNALS, adopt_orphans, death_with_parent
 from megatron_rl.environments.program.prepared import Prepared, Unusable, prepare
 from megatron_rl.environments.program.supervisor import END_S, supervise
 from megatron_rl.environments.program.wire import MESSAGE_BYTES, READY, Program

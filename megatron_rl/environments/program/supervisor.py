@@ -15,14 +15,12 @@ import signal
 import socket
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
-from megatron_rl.contract.children import adopt_orphans
+from megatron_rl.agent.own_process.printed import Tail
+from megatron_rl.contract.children import adopt_orphans, end_descendants
 from megatron_rl.environments.program.launch import be_program
 from megatron_rl.environments.program.prepared import Prepared
 from megatron_rl.environments.program.wire import ENDING_BYTES, OUTPUT_CHARACTERS, Ended, Job
@@ -30,22 +28,6 @@ from megatron_rl.environments.program.wire import ENDING_BYTES, OUTPUT_CHARACTER
 END_S = 5.0
 """Seconds that the kernel has to end killed processes; one that hangs in a file system may need longer."""
 CHUNK = 2**16
-
-
-class Tail:
-    """The last bytes of a stream."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._held, self._parts = size, 0, deque[bytes]()
-
-    def add(self, part: bytes) -> None:
-        self._parts.append(part)
-        self._held += len(part)
-        while self._held - len(self._parts[0]) >= self._size:
-            self._held -= len(self._parts.popleft())
-
-    def text(self) -> str:
-        return b"".join(self._parts)[-self._size :].decode(errors="replace")
 
 
 class Run:
@@ -114,13 +96,7 @@ class Run:
 
     def end_all(self) -> None:
         """Kill the program and all that it has started, and delete its working directory."""
-        deadline = time.monotonic() + END_S
-        while not _childless() and time.monotonic() < deadline:
-            for process in psutil.Process().children(recursive=True):
-                with suppress(psutil.Error):
-                    process.kill()
-            time.sleep(0.001)
-            self.reap()
+        end_descendants(END_S, self.reap)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def ended(self, over_limit: bool) -> Ended:
@@ -177,11 +153,3 @@ def supervise(connection: socket.socket, program: Prepared) -> None:
     if not abandoned:
         with suppress(OSError):
             connection.sendall(json.dumps(run.ended(over_limit)).encode())
-
-
-def _childless() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return True
-    return False

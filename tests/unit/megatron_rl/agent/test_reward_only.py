@@ -13,6 +13,7 @@ from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
 from megatron_rl.model.config import TokenizerConfig
@@ -138,10 +139,12 @@ def test_failed_scoring_is_retried_before_the_answer_is_lost(failures: int, lost
     assert without_places(group) == lost
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, None, "high"])
-def test_invalid_reward_is_a_failure(value: Any) -> None:
-    group = rollout_group(Scored(lambda text: value), Scripted(["1"]), 3)
-    assert group.trajectories == [] and sum(group.failures.values()) == 3
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, None, "1"])
+def test_what_is_not_a_reward_ends_the_run_and_names_the_method(value: Any) -> None:
+    """If such answers were lost, a method that returns None for wrong ones would leave the right ones only."""
+    line = Scored.get_reward.__code__.co_firstlineno
+    with pytest.raises(ConfigurationError, match=f"test_reward_only.py:{line}: get_reward returned .*'1' to '7='"):
+        rollout_group(Scored(lambda text: value), Scripted(["1"]), 3)
 
 
 class Panic(BaseException):
@@ -235,7 +238,9 @@ class ScoredElsewhere(Scored):
 
 def test_asynchronous_scores_run_concurrently_and_stay_in_order() -> None:
     def score(text: str) -> float:
-        return float("nan") if text == "3" else float(text)
+        if text == "3":
+            raise OSError("no verdict")
+        return float(text)
 
     agent = ScoredElsewhere(score)
     group = rollout_group(agent, Scripted(["1", "2", "3", "4"]), 4)
@@ -245,9 +250,7 @@ def test_asynchronous_scores_run_concurrently_and_stay_in_order() -> None:
         ("2", 2.0),
         ("4", 4.0),
     ]
-    assert group.failures == {
-        "get_reward: ValueError: the reward is nan: it must be a number of magnitude 1e+18 at most": 1
-    }
+    assert without_places(group) == {"get_reward: OSError: no verdict": 1}
 
 
 def test_slow_reward_loses_its_answer() -> None:

@@ -17,6 +17,7 @@ from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.environments.python import PythonConfig, PythonEnvironment
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.model.config import TokenizerConfig
@@ -77,25 +78,48 @@ def test_components_are_recorded_and_summed(tmp_path: Path) -> None:
     assert (one.reward, one.components) == (1.0, {"short": 0.25})
 
 
+@pytest.mark.parametrize("kind", ["def", "async def"])
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("return columns['no such column']", " at reward.py:2: KeyError: 'no such column'"),
-        ("return helper(columns)", " at reward.py:4: ZeroDivisionError: division by zero"),
-        ("return 'much'", ": ValueError: could not convert string to float: 'much'"),
-        ("return float('nan')", ": ValueError: the reward is nan: it must be a number of magnitude 1e+18 at most"),
-        ("return {}", ": ValueError: a reward without components: return at least one, or a number"),
-        ("return {'a/b': 1}", ": ValueError: the component 'a/b' of a reward: letters, digits and _ . - make its name"),
-        ("return None", ": TypeError: float() argument must be a string or a real number, not 'NoneType'"),
+        ("return columns['no such column']", "reward at reward.py:2: KeyError: 'no such column'"),
+        ("return helper(columns)", "reward at reward.py:4: ZeroDivisionError: division by zero"),
+        ("return None", "reward.py:1: reward returned None: return a number of magnitude 1e+18 at most"),
+        ("return {'short': None}", "reward.py:1: reward returned a mapping whose component 'short' is None: return"),
     ],
 )
-@pytest.mark.parametrize("kind", ["def", "async def"])
-def test_error_of_the_function_loses_the_answer_and_names_the_line(
+def test_error_of_the_function_ends_the_run_and_names_line_answer_and_prompt(
     tmp_path: Path, kind: str, body: str, why: str
 ) -> None:
     source = f"{kind} reward(response, **columns):\n    {body}\ndef helper(columns):\n    return 1 / 0\n"
-    group = answered(build(tmp_path, source), "2", "3")
-    assert (rewards(group), group.failures) == ([], {f"get_reward{why}": 2})
+    with pytest.raises(ConfigurationError, match=re.escape(why)) as raised:
+        answered(build(tmp_path, source), "2", "3")
+    assert "(for the answer '2' to '1+1=')" in str(raised.value)
+    assert ("Traceback" in raised.value.trace) == ("at reward.py" in why)
+
+
+SOMETIMES = """
+def reward(response, **columns):
+    print("looking at", response)
+    if response == "3":
+        raise ConnectionError("the server is gone")
+    return {"4": 1.0}[response]
+"""
+
+
+def test_errors_of_the_network_lose_the_answer_and_others_do_if_the_recipe_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"KeyError: '2'.*environment.args.on_error"):
+        answered(build(tmp_path, SOMETIMES), "2", "4")
+    environment = build(tmp_path, SOMETIMES, on_error="lose")
+    group = answered(environment, "2", "3", "4")
+    assert rewards(group) == [1.0]
+    assert group.failures == {
+        "reward at reward.py:6: KeyError: '2'": 1,
+        "reward at reward.py:5: ConnectionError: the server is gone": 1,
+    }
+    shown = environment.tracebacks()["reward at reward.py:6: KeyError"]
+    assert shown.startswith("it printed:\nlooking at 2\nTraceback") and shown.endswith("KeyError: '2'\n")
+    assert group.trajectories[0].output == "looking at 4\n"
 
 
 def test_prompt_may_be_a_conversation_and_have_a_system_message(tmp_path: Path) -> None:

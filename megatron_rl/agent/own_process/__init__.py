@@ -1,0 +1,1 @@
+"""Functions of the user's that score answers, each in a process of its own."""

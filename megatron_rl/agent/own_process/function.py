@@ -1,0 +1,229 @@
+"""A function of the user's that scores answers in processes of its own, called from any event loop.
+
+    event loop of a rank -> thread with a loop of its own -> processes (process.py)
+
+The thread keeps the processes busy, and their limits, while the rank trains. A plain function scores one answer at a
+time in each process, in the order of the calls; a coroutine awaits all of them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import cycle
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_rl.agent.own_process.api import Call, NotScored, Scored, Unusable
+from megatron_rl.agent.own_process.printed import LogBudget
+from megatron_rl.agent.own_process.process import Died, Interrupted, Late, OwnProcess, Reply
+
+logger = logging.getLogger(__name__)
+
+AHEAD = 32
+"""Answers that a process holds, of which it scores one: so it need not wait for the rank between them."""
+CLOSE_S = 15.0
+"""Seconds that the processes have to end."""
+
+Result = TypeVar("Result")
+
+
+class OwnFunction:
+    """A function that is imported when this object is made, and again after its process has ended."""
+
+    def __init__(self, file: Path, name: str, processes: int) -> None:
+        """Raises Unusable."""
+        self._pool = _Pool(file, name, processes)
+        self.close = weakref.finalize(self, self._pool.close)
+        """End the processes. They also end with this object and with the interpreter."""
+        try:
+            self._pool.run(self._pool.prepare()).result()
+        except BaseException:
+            self.close()
+            raise
+        self.name = name
+        described = self._pool.described
+        self.parameters: list[tuple[str, str, bool]] = [tuple(one) for one in described["parameters"]]
+        """Name, kind and whether there is a default, of each parameter."""
+        self.place: str = described["place"]
+        """File and line."""
+
+    @property
+    def seconds_per_answer(self) -> float:
+        """Mean over all answers, or the time of the present one if it takes longer."""
+        return self._pool.seconds_per_answer
+
+    async def __call__(self, call: Call) -> Scored:
+        """Return the reward of one answer. Raises NotScored.
+
+        A cancelled call is forgotten. A plain function cannot be interrupted: it goes on with its answer, until it is
+        done or `close` kills it.
+        """
+        return await asyncio.wrap_future(self._pool.run(self._pool.call(call)))
+
+
+class _Pool:
+    """Processes, and the thread whose loop speaks to them."""
+
+    def __init__(self, file: Path, name: str, processes: int) -> None:
+        self._slots = [_Slot(file, name) for _ in range(processes)]
+        self._next = cycle(self._slots)
+        self._scoring: set[asyncio.Task[None]] = set()
+        self._calls: asyncio.Queue[tuple[Call, asyncio.Future[Scored]]] = asyncio.Queue()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+        self._thread.start()
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        return self._slots[0].described
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        with suppress(TimeoutError):
+            self.run(self._end_all()).result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _end_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*(slot.end() for slot in self._slots))
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def prepare(self) -> None:
+        """Start the first process. Raises Unusable."""
+        await self._slots[0].started()
+        if not self.described["waits"]:
+            self._consumers = [asyncio.create_task(self._consume(slot)) for slot in self._slots]
+
+    async def call(self, call: Call) -> Scored:
+        if self.described["waits"]:
+            return await next(self._next).scored(call)
+        done: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
+        self._calls.put_nowait((call, done))
+        return await done
+
+    async def _consume(self, slot: _Slot) -> None:
+        """Keep a process busy: it has the next answers before it is done with one."""
+        ahead = asyncio.Semaphore(AHEAD)
+        while True:
+            await ahead.acquire()
+            call, done = await self._calls.get()
+            task = asyncio.create_task(_complete(slot, call, done))
+            self._scoring.add(task)
+            task.add_done_callback(lambda task: (self._scoring.discard(task), ahead.release()))
+
+    @property
+    def seconds_per_answer(self) -> float:
+        answers = sum(slot.answers for slot in self._slots)
+        mean = sum(slot.seconds for slot in self._slots) / answers if answers else 0.0
+        now = self._loop.time()
+        return max([mean, *(slot.present_s(now) for slot in self._slots)])
+
+
+async def _complete(slot: _Slot, call: Call, done: asyncio.Future[Scored]) -> None:
+    if done.done():  # cancelled
+        return
+    try:
+        scored = await slot.scored(call)
+    except Exception as error:  # noqa: BLE001 - raised where the answer is awaited
+        if not done.done():
+            done.set_exception(error)
+    else:
+        if not done.done():
+            done.set_result(scored)
+
+
+class _Slot:
+    """One process after the other."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        self._file, self._name = file, name
+        self._process: OwnProcess | None = None
+        self._starting = asyncio.Lock()
+        self._budget = LogBudget()
+        self.answers, self.seconds = 0, 0.0
+        self.described: Mapping[str, Any] = {}
+
+    async def started(self) -> OwnProcess:
+        """Return the running process, started if need be. Raises Unusable."""
+        async with self._starting:
+            if self._process is None or self._process.ended:
+                self._process = await OwnProcess.start(self._file, self._name)
+                self.described = self._process.described
+            return self._process
+
+    def present_s(self, now: float) -> float:
+        """Return for how long the present answer is being scored. now: time of the loop."""
+        began = self._process.turn_began if self._process is not None else None
+        return 0.0 if began is None else now - began
+
+    async def end(self) -> None:
+        if self._process is not None:
+            await self._process.end()
+
+    async def scored(self, call: Call) -> Scored:
+        """Return the reward of one answer. Raises NotScored."""
+        left_s, attempts = call.timeout_s, call.retries + 1
+        while True:
+            process = await self._running()
+            try:
+                reply = await process.ask(call.positional, call.named, left_s)
+                self.answers, self.seconds = self.answers + 1, self.seconds + reply.said["seconds"]
+                left_s -= reply.said["seconds"]
+                return self._scored(reply, call)
+            except Interrupted:
+                continue
+            except Late:
+                left_s = 0.0
+                limit = f"no score within {call.timeout_s:g} s (environment.reward_timeout_s)"
+                failure = NotScored(f"{self._name}: TimeoutError: {limit}", printed=process.printed())
+            except Died as error:
+                failure = self._death(process, error)
+            except NotScored as error:
+                failure = error
+            attempts -= 1
+            if failure.wrong or not attempts or left_s <= 0:
+                raise failure
+
+    async def _running(self) -> OwnProcess:
+        if self._process is not None and not self._process.ended:
+            return self._process  # without a pause, so that answers keep their order
+        try:
+            return await self.started()
+        except Unusable as error:  # it could be imported before
+            raise NotScored(f"{self._name}: its process cannot be started again: {error}") from error
+
+    def _scored(self, reply: Reply, call: Call) -> Scored:
+        """Return a reward. Raises NotScored."""
+        said, printed = reply.said, reply.printed
+        if printed and (text := self._budget.spend(printed)) is not None:
+            logger.info("%s printed, scoring %.200r:\n%s", self._name, call.positional[0], text.rstrip())
+        if "value" in said:
+            return Scored(said["value"], printed if reply.alone else "")
+        place = said.get("place") or self.described["place"]
+        if "wrong" in said:
+            raise NotScored(f"{self.described['place']}: {self._name} returned {said['wrong']}", fault=True, wrong=True)
+        kind = f"{self._name} at {place}: {said['raised']}"
+        raise NotScored(
+            f"{kind}: {said['text']}",
+            kind=kind,
+            fault=not said["outside"],
+            trace=said["trace"],
+            printed=printed,
+        )
+
+    def _death(self, process: OwnProcess, error: Died) -> NotScored:
+        kind = f"{self._name} at {self.described['place']}: its process ended"
+        return NotScored(f"{kind} ({error})", kind=kind, fault=not error.killed, printed=process.printed())

@@ -1,0 +1,16 @@
+"""Exceptions that tell of the world outside a function: of a network, a server or a time limit."""
+
+from __future__ import annotations
+
+INSIDE = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""Errors of the operating system that a repetition does not heal."""
+CLIENTS = frozenset({"aiohttp", "anthropic", "grpc", "httpcore", "httpx", "litellm", "openai", "websockets"})
+"""Packages that speak to servers and whose exceptions are not of the operating system's kind, as those of requests and
+urllib are."""
+
+
+def is_outside(error: BaseException) -> bool:
+    """Whether an exception says that a server, a network or a limit of time failed, not the code that raised it."""
+    if isinstance(error, OSError):
+        return not isinstance(error, INSIDE)
+    return any(kind.__module__.partition(".")[0] in CLIENTS for kind in type(error).__mro__)
