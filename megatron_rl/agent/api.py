@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import ContrastivePair, Problem, Trajectory, TrajectoryGroup, contrastive_pair
@@ -88,7 +88,36 @@ class TrainingSet:
     problems: Sequence[Problem]
 
 
-class GroupedRolloutGenerator(ABC):
+SLOW_S = 1.0
+"""Seconds per answer from which a function that scores is named to the user."""
+
+
+class Scoring(NamedTuple):
+    """Progress of a function that scores answers."""
+
+    function: str
+    """Name and place, such as `reward (reward.py:7)`."""
+    answers: int
+    """Answers scored so far, by this rank."""
+    seconds: float
+    """Seconds per answer."""
+
+    def note(self, answers: str) -> str:
+        """Describe a slow function; empty for a quick one. answers: what it has to score, of the whole run."""
+        if self.seconds < SLOW_S:
+            return ""
+        return f"{self.function} takes {self.seconds:.2g} s an answer, {answers}"
+
+
+class ScoringAgent(ABC):  # noqa: B024 - its only method has a default
+    """Scores answers."""
+
+    def scoring(self) -> Scoring | None:
+        """Return the progress of the slowest function that scores answers one at a time; None if there is none."""
+        return None
+
+
+class GroupedRolloutGenerator(ScoringAgent):
     """Produces the groups that GRPO trains on."""
 
     @abstractmethod
@@ -103,11 +132,11 @@ class GroupedRolloutGenerator(ABC):
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         """Answer one problem `group_size` times and score every answer."""
 
-    async def close(self) -> None:  # noqa: B027 - most agents hold nothing open
+    async def close(self) -> None:
         """Close open resources such as connections. The agent is not called afterwards."""
 
 
-class EvaluationAgent(ABC):
+class EvaluationAgent(ScoringAgent):
     """Measures the model on sets of problems."""
 
     prompt_format: str = ""

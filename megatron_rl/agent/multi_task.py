@@ -14,6 +14,7 @@ from megatron_rl.agent.api import (
     EvaluationRequest,
     EvaluationResponse,
     GroupRolloutRequest,
+    Scoring,
     TrainingSet,
 )
 from megatron_rl.agent.config import Environments, WeightedEnvironment
@@ -144,6 +145,11 @@ class WeightedMultiTask(Environment, Demonstrator):
 
     def tracebacks(self) -> Mapping[str, str]:
         return {kind: trace for member in self._members.values() for kind, trace in member.tracebacks().items()}
+
+    def scoring(self) -> Scoring | None:
+        found = [one for member in self._members.values() if (one := member.scoring()) is not None]
+        slowest = max(found, key=lambda one: one.seconds, default=None)
+        return slowest._replace(answers=sum(one.answers for one in found)) if slowest is not None else None
 
     async def close(self) -> None:
         for member in self._members.values():

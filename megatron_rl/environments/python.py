@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.api import Demonstrator, Scoring
 from megatron_rl.agent.data_rows import Source
 from megatron_rl.agent.datasets import Question
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
@@ -138,6 +138,9 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
         if self._accepted is not None:
             columns = {name: value for name, value in columns.items() if name in self._accepted}
         return Call((response,), columns, limits.timeout_s, limits.retries)
+
+    def scoring(self) -> Scoring:
+        return Scoring(f"{FUNCTION} ({self._score.place})", self._score.answers, self._score.seconds_per_answer)
 
     async def close(self) -> None:
         import asyncio  # slow import; the launcher imports this module to check a recipe

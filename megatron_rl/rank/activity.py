@@ -14,6 +14,9 @@ from megatron_rl.contract.records import write
 
 logger = logging.getLogger(__name__)
 
+NOTE_EVERY_S = 10.0
+"""Seconds between changes of the note."""
+
 
 class Activity:
     """The current phase and step of a rank. Rank 0 publishes each change of phase.
@@ -29,6 +32,7 @@ class Activity:
         """published: whether the live view shows this rank's phases."""
         self._files = files
         self._published = published
+        self._note, self._noted_at = "", -NOTE_EVERY_S
         self.phase = self.doing = "starting"
         self.step = 0
         self.entered = 0
@@ -40,7 +44,15 @@ class Activity:
         self.step = step
         self.entered += 1
         self.beat()
-        if self._published and changed:
+        if changed:
+            self._note = ""
+            self._publish()
+
+    def note(self, note: str) -> None:
+        """Add what the phase waits for to the live view, for people; empty: nothing worth a word."""
+        now = time.monotonic()
+        if note != self._note and now - self._noted_at >= NOTE_EVERY_S:
+            self._note, self._noted_at = note, now
             self._publish()
 
     def begin(self, doing: str) -> None:
@@ -62,7 +74,10 @@ class Activity:
         self.last_beat = time.monotonic()
 
     def _publish(self) -> None:
+        if not self._published:
+            return
+        phase = f"{self.phase}: {self._note}" if self._note else self.phase
         try:
-            write(self._files.progress, Progress(self.phase, self.step), durable=False)
+            write(self._files.progress, Progress(phase, self.step), durable=False)
         except OSError as error:
             logger.warning("the live view lags behind: %s", error)  # does not end the run

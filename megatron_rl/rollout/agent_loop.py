@@ -21,6 +21,9 @@ STOP_S = 10.0
 
 Result = TypeVar("Result")
 
+Scored = Callable[[], tuple[int, str]]
+"""Returns the number of answers that slow functions have scored, and what to tell the user of these functions."""
+
 
 class DriverRole(Protocol):
     """A rank's role among those that run agents."""
@@ -111,22 +114,30 @@ class AgentLoop(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    async def wait(self, tasks: Sequence[asyncio.Task[Any]], *, once: bool = False) -> None:
+    async def wait(
+        self,
+        tasks: Sequence[asyncio.Task[Any]],
+        scored: Scored,
+        *,
+        once: bool = False,
+    ) -> None:
         """Wait until these tasks are done, one fails, this rank is asked to leave, or the loop is starved.
 
         Wait at most POLL_S seconds with `once`, or if the agents continue meanwhile: other ranks may be asked to leave.
-        Every progress of the tasks sends a heartbeat.
+        Every progress of the tasks sends a heartbeat, and a slow function that scores is named in the live view.
         """
         while pending := [task for task in tasks if not task.done()]:
             done, _ = await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
-            if (progress := (self._inference.busy_s, len(pending), len(done))) != self._progress:
+            answers, note = scored()
+            if (progress := (self._inference.busy_s, answers, len(pending), len(done))) != self._progress:
                 self._progress = progress
                 self._safe_points.activity.beat()
+            self._safe_points.activity.note(note)
             failed = any(task.exception() for task in done)
             if once or failed or self.continues or self.starved or self._safe_points.drain.asked:
                 return
 
-    def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result | None:
+    def run(self, work: Callable[[], Coroutine[Any, Any, Result]], scored: Scored) -> Result | None:
         """Return the result of `work`; None on a rank that follows. Collective over all ranks.
 
         Raises LeaveAgreed, with `work` cancelled, when a rank is asked to leave.
@@ -135,7 +146,7 @@ class AgentLoop(ABC):
         tasks = [self.do(lambda loop: loop.create_task(work()))] if self.role.drives else []
         try:
             while True:
-                unfinished, starved = self._poll(tasks)
+                unfinished, starved = self._poll(tasks, scored)
                 if not unfinished:
                     break
                 if starved:
@@ -147,10 +158,10 @@ class AgentLoop(ABC):
         self.pause()
         return tasks[0].result() if tasks else None
 
-    def _poll(self, tasks: Sequence[asyncio.Task[Any]]) -> tuple[bool, bool]:
+    def _poll(self, tasks: Sequence[asyncio.Task[Any]], scored: Scored) -> tuple[bool, bool]:
         """Let the tasks run. Return whether any rank has unfinished tasks, and whether any rank is starved. Collective.
         Raises the exception of a task of this rank."""
-        self.advance(partial(self.wait, tasks))
+        self.advance(partial(self.wait, tasks, scored))
         for task in tasks:
             if task.done():
                 task.result()

@@ -244,9 +244,13 @@ class RolloutDriver:
     async def _wait(self, needed: range, again: bool) -> None:
         unfinished = [] if self._in_flight is None else self._in_flight.unfinished(needed)
         if unfinished:
-            await self._loop.wait(unfinished, once=self._max_lag > 0)
+            await self._loop.wait(unfinished, self._scored, once=self._max_lag > 0)
         elif again:  # other drivers' groups are missing
             await asyncio.sleep(self._loop.spare_s)
+
+    def _scored(self) -> tuple[int, str]:
+        found, wanted = self._agent.scoring(), self._wanted * self._config.grpo.group_size
+        return (found.answers, found.note(f"{wanted:,} answers a step")) if found is not None else (0, "")
 
     def _agreed(self, first: int) -> list[State]:
         """Return the state of each begun ordinal from `first` on, as its own driver knows it. Collective.

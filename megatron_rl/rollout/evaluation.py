@@ -52,7 +52,7 @@ def evaluate(
             inference=inference,
             limits=RolloutLimits.of(config.task),
         )
-        response = loop.run(partial(agent.evaluate, request))
+        response = loop.run(partial(agent.evaluate, request), partial(_scored, agent, len(problems)))
         if response is not None:
             rewards = response.rewards
             counts[index] = torch.tensor([rewards.count(1.0), len(rewards)])
@@ -66,3 +66,8 @@ def evaluate(
         if lost := len(problems) - int(answers):
             found[f"eval/{name}/failed_rollouts"] = lost
     return found
+
+
+def _scored(agent: EvaluationAgent, answers: int) -> tuple[int, str]:
+    found = agent.scoring()
+    return (found.answers, found.note(f"{answers:,} answers")) if found is not None else (0, "")

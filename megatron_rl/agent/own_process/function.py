@@ -54,6 +54,11 @@ class OwnFunction:
         """File and line."""
 
     @property
+    def answers(self) -> int:
+        """Number of answers scored so far."""
+        return self._pool.answers
+
+    @property
     def seconds_per_answer(self) -> float:
         """Mean over all answers, or the time of the present one if it takes longer."""
         return self._pool.seconds_per_answer
@@ -125,8 +130,12 @@ class _Pool:
             task.add_done_callback(lambda task: (self._scoring.discard(task), ahead.release()))
 
     @property
+    def answers(self) -> int:
+        return sum(slot.answers for slot in self._slots)
+
+    @property
     def seconds_per_answer(self) -> float:
-        answers = sum(slot.answers for slot in self._slots)
+        answers = self.answers
         mean = sum(slot.seconds for slot in self._slots) / answers if answers else 0.0
         now = self._loop.time()
         return max([mean, *(slot.present_s(now) for slot in self._slots)])
