@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -18,7 +19,14 @@ from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
 from launcher.runs.policy import prepare_policy
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import EnvironmentInfo, describe_environments, with_samples
+from megatron_rl.agent.registry import (
+    EnvironmentInfo,
+    describe_environments,
+    used_files,
+    with_kept_files,
+    with_samples,
+)
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.standalone.config import Trial
 
 OF_THE_USER = ("python", "program", "judge", "math", "code", "gym", "remote", "verifiers", "multi-task")
@@ -137,6 +145,7 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
     """
     from launcher.backends.child import tried  # not needed to list environments
     from launcher.cli.show.conversation import conversation_lines
+    from launcher.cli.show.ending import indented
     from launcher.job.evaluation_request import checked_environment, parse_args
 
     try:
@@ -160,11 +169,15 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
         sampling=sampling,
     )
     found: list[dict[str, Any]] = []
-    for one in tried(trial):
-        found.append(one)
-        if not as_json:
-            conversed = "gold_reward" not in one
-            click.echo("\n".join(conversation_lines(one, boundaries=model is not None)) if conversed else _shown(one))
+    with TemporaryDirectory(prefix="mrl-copies-") as folder:
+        for one in tried(trial.model_copy(update={"environment": _with_copies(asked, RunDir(Path(folder)))})):
+            if trace := one.get("trace"):
+                click.echo("\n".join(indented(trace.rstrip().splitlines())), err=True)
+                continue
+            found.append(one)
+            if not as_json:
+                talked = "gold_reward" not in one
+                click.echo("\n".join(conversation_lines(one, boundaries=model is not None)) if talked else _shown(one))
     if as_json:
         click.echo(json.dumps({"environment": name, "problems": found}, indent=2))
     faults = [*_faults(found)]
@@ -172,6 +185,15 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
         click.echo(f"{count} of {len(found)} problems: {fault}", err=True)
     if any(fails for _, _, fails in faults):
         raise SystemExit(1)
+
+
+def _with_copies(environment: EnvironmentConfig, run: RunDir) -> EnvironmentConfig:
+    """Return the environment with copies of the user's code as a run has them, so that what fails in a run fails
+    here."""
+    from launcher.job.kept_files import copy_files
+
+    copy_files(run, used_files(environment), renew=False)
+    return with_kept_files(environment, run)
 
 
 def _faults(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, bool]]:
@@ -210,9 +232,16 @@ def new(name: str, kind: Kind, into: Path | None) -> None:
 
 
 def _shown(one: dict[str, Any]) -> str:
-    lost = "".join(f"\n  {reason}" for reason in (*filter(None, [one.get("no_gold")]), *one.get("failures", ())))
+    from launcher.cli.show.conversation import trace_lines
+
+    lines = [f"  {reason}" for reason in filter(None, [one.get("no_gold")])]
+    for reason in one.get("failures", ()):
+        lines += [f"  {reason}", *trace_lines(one, reason)]
+    if output := one.get("output"):
+        lines += ["  output", *(f"    {line}" for line in output.rstrip().splitlines())]
+    below = "".join(f"\n{line}" for line in lines)
     gold, wrong = (
         f"{reward:g}" if reward is not None else "lost" for reward in (one["gold_reward"], one["wrong_reward"])
     )
     gold = "unknown" if "no_gold" in one else gold
-    return f"{one['prompt']}\n  right answer {gold}, wrong answer {wrong}{lost}\n"
+    return f"{one['prompt']}\n  right answer {gold}, wrong answer {wrong}{below}\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import time
@@ -16,14 +15,15 @@ from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.record.identity import identify
 from launcher.job.admission import accepted_changes, corrections, has_work, refuse_foreign, refuse_owned, with_date
 from launcher.job.directories import PRIVATE, clear, disk_errors, made
+from launcher.job.kept_files import copy_files, kept_files
 from launcher.recipe.changes import Change, as_json
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
 from launcher.recipe.located_yaml import read_text
 from megatron_rl.agent.registry import used_files
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import Unreadable, UnreadableRecord, append, if_readable, read, write
-from megatron_rl.contract.run_records import KeptFile, KeptFiles, RecipeChange
+from megatron_rl.contract.records import UnreadableRecord, append
+from megatron_rl.contract.run_records import RecipeChange
 from megatron_rl.recipe.own_code import Reference
 
 
@@ -254,40 +254,7 @@ def keep_files(run: RunDir, recipe: Recipe, renew: bool, source: RunDir | None =
     Raises:
         BadInput: a file cannot be read.
     """
-    before = _kept(run)
-    copies = {path: source.kept_files / one.name for path, one in _kept(source).items()} if source else {}
-    kept, changed = [], []
     own = (Reference.of(function).file for function in recipe.config.grpo.own_functions.values())
     files = used_files(recipe.config.task) if recipe.config.generates else []
-    files = [*files, *(str(file) for file in own if file is not None)]
-    for number, path in enumerate(dict.fromkeys(files), 1):
-        if path in before and not (renew and Path(path).exists()):
-            kept.append(before[path])
-            continue
-        text = _read(copies.get(path, Path(path)))
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        name = f"{number}-{digest[:8]}/{Path(path).name}"  # the file's own name, for tracebacks
-        (run.kept_files / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(run.kept_files / name, text)
-        kept.append(KeptFile(path, name, digest))
-        if path in before and before[path].sha256 != digest:
-            changed.append(Change(f"files.{Path(path).name}", before[path].sha256, digest))
-    if kept and kept != [*before.values()]:
-        write(run.kept_files_record, KeptFiles(kept))
-    return changed
-
-
-def _kept(run: RunDir) -> dict[str, KeptFile]:
-    """The run's copies of the user's code by their original paths. Raises BadInput if their record is unreadable."""
-    found = read(KeptFiles, run.kept_files_record)
-    if isinstance(found, Unreadable):
-        raise BadInput(f"{found}, so the run's files of code are unknown")
-    record = if_readable(found)
-    return {one.path: one for one in record.files} if record else {}
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    sources = {path: source.kept_files / one.name for path, one in kept_files(source).items()} if source else {}
+    return copy_files(run, [*files, *(str(file) for file in own if file is not None)], renew, sources)

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.scoring import RolloutLimits
-from megatron_rl.agent.trajectories import Problem
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import Tokenizer
@@ -69,7 +69,8 @@ def try_answers(
 ) -> Iterator[dict[str, Any]]:
     """Yield `prompt`, `gold` and `wrong`, two answers, and `gold_reward` and `wrong_reward` of each problem. The reward
     of a lost answer is None, and `failures` has the reason; `no_gold` says why no right answer is known, or why the
-    tokenizer cannot write it.
+    tokenizer cannot write it. `traces`, by reason, and `output`, what the code of the task printed, are there if they
+    are not empty.
 
     tokenizer: that of the environment; default: CodePoints.
     """
@@ -78,16 +79,33 @@ def try_answers(
         for problem in problems:
             found: dict[str, Any] = {"prompt": problem.prompt, "gold_reward": None}
             failures: list[str] = []
+            printed: list[str] = []
             try:
                 gold = found["gold"] = environment.gold_response(problem)
                 tokenizer.encode(gold)
             except (NotImplementedError, ValueError) as error:
                 found["no_gold"] = str(error)
             else:
-                found["gold_reward"], failures = runner.run(reward_of(environment, config, problem, gold, tokenizer))
+                answered = runner.run(scored_answer(environment, config, problem, gold, tokenizer))
+                found["gold_reward"], failures = reward_of(answered), [*answered.failures]
+                printed += [one.output for one in answered.trajectories]
             wrong = found["wrong"] = _wrong(environment, problem, tokenizer)
-            found["wrong_reward"], more = runner.run(reward_of(environment, config, problem, wrong, tokenizer))
-            yield {**found, **({"failures": [*failures, *more]} if failures or more else {})}
+            answered = runner.run(scored_answer(environment, config, problem, wrong, tokenizer))
+            found["wrong_reward"], failures = reward_of(answered), [*failures, *answered.failures]
+            printed += [one.output for one in answered.trajectories]
+            traces = traces_of(environment, failures)
+            more = {"failures": failures, "traces": traces, "output": "".join(printed)}
+            yield {**found, **{name: value for name, value in more.items() if value}}
+
+
+def traces_of(environment: Environment, failures: Iterable[str]) -> dict[str, str]:
+    """Return the tracebacks, or the output of the program, by reason for which a rollout is lost."""
+    return {
+        reason: trace
+        for reason in failures
+        for kind, trace in environment.tracebacks().items()
+        if trace and reason.startswith(kind[: len(reason)])
+    }
 
 
 def _wrong(environment: Environment, problem: Problem, tokenizer: Tokenizer) -> str:
@@ -100,10 +118,15 @@ def _wrong(environment: Environment, problem: Problem, tokenizer: Tokenizer) -> 
     return text
 
 
-async def reward_of(
+def reward_of(answered: TrajectoryGroup) -> float | None:
+    """Return the reward of `scored_answer`; None if the answer is lost."""
+    return answered.trajectories[0].reward if answered.trajectories else None
+
+
+async def scored_answer(
     environment: Environment, config: EnvironmentConfig, problem: Problem, text: str, tokenizer: Tokenizer
-) -> tuple[float | None, list[str]]:
-    """Score an answer as in a run; return the reward, None if the answer is lost, and the reasons."""
+) -> TrajectoryGroup:
+    """Score an answer as in a run; the group is empty if it is lost."""
     request = GroupRolloutRequest(
         ordinal=0,
         problem=problem,
@@ -113,5 +136,4 @@ async def reward_of(
         inference=ScriptedInference(tokenizer, [text]),
         limits=RolloutLimits.of(config),
     )
-    group = await environment.group_rollout(request)
-    return (group.trajectories[0].reward if group.trajectories else None), [*group.failures]
+    return await environment.group_rollout(request)

@@ -215,6 +215,7 @@ class KeptFile(NamedTuple):
     path: str  # its path when the run began
     name: str  # of the copy, below files/
     sha256: str
+    beside: dict[str, str] = {}  # sha256 by name of the modules beside it that it imports, whose copies are beside its
 
 
 @record()

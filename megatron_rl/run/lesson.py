@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.agent.trial import reward_of
+from megatron_rl.agent.trial import reward_of, scored_answer
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.lesson_records import SHOWN, LessonRecord, PromptCounts, RightAnswer
 from megatron_rl.contract.paths import RunDir
@@ -99,10 +99,10 @@ async def _score(
 ) -> tuple[float | None, str]:
     """Return the reward of an answer, scored as in a step; None and the reason if it is lost."""
     try:
-        reward, failures = await reward_of(environment, config.task, problem, answer, tokenizer)
+        answered = await scored_answer(environment, config.task, problem, answer, tokenizer)
     except Exception as error:  # noqa: BLE001 - the environment's own code
         return None, f"{type(error).__name__}: {error}"[:SHOWN]
-    return reward, next(iter(failures), "")[:SHOWN]
+    return reward_of(answered), next(iter(answered.failures), "")[:SHOWN]
 
 
 def count_prompts(prompts: Iterable[str]) -> PromptCounts:

@@ -4,7 +4,7 @@
 
 Without a model, an environment that asks it directly is tried with a right and a wrong answer (agent/trial.py), and one
 that asks the policy endpoint with scripted answers. With a model, every environment is. Writes a JSON object per
-problem to stdout, and errors to stderr in one line.
+problem to stdout, and errors to stderr in one line; before an error of the task's own code an object with its `trace`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.registry import build_environment, environment_class, with_samples
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
-from megatron_rl.agent.trial import CodePoints, first_problems, try_answers
+from megatron_rl.agent.trial import CodePoints, first_problems, traces_of, try_answers
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.endpoint.agent import EndpointAgent
 from megatron_rl.errors import ConfigurationError
@@ -51,6 +51,8 @@ def main() -> int:
             output.write(json.dumps(found) + "\n")
             output.flush()
     except _refusals() as error:
+        if trace := getattr(error, "trace", ""):
+            output.write(json.dumps({"trace": trace}) + "\n")
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         return EXIT_USAGE
     except ImportError as error:
@@ -77,7 +79,10 @@ def tried(trial: Trial) -> Iterator[dict[str, Any]]:
     config = with_samples(trial.environment)
     if trial.model is None and not issubclass(environment_class(config.name), EndpointAgent):
         environment = build_environment(config, CodePoints())
-        yield from try_answers(environment, config, first_problems(environment, config, trial.problems))
+        try:
+            yield from try_answers(environment, config, first_problems(environment, config, trial.problems))
+        finally:
+            asyncio.run(environment.close())
         return
     with _model(trial) as model, asyncio.Runner() as runner:
         environment = build_environment(config, model.tokenizer)
@@ -98,11 +103,13 @@ def tried(trial: Trial) -> Iterator[dict[str, Any]]:
 
 
 async def conversation(environment: Environment, request: GroupRolloutRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return one rollout as JSON: its `prompt`, `failures`, and, unless it was lost, `reward`, `components`, `output`
-    and `sequences`, each a list of spans of tokens."""
+    """Return one rollout as JSON: its `prompt`, `failures` with their `traces`, and, unless it was lost, `reward`,
+    `components`, `output` and `sequences`, each a list of spans of tokens."""
     group = await environment.group_rollout(request)
     shown = [_shown(trajectory, tokenizer) for trajectory in group.trajectories]
-    return {"prompt": request.problem.prompt, "failures": [*group.failures], **(shown[0] if shown else {})}
+    failures = [*group.failures]
+    traces = {"traces": found} if (found := traces_of(environment, failures)) else {}
+    return {"prompt": request.problem.prompt, "failures": failures, **traces, **(shown[0] if shown else {})}
 
 
 def _shown(trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -34,8 +34,16 @@ def conversation_lines(found: Mapping[str, Any], *, boundaries: bool) -> Iterato
     if sequences:
         parts = "".join(f", {name} {value:g}" for name, value in found["components"].items())
         yield f"  reward {found['reward']:g}{parts}"
-    yield from (f"  lost: {reason}" for reason in found["failures"])
+    for reason in found["failures"]:
+        yield f"  lost: {reason}"
+        yield from trace_lines(found, reason)
     yield ""
+
+
+def trace_lines(found: Mapping[str, Any], reason: str) -> Iterator[str]:
+    """Yield the traceback, or the output of the program, of a reason for which a rollout is lost."""
+    trace: str = found.get("traces", {}).get(reason, "")
+    yield from (f"    {line}" for line in trace.rstrip().splitlines())
 
 
 def _span_lines(kind: str, texts: Sequence[str], boundary: str) -> Iterator[str]:

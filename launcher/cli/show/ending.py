@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Sequence
 
-from launcher.cli.show.history import RECENT, History, clock, mean
+from launcher.cli.show.history import RECENT, History, clock, mean, shown_accuracy
 from launcher.cli.show.scores import lines as evaluation_lines
 from launcher.cli.show.scores import result_of
 from launcher.host.judge.sentence import describe_end
@@ -95,6 +95,6 @@ def result_lines(history: History) -> list[str]:
             f"mean reward:     {mean(first):.3f} (first {len(first)} steps) -> {mean(last):.3f} (last {len(last)})"
         )
     for name, (before, after) in sorted(history.accuracies().items()):
-        trained = f" -> {after:.3f}" if len(history.evaluations) > 1 else " before training"
-        lines.append(f"greedy accuracy: {before:.3f}{trained} on {name}")
+        trained = f" -> {shown_accuracy(after)}" if len(history.evaluations) > 1 else " before training"
+        lines.append(f"greedy accuracy: {shown_accuracy(before)}{trained} on {name}")
     return lines

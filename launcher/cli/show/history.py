@@ -60,11 +60,13 @@ class History:
         """Mean reward of each step that has one."""
         return numbers(self.lines, "mean_reward")
 
-    def accuracies(self) -> dict[str, tuple[float, float]]:
-        """Greedy accuracy in the first and the last evaluation, by evaluation set."""
-        found: dict[str, tuple[float, float]] = {}
+    def accuracies(self) -> dict[str, tuple[float | None, float | None]]:
+        """Greedy accuracy in the first and the last evaluation, by evaluation set; None where all answers were lost."""
+        found: dict[str, tuple[float | None, float | None]] = {}
         for line in self.evaluations:
-            for name, value in evaluation_values(line, "greedy_accuracy").items():
+            right = evaluation_values(line, "greedy_accuracy")
+            for name in {**right, **evaluation_values(line, "failed_rollouts")}:
+                value = right.get(name)
                 found[name] = (found[name][0] if name in found else value, value)
         return found
 
@@ -197,3 +199,8 @@ def clock(seconds: float) -> str:
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def shown_accuracy(value: float | None) -> str:
+    """Format the greedy accuracy on a set; None: all answers were lost."""
+    return "unknown (no answer has a reward)" if value is None else f"{value:.3f}"

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launcher.cli.show.history import RECENT, History, clock, evaluation_values, mean, sparkline
+from launcher.cli.show.history import RECENT, History, clock, evaluation_values, mean, shown_accuracy, sparkline
 from launcher.cli.show.status import replica_lines
 from launcher.cli.show.terminal import echo
 from megatron_rl.contract.attempt_records import MetricsLine
@@ -201,8 +201,7 @@ def evaluation_line(line: MetricsLine) -> str:
     """Describe an evaluation: greedy accuracy on each set, and lost answers."""
     found, lost = evaluation_values(line, "greedy_accuracy"), evaluation_values(line, "failed_rollouts")
     scores = [
-        (f"{name} {found[name]:.3f}" if name in found else f"{name} -")
-        + (f" ({lost[name]:.0f} answers lost)" if name in lost else "")
+        f"{name} {shown_accuracy(found.get(name))}" + (f" ({lost[name]:.0f} answers lost)" if name in lost else "")
         for name in sorted({*found, *lost})
     ]
     return f"evaluation after step {line.step}: greedy accuracy {'  '.join(scores)}"

@@ -36,6 +36,7 @@ from megatron_rl.endpoint.program_environment import program_environment
 from megatron_rl.environments.program.arguments import ProgramConfig, Rows
 from megatron_rl.environments.program.reward_line import NoReward, reward_in, reward_of
 from megatron_rl.environments.program.wire import Ended, Job, Program
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # slow imports; the launcher imports this module to check a recipe
@@ -123,6 +124,9 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
         try:
             reward = reward_in(ended.ending) if self._program.command else reward_of(ended.returned)
         except NoReward as error:
+            if not self._program.command:
+                at = f"environment.args.function: {self._program.function}"
+                raise ConfigurationError(f"{at}: {error}", ended.output) from error
             raise RolloutLost(f"program: {error}", ended.output) from error
         return RunResult(reward, ended.output)
 

@@ -101,7 +101,8 @@ def test_results_compare_the_first_steps_with_the_last():
 def test_the_line_of_an_evaluation_has_its_lost_answers():
     found = {"eval/a/greedy_accuracy": 0.5, "eval/a/failed_rollouts": 3, "eval/b/failed_rollouts": 4}
     said = evaluation_line(MetricsLine(7, {**found, "eval/c/d/greedy_accuracy": 1.0}))
-    assert said == "evaluation after step 7: greedy accuracy a 0.500 (3 answers lost)  b - (4 answers lost)  c/d 1.000"
+    unknown = "b unknown (no answer has a reward) (4 answers lost)"
+    assert said == f"evaluation after step 7: greedy accuracy a 0.500 (3 answers lost)  {unknown}  c/d 1.000"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.9, "1:05"), (7389, "2:03:09")])

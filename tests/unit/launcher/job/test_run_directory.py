@@ -329,6 +329,25 @@ def test_a_run_keeps_its_own_copy_of_a_reward_file(tmp_path: Path) -> None:
     assert recorded.changes == {"files.reward.py": [kept.sha256, changed.new]}
 
 
+def test_a_run_keeps_the_modules_beside_a_file_that_it_imports(tmp_path: Path) -> None:
+    recipe, root = own_reward(tmp_path), tmp_path / "run"
+    (tmp_path / "reward.py").write_text(f"import json\nfrom helpers import right\n{REWARD}")
+    (tmp_path / "helpers.py").write_text("def right():\n    import deeper\n")
+    for name in ("deeper", "json", "unused"):
+        (tmp_path / f"{name}.py").write_text("")
+    run = prepare(load_recipe(str(recipe)), root, change=False).run
+    [kept] = read(KeptFiles, run.kept_files_record).files
+    copies = (run.kept_files / kept.name).parent
+    assert sorted(each.name for each in copies.iterdir()) == ["deeper.py", "helpers.py", "reward.py"]
+    assert [*kept.beside] == ["deeper.py", "helpers.py"]
+    run.metrics.write_text(encode_line(MetricsLine(1, {})) + "\n")
+    (tmp_path / "deeper.py").write_text("# another\n")
+    [changed] = prepare(load_recipe(str(run.resolved)), root, change=True).changes
+    assert (changed.key, changed.old) == ("files.deeper.py", kept.beside["deeper.py"])
+    [kept] = read(KeptFiles, run.kept_files_record).files
+    assert (run.kept_files / kept.name).with_name("deeper.py").read_text() == "# another\n"
+
+
 def test_a_run_in_which_nothing_was_trained_takes_a_corrected_reward_file(tmp_path: Path) -> None:
     recipe = load_recipe(str(own_reward(tmp_path)))
     run = prepare(recipe, tmp_path / "run", change=False).run

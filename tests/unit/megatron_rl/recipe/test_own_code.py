@@ -78,6 +78,25 @@ def test_absent_module_is_refused_with_the_ways_to_provide_it() -> None:
     check_file("nowhere_at_all:loss")  # only an import can decide
 
 
+def test_files_import_the_modules_beside_them_and_never_those_of_another_folder(tmp_path: Path) -> None:
+    for name, right in (("one", "1"), ("two", "2")):
+        (tmp_path / name).mkdir()
+        source = f"# {name}\nfrom beside_mine import right\ndef loss():\n    return right\n"
+        (tmp_path / name / "mine.py").write_text(source)
+        (tmp_path / name / "beside_mine.py").write_text(f"right = {right}\n")
+    assert load(f"{tmp_path}/one/mine.py:loss")() == 1
+    with pytest.raises(ValueError, match="import different modules named beside_mine: rename one of them"):
+        load(f"{tmp_path}/two/mine.py:loss")
+    (tmp_path / "two" / "beside_mine.py").write_text("right = 1\n")
+    assert load(f"{tmp_path}/two/mine.py:loss")() == 1
+
+
+def test_a_file_that_reads_what_lies_beside_it_learns_that_a_run_has_no_copy(folder: Path) -> None:
+    (folder / "reads.py").write_text(f"open({str(folder / 'table.json')!r})\ndef loss(): pass\n")
+    with pytest.raises(ValueError, match=r"reads.py:1: .*FileNotFoundError.*by their absolute paths"):
+        load(f"{folder}/reads.py:loss")
+
+
 def test_run_uses_its_copy_of_a_file(folder: Path, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     original = f"{folder}/mine.py"

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import click
@@ -57,7 +58,7 @@ class Adder(EndpointAgent):
                     total = sum(json.loads(call.function.arguments).values())
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": str(total)})
         if len(messages) == 1:
-            raise RolloutLost("program: the tool was not called")
+            raise RolloutLost("program: the tool was not called", "asking\nTraceback ...\nKeyError: 'city'\n")
         return RunResult({"reward": float(message.content == "5"), "calls": len(messages) // 2}, output="done\n")
 
 
@@ -88,7 +89,37 @@ def test_a_program_with_scripted_answers_is_shown_as_the_model_sees_it(adder: En
 
 def test_a_lost_rollout_has_no_reward_but_a_reason(adder: EnvironmentConfig) -> None:
     [found] = tried(Trial(environment=adder))
-    assert found == {"prompt": "What is 2+3?", "failures": ["program: the tool was not called"]}
+    reason = "program: the tool was not called"
+    assert (found["prompt"], found["failures"]) == ("What is 2+3?", [reason])
+    shown = [*conversation_lines(found, boundaries=False)]
+    assert shown == ["What is 2+3?", f"  lost: {reason}", "    asking", "    Traceback ...", "    KeyError: 'city'", ""]
+
+
+def rewards_of(folder: Path, source: str) -> Trial:
+    (folder / "reward.py").write_text(source)
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    arguments = {"file": str(folder / "reward.py"), "train": str(folder / "rows.jsonl")}
+    return Trial(environment=EnvironmentConfig(name="python", args=arguments, reward_retries=0))
+
+
+def test_what_a_reward_printed_and_where_it_failed_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "def reward(response, answer, **columns):\n    print('looking at', response)\n    "
+    [found] = tried(rewards_of(tmp_path, source + "return float(response == answer)\n"))
+    assert (found["gold_reward"], found["wrong_reward"]) == (1.0, 0.0)
+    assert found["output"] == "looking at 2\nlooking at I do not know.\n"
+    [found] = tried(rewards_of(tmp_path, source + "raise TimeoutError('busy')\n"))
+    [reason] = {*found["failures"]}
+    assert reason == "reward at reward.py:3: TimeoutError: busy"
+    assert found["traces"][reason].startswith("it printed:\nlooking at 2\nTraceback")
+    failing = rewards_of(tmp_path, source + "return columns['city']\n")
+    monkeypatch.setattr(sys, "stdin", StringIO(failing.model_dump_json()))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # main gives it away
+    assert main() == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["trace"].endswith("KeyError: 'city'\n")
+    assert err.startswith("reward at reward.py:3: KeyError: 'city' (for the answer '2' to '1+1=')")
 
 
 def test_countdown_and_arithmetic_can_be_tried_as_they_are() -> None:

@@ -1,0 +1,85 @@
+"""Copies of the user's code files that a run uses in all attempts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launcher.errors import BadInput
+from launcher.recipe.changes import Change
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import Unreadable, if_readable, read, write
+from megatron_rl.contract.run_records import KeptFile, KeptFiles
+from megatron_rl.recipe.own_code import modules_beside
+
+
+def copy_files(
+    run: RunDir, files: Sequence[str], renew: bool, sources: Mapping[str, Path] | None = None
+) -> list[Change]:
+    """Copy files, each with the modules beside it that it imports, so that all attempts run the same. Return the
+    replaced copies.
+
+    Args:
+        files: original paths.
+        renew: whether to replace copies by the present files.
+        sources: files that take the place of original ones.
+
+    Raises:
+        BadInput: a file cannot be read.
+    """
+    before = kept_files(run)
+    kept, changed = [], []
+    for number, path in enumerate(dict.fromkeys(files), 1):
+        old = before.get(path)
+        if old is not None and not (renew and Path(path).exists()):
+            kept.append(old)
+            continue
+        source = (sources or {}).get(path, Path(path))
+        texts = {source.name: _read(source), **{each.name: _read(each) for each in _beside(source)}}
+        digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+        folder = f"{number}-{hashlib.sha256(''.join(digests.values()).encode()).hexdigest()[:8]}"
+        (run.kept_files / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():  # under their own names, for tracebacks and imports
+            write_atomic(run.kept_files / folder / name, text)
+        digest = digests.pop(source.name)
+        new = KeptFile(path, f"{folder}/{source.name}", digest, digests)
+        kept.append(new)
+        changed += _changes(old, new) if old is not None else []
+    if kept and kept != [*before.values()]:
+        write(run.kept_files_record, KeptFiles(kept))
+    return changed
+
+
+def kept_files(run: RunDir) -> dict[str, KeptFile]:
+    """The run's copies of the user's code by their original paths. Raises BadInput if their record is unreadable."""
+    found = read(KeptFiles, run.kept_files_record)
+    if isinstance(found, Unreadable):
+        raise BadInput(f"{found}, so the run's files of code are unknown")
+    record = if_readable(found)
+    return {one.path: one for one in record.files} if record else {}
+
+
+def _changes(old: KeptFile, new: KeptFile) -> list[Change]:
+    before, after = ({Path(one.path).name: one.sha256, **one.beside} for one in (old, new))
+    names = [*dict.fromkeys([*before, *after])]
+    return [
+        Change(f"files.{name}", before.get(name), after.get(name))
+        for name in names
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _beside(file: Path) -> list[Path]:
+    try:
+        return modules_beside(file) if file.suffix == ".py" else []
+    except ValueError:  # not Python that this version reads: its check says so, with the line
+        return []
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
