@@ -29,11 +29,13 @@ class EnvironmentConfig(Section):
     """Component of the reward that says how right an answer is, from 0 to 1, for grpo.dynamic_sampling,
     grpo.length_penalty and curriculum. Default: the reward as the environment returns it."""
     reward_timeout_s: PositiveFloat = 600.0
-    """Longest wait for the reward of one answer, in seconds. An answer whose scoring takes longer is lost, and the run
-    continues. Keep it below job.silence_limit_s."""
+    """Longest time for the reward of one answer, in seconds, from its turn on. An answer whose scoring takes longer is
+    lost, and the run continues. Keep it below job.silence_limit_s."""
     reward_retries: NonNegativeInt = 1
     """Further attempts to score an answer after a failure, within reward_timeout_s. After the last one the answer is
-    lost: it gets no reward of 0, but is left out of the statistics of its group and counted by its reason."""
+    lost: it gets no reward of 0, but is left out of the statistics of its group and counted by its reason. In the
+    environment python an exception of your function ends the run instead (environment.args.on_error). What is not a
+    reward, such as None or NaN, is never tried again and ends every run."""
     rollout_limit_s: PositiveFloat | None = None
     """Longest time for a whole answer, in seconds: all turns, tools and the reward, including waits for room in the
     engine and for training in between. An answer that takes longer is cancelled and started again, up to reward_retries

@@ -44,7 +44,7 @@ class Score:
     components: Mapping[str, float]
     """Components by name, excluding `reward`; empty if scoring returned a number."""
     output: str = ""
-    """What the function printed."""
+    """Text that the function printed."""
 
     @classmethod
     def of(cls, given: Reward, output: str = "") -> Score:

@@ -22,7 +22,7 @@ STOP_S = 10.0
 Result = TypeVar("Result")
 
 Scored = Callable[[], tuple[int, str]]
-"""Returns the number of answers that slow functions have scored, and what to tell the user of these functions."""
+"""Returns the number of answers that slow functions have scored, and a note for the user about them."""
 
 
 class DriverRole(Protocol):

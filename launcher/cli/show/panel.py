@@ -42,7 +42,8 @@ class View(ABC):
         for line in history.evaluations:
             if line.step > self._evaluated:
                 self._evaluated = line.step
-                self.announce(evaluation_line(line))
+                if evaluation := evaluation_line(line):
+                    self.announce(evaluation)
         self.draw(history)
 
     @abstractmethod
@@ -198,13 +199,13 @@ def step_line(history: History) -> str:
 
 
 def evaluation_line(line: MetricsLine) -> str:
-    """Describe an evaluation: greedy accuracy on each set, and lost answers."""
+    """Describe an evaluation: greedy accuracy on each set, and lost answers; empty if there is no set."""
     found, lost = evaluation_values(line, "greedy_accuracy"), evaluation_values(line, "failed_rollouts")
     scores = [
         f"{name} {shown_accuracy(found.get(name))}" + (f" ({lost[name]:.0f} answers lost)" if name in lost else "")
         for name in sorted({*found, *lost})
     ]
-    return f"evaluation after step {line.step}: greedy accuracy {'  '.join(scores)}"
+    return f"evaluation after step {line.step}: greedy accuracy {'  '.join(scores)}" if scores else ""
 
 
 def shown(line: MetricsLine, name: str, form: str) -> str:

@@ -41,7 +41,7 @@ class NotScored(Exception):
 class Scored:
     value: float | Mapping[str, float]
     printed: str
-    """What the function printed while it scored this answer and no other."""
+    """Text that the function printed while it scored this answer and no other."""
 
 
 @dataclass(frozen=True, slots=True)

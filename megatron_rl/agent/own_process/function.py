@@ -66,7 +66,7 @@ class OwnFunction:
     async def __call__(self, call: Call) -> Scored:
         """Return the reward of one answer. Raises NotScored.
 
-        A cancelled call is forgotten. A plain function cannot be interrupted: it goes on with its answer, until it is
+        A cancelled call is forgotten. A plain function cannot be interrupted: it continues with its answer until it is
         done or `close` kills it.
         """
         return await asyncio.wrap_future(self._pool.run(self._pool.call(call)))

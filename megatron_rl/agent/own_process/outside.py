@@ -1,4 +1,4 @@
-"""Exceptions that tell of the world outside a function: of a network, a server or a time limit."""
+"""Exceptions whose cause is outside a function: a network, a server or a limit of time."""
 
 from __future__ import annotations
 

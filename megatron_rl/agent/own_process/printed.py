@@ -1,4 +1,4 @@
-"""What a function and its children print: divided by answer, bounded, and logged."""
+"""Output of a function and its children: divided by answer, bounded, and logged."""
 
 from __future__ import annotations
 

@@ -51,12 +51,12 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a function did with one answer."""
+    """Result of a function for one answer."""
 
     said: Mapping[str, Any]
-    """See worker.py."""
+    """Line of the worker: see worker.py."""
     printed: str
-    """What it printed meanwhile."""
+    """Text that it printed meanwhile."""
     alone: bool
     """Whether it scored no other answer meanwhile."""
 

@@ -103,6 +103,7 @@ def test_the_line_of_an_evaluation_has_its_lost_answers():
     said = evaluation_line(MetricsLine(7, {**found, "eval/c/d/greedy_accuracy": 1.0}))
     unknown = "b unknown (no answer has a reward) (4 answers lost)"
     assert said == f"evaluation after step 7: greedy accuracy a 0.500 (3 answers lost)  {unknown}  c/d 1.000"
+    assert evaluation_line(MetricsLine(7, {})) == "", "no set, nothing to say"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.9, "1:05"), (7389, "2:03:09")])
