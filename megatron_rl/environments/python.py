@@ -96,15 +96,19 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
 
         self._file = Path(config.file).expanduser()
         _check(self._file)
+        super().__init__(config, tokenizer)
         try:
             self._score = OwnFunction(self._file, FUNCTION, config.processes)
         except Unusable as error:
             raise ValueError(f"environment.args.file: {error}") from error
         logger.info("rewards from %s (sha256 %s)", self._file, hashlib.sha256(self._file.read_bytes()).hexdigest())
         self._accepted = _accepted(self._score.parameters)
-        super().__init__(config, tokenizer)
         problems = [*self.training_problems(), *(one for its in self.evaluation_problems().values() for one in its)]
-        _check_columns(self._file, self._score.parameters, [problem.golden for problem in problems])
+        try:
+            _check_columns(self._file, self._score.parameters, [problem.golden for problem in problems])
+        except ValueError:
+            self._score.close()
+            raise
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
         """Return prompts and right answers of the rows with a column `answer`; used only by `model.init:

@@ -119,7 +119,9 @@ class OwnProcess:
             raise
         if (why := greeting.said.get("unusable")) is not None:
             await one.end()
-            raise Unusable(f"{why}{_below(greeting.printed)}")
+            lacks = greeting.said["lacks"]
+            lacking = ImportError(why, name=lacks) if lacks is not None else None
+            raise Unusable(f"{why}{_below(greeting.printed)}") from lacking
         one.described = greeting.said
         return one
 
@@ -179,13 +181,15 @@ class OwnProcess:
     async def end(self) -> None:
         """Kill the worker with all that it has started."""
         self.ended = True
-        with suppress(ProcessLookupError):
-            self._process.send_signal(END)
-        with suppress(TimeoutError):
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, END)  # Popen.send_signal would reap it, which asyncio's watcher has to
+        try:
             async with asyncio.timeout(2 * END_S):
                 await self._process.wait()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.gather(*self._reading, return_exceptions=True)
 
     def printed(self) -> str:

@@ -164,7 +164,8 @@ def _loaded(file: str, name: str, replies: _Replies) -> Function | None:
         ]
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
         told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        replies.write(0, {"unusable": told})
+        lacks = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
+        replies.write(0, {"unusable": told, "lacks": lacks})
         return None
     waits = inspect.iscoroutinefunction(function)
     replies.write(0, {"parameters": parameters, "place": where_defined(function, file), "waits": waits})

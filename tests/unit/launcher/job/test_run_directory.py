@@ -312,7 +312,7 @@ def test_a_run_keeps_its_own_copy_of_a_reward_file(tmp_path: Path) -> None:
     task = with_kept_files(read_resolved(run.resolved).task, run)
     copy = Path(task.args["file"])
     assert copy.is_relative_to(root) and copy.name == "reward.py"
-    assert task.args["train"] == str(tmp_path / "mine.jsonl")
+    assert task.args["train"] == {"path": str(tmp_path / "mine.jsonl")}
     [kept] = read(KeptFiles, run.kept_files_record).files
     assert (kept.path, kept.sha256) == (str(tmp_path / "reward.py"), hashlib.sha256(REWARD.encode()).hexdigest())
     run.metrics.write_text(encode_line(MetricsLine(1, {})) + "\n")
