@@ -77,7 +77,7 @@ def environment_lines(found: Sequence[EnvironmentInfo], every: bool, width: int)
     listed = [one for one in found if every or one.name.rpartition("/")[0] not in names]
     first = [one for one in listed if one.name in OF_THE_USER]
     column = max((len(one.name) for one in listed), default=0) + 2
-    lines = []
+    lines: list[str] = []
     for heading, group in (("of your own", first), ("with problems", [one for one in listed if one not in first])):
         lines += [*([""] if lines else []), *([f"{heading}:"] if group else [])]
         for one in group:

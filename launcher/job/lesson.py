@@ -175,8 +175,10 @@ def _with_key(problem: str, recipe: Recipe) -> str:
 
 def _with_originals(fault: str, copies: RunDir | None) -> str:
     """Return a fault that names the user's files instead of their copies, which are gone when it is read."""
-    record = if_readable(read(KeptFiles, copies.kept_files_record)) if copies else None
-    for one in record.files if copies and record else ():
+    if copies is None:
+        return fault
+    record = if_readable(read(KeptFiles, copies.kept_files_record))
+    for one in record.files if record else ():
         fault = fault.replace(str(copies.kept_files / one.name), one.path)
     return fault
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.agent.keys import turn_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.reward_value import Reward
 from megatron_rl.agent.scoring import RolloutLimits, as_task_error, await_score
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryBuilder
 from megatron_rl.chat.chat import Chat
@@ -66,13 +67,13 @@ class ConversationAgent(RewardOnlyAgent):
     @abstractmethod
     def get_trajectory_reward(
         self, responses: Sequence[str], golden: Mapping[str, Any], finish_reason: FinishReason
-    ) -> float | Awaitable[float]:
+    ) -> Reward | Awaitable[Reward]:
         """Return the finite score of a conversation: see `RewardOnlyAgent.get_reward`. finish_reason: of the last
         response."""
 
     def get_reward(
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
-    ) -> float | Awaitable[float]:
+    ) -> Reward | Awaitable[Reward]:
         return self.get_trajectory_reward([response], golden, finish_reason)
 
     def turn(self, prompt: list[int], answer: list[int]) -> Turn:

@@ -9,7 +9,7 @@ from operator import itemgetter
 import torch
 import torch.distributed as dist
 
-from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest
+from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, ScoringAgent
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
@@ -52,7 +52,7 @@ def evaluate(
             inference=inference,
             limits=RolloutLimits.of(config.task),
         )
-        response = loop.run(partial(agent.evaluate, request), partial(_scored, agent, len(problems)))
+        response = loop.run(partial(agent.evaluate, request), partial(scoring_progress, agent, len(problems)))
         if response is not None:
             rewards = response.rewards
             counts[index] = torch.tensor([rewards.count(1.0), len(rewards)])
@@ -68,6 +68,7 @@ def evaluate(
     return found
 
 
-def _scored(agent: EvaluationAgent, answers: int) -> tuple[int, str]:
+def scoring_progress(agent: ScoringAgent, answers: int) -> tuple[int, str]:
+    """Return how many answers the agent has scored, and a note about a slow function; see `AgentLoop.run`."""
     found = agent.scoring()
     return (found.answers, found.note(f"{answers:,} answers")) if found is not None else (0, "")

@@ -25,6 +25,7 @@ from megatron_rl.contract.records import ABSENT, read, write
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.agent_loop import AgentLoop
+from megatron_rl.rollout.evaluation import scoring_progress
 
 MOST_COUNTED = 20_000
 """Prompts that are counted, at most: these take a fraction of a second."""
@@ -57,8 +58,9 @@ def record_lesson(
     if environment is not None and loop is not None:
         first = [*islice((problem for each in sets for problem in each.problems), TRIED)]
         own = first if loop.role.drives and loop.role.index == 0 else []
+        work = partial(right_answers, environment, own, tokenizer, config)
         with safe_points.phase("evaluate"):
-            right = loop.run(partial(right_answers, environment, own, tokenizer, config)) or []
+            right = loop.run(work, partial(scoring_progress, environment, len(first))) or []
     if not leads:
         return
     texts = islice((problem.prompt for each in sets for problem in each.problems), MOST_COUNTED)

@@ -27,8 +27,8 @@ def launch(request: Request) -> int:
             refuse_unusable(one.given)
             refuse_others(RunDir(one.given), request.trust)
             shared = cluster != LOCAL and clusters.profile(cluster).readable_by != "me"
-            if not shared and (warning := warning_of_readers(one.given)):
-                click.echo(f"warning: {warning}", err=True)
+            if not shared and (readers := warning_of_readers(one.given)):
+                click.echo(f"warning: {readers}", err=True)
     if cluster != LOCAL:
         from launcher.cli.submit.slurm import run_on_slurm  # each of the two has imports that the other does not need
 

@@ -127,7 +127,8 @@ class _Pool:
             call, done = await self._calls.get()
             task = asyncio.create_task(_complete(slot, call, done))
             self._scoring.add(task)
-            task.add_done_callback(lambda task: (self._scoring.discard(task), ahead.release()))
+            task.add_done_callback(self._scoring.discard)
+            task.add_done_callback(lambda _: ahead.release())
 
     @property
     def answers(self) -> int:
