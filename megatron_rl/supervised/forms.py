@@ -74,7 +74,7 @@ class Form:
 
     @property
     def wanted(self) -> str:
-        """What a row must have, for an error."""
+        """Columns that a row must have, for an error."""
         if self.messages:
             return f"messages ({self.messages})"
         return f"both a prompt ({self.prompt}) and an answer ({self.answer})"

@@ -56,7 +56,7 @@ PROMISES: dict[str, list[list[str]]] = {
     "serve": [["import megatron_rl.server.app, megatron_rl.server.metrics, megatron_rl.server.serving"]],
     "wandb": [[SUBMIT, "demo", *SHORT, "logging.wandb={project: p, mode: offline}", "--run-dir", "run"]],
 }
-"""What each extra must do at least: programs of Python, with arguments."""
+"""Least that each extra must do: programs of Python, with arguments."""
 AGENT = """
 async def rollout(client, problem):
     asked = [{"role": "user", "content": problem["problem"]}]
