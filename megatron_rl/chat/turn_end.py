@@ -21,9 +21,9 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
         text = tokenizer.conversation(
             [USER, {"role": "assistant", "content": PLACEHOLDER}], add_generation_prompt=False
         )
+        behind = tokenizer.encode((text or "").rpartition(PLACEHOLDER)[2])
     except ValueError:
         return None
-    behind = tokenizer.encode((text or "").rpartition(PLACEHOLDER)[2])
     return next((token for token in behind if tokenizer.is_special(token)), None)
 
 
