@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from megatron_rl.server.bodies import Body, CompletionBody, Items, TokenId
+from megatron_rl.server.bodies import CompletionBody
+from megatron_rl.server.body_types import Body, Items, TokenId
 from megatron_rl.server.errors import ApiError, unsupported
 from megatron_rl.server.response_bodies import Format, Part, Prompt
 

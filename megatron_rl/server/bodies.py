@@ -6,12 +6,13 @@ from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_core import from_json
 
 from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
 from megatron_rl.inference.api import MOST_TOP_LOGPROBS
 from megatron_rl.inference.config import MOST_BIASED, AdjustedSampling, Sampling
+from megatron_rl.server.body_types import Body, Items, Objects, TokenId
 from megatron_rl.server.errors import ApiError, invalid, invalid_conversation, unsupported
 from megatron_rl.server.parameters import REFUSED, WITHOUT_EFFECT
 
@@ -22,30 +23,6 @@ NOT_ENFORCED = ("tool_choice", "response_format")
 names them: to enforce them means to sample from another distribution than the model's."""
 
 AnyBody = TypeVar("AnyBody", bound="Body")
-Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(fail_fast=True)]
-"""A list of which only the first wrong item is reported: a body has room for millions."""
-MOST_OBJECTS = 10_000
-Objects = Annotated[list[Item], Field(max_length=MOST_OBJECTS, fail_fast=True)]
-"""A list of items that take longer to parse than a number or a string; parsing blocks all other requests."""
-
-TokenId = Annotated[int, Field(ge=0)]
-
-
-class Body(BaseModel):
-    """Base of all bodies. null means left out. Only one unknown name is reported."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        said = {name: value for name, value in given.items() if value is not None}
-        known = {name: said[name] for name in cls.model_fields.keys() & said.keys()}
-        unknown = next((name for name in said if name not in known), None)
-        return known if unknown is None else known | {unknown: said[unknown]}
 
 
 class StreamOptions(Body):
