@@ -148,9 +148,7 @@ class RewardOnlyAgent(Environment):
         """Return the score of one answer, or the reason if it is lost. Raises ConfigurationError."""
         return await self._scored(partial(self.get_reward, text, problem.golden, finish_reason), problem, text, limits)
 
-    async def _scored(
-        self, score: partial[Reward | Awaitable[Reward]], problem: Problem, text: str, limits: RolloutLimits
-    ) -> Score | str:
+    async def _scored(self, score: partial[Any], problem: Problem, text: str, limits: RolloutLimits) -> Score | str:
         """Return what a method returns for an answer, or the reason if it is lost. Raises ConfigurationError if the
         method returns something that is not a reward."""
         method = score.func

@@ -55,7 +55,7 @@ def _checked(value: Any) -> Reward:
             reward = float(value)
         Score.of(reward)
     except (ValueError, OverflowError) as error:
-        raise NoReward(f"no reward: {error}") from error
+        raise NoReward(f"no reward: the reward is {error}") from error
     return reward
 
 
