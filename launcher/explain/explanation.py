@@ -26,9 +26,7 @@ class Explanation:
 
     @property
     def heading(self) -> str:
-        if self.failure is not None:
-            return "Why it ended"
-        return "Why does it not learn?" if self.findings else "Findings"
+        return "Findings" if self.failure is None else "Why it ended"
 
     @property
     def remark(self) -> str:
