@@ -159,7 +159,7 @@ def test_a_failed_run_begins_with_its_message_and_its_traceback(opened, tmp_path
 def test_legends_of_a_comparison_have_what_differs_and_the_best_is_named(opened, several):
     page = opened.goto(several.as_uri())
     page.wait_for_selector("#groups .legend li")
-    assert page.locator("#groups .legend").first.locator("li").all_inner_texts() == ["60", "30"]
+    assert page.locator("#groups .legend").first.locator("li").all_inner_texts() == ["steps=60", "steps=30"]
     assert page.locator("#runs p").first.inner_text().startswith("Best by mean_reward (highest, mean of the last 10")
 
 
