@@ -10,40 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from launcher.explain import lesson_rules
+from launcher.explain import curve_rules, lesson_rules
 from launcher.explain.record import Record
-from launcher.explain.trend import fall_of, rise_of
-from megatron_rl.contract.learning import SOLVED, TREND_STEPS, WINDOW, number
-from megatron_rl.contract.text import printable
-
-ENTROPY_LEFT = 0.1
-"""Share of the first steps' entropy below which it has collapsed, unless the problems are solved: a policy that solves
-its problems is certain of its answers for a good reason."""
-SIGNAL_LEFT = 0.5
-"""Share of the first steps' groups with signal that is left where a collapse does harm."""
-CLIPPED = {"gspo": 0.8, "gspo_token": 0.8}
-"""Share of the trained tokens beyond the bounds of a policy loss that is too much, where it is not CLIPPED_USUALLY.
-Whole sequences are clipped by gspo: 10% to 65% of the tokens in runs that learn."""
-CLIPPED_USUALLY = 0.3
-"""The same for the other losses. Runs of `clip` with four updates a step that learn have up to 20%."""
-DIFFERENCE = 0.05
-"""Mean difference in nats between the log-probs of the trainer and of the engine. In bf16 0.005 to 0.02 are usual,
-in fp32 1e-6."""
-STALENESS = 4.0
-"""Mean age of answers in optimizer steps. Peers report losses of accuracy beyond about this age without correction."""
-BF16_STEP = 2.0**-9
-"""Largest relative change of a weight that rounding to bf16 can remove."""
-TYPICAL_WEIGHT = 0.02
-"""Magnitude of a weight of a language model, the usual standard deviation of its initialisation."""
-LONG_ENOUGH = 50
-"""Steps after which a reward that is no higher than at the start is a finding, and at least half of those of the
-recipe: many runs that learn begin with a flat stretch, or a dip."""
-LOST = 0.3
-"""Fall of the mean reward from its best window, as a share of the rise until then, that matters."""
-GAP = 0.25
-"""Accuracy on trained problems less that on held-out ones where answers are memorised."""
-FALLEN = 0.05
-"""Fall of the accuracy on held-out problems from its best value that goes with it."""
 
 
 class Finding(NamedTuple):
@@ -65,200 +33,61 @@ class Rule(NamedTuple):
     advice: str
 
 
-def _reward_not_above_start(record: Record) -> str | None:
-    rewards, right = record.series("mean_reward"), record.last("right_ratio")
-    planned = record.key("training.steps") or 0
-    if not max(LONG_ENOUGH, planned // 2) <= len(rewards) < TREND_STEPS or (right is not None and right >= SOLVED):
-        return None  # from TREND_STEPS on the warning reward-not-rising says it
-    rise = rise_of(rewards)
-    if rise.significant:
-        return None
-    return (
-        f"The mean reward of the last {rise.quarter} of {len(rewards)} steps is {rise.now:.3g}, and was "
-        f"{rise.before:.3g} in the first {rise.quarter}; the standard error of the difference is {rise.error:.2g}. In "
-        f"between it was {min(rewards):.3g} to {max(rewards):.3g}"
-    )
-
-
-def _reward_fell(record: Record) -> str | None:
-    fall = fall_of(record.series("mean_reward"))
-    if fall is None or any(one.name == "reward-collapse" for one in record.warnings):
-        return None
-    if fall.best - fall.last <= LOST * (fall.best - fall.first):
-        return None
-    return (
-        f"The mean reward of {fall.window} steps fell from {fall.best:.3g}, its best, reached at step {fall.reached}, "
-        f"to {fall.last:.3g}"
-    )
-
-
-def _signal_fading(record: Record) -> str | None:
-    before, now = record.first("nonzero_groups_ratio"), record.last("nonzero_groups_ratio")
-    right = record.last("right_ratio")
-    if before is None or now is None or right is None or right >= SOLVED or now >= min(before / 3, (1 - right) / 2):
-        return None
-    return (
-        f"Groups whose answers differ in reward fell from {before:.0%} to {now:.0%}, while {1 - right:.0%} of the "
-        "answers are still wrong: most problems are now always wrong, and teach nothing"
-    )
-
-
-def _entropy_collapse(record: Record) -> str | None:
-    before, now, right = record.first("entropy"), record.last("entropy"), record.last("right_ratio")
-    signal_before, signal = record.first("nonzero_groups_ratio"), record.last("nonzero_groups_ratio")
-    if before is None or now is None or right is None or signal_before is None or signal is None:
-        return None
-    if now >= ENTROPY_LEFT * before or right >= SOLVED or signal >= SIGNAL_LEFT * signal_before:
-        return None
-    return (
-        f"The entropy fell from {before:.3g} to {now:.3g} nats a token, and groups with signal from "
-        f"{signal_before:.0%} to {signal:.0%}, while {right:.0%} of the answers are right: the policy gives the same "
-        "answers again and again"
-    )
-
-
-def _clipped(record: Record) -> str | None:
-    share, loss = record.last("clip_fraction"), record.key("grpo.policy_loss")
-    limit = CLIPPED.get(loss, CLIPPED_USUALLY)
-    if share is None or share <= limit:
-        return None
-    return (
-        f"The bounds of the policy loss ({loss}) removed the gradient of {share:.0%} of the trained tokens in the last "
-        f"{WINDOW} steps; runs that learn stay below {limit:.0%}"
-    )
-
-
-def _engine_mismatch(record: Record) -> str | None:
-    difference, age = record.last("inference_logprob_difference"), record.last("staleness_mean")
-    if difference is None or age is None or difference <= DIFFERENCE or age > 0:  # older weights differ for good reason
-        return None
-    return (
-        f"The engine that samples and the trainer differ by {difference:.3g} nats a token in the last {WINDOW} steps, "
-        f"although they have the same weights; in bf16 {DIFFERENCE:g} is much"
-    )
-
-
-def _stale(record: Record) -> str | None:
-    age = record.last("staleness_mean")
-    if age is None or age < STALENESS or record.key("grpo.importance") or record.key("grpo.rejection"):
-        return None
-    return (
-        f"The answers of the last {WINDOW} steps were sampled {age:.1f} optimizer steps before they were trained on, "
-        "and grpo.importance corrects for nothing"
-    )
-
-
-def _learning_rate_below_bf16(record: Record) -> str | None:
-    rates = record.series("learning_rate")
-    if record.key("model.dtype") != "bf16" or len(rates) < WINDOW or not any(rates):
-        return None
-    updates = max(1.0, (number(record.lines[-1], "policy_version") or 0) / len(record.lines))
-    steps = record.key("training.steps") or len(rates)
-    moved = sum(rates) * updates + rates[-1] * updates * max(0, steps - len(rates))
-    if moved >= BF16_STEP * TYPICAL_WEIGHT:
-        return None
-    return (
-        f"All {steps} steps together move a weight by {moved:.2g} at most (Adam: about the learning rate an update). "
-        f"A weight of {TYPICAL_WEIGHT:g} in bf16 changes only from {BF16_STEP * TYPICAL_WEIGHT:.2g} on, so the policy "
-        "that answers stays the same"
-    )
-
-
-def _memorised(record: Record) -> str | None:
-    trained, held_out = _accuracies(record, "trained"), _accuracies(record, "held_out")
-    if len(held_out) < 2 or not trained:
-        return None
-    gap, best = trained[-1] - held_out[-1], max(held_out)
-    if gap <= GAP or best - held_out[-1] <= FALLEN:
-        return None
-    return (
-        f"Greedy accuracy is {trained[-1]:.2f} on trained problems and {held_out[-1]:.2f} on held-out ones, where it "
-        f"was {best:.2f}: the policy memorises"
-    )
-
-
-def _accuracies(record: Record, name: str) -> list[float]:
-    """Greedy accuracies of the evaluation sets whose name ends with `name`, mean over the sets, by evaluation."""
-    found = []
-    for line in record.evaluations:
-        values = [number(line, key) for key in line.values if key.endswith(f"{name}/greedy_accuracy")]
-        known = [value for value in values if value is not None]
-        if known:
-            found.append(sum(known) / len(known))
-    return found
-
-
-def _component_never_earned(record: Record) -> str | None:
-    names = sorted({name for line in record.lines[-WINDOW:] for name in line.values if name.startswith("reward/")})
-    never = [
-        name.removeprefix("reward/") for name in names if len(record.lines) >= WINDOW and not any(record.series(name))
-    ]
-    if not never:
-        return None
-    those = f"{'component' if len(never) == 1 else 'components'} {printable(', '.join(never))}"
-    return f"No answer of {len(record.lines)} steps has earned anything of the {those} of the reward"
-
-
-def _slow_rank(record: Record) -> str | None:
-    text = "; ".join(map(str, record.slow_ranks))
-    return text[:1].upper() + text[1:] or None
-
-
 RULES = (
     Rule(
         "reward-not-above-start",
-        _reward_not_above_start,
+        curve_rules.reward_not_above_start,
         "Lower optimizer.learning_rate if the reward fell in between, else raise it. Take fewer updates a step (a "
         "larger grpo.global_batch), more answers a problem (grpo.group_size) or easier problems.",
     ),
     Rule(
         "reward-fell",
-        _reward_fell,
+        curve_rules.reward_fell,
         "Continue from before the fall with a lower optimizer.learning_rate: mrl fork RUN@STEP "
         "optimizer.learning_rate=VALUE. grpo.kl_beta and fewer updates a step hold a policy back.",
     ),
     Rule(
         "signal-fading",
-        _signal_fading,
+        curve_rules.signal_fading,
         "Train on problems of all degrees of difficulty (curriculum, grpo.dynamic_sampling), with a larger "
         "grpo.group_size, or with a lower optimizer.learning_rate.",
     ),
     Rule(
         "entropy-collapse",
-        _entropy_collapse,
+        curve_rules.entropy_collapse,
         "Set grpo.eps_high above grpo.eps_low (0.28 as DAPO does), add grpo.entropy_coefficient (0.001), lower "
         "optimizer.learning_rate, or train on harder problems (curriculum).",
     ),
     Rule(
         "clipped",
-        _clipped,
+        curve_rules.clipped,
         "Lower optimizer.learning_rate, or take fewer updates a step: a larger grpo.global_batch or fewer "
         "grpo.iterations.",
     ),
     Rule(
         "engine-mismatch",
-        _engine_mismatch,
+        curve_rules.engine_mismatch,
         "Look for sampling fields that the engine takes from elsewhere, a quantised engine and a chat template of its "
         "own. grpo.importance with upper: 2.0 corrects for what remains.",
     ),
     Rule(
         "stale",
-        _stale,
+        curve_rules.stale,
         "Set grpo.importance.upper to 2.0, lower async.max_lag, or give generation more GPUs (mrl plan).",
     ),
     Rule(
         "learning-rate-below-bf16",
-        _learning_rate_below_bf16,
+        curve_rules.learning_rate_below_bf16,
         "Raise optimizer.learning_rate; 1e-6 is usual for all weights, 1e-5 to 1e-4 for adapters (model.lora).",
     ),
     Rule(
         "memorised",
-        _memorised,
+        curve_rules.memorised,
         "Stop earlier (evaluation.every shows when), use more problems, or add grpo.kl_beta.",
     ),
     Rule(
         "component-never-earned",
-        _component_never_earned,
+        curve_rules.component_never_earned,
         "Look at answers (mrl rollouts RUN): the prompt may not say what the component wants, or its function never "
         "finds it. A few worked examples teach a format (training.objective: supervised).",
     ),
@@ -324,7 +153,7 @@ RULES = (
     ),
     Rule(
         "slow-rank",
-        _slow_rank,
+        curve_rules.slow_rank,
         "All ranks wait for it. Look at its node: other processes, a hot or throttled GPU (nvidia-smi -q -d "
         "PERFORMANCE), and mrl doctor RECIPE --deep. To continue without the node: scontrol update JobId=JOB "
         "ExcNodeList=NODE, then mrl requeue RUN. Ranks that share a model (placement.training tp, cp, pp) wait for "

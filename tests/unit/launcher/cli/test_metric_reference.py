@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from launcher.cli.main import main
 from launcher.cli.show.keys import Keys
 from launcher.cli.show.metrics import metric_lines, metrics_page
+from launcher.explain.curve_rules import CLIPPED, CLIPPED_USUALLY, DIFFERENCE, ENTROPY_LEFT, STALENESS
 from launcher.explain.explanation import rule_names
-from launcher.explain.rules import CLIPPED, CLIPPED_USUALLY, DIFFERENCE, ENTROPY_LEFT, STALENESS
 from megatron_rl.contract.learning import RULES as WARNING_RULES
 from megatron_rl.metrics.names import EVALUATION_METRICS, STEP_METRICS
 
