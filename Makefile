@@ -81,7 +81,8 @@ bench: $(READY) ## benchmarks on the CPU; the last line is the speed-up over TRL
 
 docs: $(DOCS_READY) ## the documentation as a site with a search, in site/; fails for broken links
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
-	@echo "site/index.html; to look at it while you write: .venv-docs/bin/mkdocs serve"
+	@echo "site/index.html; browsers search only what a server gives them: python3 -m http.server --bind 127.0.0.1 -d site"
+	@echo "to look at it while you write: .venv-docs/bin/mkdocs serve"
 
 lint: $(READY) ## style, format, types
 	$(BIN)/ruff check
