@@ -8,11 +8,30 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 from launcher.recipe.changes import Change
+from launcher.recipe.load import Recipe
+from megatron_rl.agent.registry import used_files
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, if_readable, read, write
 from megatron_rl.contract.run_records import KeptFile, KeptFiles
-from megatron_rl.recipe.own_code import modules_beside
+from megatron_rl.recipe.own_code import Reference, modules_beside
+
+
+def keep_files(run: RunDir, recipe: Recipe, renew: bool, source: RunDir | None = None) -> list[Change]:
+    """Copy the files of the user's code that the run's environments and algorithm use, so that all attempts run the
+    same. Returns the replaced copies.
+
+    Args:
+        renew: whether to replace copies by the present files.
+        source: run whose copies take the place of the present files, as far as it has them.
+
+    Raises:
+        BadInput: a file cannot be read.
+    """
+    own = (Reference.of(function).file for function in recipe.config.grpo.own_functions.values())
+    files = used_files(recipe.config.task) if recipe.config.generates else []
+    sources = {path: source.kept_files / one.name for path, one in kept_files(source).items()} if source else {}
+    return copy_files(run, [*files, *(str(file) for file in own if file is not None)], renew, sources)
 
 
 def copy_files(

@@ -20,7 +20,7 @@ from launcher.doctor.files import unreadable
 from launcher.doctor.node_files import as_seen_here
 from launcher.fetch.prefetch import Cache, Need
 from launcher.job.admission import has_work, with_date
-from launcher.job.run_directory import keep_files
+from launcher.job.kept_files import keep_files
 from launcher.recipe.load import Recipe, refusal
 from launcher.recipe.paths import named_paths
 from megatron_rl.agent.registry import environment_class, required_datasets, used_files

@@ -15,16 +15,14 @@ from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.record.identity import identify
 from launcher.job.admission import accepted_changes, corrections, has_work, refuse_foreign, refuse_owned, with_date
 from launcher.job.directories import PRIVATE, clear, disk_errors, made
-from launcher.job.kept_files import copy_files, kept_files
+from launcher.job.kept_files import keep_files
 from launcher.recipe.changes import Change, as_json
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
 from launcher.recipe.located_yaml import read_text
-from megatron_rl.agent.registry import used_files
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import UnreadableRecord, append
 from megatron_rl.contract.run_records import RecipeChange
-from megatron_rl.recipe.own_code import Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,20 +239,3 @@ def _remove_alone(lock: Path, ours: bool) -> None:
     with suppress(OSError):
         if ours and [path.name for path in lock.parent.iterdir()] == [lock.name]:
             lock.unlink()
-
-
-def keep_files(run: RunDir, recipe: Recipe, renew: bool, source: RunDir | None = None) -> list[Change]:
-    """Copy the files of the user's code that the run's environments and algorithm use, so that all attempts run the
-    same. Returns the replaced copies.
-
-    Args:
-        renew: whether to replace copies by the present files.
-        source: run whose copies take the place of the present files, as far as it has them.
-
-    Raises:
-        BadInput: a file cannot be read.
-    """
-    own = (Reference.of(function).file for function in recipe.config.grpo.own_functions.values())
-    files = used_files(recipe.config.task) if recipe.config.generates else []
-    sources = {path: source.kept_files / one.name for path, one in kept_files(source).items()} if source else {}
-    return copy_files(run, [*files, *(str(file) for file in own if file is not None)], renew, sources)

@@ -86,7 +86,7 @@ def collect(
         groups = InFlightGroups(agent, stream.problem, run.engine, bank, run.config)
         try:
             loop.do(lambda it: groups.begin(it, share, 0))
-            loop.advance(lambda: loop.wait(groups.unfinished(share)))
+            loop.advance(lambda: loop.wait(groups.unfinished(share), lambda: (0, "")))
             loop.do(lambda _: groups.states(share, None))  # raises an agent's exception
             return [] if run.safe_points.drain.asked else loop.do(lambda _: groups.finished())
         finally:

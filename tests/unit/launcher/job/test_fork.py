@@ -7,7 +7,7 @@ from run_helpers import make_run
 
 from launcher.errors import BadInput, Unsure
 from launcher.job.fork import PlannedFork, checkpoint_of, fill, forked, plan_fork, refuse_misfits
-from launcher.job.run_directory import keep_files
+from launcher.job.kept_files import keep_files
 from launcher.recipe.changes import Change
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.attempt_records import MetricsLine
