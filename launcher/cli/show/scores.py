@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -24,21 +25,23 @@ LINE_EVERY_S = 30.0
 
 
 class ProgressLine:
-    """A line on stderr that is overwritten; where stderr is not a terminal, a line now and then."""
+    """A line on stderr that is overwritten; where stderr is not a terminal, a line now and then, and when something
+    else begins."""
 
     def __init__(self) -> None:
         self._overwrites = sys.stderr.isatty()
         self._began = time.monotonic()
         self._due = self._began
+        self._doing: str | None = None  # what the last line said, without its numbers
 
     def report(self, progress: Mapping[str, Any]) -> None:
         what = " ".join(filter(None, (progress["set"], progress["mode"])))
         text = progress["waits_for"] or f"{progress['done']} of {progress['of']} problems answered  {what}".strip()
-        now = time.monotonic()
+        now, doing = time.monotonic(), re.sub(r"\d+", "", progress["waits_for"])
         if self._overwrites:
             echo(f"\r\033[K{text}", err=True, nl=False)
-        elif now >= self._due:
-            self._due = now + LINE_EVERY_S
+        elif now >= self._due or doing != self._doing:
+            self._due, self._doing = now + LINE_EVERY_S, doing
             echo(f"[{clock(now - self._began)}] {text}", err=True)
 
     def end(self) -> None:

@@ -74,12 +74,14 @@ def test_progress_is_a_line_now_and_then_where_nobody_overwrites_it(capsys, monk
     monkeypatch.setattr("time.monotonic", lambda: now)
     line = ProgressLine()
     answering = {"set": "test", "mode": "greedy", "done": 3, "of": 40, "waits_for": ""}
-    for seconds in (0, 10, 31, 32, 64):
+    line.report({**answering, "waits_for": "reading the weights"})
+    for seconds in (4, 10, 34, 35, 40, 41):
         now = 100.0 + seconds
-        line.report({**answering, "waits_for": f"starting vLLM for {seconds} s"} if seconds < 60 else answering)
+        line.report({**answering, "waits_for": f"starting vLLM for {seconds} s"} if seconds < 40 else answering)
     line.end()
     assert capsys.readouterr().err.splitlines() == [
-        "[0:00] starting vLLM for 0 s",
-        "[0:31] starting vLLM for 31 s",
-        "[1:04] 3 of 40 problems answered  test greedy",
+        "[0:00] reading the weights",
+        "[0:04] starting vLLM for 4 s",
+        "[0:34] starting vLLM for 34 s",
+        "[0:40] 3 of 40 problems answered  test greedy",
     ]
