@@ -17,6 +17,7 @@ from launcher.cli.completion import complete_run
 from launcher.cli.environment_package import KINDS, Kind, next_command, write_start
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
+from launcher.recipe.load import load_recipe
 from launcher.runs.policy import prepare_policy
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import (
@@ -131,7 +132,9 @@ def environment_lines(found: Sequence[EnvironmentInfo], every: bool, width: int)
     "{environment, problems: [{prompt, failures, reward, components, finish_reason, output, sequences}]}.",
 )
 def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Try the first problems of the environment NAME.
+    """Try the first problems of the environment NAME, or of a recipe: NAME is then a YAML file. `mrl rows` shows the
+    prompts and rewards of a recipe in short; here a program runs, and meets the chat template of the recipe's model,
+    which may have no tools.
 
     Without --model it needs no GPU and no internet: shipped data sets are replaced by a few made-up rows in the same
     format. An environment of answers shows the rewards of a right answer and of a wrong one, which are scored as in a
@@ -148,10 +151,17 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
     from launcher.cli.show.ending import indented
     from launcher.job.evaluation_request import checked_environment, parse_args
 
-    try:
-        asked = checked_environment(with_samples(EnvironmentConfig(name=name, args=parse_args(env_args))), name)
-    except ValueError as error:
-        raise BadInput(f"{name}: {error}") from error
+    tokenizer = None
+    if Path(name).is_file():
+        recipe = load_recipe(name, [f"environment.args.{one}" for one in env_args])
+        if not recipe.config.generates:
+            raise BadInput(f"{name}: the recipe has no environment; `mrl rows {name}` shows its rows")
+        asked, tokenizer = recipe.config.task, recipe.config.tokenizer
+    else:
+        try:
+            asked = checked_environment(with_samples(EnvironmentConfig(name=name, args=parse_args(env_args))), name)
+        except ValueError as error:
+            raise BadInput(f"{name}: {error}") from error
     model = options["model"]
     if model is not None:
         refuse_unready(device=options["device"], policy=model)
@@ -163,6 +173,7 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
         environment=asked,
         problems=problems,
         answers=options["answers"],
+        tokenizer=tokenizer,
         model=model,
         dtype=options["dtype"],
         device=options["device"],

@@ -89,7 +89,7 @@ def try_answers(
                 answered = runner.run(scored_answer(environment, config, problem, gold, tokenizer))
                 found["gold_reward"], failures = reward_of(answered), [*answered.failures]
                 printed += [one.output for one in answered.trajectories]
-            wrong = found["wrong"] = _wrong(environment, problem, tokenizer)
+            wrong = found["wrong"] = wrong_answer(environment, problem, tokenizer)
             answered = runner.run(scored_answer(environment, config, problem, wrong, tokenizer))
             found["wrong_reward"], failures = reward_of(answered), [*failures, *answered.failures]
             printed += [one.output for one in answered.trajectories]
@@ -108,7 +108,7 @@ def traces_of(environment: Environment, failures: Iterable[str]) -> dict[str, st
     }
 
 
-def _wrong(environment: Environment, problem: Problem, tokenizer: Tokenizer) -> str:
+def wrong_answer(environment: Environment, problem: Problem, tokenizer: Tokenizer) -> str:
     """Return a wrong response; an empty one where the tokenizer lacks its characters."""
     text = environment.wrong_response(problem)
     try:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.recipe.section import PositiveInt, Section
 
 
@@ -18,6 +19,9 @@ class Trial(Section):
     """Number of problems."""
     answers: tuple[str, ...] = Field(default=(), strict=False)
     """Scripted answers to the calls of a rollout, in their order; the last one repeats."""
+    tokenizer: TokenizerConfig | None = None
+    """Tokenizer of a recipe, with its chat template; None: one of readable texts that knows tools, and sample problems
+    where the arguments name none."""
     model: str | None = None
     """Run, checkpoint or Hugging Face weights that answer; None: the answers are scripted."""
     dtype: Literal["fp32", "bf16"] | None = None

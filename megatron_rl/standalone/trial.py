@@ -24,14 +24,14 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.registry import build_environment, environment_class, with_samples
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
-from megatron_rl.agent.trial import CodePoints, first_problems, traces_of, try_answers
+from megatron_rl.agent.trial import CodePoints, first_problems, traces_of, try_answers, wrong_answer
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.endpoint.agent import EndpointAgent
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
-from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.extras import install_command
 from megatron_rl.standalone.config import Trial
@@ -76,11 +76,13 @@ def tried(trial: Trial) -> Iterator[dict[str, Any]]:
     Raises ValueError if the environment cannot be built or has no problems, ConfigurationError if it or the model
     cannot be used here.
     """
-    config = with_samples(trial.environment)
+    config = with_samples(trial.environment) if trial.tokenizer is None else trial.environment
     if trial.model is None and not issubclass(environment_class(config.name), EndpointAgent):
-        environment = build_environment(config, CodePoints())
+        tokenizer = _tokenizer(trial, CodePoints)
+        environment = build_environment(config, tokenizer)
         try:
-            yield from try_answers(environment, config, first_problems(environment, config, trial.problems))
+            problems = first_problems(environment, config, trial.problems)
+            yield from try_answers(environment, config, problems, tokenizer)
         finally:
             asyncio.run(environment.close())
         return
@@ -149,12 +151,12 @@ class _Model:
 def _model(trial: Trial) -> Iterator[_Model]:
     """Open the model, or the script in its place."""
     if trial.model is None:
-        tokenizer = PlainChat()
+        tokenizer = _tokenizer(trial, PlainChat)
         longest = max(map(len, trial.answers), default=MAX_NEW_TOKENS)
         sampling = Sampling.model_validate({"max_new_tokens": longest + 1, **trial.sampling})
 
         def scripted(environment: Environment, problem: Problem) -> InferenceInterface:
-            return ScriptedInference(tokenizer, _in_turn(trial.answers or [_answer(environment, problem)]))
+            return ScriptedInference(tokenizer, _in_turn(trial.answers or [_answer(environment, problem, tokenizer)]))
 
         yield _Model(tokenizer, sampling, scripted)
         return
@@ -176,11 +178,16 @@ def _in_turn(answers: Sequence[str]) -> Callable[[str, int], str]:
     return lambda prompt, sample: left.pop(0) if len(left) > 1 else left[0]
 
 
-def _answer(environment: Environment, problem: Problem) -> str:
+def _answer(environment: Environment, problem: Problem, tokenizer: Tokenizer) -> str:
     try:
         return environment.gold_response(problem)
     except NotImplementedError:
-        return environment.wrong_response(problem)
+        return wrong_answer(environment, problem, tokenizer)
+
+
+def _tokenizer(trial: Trial, default: Callable[[], Tokenizer]) -> Tokenizer:
+    """Return the tokenizer of the recipe, or without one the default."""
+    return default() if trial.tokenizer is None else build_tokenizer(trial.tokenizer)
 
 
 if __name__ == "__main__":

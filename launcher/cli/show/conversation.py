@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from launcher.cli.show.terminal import printable
+
 BOUNDARY = "│"
 """Between two tokens."""
 COLOURS = {"trained": "green", "untrained": "yellow", "given": None}
@@ -20,7 +22,7 @@ def conversation_lines(found: Mapping[str, Any], *, boundaries: bool) -> Iterato
     """
     sequences = found.get("sequences", ())
     if not any("".join(spans[0]["texts"]) == found["prompt"] for spans in sequences):
-        yield found["prompt"]
+        yield printable(found["prompt"])
     for number, spans in enumerate(sequences, 1):
         tokens = sum(len(span["tokens"]) for span in spans)
         trained = sum(len(span["tokens"]) for span in spans if span["kind"] == "trained")
@@ -30,7 +32,7 @@ def conversation_lines(found: Mapping[str, Any], *, boundaries: bool) -> Iterato
             yield from _span_lines(span["kind"], span["texts"], BOUNDARY if boundaries else "")
     if output := found.get("output", "").strip():
         yield "  output"
-        yield from (f"    {line}" for line in output.splitlines())
+        yield from (f"    {line}" for line in printable(output).splitlines())
     if sequences:
         parts = "".join(f", {name} {value:g}" for name, value in found["components"].items())
         yield f"  reward {found['reward']:g}{parts}"
@@ -48,6 +50,6 @@ def trace_lines(found: Mapping[str, Any], reason: str) -> Iterator[str]:
 
 def _span_lines(kind: str, texts: Sequence[str], boundary: str) -> Iterator[str]:
     label = kind
-    for line in boundary.join(texts).split("\n"):
+    for line in printable(boundary.join(texts)).split("\n"):
         yield f"    {label:<{WIDTH}}  " + click.style(line, fg=COLOURS[kind], bold=kind == "trained")
         label = ""

@@ -22,6 +22,7 @@ from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.session import Session
 from megatron_rl.inference.api import FinishReason
+from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.recipe.section import Section
 from megatron_rl.standalone import trial as trial_module
 from megatron_rl.standalone.config import Trial
@@ -154,3 +155,12 @@ def test_prints_of_an_environment_stay_out_of_the_output(
     out, err = capsys.readouterr()
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["What is 0?", "What is 1?"]
     assert "scoring" in err
+
+
+def test_tools_of_a_program_fail_with_the_tokenizer_of_a_recipe_that_has_none(adder: EnvironmentConfig) -> None:
+    answers = (CALL, "5")
+    (alone,) = tried(Trial(environment=adder, answers=answers))
+    characters = TokenizerConfig(type="characters", alphabet="".join(map(chr, range(10, 127))))
+    (of_recipe,) = tried(Trial(environment=adder, answers=answers, tokenizer=characters))
+    assert "reward" in alone and "reward" not in of_recipe
+    assert of_recipe["failures"]
