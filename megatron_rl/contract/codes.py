@@ -73,7 +73,7 @@ STEP_VARIABLE = "MRL_STEP"  # step of the job that a process belongs to: train, 
 SUCCEEDS_VARIABLE = "MRL_SUCCEEDS"  # id of the job that this one replaces
 START_VARIABLE = "MRL_START"  # number of earlier starts of this replica in this attempt
 PARENT_VARIABLE = "MRL_PARENT_PID"  # process id of the parent; a rank ends with it
-IMAGE_VARIABLE = "MRL_IMAGE"  # container image of the ranks
+IMAGE_VARIABLE = "MRL_CONTAINER_IMAGE"  # container image of the ranks
 CACHE_VARIABLE = "MRL_CACHE"  # folder for caches
 SILENCE_VARIABLE = "MRL_SILENCE_S"  # job.silence_limit_s, for the ranks and their watchers
 # For every process that draws problems: some tasks are drawn in the order of a set.

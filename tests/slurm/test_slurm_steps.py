@@ -12,12 +12,12 @@ from together import Together
 together = Together()
 
 
-def run_script_of(login: Login, *words: str | Path, stub: dict | None = None) -> Run:
-    """Submit the script alone, since mrl-submit would refuse an image that does not exist."""
+def run_script_of(login: Login, *words: str | Path, stub: dict | None = None, code: int = 0) -> Run:
+    """Submit the script alone, since mrl-submit would refuse an image or weights that do not exist: code 2."""
     root = login.share / "run"
     login.share.mkdir(exist_ok=True)
     script = login.home / "job.sbatch"
-    done = login.call("mrl-submit", *words, "--cluster", "pods", "--run-dir", root, "--dry-run", "--script")
+    done = login.call("mrl-submit", *words, "--cluster", "pods", "--run-dir", root, "--dry-run", "--script", code=code)
     script.write_text(done.stdout)
     return login.adopt(root, login.sbatch(script, stub=stub))
 
@@ -25,7 +25,7 @@ def run_script_of(login: Login, *words: str | Path, stub: dict | None = None) ->
 @together
 def test_qwen_32b_runs_64_ranks_in_containers_on_8_nodes(login: Login) -> None:
     login.confine(1, 8)
-    run = run_script_of(login, "qwen2.5-32b-dapo")
+    run = run_script_of(login, "qwen2.5-32b-dapo", code=2)
     assert run.wait(limit=200) == "COMPLETED", run.log()
     assert run.ends() == [("finished", None)]
 
@@ -90,7 +90,9 @@ def test_replicas_that_start_their_workers_are_one_process_in_an_image_of_their_
     layout = ("job.nodes=2", "job.spare_nodes=0", "placement.inference.nodes=1", "placement.inference.tp=4")
     python = login.profiles["pods"]["python"]
     vllm = ("inference.engine=vllm", f"inference.vllm.image={image}", f"inference.vllm.python={python}")
-    run = run_script_of(login, "qwen2.5-32b-dapo-partitioned", *layout, *vllm, stub={"steps": 40, "seconds": 0.3})
+    run = run_script_of(
+        login, "qwen2.5-32b-dapo-partitioned", *layout, *vllm, stub={"steps": 40, "seconds": 0.3}, code=2
+    )
     assert run.wait(limit=200) == "COMPLETED", run.log()
     assert run.ends() == [("finished", None)]
 
@@ -126,7 +128,7 @@ def test_node_with_a_missing_gpu_is_replaced_by_the_spare_node(login: Login) -> 
 def test_missing_image_fails_before_the_ranks_start(login: Login) -> None:
     login.confine(1, 8)
     login.profiles["pods"]["container"]["image"] = str(login.home / "none.sqsh")
-    run = run_script_of(login, "demo", "job.nodes=1", "job.backoff_s=1")
+    run = run_script_of(login, "demo", "job.nodes=1", "job.backoff_s=1", code=2)
     assert run.wait() == "FAILED"
     assert "none.sqsh" in run.dir.batch_log.read_text()
     assert not run.seen()
