@@ -51,7 +51,9 @@ class WholeWords(BashComplete):
     source_template = BASH
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        line = os.environ["COMP_LINE"]
+        line = os.environ.get("COMP_LINE")
+        if line is None:  # a script of click's own, from an earlier version
+            return super().get_completion_args()
         words = split_arg_string(line)
         while words and "=" in words[0]:  # variables before the command
             words.pop(0)

@@ -121,6 +121,8 @@ def _faults_of_reward(lesson: Lesson, environment: Environment) -> Iterator[Faul
     config = lesson.config
     own = [each for each in lesson.sets if used_files(config.environment_of(each.environment))]
     problems = [problem for each in own for problem in each.problems[:1] if problem.is_prompt]
+    if not problems:
+        return
     try:
         for found in try_answers(environment, config.task, problems, lesson.tokenizer):
             for reason in dict.fromkeys(found.get("failures", ())):

@@ -46,8 +46,8 @@ def test_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Path)
     code, out, said = run([python, "-P", "-c", MRL, "environments", "try", "riddles", "-n", "2", "--json"], tmp_path)
     assert (code, said) == (0, "")
     assert json.loads(out)["problems"] == [
-        {"prompt": "0+1=", "gold_reward": 1.0, "wrong_reward": 0.0},
-        {"prompt": "0+2=", "gold_reward": 1.0, "wrong_reward": 0.0},
+        {"prompt": "0+1=", "gold": "1", "gold_reward": 1.0, "wrong": "I do not know.", "wrong_reward": 0.0},
+        {"prompt": "0+2=", "gold": "2", "gold_reward": 1.0, "wrong": "I do not know.", "wrong_reward": 0.0},
     ]
     code, out, said = run([python, "-P", "-c", MRL, "environments", "new", "riddles", "--into", "again"], tmp_path)
     assert (code, out) == (2, "") and "'riddles' is already registered" in said

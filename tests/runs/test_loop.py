@@ -113,7 +113,7 @@ def test_the_groups_of_every_step_are_recorded_and_the_tokens_of_sampled_ones(un
         rewards = [reward for group in groups if group.step == step for reward in group.rewards]
         assert sum(rewards) / len(rewards) == pytest.approx(line["mean_reward"], abs=1e-6)
     sampled = [group for group in groups if group.answers]
-    assert sorted({group.step for group in sampled}) == [1, 6, 12]
+    assert sorted({group.step for group in sampled}) == [1, 6, 12, STEPS]
     sequences = [sequence for group in sampled for answer in group.answers for sequence in answer.sequences]
     assert all(
         sequence.pieces[:3] == [*group.prompt][:3] for group in sampled for sequence in group.answers[0].sequences

@@ -237,7 +237,11 @@ def _wait_for_ever(rank: int) -> None:
 
     os.environ[SILENCE_VARIABLE] = "3"
 
+    answer = ArithmeticEnvironment.group_rollout
+
     async def waits(self: Any, request: Any) -> Any:
-        await asyncio.sleep(1000)
+        if request.group_size == 1:  # the right answers, which are scored before the first step
+            return await answer(self, request)
+        return await asyncio.sleep(1000)
 
     ArithmeticEnvironment.group_rollout = waits  # type: ignore[method-assign]
