@@ -28,6 +28,7 @@ from megatron_rl.agent.registry import (
     with_samples,
 )
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.text import printable_lines
 from megatron_rl.standalone.config import Trial
 
 OF_THE_USER = ("python", "program", "judge", "math", "code", "gym", "remote", "verifiers", "multi-task")
@@ -243,16 +244,15 @@ def new(name: str, kind: Kind, into: Path | None) -> None:
 
 
 def _shown(one: dict[str, Any]) -> str:
-    from launcher.cli.show.conversation import trace_lines
+    from launcher.cli.show.conversation import said_lines, trace_lines
 
-    lines = [f"  {reason}" for reason in filter(None, [one.get("no_gold")])]
+    lines = [f"  {printable_lines(reason)}" for reason in filter(None, [one.get("no_gold")])]
     for reason in one.get("failures", ()):
-        lines += [f"  {reason}", *trace_lines(one, reason)]
-    if output := one.get("output"):
-        lines += ["  output", *(f"    {line}" for line in output.rstrip().splitlines())]
+        lines += [f"  {printable_lines(reason)}", *trace_lines(one, reason)]
+    lines += said_lines(one)
     below = "".join(f"\n{line}" for line in lines)
     gold, wrong = (
         f"{reward:g}" if reward is not None else "lost" for reward in (one["gold_reward"], one["wrong_reward"])
     )
     gold = "unknown" if "no_gold" in one else gold
-    return f"{one['prompt']}\n  right answer {gold}, wrong answer {wrong}{below}\n"
+    return f"{printable_lines(one['prompt'])}\n  right answer {gold}, wrong answer {wrong}{below}\n"

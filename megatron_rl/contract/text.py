@@ -10,8 +10,8 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return a text of several lines with all else escaped."""
-    return "\n".join(map(printable, text.replace("\t", "    ").split("\n")))
+    """Return a text of several lines, with tabs, and with all else escaped."""
+    return "".join(each if each in "\n\t" else printable(each) for each in text)
 
 
 def size(byte_count: float) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from launcher.cli.show.terminal import printable
+from launcher.cli.show.conversation import said_lines, trace_lines
+from megatron_rl.contract.text import printable_lines
 
 BEGIN, END = "[[", "]]"
 """Around the tokens that are learned."""
@@ -29,15 +30,17 @@ def row_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _row(found: Mapping[str, Any]) -> Iterator[str]:
     if "dropped" in found:
-        yield click.style(f"{printable(found['where'])} is dropped: {printable(found['dropped'])}", fg="red")
+        yield click.style(
+            f"{printable_lines(found['where'])} is dropped: {printable_lines(found['dropped'])}", fg="red"
+        )
         yield from _indented(found["text"])
         return
-    yield f"{printable(found['where'])}: {found['tokens']} tokens, {found['learned']} learned"
+    yield f"{printable_lines(found['where'])}: {found['tokens']} tokens, {found['learned']} learned"
     yield from _indented("".join(map(_span, found["spans"])), styled=True)
 
 
 def _span(span: Mapping[str, Any]) -> str:
-    text = printable(span["text"])
+    text = printable_lines(span["text"])
     if not span["learned"]:
         return text
     return "\n".join(click.style(line, fg="green") for line in f"{BEGIN}{text}{END}".split("\n"))
@@ -50,13 +53,14 @@ def _problem(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"problem {found['problem']} of {found['set']}: {tokens}"
     yield from _indented(found["prompt"])
     if "no_gold" in found:
-        yield f"{INDENT}right answer: unknown: {printable(found['no_gold'])}"
+        yield f"{INDENT}right answer: unknown: {printable_lines(found['no_gold'])}"
     else:
         yield f"{INDENT}right answer {_shown(found['gold'])}: {_reward(found['gold_reward'])}"
     yield f"{INDENT}wrong answer {_shown(found['wrong'])}: {_reward(found['wrong_reward'])}"
-    yield from (f"{INDENT}lost: {printable(reason)}" for reason in found.get("failures", ()))
-    for said in found.get("output", ()):
-        yield from (f"{INDENT}| {line}" for line in printable(said).splitlines())
+    for reason in found.get("failures", ()):
+        yield f"{INDENT}lost: {printable_lines(reason)}"
+        yield from trace_lines(found, reason)
+    yield from said_lines(found)
 
 
 def _shown(answer: str) -> str:
@@ -69,18 +73,18 @@ def _reward(value: float | None) -> str:
 
 def _indented(text: str, *, styled: bool = False) -> Iterator[str]:
     """styled: whether the text has colours, and is printable already."""
-    yield from (INDENT + line for line in (text if styled else printable(text)).split("\n"))
+    yield from (INDENT + line for line in (text if styled else printable_lines(text)).split("\n"))
 
 
 def count_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the counts of one set, see `megatron_rl.standalone.row_counts.counts`, or a warning."""
     if "warning" in found:
-        yield click.style(f"warning: {printable(found['warning'])}", fg="yellow")
+        yield click.style(f"warning: {printable_lines(found['warning'])}", fg="yellow")
         return
     dropped = found["dropped"]
     yield f"{found['set']}: {found['rows']:,} rows, {sum(dropped.values()):,} of them dropped"
     for reason, count in dropped.items():
-        yield f"{INDENT}{count:>9,}  {printable(reason)}"
+        yield f"{INDENT}{count:>9,}  {printable_lines(reason)}"
     if lengths := found["lengths"]:
         yield f"{INDENT}tokens: {_percentiles(lengths)}; at most {found['limit']:,} fit"
     yield f"{INDENT}equal to an earlier one: {found['equal']:,} rows, {found['equal_prompts']:,} prompts"

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from unicodedata import category
 
 import click
 
@@ -45,20 +44,6 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
         click.echo(text, err=err, nl=nl)
     except (OSError, ValueError):  # a closed pipe, a full disk; a closed file, an encoding that lacks a character
         discard_output()
-
-
-def printable(text: str) -> str:
-    """Return a text of somebody else's with an escape in place of each character that would control the terminal, or
-    change the order in which it shows others. Line breaks and tabs stay."""
-    return "".join(one if one in "\n\t" or category(one) not in UNSAFE else _escaped(one) for one in text)
-
-
-UNSAFE = ("Cc", "Cf", "Zl", "Zp", "Cs")
-"""Categories of Unicode: controls, formats, line and paragraph separators, surrogates."""
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def discard_output() -> None:

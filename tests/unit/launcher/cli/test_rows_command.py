@@ -40,6 +40,28 @@ def test_counts_are_said_in_four_lines() -> None:
 
 
 SCORED = {"problem": 1, "tokens": 4, "room": 9}
+LOST = {
+    "failures": ["a.py:3: KeyError"],
+    "traces": {"a.py:3: KeyError": "Traceback\n\x1b]0;a"},
+    "output": "1\n2\x1b[2J\n",
+}
+
+
+def test_what_a_reward_printed_and_where_it_failed_is_shown_below_its_problem() -> None:
+    found = {**SCORED, "set": "python", "prompt": "1+1", "no_gold": "unknown", "wrong": "\t", "wrong_reward": None}
+    assert [*row_lines({**found, **LOST})] == [
+        "problem 1 of python: 4 tokens",
+        "  1+1",
+        "  right answer: unknown: unknown",
+        '  wrong answer "\\t": lost',
+        "  lost: a.py:3: KeyError",
+        "    Traceback",
+        "    \\x1b]0;a",
+        "  output",
+        "    1",
+        "    2\\x1b[2J",
+        "",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,14 @@ def test_a_lost_rollout_has_no_reward_but_a_reason(adder: EnvironmentConfig) -> 
     assert shown == ["What is 2+3?", f"  lost: {reason}", "    asking", "    Traceback ...", "    KeyError: 'city'", ""]
 
 
+def test_controls_in_what_others_wrote_do_not_reach_the_terminal() -> None:
+    control = "\x1b]0;a\x07"
+    span = {"kind": "given", "tokens": [0], "texts": [control]}
+    found = {"prompt": control + "?", "sequences": [[span]], "components": {}, "reward": 1, "output": control}
+    shown = conversation_lines({**found, "failures": [control], "traces": {control: control}}, boundaries=False)
+    assert "".join(shown).count("\\x1b]0;a\\x07") == 5 and "\x07" not in "".join(shown)
+
+
 def rewards_of(folder: Path, source: str) -> Trial:
     (folder / "reward.py").write_text(source)
     (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
