@@ -21,8 +21,9 @@ from launcher.doctor.node_files import as_seen_here
 from launcher.fetch.prefetch import Cache, Need
 from launcher.job.admission import has_work, with_date
 from launcher.job.kept_files import keep_files
-from launcher.recipe.load import Recipe, refusal
+from launcher.recipe.load import Recipe
 from launcher.recipe.paths import named_paths
+from launcher.recipe.problems import where_named
 from megatron_rl.agent.registry import environment_class, required_datasets, used_files
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_FINISHED
@@ -62,7 +63,7 @@ class Verdict:
 
     def of(self, recipe: Recipe) -> Verdict:
         """Return it with the place of each fault in a recipe."""
-        return Verdict(refusal(recipe, [_with_key(problem, recipe) for problem in self.problems]).problems, self.notes)
+        return Verdict(tuple(_placed(_with_key(problem, recipe), recipe) for problem in self.problems), self.notes)
 
 
 _verdicts: dict[str, Verdict] = {}
@@ -171,6 +172,14 @@ def _with_key(problem: str, recipe: Recipe) -> str:
         if named.key[0] in READ and named.value in problem and key not in problem:
             return f"{key}: {problem}"
     return problem
+
+
+def _placed(problem: str, recipe: Recipe) -> str:
+    """Return a fault behind the place of the key that it begins with, whatever words of data or code follow. Without
+    such a key, it is the place of a key that it names."""
+    key, _, _ = problem.partition(": ")
+    named = key if key.partition(".")[0] in RunConfig.model_fields else problem
+    return f"{where_named(named, recipe.written.locate)}: {problem}"
 
 
 def _with_originals(fault: str, copies: RunDir | None) -> str:

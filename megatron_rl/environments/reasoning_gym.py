@@ -16,6 +16,7 @@ import logging
 import pickle
 import re
 from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from decimal import Decimal
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -204,13 +205,22 @@ def _first_line(docstring: str | None) -> str:
     return (docstring or "").strip().partition("\n")[0].rstrip(".: ")
 
 
+def _meant(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, [*known], n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def _dataset(config: ReasoningGymConfig) -> Any:
     datasets = _datasets()
     if config.dataset not in datasets:
-        near = get_close_matches(config.dataset, datasets, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = _meant(config.dataset, datasets)
         raise ValueError(f"environment.args.dataset: reasoning-gym has no {config.dataset!r}{hint}")
     dataset, its_config = datasets[config.dataset]
+    known = [field.name for field in fields(its_config)]
+    for name in config.dataset_args:
+        if name not in known:
+            hint = _meant(name, known) or f"; it has {', '.join(known)}"
+            raise ValueError(f"environment.args.dataset_args.{name}: {config.dataset} has no such argument{hint}")
     try:
         return dataset(its_config(**config.dataset_args, seed=config.seed, size=config.draws))
     except (AssertionError, TypeError, ValueError) as error:

@@ -50,6 +50,13 @@ def test_fault_of_a_row_has_the_place_of_its_file_in_the_recipe(mine: Path) -> N
     assert said.startswith(f"{mine}/mine.yaml:7: environment.args.train") and "no column 'prompt'" in said
 
 
+@pytest.mark.parametrize("row", ['{"prompt": "1+1=", name: 2}', '{"prompt": "1*1=", "answer": "1"}'])
+def test_words_of_the_data_and_of_advice_do_not_change_the_place_of_a_fault(mine: Path, row: str) -> None:
+    (mine / "rows.jsonl").write_text(row + "\n")  # "expecting property name"; "add it to tokenizer.alphabet"
+    (said,) = checked(mine).problems
+    assert said.startswith(f"{mine}/mine.yaml:7: environment.args.train.path: data set")
+
+
 def test_reward_is_imported_from_its_copy_and_named_by_its_file(mine: Path) -> None:
     (mine / "reward.py").write_text("def reward(response, level):\n    return 1\n")
     (said,) = checked(mine).problems
