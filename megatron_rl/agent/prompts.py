@@ -59,8 +59,8 @@ def render_prompt(tokenizer: Tokenizer, message: str, config: PromptConfig) -> s
         except ValueError as error:
             chat.text(asked)  # raises where the question is to blame
             raise ValueError(
-                f"environment.args.system: the model's chat template does not take a system message ({error}); put it "
-                "into environment.args.prompt"
+                "environment.args.system: the model's chat template does not take a system message "
+                f"({error.__cause__ or error}); put it into environment.args.prompt"
             ) from error
     given = {"chat: always": config.chat == "always", "system": config.system, "chat_template": config.chat_template}
     if needs := next((name for name, value in given.items() if value), None):

@@ -247,7 +247,7 @@ class HuggingFaceTokenizer:
                 **given[2],
             )
         except Exception as error:  # a template is a program that comes with the model: it may raise anything
-            raise ValueError(f"the model's chat template refuses them: {error}") from error
+            raise ValueError(f"the model's chat template refuses the messages: {error}") from error
         return text
 
     def mark(self, value: Any) -> Any:

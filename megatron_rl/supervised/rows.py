@@ -176,9 +176,9 @@ class RowEncoder:
                 self.example(rows[number])
             except UnusableRow as error:
                 if str(error) != TOO_LONG and number < CHECKED:
-                    raise ConfigurationError(
-                        f"data: {place_of(rows[number], number)} cannot be trained on: {error}"
-                    ) from error
+                    where = f"data: {place_of(rows[number], number)} cannot be trained on: "
+                    of_recipe = str(error).startswith("data.")  # a key is to blame, not the row
+                    raise ConfigurationError(f"{'' if of_recipe else where}{error}") from error
                 reasons[str(error)] += 1
         if reasons.total() * 2 > len(tried):
             why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
@@ -206,7 +206,8 @@ class RowEncoder:
         except ValueError as error:
             self._chat.example(talk)  # raises where the row is to blame
             raise ValueError(
-                f"data.system: the model's chat template does not take a system message ({error}); leave it out"
+                "data.system: the model's chat template does not take a system message "
+                f"({error.__cause__ or error}); leave it out"
             ) from error
 
 

@@ -65,13 +65,18 @@ def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: Histor
 
 
 def _next(run: RunDir, end: AttemptEnd, resume: str) -> str:
-    """Return the line about how to go on. A wrong configuration would end the next attempt in the same way, and a run
-    that holds no work yet takes other values only from a recipe."""
+    """Return the line about how to go on. A wrong configuration would end the next attempt in the same way."""
     if end.outcome != MISCONFIGURED:
         return f"resume:      {resume}"
+    return f"next:        {once_corrected(run, resume)}"
+
+
+def once_corrected(run: RunDir, resume: str) -> str:
+    """Return how a run with a wrong configuration goes on. One that holds no work yet takes other values only from a
+    recipe."""
     if not has_work(run) and not resume.startswith("mrl-submit"):
         resume = f"mrl-submit RECIPE --run-dir {shlex.quote(str(run.root))}"
-    return f"next:        correct it, then {resume}"
+    return f"correct it, then {resume}"
 
 
 def failure_lines(failure: Failure) -> list[str]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from launcher.cli.show.ending import once_corrected
 from launcher.cli.show.history import RECENT, HistoryReader, clock, mean
 from launcher.cli.show.replicas import replicas_json
 from launcher.cli.show.scores import brief, result_of, scores_json
@@ -19,9 +20,10 @@ from launcher.host.slurm.call import SlurmRefused
 from launcher.host.slurm.queries import avoided_nodes, show_job
 from launcher.runs.find import pasteable_command
 from launcher.runs.slow_ranks import read_slow_ranks
-from launcher.runs.state import RunStatus, resolved_values
+from launcher.runs.state import RunStatus, last_line, resolved_values
 from launcher.simulate.idle import Idle, better_split, idle_shares
-from megatron_rl.contract.codes import REPLICA_GIVEN_UP
+from megatron_rl.contract.attempt_records import AttemptEnd
+from megatron_rl.contract.codes import MISCONFIGURED, REPLICA_GIVEN_UP
 from megatron_rl.contract.learning import LearningWarning
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import UnreadableRecord
@@ -47,6 +49,7 @@ def status_json(status: RunStatus, reader: HistoryReader | None = None) -> dict[
         "cluster": status.cluster or None,
         "state": status.state,
         "reason": status.reason or None,
+        "next": _next(status),
         "waits_for": status.waits_for or None,
         "attempt": status.attempt,
         "phase": history.phase if status.state in ("running", "saving") else None,
@@ -171,7 +174,7 @@ def status_lines(data: dict[str, Any]) -> list[str]:
     if data["idle"]:
         rows.append(("idle", _waiting(data)))
     rows += [("not read", problem) for problem in data["unread"]]
-    rows += [("directory", data["run_dir"]), ("logs", data["logs"]), ("next", _next(data))]
+    rows += [("directory", data["run_dir"]), ("logs", data["logs"]), ("next", data["next"])]
     return [f"{data['run']}: {data['state']}", *(f"  {name:<10} {value}" for name, value in rows if value)]
 
 
@@ -235,13 +238,19 @@ def _waiting(data: dict[str, Any]) -> str:
     return f"{text}; {split} might take {better['saves']:.0%} less: {command}"
 
 
-def _next(data: dict[str, Any]) -> str | None:
+def _next(status: RunStatus) -> str | None:
     """Suggest the next command."""
-    if data["state"] in ("stopped", "failed", "cancelled", "lost", "new"):
-        return pasteable_command("resume", data["run"])
-    if data["state"] == "finished" and data["evaluation"] is None:
-        return f"{pasteable_command('resume', data['run'], 'training.steps=N')} trains more"
+    if status.state in ("stopped", "failed", "cancelled", "lost", "new"):
+        resume = pasteable_command("resume", status.name)
+        return once_corrected(status.run, resume) if _is_misconfigured(status) else resume
+    if status.state == "finished" and result_of(status.run) is None:
+        return f"{pasteable_command('resume', status.name, 'training.steps=N')} trains more"
     return None
+
+
+def _is_misconfigured(status: RunStatus) -> bool:
+    newest = last_line(status.run) if status.state == "failed" else None
+    return isinstance(newest, AttemptEnd) and newest.outcome == MISCONFIGURED
 
 
 def replica_lines(data: Sequence[dict[str, Any]], now: float) -> list[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_helpers import make_run
+from run_helpers import begin, end, make_run
 
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import History
+from launcher.cli.show.status import status_json
+from launcher.runs.state import read_status
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import CRASHED, DRAINED, MISCONFIGURED
 
@@ -33,3 +35,15 @@ def test_run_that_has_trained_resumes_once_its_configuration_is_corrected(tmp_pa
     (run.checkpoints / "step-000003").mkdir(parents=True)
     lines = ending_lines(run, run.attempt(1), AttemptEnd(1, 0.0, MISCONFIGURED), History(1), "mrl resume run")
     assert lines[-1] == "next:        correct it, then mrl resume run"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [(CRASHED, "mrl resume run"), (MISCONFIGURED, "correct it, then mrl-submit RECIPE --run-dir {run}")],
+)
+def test_status_says_the_same(tmp_path: Path, outcome: str, said: str) -> None:
+    run = make_run(tmp_path / "run")
+    begin(run, 1)
+    end(run, 1, outcome)
+    found = status_json(read_status(run, None))
+    assert (found["state"], found["next"]) == ("failed", said.format(run=run.root))

@@ -151,4 +151,4 @@ def test_a_reply_that_the_template_refuses_loses_one_conversation() -> None:
     engine = ScriptedInference(agent.tokenizer, ["2"])
     request = GroupRolloutRequest(7, Problem("?", {}), 1, Sampling(max_new_tokens=8), 3, engine, RolloutLimits(30.0))
     group = asyncio.run(agent.group_rollout(request))
-    assert not group.trajectories and "the model's chat template refuses them: no" in next(iter(group.failures))
+    assert not group.trajectories and "the model's chat template refuses the messages: no" in next(iter(group.failures))

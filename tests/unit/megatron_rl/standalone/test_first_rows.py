@@ -13,6 +13,7 @@ from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.standalone.config import RowsRequest
 from megatron_rl.standalone.rows import answers
 from megatron_rl.supervised.config import DataConfig
@@ -149,3 +150,5 @@ def test_template_without_system_messages_is_named_with_the_key_of_the_message()
     data = DataConfig(prompt="prompt", answer="answer", system="Be brief.")
     with pytest.raises(UnusableRow, match=r"^data\.system: .* does not take a system message"):
         RowEncoder(data, tokenizer, 99).example(row)
+    with pytest.raises(ConfigurationError, match=r"^data\.system: .* system message \(no system\); leave it out$"):
+        RowEncoder(data, tokenizer, 99).check([row])
