@@ -60,7 +60,7 @@ class WeightedMultiTask(Environment, Demonstrator):
     def __init__(self, config: MultiTaskConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError for an environment that cannot be built or has no problems."""
         self._config = {one.id: one for one in config.environments}
-        self._members = {id: _build(one, tokenizer) for id, one in self._config.items()}
+        self._members = {one.id: _build(one, at, tokenizer) for at, one in enumerate(config.environments)}
         self._evaluation_sets = {
             f"{id}/{name}": _with_environment(id, problems)
             for id, member in self._members.items()
@@ -160,11 +160,17 @@ class WeightedMultiTask(Environment, Demonstrator):
         return [problem for problem in problems if normalised(problem.prompt) not in self._held_out_prompts]
 
 
-def _build(config: WeightedEnvironment, tokenizer: Tokenizer) -> Environment:
+def _build(config: WeightedEnvironment, place: int, tokenizer: Tokenizer) -> Environment:
+    """Raises ValueError, with the key in the list if the environment names one of its own.
+
+    place: index of the environment in the list.
+    """
     try:
         return build_environment(config, tokenizer)
     except ValueError as error:
-        raise ValueError(f"environment {config.id!r}: {error}") from error
+        reason = str(error).removeprefix("environment.args.")
+        where = f"environment {config.id!r}: " if reason == str(error) else f"environments.{place}.args."
+        raise ValueError(where + reason) from error
 
 
 def _held_out(environment: Environment) -> set[str]:

@@ -105,10 +105,10 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
         self._accepted = _accepted(self._score.parameters)
         problems = [*self.training_problems(), *(one for its in self.evaluation_problems().values() for one in its)]
         try:
-            _check_columns(self._file, self._score.parameters, [problem.golden for problem in problems])
-        except ValueError:
+            _check_columns(self._file.name, self._score.parameters, [problem.golden for problem in problems])
+        except ValueError as error:
             self._score.close()
-            raise
+            raise ValueError(f"environment.args.file: {error}") from error
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
         """Return prompts and right answers of the rows with a column `answer`; used only by `model.init:
@@ -188,7 +188,7 @@ def _accepted(parameters: Parameters) -> frozenset[str] | None:
     return frozenset(name for name, kind, _ in parameters if kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"))
 
 
-def _check_columns(file: Path, parameters: Parameters, rows: Sequence[Mapping[str, Any]]) -> None:
+def _check_columns(file: str, parameters: Parameters, rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if the function cannot be called with the columns of every row."""
     first = next((one for one in parameters if one[1] in ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")), None)
     if first is None and not any(kind == "VAR_POSITIONAL" for _, kind, _ in parameters):

@@ -120,15 +120,20 @@ def _faults_of_reward(lesson: Lesson, environment: Environment) -> Iterator[Faul
     """Score a right and a wrong answer to the first problem of each environment that scores by the user's code."""
     config = lesson.config
     own = [each for each in lesson.sets if used_files(config.environment_of(each.environment))]
-    problems = [problem for each in own for problem in each.problems[:1] if problem.is_prompt]
-    if not problems:
-        return
-    try:
-        for found in try_answers(environment, config.task, problems, lesson.tokenizer):
-            for reason in dict.fromkeys(found.get("failures", ())):
-                yield Fault(f"{SCORING}: {reason}", certain=False)  # a judge may be out of reach from here
-    except ConfigurationError as error:
-        yield Fault(f"{SCORING}: {error}")
+    for each in own:
+        problems = [problem for problem in each.problems[:1] if problem.is_prompt]
+        if not problems:
+            continue
+        scoring = f"{_file_key(config, each.environment)}: the reward of an answer to the first problem"
+        try:
+            for found in try_answers(environment, config.task, problems, lesson.tokenizer):
+                for reason in dict.fromkeys(found.get("failures", ())):
+                    yield Fault(f"{scoring}: {reason}", certain=False)  # a judge may be out of reach from here
+        except ConfigurationError as error:
+            yield Fault(f"{scoring}: {error}")
 
 
-SCORING = "environment.args.file: the reward of an answer to the first problem"
+def _file_key(config: RunConfig, name: str) -> str:
+    """Return the key of the file of an environment, by its name among several."""
+    places = [f"environments.{at}" for at, one in enumerate(config.environments or ()) if one.id == name]
+    return f"{(places or ['environment'])[0]}.args.file"

@@ -60,7 +60,7 @@ def test_words_of_the_data_and_of_advice_do_not_change_the_place_of_a_fault(mine
 def test_reward_is_imported_from_its_copy_and_named_by_its_file(mine: Path) -> None:
     (mine / "reward.py").write_text("def reward(response, level):\n    return 1\n")
     (said,) = checked(mine).problems
-    assert f"{mine}/reward.py: reward needs the column level" in said and "mrl-copies" not in said
+    assert "environment.args.file: reward.py: reward needs the column level" in said and "mrl-copies" not in said
 
 
 def test_run_that_has_trained_is_checked_with_its_own_copy(mine: Path) -> None:

@@ -64,6 +64,20 @@ def test_fault_names_what_is_wrong_and_where(tmp_path: Path, changed: dict[str, 
     assert said in found["fault"] and found["certain"]
 
 
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("def reward(response, level):\n    return 1\n", "reward.py: reward needs the column level"),
+        ("def reward(response):\n    return None\n", "the reward of an answer to the first problem: reward.py:1"),
+    ],
+)
+def test_fault_of_one_of_several_environments_begins_with_its_key(tmp_path: Path, reward: str, said: str) -> None:
+    mine = f"{{name: python, args: {{file: {tmp_path}/reward.py, train: {tmp_path}/rows.jsonl}}}}"
+    several = (f"environments=[{{name: arithmetic}}, {mine}]", "environment=null")
+    (found,) = asked("check", tmp_path, *several, reward=reward)
+    assert found["fault"].startswith(f"environments.1.args.file: {said}")
+
+
 def test_missing_package_of_a_reward_is_told_from_other_faults(tmp_path: Path) -> None:
     (found,) = asked("check", tmp_path, reward="import no_such_package\n" + REWARD)
     assert found["lacks"] == "no_such_package"
