@@ -100,13 +100,13 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     absolute = _with_absolute_paths(config.model_dump(), RunConfig, folder_of, locate)
     config = RunConfig.model_validate(absolute)
     config = _with_teacher(config, caches, locate, filled)
-    try:
-        # resolved.yaml of a run lies beside the run's copies of these files
-        if config.generates:
-            check_files(with_kept_files(config.task, RunDir(Path(asked).parent)))
-    except ValueError as error:
-        raise BadInput(f"{locate(('environment', 'args', 'file'))[0]}: {error}") from error
-    _check_own_functions(config, RunDir(Path(asked).parent), locate)
+    run = RunDir(Path(asked).parent)  # resolved.yaml of a run lies beside the run's copies of the user's code
+    for place, one in _environments(config).items() if config.generates else ():
+        try:
+            check_files(with_kept_files(one, run))
+        except ValueError as error:
+            raise BadInput(f"{locate((*place, 'args', 'file'))[0]}: {error}") from error
+    _check_own_functions(config, run, locate)
     return Recipe(asked, config, written, filled, more)
 
 
@@ -231,6 +231,12 @@ def _with_absolute_paths(
         raise BadInput(f"{locate(error.key)[0]}: {error}") from error
 
 
+def _environments(config: RunConfig) -> dict[KeyPath, EnvironmentConfig]:
+    if config.environment is not None:
+        return {("environment",): config.environment}
+    return {("environments", str(number)): one for number, one in enumerate(config.environments or ())}
+
+
 def _check_own_functions(config: RunConfig, run: RunDir, locate: Locate) -> None:
     """Check that the file of each function of the user's defines it. Raises BadInput."""
     for key, reference in config.grpo.own_functions.items():
@@ -275,12 +281,8 @@ def _with_teacher(config: RunConfig, caches: Sequence[Path], locate: Locate, fil
 
 def _check_environments(config: RunConfig, locate: Locate) -> None:
     """Check that each environment exists and accepts its arguments. Raises BadInput."""
-    places: list[tuple[KeyPath, EnvironmentConfig]]
-    places = [(("environments", str(number)), one) for number, one in enumerate(config.environments or ())]
     problems = []
-    if config.environment is not None:
-        places = [(("environment",), config.environment)]
-    for place, one in places:
+    for place, one in _environments(config).items():
         of = f" (environment {one.name!r})" if config.environments else ""
         try:
             arguments = environment_arguments(one)

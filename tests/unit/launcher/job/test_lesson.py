@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from launcher.backends.child import Child
 from launcher.cli.mrl_submit import main
 from launcher.cluster.profile import Profile
+from launcher.errors import BadInput
 from launcher.job import lesson
 from launcher.job.lesson import LessonCheck, Verdict
 from launcher.job.run_directory import prepare
@@ -55,6 +56,13 @@ def test_words_of_the_data_and_of_advice_do_not_change_the_place_of_a_fault(mine
     (mine / "rows.jsonl").write_text(row + "\n")  # "expecting property name"; "add it to tokenizer.alphabet"
     (said,) = checked(mine).problems
     assert said.startswith(f"{mine}/mine.yaml:7: environment.args.train.path: data set")
+
+
+def test_missing_file_of_one_of_several_environments_has_its_place(mine: Path) -> None:
+    several = "environments:\n- name: arithmetic\n- name: python\n  args:\n    file: none.py\n    train: ./rows.jsonl\n"
+    (mine / "mine.yaml").write_text(f"extends: demo\n{several}environment: null\n")
+    with pytest.raises(BadInput, match=r"mine.yaml:6: .*none\.py: no such file"):
+        checked(mine)
 
 
 def test_reward_is_imported_from_its_copy_and_named_by_its_file(mine: Path) -> None:
