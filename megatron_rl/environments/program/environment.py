@@ -51,6 +51,13 @@ SAMPLES = Path(__file__).parent / "samples"
 
 _ERROR = re.compile(r"[A-Za-z_][\w.]{0,80}(?=: )")
 """Name of an error, or of a command that failed, at the beginning of a line: `KeyError: 'x'`, `curl: (7) Failed`."""
+UNUSABLE = (126, 127)
+"""Exit codes of shells and of `env` for a command that cannot be executed, or that is not there."""
+LONGEST_COMPLAINT = 200
+"""Characters of a shell's complaint in a reason."""
+_COMPLAINT = re.compile(r"not found|no such file|permission denied|cannot execute|format error|is a directory", re.I)
+_POSITION = re.compile(r"^(?:.*?:\s*(?:line )?\d+:\s+|bash: )")
+"""Beginning of a shell's complaint: `sh: 1: `, `ask.sh: line 3: `. The folder of the script may differ in each run."""
 
 
 class ProgramEnvironment(EndpointAgent, Demonstrator):
@@ -149,10 +156,22 @@ def why_lost(ended: Ended, timeout_s: float) -> str:
         return f"program: {ended.raised}"
     if ended.code:
         how = signal.Signals(-ended.code).name if ended.code < 0 else f"exit code {ended.code}"
-        last = next((line for line in reversed(ended.output.splitlines()) if line.strip()), "")
-        error = _ERROR.match(last)
-        return f"program: {how}" + (f": {error[0]}" if error else "")
+        error = _unusable_command(ended.output) if ended.code in UNUSABLE else _error(ended.output)
+        return f"program: {how}" + (f": {error}" if error else "")
     return ""
+
+
+def _error(output: str) -> str:
+    """Return the name of the error in the last line of an output, or nothing."""
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+    error = _ERROR.match(last)
+    return error[0] if error else ""
+
+
+def _unusable_command(output: str) -> str:
+    """Return what a shell said of a command that it could not run: `curl: not found`."""
+    said = next((line for line in reversed(output.splitlines()) if _COMPLAINT.search(line)), "")
+    return _POSITION.sub("", said.strip())[:LONGEST_COMPLAINT]
 
 
 def _command(config: ProgramConfig, variables: Mapping[str, str]) -> list[str]:

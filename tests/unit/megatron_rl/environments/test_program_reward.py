@@ -70,3 +70,19 @@ def test_a_lost_run_says_how_its_program_ended() -> None:
     )
     assert why_lost(Ended(1, raised="ValueError (agent.py:3)"), 5) == "program: ValueError (agent.py:3)"
     assert why_lost(Ended(1, output="x" * 1000), 5) == "program: exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "reason"),
+    [
+        (127, "/tmp/x7/ask.sh: 3: curl: not found\n", "exit code 127: curl: not found"),
+        (127, "hello\n./ask.sh: line 3: curl: command not found\n", "exit code 127: curl: command not found"),
+        (127, "bash: curl: command not found\n", "exit code 127: curl: command not found"),
+        (127, "env: 'node': No such file or directory\n", "exit code 127: env: 'node': No such file or directory"),
+        (127, "sh: 1: jq: not found\ngiving up\n", "exit code 127: jq: not found"),
+        (126, "sh: 1: ./tool: Permission denied\n", "exit code 126: ./tool: Permission denied"),
+        (127, "", "exit code 127"),
+    ],
+)
+def test_a_lost_run_names_the_command_that_its_shell_could_not_run(code: int, output: str, reason: str) -> None:
+    assert why_lost(Ended(code, output=output), 5) == f"program: {reason}"
