@@ -59,7 +59,7 @@ class Verdict:
     problems: tuple[str, ...] = ()
     """A sentence for each fault."""
     notes: tuple[str, ...] = ()
-    """Sentences about faults that are uncertain, and about what could not be checked here."""
+    """Sentences about faults that are uncertain, what the run would warn of, and what could not be checked here."""
 
     def of(self, recipe: Recipe) -> Verdict:
         """Return it with the place of each fault in a recipe."""
@@ -140,7 +140,7 @@ class LessonCheck:
     def _wait(self, child: Child) -> Verdict:
         """Return the result, whose problems have no places yet."""
         try:
-            found = [*child.said(LIMIT_S - (monotonic() - self._began))]
+            said = [*child.said(LIMIT_S - (monotonic() - self._began))]
             code = child.wait()
         except TookTooLong:
             return Verdict(notes=(f"the check of the first rows took more than {LIMIT_S:g} s here; {LATER}",))
@@ -148,10 +148,12 @@ class LessonCheck:
             why = "; ".join(child.failure(code).problems)
             return Verdict(notes=(f"the first rows could not be checked here: {why}; {LATER}",))
         elsewhere = self._profile is not None and bool(self._profile.container or self._profile.python)
+        warnings = tuple(f"the first rows: {one['warning']}" for one in said if "warning" in one)
+        found = [one for one in said if "warning" not in one]
         unsure = [one for one in found if not one["certain"] or (elsewhere and one.get("lacks") is not None)]
         faults = tuple(_with_originals(one["fault"], self._copied) for one in found if one not in unsure)
         notes = tuple(f"could not be checked here: {one['fault']}; {LATER}" for one in unsure)
-        return Verdict(faults, notes)
+        return Verdict(faults, warnings + notes)
 
 
 def _is_shipped(recipe: Recipe) -> bool:

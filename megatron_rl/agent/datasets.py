@@ -16,6 +16,9 @@ from megatron_rl.recipe.data_files import is_text_file
 
 logger = logging.getLogger(__name__)
 
+MOST_NAMED = 5
+"""Columns that a warning names."""
+
 
 class DataSet(Source):
     """A data set, and the columns of its questions and answers."""
@@ -68,8 +71,8 @@ def read_questions(source: Source) -> Iterator[Question]:
         rows += 1
         if question is None:
             lacking += 1
-        elif (question.text, question.answer) not in seen:
-            seen.add((question.text, question.answer))
+        elif (key := (question.text, question.answer, hash(repr(question.row)))) not in seen:
+            seen.add(key)
             yield replace(question, text=_without(removed, question.text))
     if 0 < lacking < rows:
         needed = f"a question ({source.question})"
@@ -129,16 +132,36 @@ def _answer_in(source: DataSet, solution: str) -> str | None:
 
 
 def distinct(questions: Iterable[Question]) -> list[Question]:
-    """Return each question once, with its first answer."""
+    """Return each question once, with its first answer and row. Warns of rows that are left out though they say
+    something else: the question may be taken from a column that is the same in many rows."""
     first: dict[str, Question] = {}
-    contradicted = set()
+    left_out = 0
+    differing: dict[str, None] = {}
     for question in questions:
-        key = normalised(question.text)
-        if first.setdefault(key, question).answer != question.answer:
-            contradicted.add(key)
-    if contradicted:
-        logger.warning("%d problems have several answers: the first one is used", len(contradicted))
+        kept = first.setdefault(normalised(question.text), question)
+        if kept is not question and (columns := _differences(kept, question)):
+            left_out += 1
+            differing.update(dict.fromkeys(columns))
+    if left_out:
+        named = [*differing]
+        among = ", ".join(named[:MOST_NAMED]) + (", ..." if len(named) > MOST_NAMED else "")
+        logger.warning(
+            "rows left out because they have the question of an earlier row, with other values (%s): %d; questions "
+            "that remain: %d",
+            *(among, left_out, len(first)),
+        )
     return list(first.values())
+
+
+def _differences(one: Question, other: Question) -> list[str]:
+    """Return the columns in which two rows with the same question differ."""
+    if one.answer != other.answer:
+        return ["answer"]
+    return [name for name in {**one.row, **other.row} if _said(one.row.get(name)) != _said(other.row.get(name))]
+
+
+def _said(value: Any) -> Any:
+    return normalised(value) if isinstance(value, str) else value
 
 
 def _no_text(source: DataSet) -> str:

@@ -59,9 +59,11 @@ def answers(request: RowsRequest, config: RunConfig, copies: RunDir | None) -> I
 
 def _checked(config: RunConfig, copies: RunDir | None, resumes: bool) -> Iterator[dict[str, Any]]:
     """Yield each `fault`, a sentence; `certain`, whether the run would have it too; and `lacks`, the package whose
-    absence causes it, where that is the reason."""
+    absence causes it, where that is the reason. Before them each `warning` that the run would log."""
     try:
-        lesson = _opened(config, copies, CHECKED)
+        with _warnings() as said:
+            lesson = _opened(config, copies, CHECKED)
+        yield from ({"warning": text} for text in dict.fromkeys(said))
         yield from ({"fault": fault.text, "certain": fault.certain} for fault in faults(lesson, resumes))
     except Exception as error:
         if not (isinstance(error, ValueError | ImportError) or task_location(error)):  # not the task's own code
@@ -90,11 +92,16 @@ def _warnings() -> Iterator[list[str]]:
             said.append(record.getMessage())
 
     ours, collector = logging.getLogger("megatron_rl"), Collector(logging.WARNING)
+    level, propagates = ours.level, ours.propagate
+    ours.setLevel(logging.WARNING)  # `main` logs errors only
+    ours.propagate = False
     ours.addHandler(collector)
     try:
         yield said
     finally:
         ours.removeHandler(collector)
+        ours.setLevel(level)
+        ours.propagate = propagates
 
 
 def _fault(error: Exception) -> dict[str, Any]:

@@ -88,3 +88,13 @@ def test_rows_of_a_recipe_come_from_the_code_of_its_run(tmp_path: Path) -> None:
     assert done.exit_code == 0 and second["row"] == 2
     assert [span["learned"] for span in first["spans"]] == [False, True]
     assert first["spans"][1]["text"].endswith("<end>")
+
+
+@pytest.mark.usefixtures("no_clusters_of_the_user")
+def test_counts_of_a_recipe_name_what_a_run_would_warn_of(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def reward(response, **columns):\n    return 0.0\n")
+    rows = [json.dumps({"prompt": "1+1=", "answer": str(n)}) for n in range(3)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    arguments = f"{{file: {tmp_path}/reward.py, train: {tmp_path}/data.jsonl}}"
+    done = CliRunner().invoke(main, ["rows", "demo", f"environment={{name: python, args: {arguments}}}", "--all"])
+    assert "(answer): 2; questions that remain: 1" in done.stdout

@@ -65,6 +65,12 @@ def test_missing_file_of_one_of_several_environments_has_its_place(mine: Path) -
         checked(mine)
 
 
+def test_rows_that_a_run_would_leave_out_are_noted(mine: Path) -> None:
+    (mine / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1=", "answer": "3"}\n')
+    found = checked(mine)
+    assert not found.problems and "other values (answer): 1; questions that remain: 1" in found.notes[0]
+
+
 def test_reward_is_imported_from_its_copy_and_named_by_its_file(mine: Path) -> None:
     (mine / "reward.py").write_text("def reward(response, level):\n    return 1\n")
     (said,) = checked(mine).problems

@@ -13,6 +13,7 @@ import pytest
 from optional import needs
 
 from megatron_rl.agent.datasets import DataSet, Question, distinct, read_questions
+from megatron_rl.environments.python import Rows
 
 pytestmark = needs("datasets")
 
@@ -243,7 +244,23 @@ def test_first_of_contradicting_answers_is_used_with_a_warning(caplog: pytest.Lo
         Question("a", "1"),
         Question("b", "3"),
     ]
-    assert caplog.messages == ["1 problems have several answers: the first one is used"]
+    assert caplog.messages == [
+        "rows left out because they have the question of an earlier row, with other values (answer): 1; questions "
+        "that remain: 2"
+    ]
+
+
+def test_rows_with_an_earlier_question_and_other_values_are_named_by_column(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prompt that is the same in every row would otherwise leave one problem without a word."""
+    lines = [json.dumps({"prompt": "Solve it.", "task": f"{n} + {n}", "answer": str(2 * n)}) for n in (1, 1, 2, 3)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    assert len(distinct(read_questions(Rows(path=str(tmp_path / "data.jsonl"))))) == 1
+    assert caplog.messages == [
+        "rows left out because they have the question of an earlier row, with other values (task, answer): 2; "
+        "questions that remain: 1"
+    ]
 
 
 def test_numeric_answers_become_text_and_rows_without_answer_are_skipped(tmp_path: Path) -> None:
