@@ -87,6 +87,14 @@ class OverlongConfig(Section):
     verl and NeMo-RL subtract 1 where a right answer earns 1 and a wrong one -1, which is also half of the difference.
     With as much as the whole difference, a long right answer is worth no more than a wrong one."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_present_default(cls, values: Any) -> Any:
+        """Leave out the default that runs of earlier versions recorded for a penalty that they do not read."""
+        if isinstance(values, Mapping) and values.get("mode", "none") != "penalty" and values.get("penalty") == 1.0:
+            return {key: value for key, value in values.items() if key != "penalty"}
+        return values
+
     @model_validator(mode="after")
     def _has_buffer(self) -> OverlongConfig:
         if self.mode == "penalty" and self.buffer == 0:
@@ -152,10 +160,12 @@ class ImportanceConfig(RatioBounds):
     @model_validator(mode="before")
     @classmethod
     def _has_present_keys(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("mode") == "truncate":  # recorded by runs of earlier versions
+            values = {key: value for key, value in values.items() if key != "mode"}
         if isinstance(values, Mapping) and (old := {"cap", "mode"} & values.keys()):
             raise ValueError(
-                f"{min(old)} is of earlier versions: importance always truncates, between lower and upper (once cap), "
-                "so leave mode: truncate out; in place of mode: mask give grpo.rejection the same level, lower and "
+                f"{min(old)} is of earlier versions: importance always truncates, between lower and upper (once cap); "
+                "in place of mode: mask give grpo.rejection the same level, lower and "
                 "upper, beside importance or without it"
             )
         return values

@@ -124,3 +124,16 @@ def test_tokens_that_may_be_off_policy_are_bounded_by_default(
     for one in (config, RunConfig.model_validate(config.model_dump(by_alias=True))):
         assert (one.grpo.importance.upper if one.grpo.importance else None) == importance
         assert one.grpo.dual_clip == dual_clip
+
+
+def test_values_that_runs_of_earlier_versions_recorded_are_read_as_they_were_meant() -> None:
+    """Such a run resumes: `mode: truncate` is what importance does, and a penalty that `mode: none` does not read was
+    written out with another default, so it must not count as set."""
+    truncating = {"level": "token", "mode": "truncate", "lower": None, "upper": 2.0}
+    assert GrpoConfig.model_validate({"importance": truncating}) == GrpoConfig.model_validate(
+        {"importance": {"upper": 2.0}}
+    )
+    unread = {"mode": "none", "buffer": 0, "penalty": 1.0}
+    assert GrpoConfig.model_validate({"overlong": unread}) == GrpoConfig()
+    read = {"mode": "penalty", "buffer": 10, "penalty": 1.0}
+    assert GrpoConfig.model_validate({"overlong": read}).overlong.penalty == 1.0
