@@ -70,13 +70,20 @@ class Change(NamedTuple):
 
 def changes(old: RunConfig, new: RunConfig) -> list[Change]:
     """List every key with another value, in the order of the recipe; a key that only one side has counts as None."""
-    before, after = flat(old.model_dump()), flat(new.model_dump())
+    before, after = _written_out(old), _written_out(new)
     keys = [*before, *(key for key in after if key not in before)]
     return [
         Change(key, before.get(key), after.get(key))
         for key in keys
         if before.get(key) != after.get(key) and not any(fnmatchcase(key, pattern) for pattern in FREE)
     ]
+
+
+def _written_out(config: RunConfig) -> dict[str, Any]:
+    """Return all values by key. What has a short form, which runs of earlier versions recorded, is in its long one."""
+    from launcher.recipe.paths import with_changed_paths  # slow import: see above
+
+    return flat(with_changed_paths(config, lambda named: named.value).model_dump())
 
 
 def with_remarks(changed: Sequence[Change], old: RunConfig, new: RunConfig, reached: int) -> list[Change]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from launcher.recipe.changes import changes, with_remarks
 from launcher.recipe.load import load_recipe
+from megatron_rl.config import RunConfig
 
 BASE = ("training.steps=800", "training.seed=0", "grpo.group_size=16", "evaluation.every=0", "save.every=100")
 
@@ -44,6 +46,17 @@ def test_anything_else_may_not():
         "optimizer.beta1": False,
         "job.gpus_per_node": False,
     }
+
+
+def test_short_form_that_an_earlier_version_recorded_is_no_change(tmp_path: Path):
+    (tmp_path / "reward.py").write_text("def reward(response): return 1.0\n")
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    arguments = f"{{file: {tmp_path}/reward.py, train: {tmp_path}/mine.jsonl}}"
+    config = load_recipe("demo", [f"environment={{name: python, args: {arguments}}}"]).config
+    recorded = config.model_dump(by_alias=True)
+    assert recorded["environment"]["args"]["train"] == {"path": f"{tmp_path}/mine.jsonl"}
+    recorded["environment"]["args"]["train"] = f"{tmp_path}/mine.jsonl"
+    assert changes(RunConfig.model_validate(recorded), config) == []
 
 
 def test_cluster_and_nodes_may_change_freely():
