@@ -245,7 +245,7 @@ class RolloutDriver:
         unfinished = [] if self._in_flight is None else self._in_flight.unfinished(needed)
         if unfinished:
             await self._loop.wait(unfinished, self._scored, once=self._max_lag > 0)
-        elif again:  # other drivers' groups are missing
+        elif again and self._loop.role.count > 1:  # other drivers' groups are missing
             await asyncio.sleep(self._loop.spare_s)
 
     def _scored(self) -> tuple[int, str]:
