@@ -171,7 +171,10 @@ class Run:
             assert (state := self.state()) in ALIVE, f"{state}\n{self.log()}"
             return len(self.metrics()) >= step
 
-        wait_until(f"{self.dir.root} reaches step {step}", reached, limit)
+        try:
+            wait_until(f"{self.dir.root} reaches step {step}", reached, limit)
+        except LabError as error:
+            raise LabError(f"{error}; it is {self.state()}\n{self.log()}") from None
 
     def metrics(self) -> list[dict[str, Any]]:
         return read_json_lines(self.dir.metrics)

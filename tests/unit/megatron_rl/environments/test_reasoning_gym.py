@@ -174,7 +174,7 @@ def test_last_number_is_found_after_any_text(text: str, number: Decimal) -> None
     ("arguments", "said"),
     [
         ({"dataset": "chain_sums"}, r"reasoning-gym has no 'chain_sums' \(did you mean chain_sum\?\)"),
-        ({"dataset_args": {"min_term": 2}}, "dataset_args: chain_sum: .*'min_term'"),
+        ({"dataset_args": {"min_term": 2}}, r"dataset_args.min_term: chain_sum has no such .*did you mean min_terms"),
         ({"dataset_args": {"min_terms": 3, "max_terms": 2}}, "dataset_args: chain_sum: max_terms must be >= min_terms"),
         ({"prompt": "{expresion}"}, "prompt: chain_sum has no field 'expresion', only .*expression.*question"),
     ],
