@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.registry import build_environment, with_kept_files
-from megatron_rl.chat.turn_end import unknown_end
 from megatron_rl.checkpoint.adapters import check_base
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
@@ -39,7 +38,7 @@ from megatron_rl.run.models import Models, build_models
 from megatron_rl.run.problems import STALE_MOUNT_S, check_alike, check_unchanged, choose_problems, digests_of
 from megatron_rl.run.state import Counters, Driver, Run
 from megatron_rl.run.teacher import build_teacher
-from megatron_rl.standalone.first_rows import Fault, Lesson, faults
+from megatron_rl.standalone.first_rows import Fault, Lesson, faults, unknown_end_of
 from megatron_rl.supervised.driver import ExampleDriver
 from megatron_rl.supervised.rows import rows_of
 from megatron_rl.training.trainer import Trainer
@@ -70,9 +69,11 @@ def set_up(
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     training_sets, left_out = _training_sets(environment, config, tokenizer)
-    _warn_of_end(training_sets, config, tokenizer)
     checkpointer = Checkpointer(run_dir, config.save, groups.control)
-    check_lesson(Lesson(config, tokenizer, environment, training_sets), checkpointer.resumes, groups)
+    lesson = Lesson(config, tokenizer, environment, training_sets)
+    if warning := unknown_end_of(lesson):
+        logger.warning("%s", warning)
+    check_lesson(lesson, checkpointer.resumes, groups)
     pool = None
     if config.placement.mode == "partitioned":
         from megatron_rl.run import partitioned  # slow to import: it needs an HTTP client
@@ -190,17 +191,6 @@ def _training_sets(
     if not all(each.problems for each in environment.training_sets()):
         raise ConfigurationError(f"environment {config.task.name!r} has no training problems")
     return choose_problems(environment, config, tokenizer)
-
-
-def _warn_of_end(training_sets: Sequence[TrainingSet], config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Warn if answers in the chat template do not end where it ends them."""
-    if config.supervised:
-        warning = None if config.rows.chat == "never" else unknown_end(tokenizer)
-    else:
-        first = training_sets[0].problems[0]
-        warning = unknown_end(tokenizer, first.prompt if first.is_prompt else None)
-    if warning:
-        logger.warning("%s", warning)
 
 
 def check_lesson(lesson: Lesson, resumes: bool, groups: Groups) -> None:

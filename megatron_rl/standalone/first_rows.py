@@ -11,6 +11,7 @@ from megatron_rl.agent.dropped_rows import CHECKED
 from megatron_rl.agent.registry import build_environment, used_files, with_kept_files
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.agent.trial import try_answers
+from megatron_rl.chat.turn_end import unknown_end
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
@@ -50,6 +51,14 @@ def open_lesson(config: RunConfig, copies: RunDir | None = None) -> Lesson:
     if config.supervised or environment is None:
         return Lesson(config, tokenizer, environment, [TrainingSet("", 1.0, rows_of(config.rows, environment))])
     return Lesson(config, tokenizer, environment, environment.training_sets())
+
+
+def unknown_end_of(lesson: Lesson) -> str | None:
+    """Say that answers do not end where the chat template ends them; None if they do, or if it does not write them."""
+    if lesson.config.supervised:
+        return None if lesson.config.rows.chat == "never" else unknown_end(lesson.tokenizer)
+    first = next((problem for each in lesson.sets for problem in each.problems), None)
+    return None if first is None else unknown_end(lesson.tokenizer, first.prompt if first.is_prompt else None)
 
 
 class Fault(NamedTuple):

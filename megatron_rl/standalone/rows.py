@@ -23,7 +23,7 @@ from megatron_rl.errors import ConfigurationError, task_location
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.own_code import kept
 from megatron_rl.standalone.config import RowsRequest
-from megatron_rl.standalone.first_rows import Lesson, faults, open_lesson
+from megatron_rl.standalone.first_rows import Lesson, faults, open_lesson, unknown_end_of
 from megatron_rl.standalone.row_counts import counts
 from megatron_rl.standalone.shown_rows import shown
 
@@ -51,8 +51,9 @@ def answers(request: RowsRequest, config: RunConfig, copies: RunDir | None) -> I
         yield from _checked(config, copies, request.resumes)
     elif request.purpose == "count":
         with _warnings() as said:
-            yield from counts(open_lesson(config, copies))
-        yield from ({"warning": text} for text in said)
+            lesson = open_lesson(config, copies)
+            yield from counts(lesson)
+        yield from ({"warning": text} for text in _distinct(*said, unknown_end_of(lesson)))
     else:
         yield from shown(_opened(config, copies, request.first), request.first)
 
@@ -63,13 +64,17 @@ def _checked(config: RunConfig, copies: RunDir | None, resumes: bool) -> Iterato
     try:
         with _warnings() as said:
             lesson = _opened(config, copies, CHECKED)
-        yield from ({"warning": text} for text in dict.fromkeys(said))
+        yield from ({"warning": text} for text in _distinct(*said, unknown_end_of(lesson)))
         yield from ({"fault": fault.text, "certain": fault.certain} for fault in faults(lesson, resumes))
     except Exception as error:
         if not (isinstance(error, ValueError | ImportError) or task_location(error)):  # not the task's own code
             raise
         yield _fault(error)
     yield from _functions(config, copies)
+
+
+def _distinct(*texts: str | None) -> list[str]:
+    return [text for text in dict.fromkeys(texts) if text is not None]
 
 
 def _opened(config: RunConfig, copies: RunDir | None, wanted: int) -> Lesson:

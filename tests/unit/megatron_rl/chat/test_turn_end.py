@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from megatron_rl.chat.turn_end import turn_end, unknown_end
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
-from megatron_rl.run.setup import _warn_of_end
+from megatron_rl.standalone.first_rows import Lesson, unknown_end_of
 from megatron_rl.supervised.config import DataConfig
 from megatron_rl.supervised.forms import form_of, row_of
 from megatron_rl.supervised.rows import RowEncoder
@@ -72,12 +71,10 @@ def run_of(**sections: Any) -> RunConfig:
         (SimpleNamespace(supervised=False), Problem("a task", {}, is_prompt=False), True),
     ],
 )
-def test_a_run_warns_once_if_it_uses_the_template(
-    caplog: pytest.LogCaptureFixture, config: Any, prompt: Problem | None, warns: bool
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        _warn_of_end([TrainingSet("", 1.0, [prompt or Problem("", {})])], config, base_model())
-    assert [("tokenizer.end_tokens" in said) for said in caplog.messages] == [True] * warns
+def test_a_recipe_that_uses_the_template_is_warned_of(config: Any, prompt: Problem | None, warns: bool) -> None:
+    sets = [TrainingSet("", 1.0, [prompt or Problem("", {})])]
+    said = unknown_end_of(Lesson(config, base_model(), None, sets))
+    assert bool(said and "tokenizer.end_tokens" in said) is warns
 
 
 def test_the_recipe_adds_end_tokens_by_name(tmp_path: Path) -> None:
