@@ -232,6 +232,12 @@ class Cluster:
 
         wait_until(f"nodes {', '.join(names)} are up", up, limit)
 
+    def wait_until_idle(self, first: int, last: int, limit: float = SECONDS_UP) -> None:
+        """Wait until no job is on these nodes: those of other tests may be on their way out."""
+        nodes = f"node[{first:02d}-{last:02d}]"
+        asked = ("sinfo", "--noheader", "--Node", "--partition=low", f"--nodes={nodes}", "--format=%T")
+        wait_until(f"{nodes} are idle", lambda: set(self.run(*asked).split()) == {"idle"}, limit)
+
     def _layout(self, subnet: str | None) -> Layout:
         names = self.names
         ports = [6817, *[6818] * len(names), 6819, 3306] if subnet else _free_ports(len(names) + 3)

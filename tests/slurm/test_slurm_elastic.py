@@ -27,23 +27,10 @@ def out_of_service(lab: Cluster, *nodes: str) -> Iterator[None]:
         lab.run("scontrol", "update", f"NodeName={names}", "State=RESUME")
 
 
-def wait_for_idle_nodes(lab: Cluster, first: int = 1) -> None:
-    """Slurm gives a range what is idle, and the jobs of other tests may be on their way out."""
-    asked = (
-        "sinfo",
-        "--noheader",
-        "--Node",
-        "--partition=low",
-        f"--nodes=node[{first:02d}-{first + 3:02d}]",
-        "--format=%T",
-    )
-    wait_until("four nodes are idle", lambda: set(lab.run(*asked).split()) == {"idle"}, SECONDS)
-
-
 @together
 def test_run_on_a_range_of_nodes_restarts_on_the_available_ones(login: Login) -> None:
     login.confine(1, 4)
-    wait_for_idle_nodes(login.lab)
+    login.lab.wait_until_idle(1, 4)
     run = login.submit("demo", "--cluster", "stub", "job.nodes=2-4", "job.gpus_per_node=2", stub=LONG)
     run.wait_for_step(3)
     assert tasks(run, 1) == {"8"}
@@ -67,7 +54,7 @@ def test_run_on_a_range_of_nodes_starts_without_a_bad_node(login: Login) -> None
     sick = login.program("python", 'case "$(hostname) $*" in node06*host.health*) exit 1 ;; esac\nexec python3 "$@"')
     login.confine(5, 8)
     login.profiles["stub"] |= {"health_check": True, "host_python": str(sick)}
-    wait_for_idle_nodes(login.lab, 5)
+    login.lab.wait_until_idle(5, 8)
     run = login.submit("demo", "--cluster", "stub", "job.nodes=2-4", "job.gpus_per_node=1")
     assert run.wait() == "COMPLETED", run.log()
     assert run.ends() == [("finished", None)]
@@ -79,7 +66,7 @@ def test_run_on_a_range_of_nodes_starts_without_a_bad_node(login: Login) -> None
 def test_run_restarts_on_the_surviving_nodes_of_its_allocation(login: Login, sizes: list[str], then: int) -> None:
     login.confine(1, 4)
     login.profiles["stub"]["health_check"] = True
-    wait_for_idle_nodes(login.lab)
+    login.lab.wait_until_idle(1, 4)
     run = login.submit("demo", "--cluster", "stub", *sizes, "job.gpus_per_node=1", stub={"steps": 1000, "seconds": 0.1})
     run.wait_for_step(3)
     login.lab.kill_node("node02")

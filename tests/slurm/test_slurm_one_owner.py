@@ -70,6 +70,7 @@ def test_job_waits_until_a_cancelled_job_has_left_its_nodes(login: Login) -> Non
         "epilog", f"touch {begun}; for _ in {{1..{limit}}}; do [[ -e {release} ]] && break; sleep 0.1; done"
     )
     script.write_text(login.call("mrl-submit", *STUB, "--run-dir", root, "--dry-run", "--script").stdout)
+    login.lab.wait_until_idle(1, 2)  # the epilog would keep jobs of other tests on these nodes as well
     with login.lab.configured({"KillWait=5": f"KillWait=5\nEpilog={epilog}"}):
         first = login.adopt(root, login.sbatch(script, stub={"steps": 10_000}))
         first.wait_for_step(2)
