@@ -226,6 +226,7 @@ def _serve_async(function: Function, requests: IO[bytes], replies: _Replies) -> 
 
 def _next(requests: IO[bytes]) -> tuple[int, Sequence[Any] | None, Mapping[str, Any]] | None:
     try:
+        # Only the rank writes into this pipe. Columns may be values that JSON cannot carry, such as numbers as spelled.
         request: tuple[int, Sequence[Any] | None, Mapping[str, Any]] = pickle.load(requests)
     except EOFError:
         return None
