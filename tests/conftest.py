@@ -4,6 +4,7 @@ rank."""
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -99,6 +100,17 @@ def pytest_unconfigure() -> None:
     the five seconds after which execnet sends the worker a SIGINT: a KeyboardInterrupt then ended the output of runs
     in which every test had passed."""
     gc.freeze()
+
+
+LEVELS = {name: logging.getLogger(name).level for name in (None, "megatron_rl")}
+"""Levels of loggers, before a program that a test calls changes them."""
+
+
+@pytest.fixture(autouse=True)
+def usual_levels() -> None:
+    """Begin each test with the levels of a new process, since some tests expect the only message."""
+    for name, level in LEVELS.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture
