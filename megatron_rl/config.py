@@ -16,11 +16,18 @@ from megatron_rl.algorithms.config import USUAL_DUAL_CLIP, USUAL_UPPER, Importan
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contradictions import contradictions
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.removed import without_removed
 from megatron_rl.sections import Sections
 
 
 class RunConfig(Sections):
     """A recipe with every default written out, whose sections fit together."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tolerated(cls, values: Any) -> Any:
+        """Drop removed keys that a run of an earlier version has recorded."""
+        return without_removed(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="before")
     @classmethod

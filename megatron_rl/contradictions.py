@@ -115,7 +115,7 @@ def _of_objective(config: Sections) -> Iterator[str]:
             "placement.mode is partitioned, and training.objective supervised needs no replicas: set colocated; "
             "all ranks train, and evaluations are answered in between"
         )
-    if config.inference.engine not in ("native", "megatron"):
+    if not capabilities_of(config.inference.engine).colocated:
         yield (
             f"inference.engine is {config.inference.engine}, which training.objective supervised does not use: leave "
             "it out; the training ranks answer evaluations"
@@ -170,11 +170,8 @@ def _of_profile(config: Sections) -> Iterator[str]:
     ranks = config.data_parallel_size * layout.tp * layout.pp * layout.cp
     if profile.ranks is not None and max(profile.ranks) >= ranks:
         yield f"profile.ranks has {max(profile.ranks)}, and the training ranks are 0 to {ranks - 1}"
-    if profile.generation and (not config.generates or capabilities_of(config.inference.engine).outside):
-        yield (
-            "profile.generation is true, and the run generates nothing itself (inference.engine: server, or no "
-            "environment): set it to false"
-        )
+    if profile.generation and not config.generates:
+        yield ("profile.generation is true, and the run generates nothing without an environment: set it to false")
 
 
 def _of_placement(config: Sections) -> Iterator[str]:

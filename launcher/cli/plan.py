@@ -118,10 +118,8 @@ def command(
     if asked.config.supervised:
         if simulate or run is not None:
             raise BadInput("training.objective is supervised: only runs that generate are simulated")
-    elif asked.config.inference.server is None:
+    else:
         assumed = assume(asked.config, profile, card, answer_tokens, run)
-    elif simulate:
-        raise BadInput("inference.engine is server: the speed of the server is unknown; use --simulate with native")
     candidates = compare(assumed, plan.nodes, max_lag) if assumed else []
     if simulate:
         if assumed is None:

@@ -50,7 +50,7 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     plan = make_plan(asked, profile)
     config, sizes = with_offload(asked.config, plan, profile), plan.sizes
     able = capabilities_of(engine := config.inference.engine)
-    elsewhere = able.starts_workers or able.outside
+    elsewhere = able.starts_workers
     if not (able.modelled or elsewhere):
         raise BadInput(
             f"inference.engine {engine} cannot be rehearsed: it needs data on the device. Rehearse the rest with "

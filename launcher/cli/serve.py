@@ -28,19 +28,12 @@ SERVER = module_command("megatron_rl.server")
     type=click.Path(path_type=Path),
     help="File of accepted bearer tokens, one per line; created if missing. Default: ~/.config/mrl/serve-token.",
 )
-@click.option(
-    "--name", help="Name of the model for clients. Default: of the run or directory, or policy with --weights-from."
-)
+@click.option("--name", help="Name of the model for clients. Default: of the run or directory.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the recipe or the weights.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of each process. Default: all processors.")
 @click.option("--max-length", type=click.IntRange(min=2), help="Largest number of tokens of a prompt with its answer.")
-@click.option(
-    "--weights-from",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder in which a run writes new weights (inference.server.folder) for this server to load after each step.",
-)
 @click.option(
     "--max-waiting",
     type=click.IntRange(min=1),

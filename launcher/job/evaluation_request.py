@@ -201,7 +201,7 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
     if origin:
         values = origin.config.model_dump()
         values["job"] |= device
-        native = {"engine": "native", "server": None, "vllm": None}
+        native = {"engine": "native", "vllm": None}
         values["inference"] |= native  # works in one process, also on a CPU
     else:
         folder = _published(asked.checkpoint)

@@ -29,6 +29,7 @@ from megatron_rl.distill.teacher import TeacherFiles, against_teacher, teacher_f
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.recipe.own_code import check_file, kept
+from megatron_rl.recipe.removed import REMOVED
 from megatron_rl.recipe.section import Section
 from megatron_rl.recipe.values import flat
 
@@ -170,6 +171,8 @@ def _parse_overrides(texts: Sequence[str]) -> list[Override]:
         path = tuple(key.split("."))
         if not equals or not all(path):
             problems.append(f"override {text!r}: expected section.key=value, for example grpo.group_size=8")
+        elif removed := next((text for name, text in REMOVED.items() if f"{key}.".startswith(f"{name}.")), None):
+            problems.append(f"override {text!r}: {key}: was removed: {removed}")
         elif not _is_known(path, known):
             problems.append(f"override {text!r}: {key}: unknown key{did_you_mean(generic(path), known)}")
         else:

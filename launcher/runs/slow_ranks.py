@@ -163,7 +163,7 @@ def _read_newest(run: RunDir) -> _Newest | None:
     try:
         attempt = run.attempt(run.last_attempt())
         recipe = resolved_values(run)
-        generates = recipe["placement"]["mode"] == "colocated" and recipe["inference"]["engine"] != "server"
+        generates = recipe["placement"]["mode"] == "colocated"
         nodes = int(str(recipe["job"]["nodes"]).rpartition("-")[2])  # the most of a range
     except (BadInput, OSError, KeyError, TypeError, ValueError):
         return None

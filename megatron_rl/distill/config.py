@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from megatron_rl.inference.config import Servers
-from megatron_rl.recipe.section import HubPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.section import HubPath, LaterPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from megatron_rl.vllm.config import VllmConfig
 
+ServerUrl = Annotated[
+    str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$", json_schema_extra={"words": "http://HOST:PORT/v1"})
+]
 
-class TeacherServers(Servers):
+
+def _one_or_several(given: object) -> object:
+    """Return a list that may be given as a single value."""
+    return (given,) if isinstance(given, str) else given
+
+
+class TeacherServers(Section):
     """Servers that compute the teacher's log-probs, started independently of the run."""
 
     kind: Literal["vllm", "sglang", "mrl"] = "vllm"
     """vllm: `vllm serve TEACHER`. sglang: a server of SGLang. mrl: `mrl serve TEACHER`. The longest sequence of each
     must be at least training.sequence_length + 1 tokens."""
+    urls: Annotated[tuple[ServerUrl, ...], BeforeValidator(_one_or_several), Field(min_length=1, strict=False)]
+    """URLs of the servers, or a single one, each with the version of the API: http://HOST:PORT/v1. All ranks must reach
+    them. A request goes to the one with the fewest outstanding tokens."""
+    model: Annotated[str, Field(min_length=1)]
+    """Name of the model on the servers: --served-model-name of vLLM and SGLang, --name of `mrl serve`."""
+    token_file: LaterPath | None = None
+    """File with the servers' token, on the nodes of the ranks."""
+    token_variable: str | None = None
+    """Environment variable with the servers' token, one of the `secrets` of the cluster profile; instead of
+    token_file."""
     answer_limit_s: PositiveFloat = 600.0
     """Longest wait for the log-probs of one sequence, in seconds. Servers that are away are waited for until
     job.silence_limit_s."""
+
+    @model_validator(mode="after")
+    def _are_reached(self) -> Self:
+        if self.token_file is not None and self.token_variable is not None:
+            raise ValueError("token_file and token_variable are both given: keep the one that holds the server's token")
+        if self.kind == "mrl" and self.token_file is None and self.token_variable is None:
+            raise ValueError("mrl serve refuses requests without its token: give token_file or token_variable")
+        if len({*self.urls}) < len(self.urls):
+            raise ValueError("urls names a server twice: give each once")
+        return self
 
 
 class TeacherReplicas(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_rl.contract.paths import TEACHER, Attempt, RunDir
-from megatron_rl.inference.openai_bodies import Endpoint
+from megatron_rl.inference.openai import Endpoint
 from megatron_rl.inference.replicas.links import Roster
 from megatron_rl.inference.replicas.wire import digest_of
 
@@ -35,10 +35,8 @@ class TeacherRoster:
             Endpoint(
                 url=f"http://{address.host}:{address.port}/v1",
                 model="teacher",
-                kind="mrl",
                 token_file=self._token_file,
                 timeout_s=self._answer_limit_s,
-                attempts=1,
             )
             for address in addresses
         ]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from itertools import compress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
@@ -16,11 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Branch
+from megatron_rl.distill.config import TeacherServers
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.api import PromptTooLong
-from megatron_rl.inference.openai import EndpointAway, EndpointError
-from megatron_rl.inference.openai_bodies import Endpoint, UnusableAnswer
-from megatron_rl.inference.served import ServedPolicy
+from megatron_rl.inference.openai import Endpoint, EndpointAway, EndpointError, ScoringServers
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import POLL_S, SafePoints
@@ -31,6 +30,15 @@ AT_ONCE = 64
 """Most sequences that one data-parallel replica has at the servers at a time."""
 LOOK_S = 1.0
 """Seconds between two looks for replicas that have started."""
+
+
+def endpoints_of(servers: TeacherServers) -> list[Endpoint]:
+    """Return the endpoint of each server."""
+    token_file = None if servers.token_file is None else Path(servers.token_file).expanduser()
+    return [
+        Endpoint(url, servers.model, servers.kind, token_file, servers.token_variable, servers.answer_limit_s)
+        for url in servers.urls
+    ]
 
 
 class ServedTeacher:
@@ -57,7 +65,7 @@ class ServedTeacher:
         self._groups, self._safe_points = groups, safe_points
         self._asks = groups.model.rank() == 0 and groups.context.rank() == 0
         fixed = () if callable(servers) else servers
-        self._served = ServedPolicy(fixed, tokenizer, limit_s, transport=transport)
+        self._served = ScoringServers(fixed, limit_s, transport=transport)
         self._last_token, self._end = tokenizer.vocab_size - 1, tokenizer.eos_id
         self._loop = asyncio.new_event_loop()
         if self._asks:
@@ -103,9 +111,9 @@ class ServedTeacher:
     async def _check(self) -> list[float]:
         try:
             return await self._served.score([self._end, self._last_token, self._end])
-        except (EndpointError, UnusableAnswer, PromptTooLong) as error:
-            if isinstance(error, EndpointAway):
-                raise
+        except EndpointAway:
+            raise
+        except EndpointError as error:
             key = "distill.replicas" if self._running else "distill.server"
             raise ConfigurationError(
                 f"{key}: the server cannot report the log-prob of token {self._last_token}, the last one of the "

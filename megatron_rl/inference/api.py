@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -11,8 +11,6 @@ from uuid import uuid4
 from megatron_rl.inference.config import AdjustedSampling, Sampling
 
 if TYPE_CHECKING:
-    from torch import Tensor  # callers need not have torch
-
     from megatron_rl.model.policy import Policy
     from megatron_rl.rank.profiler import GenerationProfiler
 
@@ -183,17 +181,6 @@ class StreamingInference(InferenceInterface, Protocol):
         cancelling the task that iterates.
 
         Raises as `generate` does, immediately.
-        """
-        ...
-
-
-class UpdatableInference(Protocol):
-    """An engine whose weights can be replaced."""
-
-    async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Use these weights, of policy version `version`, from the next token on.
-
-        tensors: every tensor of the model, whole, under its Hugging Face name.
         """
         ...
 

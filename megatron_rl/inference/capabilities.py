@@ -13,16 +13,12 @@ class Capabilities:
     repeatable: bool
     """Samples depend on key, sample and position alone: a record is equal bit for bit on the CPU, and unfinished
     answers can be generated again (`resume.partial: regenerate`)."""
-    resumes: bool
-    """Continues an answer from tokens that are already known."""
     probed: bool
     """Each swap of weights is checked: log-probs of a short text beside the trainer's."""
     own_replicas: bool
     """May be the replicas of a partitioned run, which the run starts, feeds with weights and restarts."""
     starts_workers: bool
     """A replica is one process, which starts the workers on its GPUs itself: a vLLM (`inference.vllm`)."""
-    outside: bool
-    """Servers that the run does not start (`inference.server`)."""
     of_megatron_core: bool
     """Generates in megatron-core's engine, which has a scheduler and a cache of its own."""
     records_steps: bool
@@ -38,11 +34,9 @@ class Capabilities:
 _CAPABILITIES: Mapping[str, Capabilities] = {
     "native": Capabilities(
         repeatable=True,
-        resumes=True,
         probed=False,
         own_replicas=True,
         starts_workers=False,
-        outside=False,
         of_megatron_core=False,
         records_steps=True,
         colocated=True,
@@ -51,37 +45,20 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
     ),
     "megatron": Capabilities(
         repeatable=False,
-        resumes=True,
         probed=False,
         own_replicas=False,
         starts_workers=False,
-        outside=False,
         of_megatron_core=True,
         records_steps=False,
         colocated=True,
         spans_updates=False,
         modelled=False,
     ),
-    "server": Capabilities(
-        repeatable=False,
-        resumes=False,
-        probed=True,
-        own_replicas=False,
-        starts_workers=False,
-        outside=True,
-        of_megatron_core=False,
-        records_steps=False,
-        colocated=False,
-        spans_updates=True,
-        modelled=False,
-    ),
     "vllm": Capabilities(
         repeatable=False,
-        resumes=True,
         probed=True,
         own_replicas=True,
         starts_workers=True,
-        outside=False,
         of_megatron_core=False,
         records_steps=False,
         colocated=False,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.recipe.section import (
-    LaterPath,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Probability,
     Section,
@@ -121,21 +119,16 @@ def beyond_megatron(sampling: Sampling) -> str | None:
     return None
 
 
-def beyond_vllm(sampling: Sampling, *, processed_logprobs: bool) -> str | None:
-    """Say why vLLM cannot report the log-probs of these samples, which are those of softmax(logits / temperature) over
-    all tokens; None if it can."""
-    if not processed_logprobs and processes_logprobs(sampling):
-        return (
-            f"sampling.temperature {sampling.temperature}: vLLM's raw log-probs are those of temperature 1; start it "
-            "with --logprobs-mode processed_logprobs and set processed_logprobs"
-        )
+def beyond_vllm(sampling: Sampling) -> str | None:
+    """Name the setting with which vLLM cannot report the log-probs of softmax(logits / temperature) over all tokens;
+    None if it can."""
     cuts = {
         "sampling.top_p": sampling.top_p < 1,
         "sampling.top_k": sampling.top_k > 0,
         "sampling.min_p": sampling.min_p > 0,
         "sampling.min_new_tokens": sampling.min_new_tokens > 0,
     }
-    if processed_logprobs and (cut := [name for name, asked in cuts.items() if asked]):
+    if processes_logprobs(sampling) and (cut := [name for name, asked in cuts.items() if asked]):
         return f"{cut[0]}: vLLM's processed log-probs are those over the remaining tokens, not over all"
     return None
 
@@ -146,85 +139,16 @@ def processes_logprobs(sampling: Sampling) -> bool:
     return sampling.temperature not in (0.0, 1.0)
 
 
-def beyond_sglang(sampling: Sampling) -> str | None:
-    """Name the setting under which SGLang's log-probs are not those of softmax(logits / temperature) over all tokens;
-    None if they are."""
-    return "sampling.min_new_tokens" if sampling.min_new_tokens > 0 else None
-
-
-ServerUrl = Annotated[
-    str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$", json_schema_extra={"words": "http://HOST:PORT/v1"})
-]
-
-
-def one_or_several(given: object) -> object:
-    """Return a list that may be given as a single value."""
-    return (given,) if isinstance(given, str) else given
-
-
-class Servers(Section):
-    """Servers that were started independently of the run."""
-
-    kind: Literal["vllm", "sglang", "mrl"]
-    urls: Annotated[tuple[ServerUrl, ...], BeforeValidator(one_or_several), Field(min_length=1, strict=False)]
-    """URLs of the servers, or a single one, each with the version of the API: http://HOST:PORT/v1. All ranks must reach
-    them. A request goes to the one with the fewest outstanding tokens."""
-    model: Annotated[str, Field(min_length=1)]
-    """Name of the model on the servers: --served-model-name of vLLM and SGLang, --name of `mrl serve`."""
-    token_file: LaterPath | None = None
-    """File with the servers' token, on the nodes of the ranks."""
-    token_variable: str | None = None
-    """Environment variable with the servers' token, one of the `secrets` of the cluster profile; instead of
-    token_file."""
-    answer_limit_s: PositiveFloat
-    """Longest wait for one answer, in seconds."""
-
-    @model_validator(mode="after")
-    def _are_reached(self) -> Self:
-        if self.token_file is not None and self.token_variable is not None:
-            raise ValueError("token_file and token_variable are both given: keep the one that holds the server's token")
-        if self.kind == "mrl" and self.token_file is None and self.token_variable is None:
-            raise ValueError("mrl serve refuses requests without its token: give token_file or token_variable")
-        if len({*self.urls}) < len(self.urls):
-            raise ValueError("urls names a server twice: give each once")
-        return self
-
-
-class ServerConfig(Servers):
-    """Inference servers that sample with the run's weights, which they read after each step."""
-
-    kind: Literal["vllm", "sglang", "mrl"]
-    """vllm: started with VLLM_SERVER_DEV_MODE=1 on FOLDER/current. sglang: launched on FOLDER/current. mrl: `mrl serve
-    FOLDER/current --weights-from FOLDER`."""
-    folder: LaterPath
-    """Directory where each version of the weights is written and read, on a file system that ranks and server share;
-    /dev/shm where they share a node. Nobody else may have write access."""
-    model: Annotated[str, Field(min_length=1)] = "policy"
-    processed_logprobs: bool = False
-    """Whether vLLM was started with --logprobs-mode processed_logprobs, which a temperature other than 1 needs."""
-    answer_limit_s: PositiveFloat = 3600.0
-    """Longest wait for one answer, and for the server to read new weights, in seconds."""
-
-    @model_validator(mode="after")
-    def _processes_only_in_vllm(self) -> Self:
-        if self.kind != "vllm" and self.processed_logprobs:
-            raise ValueError(f"processed_logprobs is an option of vLLM, and kind is {self.kind}: leave it out")
-        return self
-
-
 class InferenceConfig(Section):
     """Engine that generates answers."""
 
-    engine: Literal["native", "megatron", "server", "vllm"] = "native"
+    engine: Literal["native", "megatron", "vllm"] = "native"
     """native: the engine of this project, without further requirements. megatron: megatron-core's
     DynamicInferenceEngine; it needs GPUs, bf16, a model without experts, flash-attn 2.7.3 or later and einops, and
     supports neither min_p, min_new_tokens nor top_k together with top_p; its samples depend on what else is generated
-    at the same time. server: a server started independently of the run (see `server`); all ranks then only train.
-    vllm: replicas of a partitioned run are vLLM, which the run starts (see `vllm`) and sends each version of the
-    weights; answers are not repeatable, and a temperature other than 1 excludes top_p, top_k, min_p and
+    at the same time. vllm: replicas of a partitioned run are vLLM, which the run starts (see `vllm`) and sends each
+    version of the weights; answers are not repeatable, and a temperature other than 1 excludes top_p, top_k, min_p and
     min_new_tokens. As an override, `inference.engine=vllm` also makes a co-located recipe partitioned."""
-    server: ServerConfig | None = None
-    """Servers to use with `engine: server`."""
     vllm: VllmConfig | None = None
     """How to start vLLM with `engine: vllm`; default: the defaults of the section."""
     max_batch: PositiveInt = 256

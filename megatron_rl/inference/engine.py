@@ -2,7 +2,6 @@
 
     submit(request) -> id    step()    take(id) -> completions      the caller drives it; or take_deltas()
     generate(request)    stream(request)                            an asyncio loop calls and drives it
-    update_weights(version, tensors)                                between two tokens, if the engine owns its weights
     follow()                                                        on the other ranks of a replica
 
 Several asyncio loops may use it in turn: the calling loop drives it until no work is left, and agents run between two
@@ -13,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-
-from torch import Tensor
 
 from megatron_rl.inference.api import (
     Completion,
@@ -26,7 +23,7 @@ from megatron_rl.inference.api import (
     PartialAnswer,
     Unsupported,
 )
-from megatron_rl.inference.broadcast import PlanBroadcast, TensorPlan
+from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.inference.cache import KeyValueCache
 from megatron_rl.inference.config import InferenceConfig, pages_of
 from megatron_rl.inference.loop_driver import LoopDriver
@@ -36,7 +33,6 @@ from megatron_rl.inference.request_limits import RequestLimits, refuse_duplicate
 from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.inference.text import Decode
 from megatron_rl.inference.transcript import RowAnswer
-from megatron_rl.inference.weights import IncomingWeights
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.engine_ranks import EngineRanks
@@ -44,8 +40,8 @@ from megatron_rl.rank.profiler import GenerationProfiler
 
 
 class Engine:
-    """Implements `RankEngine`, `StreamingInference` and `UpdatableInference` over a policy of this process, or of all
-    ranks of a replica together."""
+    """Implements `RankEngine` and `StreamingInference` over a policy of this process, or of all ranks of a replica
+    together."""
 
     def __init__(
         self,
@@ -75,8 +71,6 @@ class Engine:
         self._scheduler = Scheduler(config, self._pages, end_ids, decode)
         self._runner = ModelRunner(policy, model, config, (count, page_tokens), end_ids, self.max_length)
         self._keeps_cache = keeps_cache
-        self._model = model
-        self._half_updated = False
         limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
         cache_tokens = count * page_tokens
         self._limits = RequestLimits(policy.vocabulary, self.max_length, limit_name, cache_tokens, decode is not None)
@@ -94,9 +88,7 @@ class Engine:
 
     @policy_version.setter
     def policy_version(self, policy_version: int) -> None:
-        self._publish(policy_version, self._new_tokens())
-
-    def _publish(self, policy_version: int, sampled: list[RowAnswer]) -> None:
+        sampled = self._new_tokens()
         if self.profiler is not None:
             self.profiler.end()
         self._scheduler.publish(policy_version, sampled)
@@ -113,10 +105,6 @@ class Engine:
 
     def _check(self, request: GenerationRequest) -> None:
         """Raise if the request cannot be answered."""
-        if self._half_updated:
-            raise RuntimeError(
-                "the last update_weights failed half way, so the weights are unusable: call it again with all of them"
-            )
         if request.top_logprobs and request.known:
             raise Unsupported("top_logprobs: the known tokens of an interrupted answer have none")
         self._limits.check(request)
@@ -178,20 +166,14 @@ class Engine:
         waits: context entered while this rank waits for the next plan.
         """
         assert self._plans, "a single rank has no other rank to follow"
-        incoming: IncomingWeights | None = None
         while True:
             with waits():
                 plan = self._plans.receive()
             if plan is None:
                 return
             started = time.perf_counter()
-            if isinstance(plan, TensorPlan):
-                incoming = incoming or IncomingWeights(self.policy, self._model)
-                incoming.put(plan.name, self._plans.receive_tensor(plan))
-            else:
-                incoming = None
-                with self._profiled():
-                    self._runner.execute(plan)
+            with self._profiled():
+                self._runner.execute(plan)
             self.busy_s += time.perf_counter() - started
 
     @property
@@ -234,29 +216,6 @@ class Engine:
 
     def partial_answers(self) -> list[PartialAnswer]:
         return self._scheduler.partial_answers(self._new_tokens())
-
-    async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights. Unfinished answers continue with the new ones. The replica's other ranks follow.
-
-        Raises Unsupported if the weights are the trainer's own, and WrongWeights if the tensors do not fit the model.
-        Then every open request has failed, and none is answered before a complete update.
-        """
-        incoming = IncomingWeights(self.policy, self._model)
-        sampled = self._new_tokens()
-        self._half_updated = True
-        try:
-            for name, tensor in tensors:
-                if incoming.check(name, tensor):
-                    if self._plans:
-                        self._plans.send_tensor(name, tensor)
-                    incoming.put(name, tensor)
-            incoming.finish()
-        except BaseException as error:
-            self._scheduler.clear()
-            self.fail(error if isinstance(error, Exception) else RuntimeError("the update of weights was interrupted"))
-            raise
-        self._half_updated = False
-        self._publish(version, sampled)
 
     # Use from an asyncio loop
 

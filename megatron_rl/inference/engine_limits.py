@@ -11,9 +11,7 @@ from megatron_rl.inference.config import (
     InferenceConfig,
     Sampling,
     beyond_megatron,
-    beyond_sglang,
     beyond_vllm,
-    processes_logprobs,
 )
 from megatron_rl.inference.vllm_options import CPU_HEAD_SIZES
 from megatron_rl.model.config import ModelConfig
@@ -51,11 +49,6 @@ def against_engine(asked: Asked) -> str | None:
     """Say why the engine of a recipe cannot run it; None if it can."""
     engine, inference = asked.inference.engine, asked.inference
     able = capabilities_of(engine)
-    if (inference.server is not None) != able.outside:
-        return (
-            f"inference.engine is {engine} and inference.server is {'given' if inference.server else 'missing'}: each "
-            "needs the other"
-        )
     if inference.vllm is not None and not able.starts_workers:
         return f"inference.vllm is given, and inference.engine is {engine}: set vllm, or leave the section out"
     reasons = [*_incapable(asked), *itertools.chain.from_iterable(check(asked) for check in _OF_ENGINE[engine])]
@@ -102,29 +95,11 @@ def _megatron(asked: Asked) -> Iterator[str]:
         yield f"inference.max_batch {inference.max_batch} is not a multiple of placement.inference.tp {tp}"
 
 
-def _server(asked: Asked) -> Iterator[str]:
-    server = asked.inference.server
-    assert server is not None  # against_engine
-    if asked.placement.inference.tp is not None:
-        yield "placement.inference.tp is given, and the server has a layout of its own: leave it out"
-    if asked.model.init != "huggingface":
-        yield (
-            f"model.init is {asked.model.init}, and a server needs the published configuration and tokenizer: set "
-            "huggingface"
-        )
-    if server.kind == "sglang" and (name := beyond_sglang(asked.sampling)) is not None:
-        yield f"{name} is given, and SGLang's log-probs are then those over the remaining tokens: leave it out"
-    beyond = beyond_vllm(asked.sampling, processed_logprobs=server.processed_logprobs)
-    if server.kind == "vllm" and beyond is not None:
-        yield beyond
-
-
 def _vllm(asked: Asked) -> Iterator[str]:
     tp, gpus, head = _tp(asked), asked.job.gpus_per_node, asked.model.head_size
     if asked.placement.inference.transfer == "changed":
         yield "placement.inference.transfer is changed, and vLLM receives whole weights: set whole"
-    processed = processes_logprobs(asked.sampling)
-    if (beyond := beyond_vllm(asked.sampling, processed_logprobs=processed)) is not None:
+    if (beyond := beyond_vllm(asked.sampling)) is not None:
         yield f"{beyond}; with sampling.temperature 1 they are those over all"
     if asked.model.dtype == "fp32" and (inexact := (asked.inference.own_vllm or VllmConfig()).inexact):
         yield (
@@ -165,6 +140,5 @@ def _tp(asked: Asked) -> int:
 _OF_ENGINE: Mapping[str, tuple[Callable[[Asked], Iterator[str]], ...]] = {
     "native": (),
     "megatron": (_megatron,),
-    "server": (_server,),
     "vllm": (_vllm,),
 }

@@ -1,34 +1,24 @@
-"""A server with OpenAI's API that returns token ids, as an engine over HTTP."""
+"""Client of servers with OpenAI's API: log-probs of texts, and what every client of such a server needs.
+
+mrl, vllm  POST /v1/completions with token ids as the prompt and `prompt_logprobs`
+sglang     POST /generate, its own API: its OpenAI API takes no token ids
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Literal
 
 import httpx
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.api import Completion, Delta, GenerationRequest, PromptTooLong, Unsupported
-from megatron_rl.inference.openai_bodies import (
-    Endpoint,
-    UnusableAnswer,
-    body,
-    completion,
-    deltas,
-    samples_of,
-    scores,
-    scoring_body,
-)
-from megatron_rl.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,198 +33,213 @@ LOG_EVERY_S = 30.0
 
 
 class EndpointError(RuntimeError):
-    """A server refused a request, or could not be reached."""
+    """A server refused a request, could not be reached, or gave an answer that cannot be used."""
 
 
 class EndpointAway(EndpointError):
     """A server is busy, starting or unreachable; another one, or the same later, may answer."""
 
 
-class OpenAIInference:
-    """Implements `StreamingInference` by an endpoint. It is an asynchronous context, which closes its connections."""
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server. Its token is only referred to."""
+
+    url: str
+    """Base URL with the version: http://node:8000/v1"""
+    model: str
+    kind: Literal["mrl", "vllm", "sglang"] = "mrl"
+    token_file: Path | None = None
+    """File that contains the bearer token."""
+    token_variable: str | None = None
+    """Environment variable that contains the bearer token instead."""
+    timeout_s: float = 600.0
+    """Seconds without a byte from the server. An answer arrives only when it is complete."""
+
+
+class _Server:
+    """A server as the target of requests."""
+
+    def __init__(self, endpoint: Endpoint, transport: httpx.AsyncBaseTransport | None) -> None:
+        self.endpoint = endpoint
+        self.outstanding = 0
+        """Tokens of the texts that it has not yet scored."""
+        self.away_until = 0.0  # monotonic
+        self.pause = FIRST_PAUSE_S
+        root = endpoint.url.rstrip("/")
+        self._client = httpx.AsyncClient(
+            base_url=root.removesuffix("/v1") if endpoint.kind == "sglang" else root,
+            headers=authorization(endpoint.token_file, endpoint.token_variable),
+            timeout=httpx.Timeout(endpoint.timeout_s, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,  # a proxy from the environment does not lead to the job's own nodes
+            transport=transport,
+        )
+
+    def note_away(self, now: float) -> None:
+        """Leave it alone for a while, which doubles each time. Many requests may notice that it is away."""
+        if now >= self.away_until:
+            self.away_until = now + self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE_S)
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-prob of each token after the first. Raises EndpointError and ConfigurationError."""
+        sglang = self.endpoint.kind == "sglang"
+        content = _sglang_body(tokens) if sglang else scoring_body(tokens, self.endpoint.model)
+        try:
+            response = await self._client.post("generate" if sglang else "completions", json=content)
+        except httpx.TransportError as gone:
+            raise EndpointAway(f"{self.endpoint.url}: {gone!r}") from gone
+        if not response.is_success:
+            raise self._error(response)
+        try:
+            return (_sglang_scores if sglang else scores)(response.json(), tokens)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EndpointError(
+                f"{self.endpoint.url}: the log-probs of a prompt are missing ({error!r}): {response.text[:200]}"
+            ) from error
+
+    def _error(self, response: httpx.Response) -> Exception:
+        endpoint, status, message = self.endpoint, response.status_code, _message(response)
+        if status in (401, 403):
+            named = endpoint.token_file or endpoint.token_variable or "no token is configured"
+            return ConfigurationError(f"{endpoint.url} refuses the token ({named}): {message}")
+        if status == 404 and endpoint.model in message:  # as mrl and vLLM answer
+            return ConfigurationError(
+                f"{endpoint.url}: {message}: use the name of its model, or start the server with the name "
+                f"{endpoint.model}"
+            )
+        kind = EndpointAway if status in RETRIED else EndpointError
+        return kind(f"{endpoint.url}: HTTP {status}: {message}")
+
+
+class ScoringServers:
+    """Log-probs of texts by servers with one model. A text goes to the server with the fewest outstanding tokens, and
+    to another one if that is away."""
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        tokenizer: Tokenizer | None = None,
+        endpoints: Sequence[Endpoint],
+        limit_s: float,
         *,
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """transport, sleep: for tests.
-
-        Raises ConfigurationError if the endpoint's token cannot be read.
         """
-        self.policy_version = 0
-        """Policy version of the server's weights, for tokens without one; see refit/external.py."""
+        limit_s: seconds that all servers may be away.
+        transport, sleep: for tests.
+
+        Raises ConfigurationError if the token of an endpoint cannot be read.
+        """
+        self._transport, self._limit_s, self._sleep = transport, limit_s, sleep
+        self._servers: list[_Server] = []
+        self.use(endpoints)
         self._logged_at = -math.inf
-        self._endpoint = endpoint
-        self._tokenizer = tokenizer
-        self._sleep = sleep
-        self._headers = authorization(endpoint.token_file, endpoint.token_variable)
-        self._transport = transport
-        # Connections belong to the loop that opened them, and agents may run in several loops.
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
+        self.busy_s = 0.0
+        """Sum of the seconds that its requests took: it grows with every answer."""
 
-    @property
-    def _base_url(self) -> str:
-        return self._endpoint.url.rstrip("/") + "/"
-
-    @property
-    def _client(self) -> httpx.AsyncClient:
-        """Client of the running loop."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._clients:
-            self._clients[loop] = httpx.AsyncClient(
-                base_url=self._base_url,
-                headers=self._headers,
-                timeout=httpx.Timeout(self._endpoint.timeout_s, connect=CONNECT_S),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-                trust_env=False,  # a proxy from the environment does not lead to the job's own nodes
-                transport=self._transport,
-            )
-        return self._clients[loop]
-
-    async def __aenter__(self) -> OpenAIInference:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._client.aclose()
-
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """Answer a request. Raises EndpointError if every attempt failed, and ConfigurationError if
-        the server has another model."""
-        # Weights may change during the request: then report the previous version, so that no token seems too new.
-        version = self.policy_version
-        response = await self._ask("completions", body(request, self._endpoint), stream=False)
-        answer = self._parsed(response)
-        try:
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        except (KeyError, TypeError) as error:
-            raise UnusableAnswer(
-                f"{self._endpoint.url}: the response is no list of choices: {response.text[:200]}"
-            ) from error
-        asked = samples_of(request, self._endpoint)
-        if [choice["index"] for choice in choices] != [*range(asked)]:
-            raise UnusableAnswer(f"{self._endpoint.url}: {len(choices)} choices, but the request asked for {asked}")
-        decode = self._tokenizer.decode if self._tokenizer else None
-        parts = (part for choice in choices for part in deltas(choice, request, self._endpoint, version))
-        return [completion(part, request, decode) for part in parts]
+    def use(self, endpoints: Sequence[Endpoint]) -> None:
+        """Send requests to these servers from now on; without any, requests wait. Those that were asked before still
+        answer. Belongs to the loop of the requests."""
+        known = {server.endpoint: server for server in self._servers}
+        self._servers = [known.get(each) or _Server(each, self._transport) for each in endpoints]
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-prob of each token after the first, given those before it, at temperature 1. Raises EndpointError, and
-        UnusableAnswer if the server does not report them."""
-        response = await self._ask("completions", scoring_body(tokens, self._endpoint), stream=False)
-        return scores(self._parsed(response), tokens)
+        ConfigurationError if a server refuses its token or has another model."""
+        began = time.monotonic()
+        found = await self._score(tokens)
+        self.busy_s += time.monotonic() - began
+        return found
 
-    def _parsed(self, response: httpx.Response) -> Any:
-        try:
-            return response.json()
-        except ValueError as error:
-            raise UnusableAnswer(f"{self._endpoint.url}: the response is no JSON: {response.text[:200]}") from error
-
-    def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        return self._stream(request, {**body(request, self._endpoint), "stream": True})
-
-    async def _stream(self, request: GenerationRequest, content: dict[str, Any]) -> AsyncIterator[Delta]:
-        version, unfinished = self.policy_version, request.num_samples
-        response = await self._ask("completions", content, stream=True)
-        try:
-            async for line in response.aiter_lines():
-                field, _, data = line.partition(":")
-                if field != "data" or data.strip() == "[DONE]":
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise EndpointError(f"{self._endpoint.url}: {_message(event)}")
-                for choice in event["choices"]:
-                    for part in deltas(choice, request, self._endpoint, version):
-                        unfinished -= part.finish_reason is not None
-                        yield part
-        except ConfigurationError:
-            raise
-        except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
-            raise EndpointError(f"{self._endpoint.url}: a stream was interrupted: {error!r}") from error
-        finally:
-            await response.aclose()
-        if unfinished:
-            raise EndpointError(f"{self._endpoint.url}: a stream ended before {unfinished} of its answers")
-
-    async def _ask(self, path: str, content: dict[str, Any], *, stream: bool) -> httpx.Response:
-        """Post to a path and return a successful response, whose stream is not read yet. Retry while the server
-        is busy or unreachable; the seed stays the same, and so does the answer.
-
-        Raises PromptTooLong, Unsupported, ConfigurationError, or EndpointError: EndpointAway after the last attempt.
-        """
-        pause = FIRST_PAUSE_S
-        for left in reversed(range(self._endpoint.attempts)):
-            wait: float | None = None
+    async def _score(self, tokens: Sequence[int]) -> list[float]:
+        waited = 0.0  # for a server; an answer that is lost may have taken longer
+        while True:
+            now = time.monotonic()
+            server = min(self._servers, key=lambda each: (max(now, each.away_until), each.outstanding), default=None)
+            if (pause := FIRST_PAUSE_S if server is None else server.away_until - now) > 0:
+                waited += pause
+                await self._sleep(pause)
+            if server not in self._servers:  # others have replaced it
+                if waited > self._limit_s:
+                    raise EndpointAway(f"no server was there for {waited:.0f} s")
+                continue
+            server.outstanding += len(tokens)
             try:
-                asked = self._client.build_request("POST", path, json=content)
-                response = await self._client.send(asked, stream=stream)
-                if response.is_success:
-                    return response
-                await response.aread()
-            except httpx.TransportError as gone:
-                error: Exception = EndpointAway(f"{self._endpoint.url}: {gone!r}")
+                found = await server.score(tokens)
+            except EndpointAway as away:
+                server.note_away(time.monotonic())
+                if waited > self._limit_s:
+                    raise
+                self._log(away)
             else:
-                error, wait = self._error(response), _retry_after(response)
-                if response.status_code not in RETRIED:
-                    raise error
-            if not left:
-                raise error
-            self._log_retry(error)
-            await self._sleep(min(LONGEST_PAUSE_S, pause if wait is None else wait))
-            pause *= 2
-        raise AssertionError("there is at least one attempt")
+                server.pause = FIRST_PAUSE_S
+                return found
+            finally:
+                server.outstanding -= len(tokens)
 
-    def _log_retry(self, error: Exception) -> None:
+    def _log(self, away: EndpointAway) -> None:
         """Log only now and then: hundreds of requests may be waiting."""
         if (now := time.monotonic()) - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
-            logger.warning("retrying until the server answers: %s", error)
-
-    def _error(self, response: httpx.Response) -> Exception:
-        try:
-            found = response.json()
-        except ValueError:
-            found = response.text
-        error = found.get("error") if isinstance(found, dict) else None
-        message, code = _message(found), error.get("code") if isinstance(error, dict) else None
-        if response.status_code in (401, 403):
-            named = self._endpoint.token_file or self._endpoint.token_variable or "no token is configured"
-            return ConfigurationError(f"{self._endpoint.url} refuses the token ({named}): {message}")
-        if response.status_code == 404 and self._endpoint.model in message:  # as mrl and vLLM answer
-            return ConfigurationError(
-                f"{self._endpoint.url}: {message}: use the name of its model, or start the server with the name "
-                f"{self._endpoint.model}"
-            )
-        if response.status_code == 400 and (code == "context_length_exceeded" or "context length" in message):
-            return PromptTooLong(message)
-        if response.status_code == 400 and code == "unsupported_parameter":
-            return Unsupported(f"{message} ({self._endpoint.url})")
-        kind = EndpointAway if response.status_code in RETRIED else EndpointError
-        return kind(f"{self._endpoint.url}: HTTP {response.status_code}: {message}")
+            logger.warning("requests are repeated until a server answers: %s", away)
 
 
-def root_of(url: str) -> str:
-    """Address of a server, without the version of its API."""
-    return url.rstrip("/").removesuffix("/v1")
+# Bodies
 
 
-def _message(found: Any) -> str:
-    """Return the message of an error body, in OpenAI's format or another."""
+def scoring_body(tokens: Sequence[int], model: str) -> dict[str, Any]:
+    """Return the request for the log-probs of a text, at temperature 1. It also samples a token."""
+    return {
+        "model": model,
+        "prompt": [*tokens],
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+        "return_token_ids": True,
+    }
+
+
+def scoring_answer(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    """Return the part of a response to `scoring_body` that `scores` reads.
+
+    logprobs: of each token after the first.
+    """
+    scored = [{str(token): {"logprob": logprob}} for token, logprob in zip(tokens[1:], logprobs, strict=True)]
+    return {"choices": [{"index": 0, "prompt_logprobs": [None, *scored]}]}
+
+
+def scores(answer: Any, tokens: Sequence[int]) -> list[float]:
+    """Parse the response to `scoring_body`: the log-prob of each token after the first. Raises KeyError, TypeError or
+    ValueError."""
+    (choice,) = answer["choices"]
+    given = choice["prompt_logprobs"]
+    return [float(at[str(token)]["logprob"]) for at, token in zip(given[1:], tokens[1:], strict=True)]
+
+
+def _sglang_body(tokens: Sequence[int]) -> dict[str, Any]:
+    return {
+        "input_ids": [*tokens],
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+    }
+
+
+def _sglang_scores(answer: Any, tokens: Sequence[int]) -> list[float]:
+    found = [(token, logprob) for logprob, token, *_ in answer["meta_info"]["input_token_logprobs"]]
+    if [token for token, _ in found] != [*tokens]:
+        raise ValueError(f"they are of {len(found)} other tokens")
+    return [float(logprob) for _, logprob in found[1:]]
+
+
+def _message(response: httpx.Response) -> str:
+    """Return the message of an error, in OpenAI's format or another."""
+    try:
+        found = response.json()
+    except ValueError:
+        return response.text[:500]
     error = found.get("error", found) if isinstance(found, dict) else found
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return str(message)[:500]
-
-
-def _retry_after(response: httpx.Response) -> float | None:
-    """Return the seconds that the server asks to wait."""
-    value = response.headers.get("retry-after", "")
-    return float(value) if value.isdecimal() else None
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
 
 
 def authorization(token_file: Path | None, token_variable: str | None) -> dict[str, str]:

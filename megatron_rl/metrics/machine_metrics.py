@@ -200,8 +200,8 @@ MACHINES: dict[str, Metric] = {
         advice="On slow networks set `placement.inference.transfer: changed`.",
     ),
     "time/probe_s": Metric(
-        "seconds in which the ranks computed log-probs of a short text, which replicas or the server must report under "
-        "the new weights; absent if the engine is not probed",
+        "seconds in which the ranks computed log-probs of a short text, which replicas must report under the "
+        "new weights; absent if the engine is not probed",
         unit="s",
     ),
     "system/offloaded_bytes": Metric(

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import Sampling
-from megatron_rl.inference.openai_bodies import scoring_answer
+from megatron_rl.inference.openai import scoring_answer
 from megatron_rl.server.connections import guarded
 from megatron_rl.server.engine_thread import EngineGone, EngineThread
 

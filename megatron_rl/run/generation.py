@@ -1,5 +1,5 @@
-"""Generation of a run: by an engine on the training ranks, as set up here, by replicas on other ranks (partitioned.py),
-or by a server (external.py). The driver does not distinguish between them."""
+"""Generation of a run: by an engine on the training ranks, as set up here, or by replicas on other ranks
+(partitioned.py). The driver does not distinguish between them."""
 
 from __future__ import annotations
 

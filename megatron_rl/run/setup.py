@@ -227,10 +227,6 @@ def _generation(
     if able.probed:
         prompts = (problem.prompt for problem in training_sets[0].problems)
         prober = Prober(policy, probe_text(prompts, tokenizer, config.sequence_length), groups)
-    if able.outside:
-        from megatron_rl.run.external import generate_by_server  # slow to import: it needs an HTTP client
-
-        return generate_by_server(policy, config, tokenizer, groups, safe_points, run_dir, prober)
     if pool is None:
         return generate_here(policy, config, tokenizer, platform, groups, safe_points, attempt)
     from megatron_rl.run import partitioned

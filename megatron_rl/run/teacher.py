@@ -10,11 +10,10 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.distill.config import DistillConfig
 from megatron_rl.distill.replicas import TeacherRoster
-from megatron_rl.distill.served import ServedTeacher
+from megatron_rl.distill.served import ServedTeacher, endpoints_of
 from megatron_rl.distill.teacher import VOCABULARY_FILE, TeacherFiles, against_teacher, teacher_files
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.openai_bodies import Endpoint
-from megatron_rl.inference.served import endpoints_of
+from megatron_rl.inference.openai import Endpoint
 from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.model.hub import local_folder
 from megatron_rl.model.policy import Policy

@@ -51,7 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--max-length", type=int)
-    parser.add_argument("--weights-from", type=Path)
     parser.add_argument("--max-waiting", type=int, default=1024)
     parser.add_argument("--requests-per-minute", type=int)
     parser.add_argument("--open-metrics", action="store_true")
@@ -71,7 +70,6 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
     try:
         from megatron_rl.server.app import Application
         from megatron_rl.server.guard import ServerLimits
-        from megatron_rl.server.weights import WrittenWeights
     except ImportError as error:
         return refused(f"serving needs `{install_command('serve')}`: {error}", EXIT_USAGE)
     limits = ServerLimits(max_waiting=options.max_waiting, requests_per_minute=options.requests_per_minute)
@@ -87,12 +85,11 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
             application = Application(
                 opened.engine,
                 opened.tokenizer,
-                model=_name(opened, options),
+                model=options.name or opened.source.name,
                 max_length=opened.engine.max_length,
                 tokens=tokens,
                 limits=limits,
                 failed=None if opened.ranks.alone else _end_of_ranks,
-                weights=WrittenWeights(options.weights_from, opened.engine) if options.weights_from else None,
                 open_metrics=options.open_metrics,
             )
             allow_connections()
@@ -129,18 +126,10 @@ def _end_of_ranks(error: Exception) -> NoReturn:
     _end(f"a step of the engine has failed: {error}")
 
 
-def _name(opened: OpenedPolicy, options: argparse.Namespace) -> str:
-    """Name of the model for clients: a run whose weights are served asks for its `inference.server.model`."""
-    from megatron_rl.inference.config import ServerConfig
-
-    of_run = str(ServerConfig.model_fields["model"].default)
-    return options.name or (of_run if options.weights_from else opened.source.name)
-
-
 def _about(opened: OpenedPolicy, options: argparse.Namespace) -> dict[str, Any]:
     source = opened.source
     return {
-        "model": _name(opened, options),
+        "model": options.name or opened.source.name,
         "step": source.step,
         "checkpoint": str(source.folder),
         "max_length": opened.engine.max_length,

@@ -7,9 +7,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,11 +16,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_rl.chat.chat import Chat
-from megatron_rl.model.hf_config import UnusableWeights
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, UpdateBody, parse
+from megatron_rl.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from megatron_rl.server.body_limits import read_body
-from megatron_rl.server.engine_thread import EngineGone, EngineThread, ServedEngine
+from megatron_rl.server.engine_thread import EngineThread, ServedEngine
 from megatron_rl.server.error_handlers import ERROR_HANDLERS
 from megatron_rl.server.errors import ApiError
 from megatron_rl.server.event_stream import EventStream, unless_gone
@@ -34,14 +32,6 @@ logger = logging.getLogger(__name__)
 
 PROBED = frozenset({"/health", "/ping", "/version"})
 """Routes without a token, which load balancers and Kubernetes ask."""
-
-
-class Weights(Protocol):
-    """Weights that a run writes, for the engine to read."""
-
-    def read(self, version: int) -> None:
-        """Make the engine use a version. Runs in the engine's thread. Raises UnusableWeights."""
-        ...
 
 
 class Application:
@@ -57,7 +47,6 @@ class Application:
         tokens: Sequence[str],
         limits: ServerLimits | None = None,
         failed: Callable[[Exception], None] | None = None,
-        weights: Weights | None = None,
         open_metrics: bool = False,
     ) -> None:
         """
@@ -65,7 +54,6 @@ class Application:
         max_length: most tokens of a prompt and its answer together.
         tokens: bearer tokens, each of which gives access.
         failed: see EngineThread.
-        weights: written by a run; None if the server cannot update its weights.
         open_metrics: whether the metrics need no token.
         """
         limits = limits or ServerLimits()
@@ -74,7 +62,6 @@ class Application:
         self._limits = limits
         self._model = ServedModel(model, Chat.of(tokenizer).check(), max_length)
         self._service = GenerationService(self.thread, tokenizer, self.metrics, limits.max_waiting)
-        self._weights = weights
         self._created = int(time.time())
         routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
             "/v1/completions": ("POST", self._completions),
@@ -83,7 +70,6 @@ class Application:
             "/v1/models/{model:path}": ("GET", self._one_model),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
-            "/update_weights": ("POST", self._update_weights),
             "/health": ("GET", self._health),
             "/ping": ("GET", self._health),
             "/version": ("GET", self._version),
@@ -126,18 +112,6 @@ class Application:
         events = self._service.events(asked)
         first = await unless_gone(request.receive, anext(events))  # errors before it get an HTTP status of their own
         return EventStream(first, events, self._limits.stall_s, asked.headers)
-
-    async def _update_weights(self, request: Request) -> Response:
-        body = parse(UpdateBody, await read_body(request))
-        if self._weights is None:
-            raise ApiError(404, "this server cannot update its weights: it was started without --weights-from")
-        try:
-            await self.thread.call(partial(self._weights.read, body.version))
-        except UnusableWeights as error:
-            raise ApiError(409, str(error), param="version", code="unusable_weights") from error
-        except EngineGone as error:
-            raise ApiError(503, str(error), code="shutting_down") from error
-        return JSONResponse({"version": body.version})
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})

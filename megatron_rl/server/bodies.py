@@ -223,10 +223,6 @@ class DetokenizeBody(Body):
     tokens: Items[TokenId]
 
 
-class UpdateBody(Body):
-    version: Annotated[int, Field(ge=0)]
-
-
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """Parse a request body. Raises ApiError."""
     try:

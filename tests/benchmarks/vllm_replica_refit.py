@@ -1,5 +1,5 @@
 """Refit of replicas with each engine, idle and while they generate, beside a broadcast of the same bytes over gloo to
-one process, and beside writing them to files and reading these."""
+one process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ import torch.distributed as dist
 from engine import prompts
 from vllm_replica_engines import PROMPT, request_of
 from vllm_replica_sides import ENGINES, LIMIT, Setting, Side, Trainer, print_table, seconds_of, training
-
-from megatron_rl.refit.served_folder import ServedFolder, whole_tensors
 
 UNDER_WAY = 8
 """Answers that a replica generates during a refit."""
@@ -45,12 +43,9 @@ def measure(setting: Setting, repeats: int) -> None:
                     transfers[name].append(side.control.transfer_s)
                     swaps[name].append(side.control.swap_s)
             transfers["broadcast"].append(seconds_of(lambda: broadcast(peer, buffer)))
-            written, read = through_files(trainer, Path(scratch, "files"))
-            transfers["files: written"].append(written)
-            swaps["files: written"].append(read)
     print(f"SmolLM2-135M-Instruct in {setting.dtype}, {moved / 1e6:.0f} MB, {setting.threads} threads, {repeats} turns")
     least = statistics.median(transfers["broadcast"])
-    columns = ("", "transfer, s", "GB/s", "pause to resume, s (files: read)", "both", "both / broadcast")
+    columns = ("", "transfer, s", "GB/s", "pause to resume, s", "both", "both / broadcast")
     print_table(columns, (row(name, moved, transfers[name], swaps.get(name), least) for name in transfers))
 
 
@@ -74,22 +69,6 @@ async def publish_beside(side: Side, trainer: Trainer, answers: int) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def through_files(trainer: Trainer, folder: Path) -> tuple[float, float]:
-    """Seconds to write the weights as for a server outside the run, and to read them."""
-    from safetensors.torch import load_file
-
-    folder.mkdir(exist_ok=True)
-    model = trainer.setting.config("vllm").model
-    served, files = ServedFolder(folder, trainer.folder), set[str]()
-    written = seconds_of(lambda: files.update(served.write(folder, 0, whole_tensors(trainer.policy, model)).values()))
-
-    def read() -> None:
-        for file in files:
-            assert all(tensor.clone().numel() for tensor in load_file(folder / file).values())
-
-    return written, seconds_of(read)
 
 
 # A broadcast to one process

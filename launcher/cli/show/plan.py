@@ -131,8 +131,6 @@ def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]
         "step",
         f"{batch['prompts']:,} prompts x {batch['group_size']} answers = {batch['answers']:,} answers; {shares}",
     )
-    if config.inference.server:
-        yield "answers", f"from {', '.join(config.inference.server.urls)} ({config.inference.server.kind})"
     passes = f", {config.grpo.iterations} passes over them" if config.grpo.iterations > 1 else ""
     yield (
         "updates",

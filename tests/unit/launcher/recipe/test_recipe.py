@@ -138,6 +138,39 @@ def test_an_unknown_override_is_refused():
     assert problems("demo", "grpo.xyzzy=1") == ["override 'grpo.xyzzy=1': grpo.xyzzy: unknown key"]
 
 
+SERVERS = "{kind: vllm, urls: 'http://a/v1', folder: served}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["inference.engine=server"],
+        [f"inference.server={SERVERS}"],
+        ["inference.server.kind=vllm"],
+        ["inference.engine=server", "inference.server.kind=vllm"],
+    ],
+)
+def test_one_error_names_what_replaces_a_removed_key_or_value(overrides):
+    (problem,) = problems("demo", *overrides)
+    assert "removed: answers come from replicas that the run starts: set inference.engine to vllm" in problem
+
+
+def test_a_removed_key_of_a_file_is_refused_with_its_line(write):
+    write()
+    text = f"extends: demo\ninference:\n  engine: server\n  server: {SERVERS}\n"
+    Path("my.yaml").write_text(text, encoding="utf-8")
+    assert [problem.partition(": inference.engine is server")[0] for problem in problems("my.yaml")] == ["my.yaml:3"]
+    Path("my.yaml").write_text(text.replace("  engine: server\n", ""), encoding="utf-8")
+    assert [problem.partition(": inference.server: was")[0] for problem in problems("my.yaml")] == ["my.yaml:3"]
+
+
+def test_a_run_of_an_earlier_version_keeps_its_recipe(tmp_path):
+    values = load_recipe("demo").config.model_dump()
+    values["inference"]["server"] = None
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    assert read_resolved(tmp_path / "resolved.yaml") == load_recipe("demo").config
+
+
 def test_override_values_are_yaml_and_later_ones_win():
     config = load_recipe("demo", ["optimizer.learning_rate=3e-4", "grpo.advantage_std=none", "training.steps=5"]).config
     assert (config.optimizer.learning_rate, config.grpo.advantage_std, config.training.steps) == (3e-4, "none", 5)

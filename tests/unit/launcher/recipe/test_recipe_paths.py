@@ -122,13 +122,10 @@ def test_paths_of_a_file_of_environments_begin_at_that_file(folder):
 
 
 def test_paths_of_servers_and_images_become_absolute(folder):
-    server = "{kind: vllm, urls: 'http://a/v1', folder: served, token_file: ~/token}"
-    model = "{num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, num_query_groups: 1, "
-    model += "max_position_embeddings: 64, init: huggingface, huggingface: Qwen/Never}"
-    overrides = [f"model={model}", "inference.engine=server", f"inference.server={server}"]
-    config = load_recipe("../recipes/mine.yaml", [*overrides, "image.reference=./ranks.sqsh"]).config
-    assert config.inference.server.folder == f"{folder}/elsewhere/served"
-    assert config.inference.server.token_file == f"{folder}/home/token"
+    server = "{urls: 'http://a/v1', model: wise, token_file: ~/token}"
+    overrides = [f"distill={{teacher: Qwen/Never, server: {server}}}", "image.reference=./ranks.sqsh"]
+    config = load_recipe("../recipes/mine.yaml", overrides).config
+    assert config.distill.server.token_file == f"{folder}/home/token"
     assert config.image.reference == f"{folder}/elsewhere/ranks.sqsh"
     named = load_recipe("../recipes/mine.yaml", ["image.reference=nvcr.io#nvidia/pytorch:25.06-py3"]).config
     assert named.image.reference == "nvcr.io#nvidia/pytorch:25.06-py3"

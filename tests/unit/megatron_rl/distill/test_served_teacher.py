@@ -17,10 +17,9 @@ from megatron_rl.contract.paths import TEACHER, Attempt, RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.distill.config import TeacherServers
 from megatron_rl.distill.replicas import NoTeacher, TeacherRoster
-from megatron_rl.distill.served import ServedTeacher
+from megatron_rl.distill.served import ServedTeacher, endpoints_of
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.replicas.wire import PROTOCOL, digest_of
-from megatron_rl.inference.served import endpoints_of
 from megatron_rl.model.tokenizer import CharacterTokenizer
 
 SERVERS = TeacherServers(urls=("http://a/v1", "http://b/v1"), model="teacher")

@@ -6,20 +6,13 @@ import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import httpx
 import pytest
 
 from megatron_rl.environments.judge import Judge, JudgeConfig, NoVerdict, is_inside
-from megatron_rl.inference.api import GenerationRequest, Unsupported
-from megatron_rl.inference.config import Sampling
-from megatron_rl.inference.openai import OpenAIInference
-from megatron_rl.inference.openai_bodies import Endpoint
-from megatron_rl.refit.external import ServerReload
-from megatron_rl.refit.served_folder import ReloadFailed, ServedFolder
+from megatron_rl.inference.openai import Endpoint, EndpointError, ScoringServers
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -59,7 +52,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refusing]:
 
 
 def refused(work: Coroutine[Any, Any, Any]) -> None:
-    with suppress(httpx.HTTPError, NoVerdict, ReloadFailed, RuntimeError, Unsupported, ValueError):
+    with suppress(NoVerdict, EndpointError):
         asyncio.run(work)
 
 
@@ -77,15 +70,7 @@ def test_a_judge_elsewhere_may_need_the_proxy(host: str, inside: bool) -> None:
     assert is_inside(host) is inside
 
 
-def test_a_server_that_generates_is_reached_directly(server: Refusing) -> None:
-    inference = OpenAIInference(Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "tiny", "vllm"))
-    refused(inference.generate(GenerationRequest([1], 1, Sampling(max_new_tokens=1), 0)))
+def test_a_teacher_is_reached_directly(server: Refusing) -> None:
+    servers = ScoringServers([Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "tiny", "vllm")], 1.0)
+    refused(servers.score([1, 2]))
     assert server.asked == ["/v1/completions"]
-
-
-def test_a_server_reloads_its_weights_without_the_proxy(server: Refusing, tmp_path: Path) -> None:
-    endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "tiny", "vllm")
-    served = ServedFolder(tmp_path / "weights", tmp_path / "published")
-    served.version(1).mkdir(parents=True)
-    refused(ServerReload(endpoint, served).reload(1))
-    assert server.asked

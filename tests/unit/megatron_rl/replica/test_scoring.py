@@ -13,7 +13,7 @@ from core_helpers import CPU, END, full_forward, tiny_model, tiny_policy
 
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.engine import Engine
-from megatron_rl.inference.openai_bodies import Endpoint, scores, scoring_body
+from megatron_rl.inference.openai import scores, scoring_body
 from megatron_rl.replica.scoring import score_by, scoring_application
 from megatron_rl.server.engine_thread import EngineThread
 
@@ -30,7 +30,7 @@ def asked(engine: Engine, *prompts: list[int], token: str = TOKEN) -> list[httpx
         app = scoring_application(partial(score_by, thread), TOKEN)
         headers = {"Authorization": f"Bearer {token}"}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t", headers=headers) as http:
-            bodies = [scoring_body(prompt, Endpoint("", "teacher", "mrl")) for prompt in prompts]
+            bodies = [scoring_body(prompt, "teacher") for prompt in prompts]
             answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
         thread.stop("the test is over")
         await asyncio.to_thread(thread.join)
