@@ -6,7 +6,7 @@
 
 A replica generates while it receives: a version is staged in host memory, and copied over the weights only when it is
 complete and its checksums agree. If both ends keep the last version, only the first version of an epoch is sent whole,
-and later ones as differences (changed.py). The base of adapters is sent with the first version of an epoch only, and
+and later ones as differences (packages.py). The base of adapters is sent with the first version of an epoch only, and
 stays staged for receivers that merge. A receiver that loads the weights in its own way, such as a worker of vLLM,
 has no boxes of its own and asks for a share of the whole model instead.
 """
@@ -19,12 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.refit.agreement import agree
-from megatron_rl.refit.changed import WHOLE, apply, difference, size_of
 from megatron_rl.refit.epoch import TransferFailed
-from megatron_rl.refit.packages import ROUND_BYTES, Package, aligned, packages
+from megatron_rl.refit.packages import ROUND_BYTES, WHOLE, Package, aligned, apply, difference, packages, size_of
 from megatron_rl.refit.plan import Box, Share
-from megatron_rl.refit.transfer_group import TransferGroup
+from megatron_rl.refit.transfer_group import TransferGroup, agree
 
 COLUMNS = 8 * 37
 """Columns of 8 bytes that a checksum weighs differently. Not a power of two, so that data misplaced by a power of two

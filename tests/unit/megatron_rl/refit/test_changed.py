@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas, host_memory
 
 from megatron_rl.refit import transfer_refit
-from megatron_rl.refit.changed import WHOLE, apply, difference
 from megatron_rl.refit.model_tensors import weights_by_box
+from megatron_rl.refit.packages import WHOLE, apply, difference
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
 
