@@ -1,22 +1,27 @@
-"""The policy endpoint: an HTTP server in the asyncio loop of the agents."""
+"""The policy endpoint: an HTTP server in the asyncio loop of the agents, for the programs of open sessions."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from hashlib import sha256
+
+from starlette.types import Scope
 
 from megatron_rl.chat.chat import Chat
 from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.endpoint.door import Door
 from megatron_rl.endpoint.routes import Routes
-from megatron_rl.endpoint.session import Session
+from megatron_rl.endpoint.session import Session, session_ended
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.addresses import own_address
+from megatron_rl.server.access import Access
 from megatron_rl.server.connections import HttpServer
+from megatron_rl.server.errors import ApiError
 from megatron_rl.server.serving import BACKLOG, allow_connections
 
 LOOPBACK = "127.0.0.1"
@@ -27,6 +32,70 @@ CUT_S = 2
 """Seconds that responses have to end after the endpoint was closed."""
 CLOSE_S = 10.0
 """Longest wait for the end of the server, in seconds."""
+BODY_BYTES = 10_000_000
+"""Most bytes of one request body."""
+DISCARDED_BYTES = 10 * BODY_BYTES
+"""Most bytes of a refused body that are read, so that its program learns why."""
+REMEMBERED = 10_000
+"""Most ended sessions that are remembered, whose later requests are answered by the reason."""
+PREFIX = "/sessions/"
+
+
+class OpenSessions:
+    """Sessions by their keys. A request has the key of its session in the path, as /sessions/KEY/v1/..., or as
+    Authorization: Bearer KEY."""
+
+    def __init__(self) -> None:
+        self._open: dict[bytes, Session] = {}  # by a hash of the key, so that the time of a look-up reveals nothing
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, session: Session) -> None:
+        self._open[_hash(session.api_key)] = session
+
+    def end(self, session: Session) -> None:
+        """Refuse later requests of a session, and cancel those under way."""
+        key = _hash(session.api_key)
+        del self._open[key]
+        self._ended[key] = None
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        session.end()
+
+    def cancel(self) -> None:
+        """Cancel the requests of all sessions."""
+        for session in [*self._open.values()]:
+            session.end()
+
+    def admit(self, scope: Scope) -> Scope:
+        """Return the scope with its session and without the key, so that no error message contains it. Raises
+        ApiError."""
+        path: str = scope["path"]
+        if path.startswith(PREFIX):
+            key, slash, rest = path.removeprefix(PREFIX).partition("/")
+            path = slash + rest
+        else:
+            given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+            scheme, _, key = given.partition(" ")
+            key = key.strip() if scheme.lower() == "bearer" else ""
+        state = {**scope.get("state", {}), "session": self._of(key)}
+        return {**scope, "path": path, "raw_path": path.encode(), "state": state}
+
+    def _of(self, key: str) -> Session:
+        hashed = _hash(key)
+        if session := self._open.get(hashed):
+            return session
+        if hashed in self._ended:
+            raise session_ended()
+        raise ApiError(
+            401,
+            "no session has this key: use OPENAI_BASE_URL, or send the header Authorization: Bearer OPENAI_API_KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _hash(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 class PolicyEndpoint:
@@ -37,9 +106,13 @@ class PolicyEndpoint:
         self._chat, self._config = chat, config
         host, port = listener.getsockname()
         self._address = f"http://{host}:{port}"
-        self._door = Door(Routes(chat, config).application())
+        self._sessions = OpenSessions()
+        routes = Routes(chat, config).application()
         self._server = HttpServer(
-            self._door, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CUT_S
+            Access(routes, self._sessions.admit, BODY_BYTES, DISCARDED_BYTES),
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CUT_S,
         )
         self._serving = asyncio.ensure_future(self._serve(listener))
 
@@ -65,16 +138,15 @@ class PolicyEndpoint:
         if self._serving.done():
             raise RuntimeError("the policy endpoint has stopped") from self._serving.exception()
         session = Session(self._chat, self._config, self._address, inference, sampling, key, ordinal)
-        self._door.admit(session)
+        self._sessions.add(session)
         try:
             yield session
         finally:
-            self._door.end(session)
+            self._sessions.end(session)
 
     async def close(self) -> None:
         """Cancel all calls, and stop listening."""
-        for session in self._door.sessions:
-            session.end()
+        self._sessions.cancel()
         self._server.should_exit = True
         await asyncio.wait([self._serving], timeout=CLOSE_S)
         self._serving.cancel()

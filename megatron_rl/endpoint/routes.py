@@ -21,8 +21,8 @@ from megatron_rl.endpoint.conversations import KnownConversation
 from megatron_rl.endpoint.generate_api import GenerateBody, GenerateFormat
 from megatron_rl.endpoint.responses_api import ResponsesBody, answer_of, as_chat, events_of, new_messages, response_of
 from megatron_rl.endpoint.session import MODEL, UNLIMITED, Session
+from megatron_rl.server.access import read_body
 from megatron_rl.server.bodies import ChatBody, CompletionBody, parse
-from megatron_rl.server.body_limits import read_body
 from megatron_rl.server.error_handlers import ERROR_HANDLERS
 from megatron_rl.server.errors import MOST_SAID, ApiError, invalid, invalid_conversation
 from megatron_rl.server.event_stream import EventStream, unless_gone

@@ -21,7 +21,7 @@ from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.inference.replicas.wire import PROTOCOL, About, Garbled, News, decode_request, encode_news
 from megatron_rl.refit.probe import Probe
 from megatron_rl.replica.driver_inbox import DriverInbox
-from megatron_rl.server.connections import guarded
+from megatron_rl.server.access import with_token
 from megatron_rl.server.engine_thread import EngineGone, EngineThread, ServedEngine
 
 logger = logging.getLogger(__name__)
@@ -266,4 +266,4 @@ def application(service: ReplicaService, token: str) -> ASGIApp:
         return answer
 
     routes = [Route(path, route(handler), methods=["POST"]) for path, handler in service.handlers.items()]
-    return guarded(Starlette(routes=routes), [token])
+    return with_token(Starlette(routes=routes), [token])

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.openai import scoring_answer
-from megatron_rl.server.connections import guarded
+from megatron_rl.server.access import with_token
 from megatron_rl.server.engine_thread import EngineGone, EngineThread
 
 Score = Callable[[list[int]], Awaitable[list[float]]]
@@ -34,7 +34,7 @@ def scoring_application(score: Score, token: str) -> ASGIApp:
         except (ValueError, KeyError, TypeError) as error:
             return _error(400, error)
 
-    return guarded(Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])]), [token])
+    return with_token(Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])]), [token])
 
 
 def _error(status: int, error: Exception) -> Response:

@@ -68,8 +68,8 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
 
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     try:
+        from megatron_rl.server.access import ServerLimits
         from megatron_rl.server.app import Application
-        from megatron_rl.server.guard import ServerLimits
     except ImportError as error:
         return refused(f"serving needs `{install_command('serve')}`: {error}", EXIT_USAGE)
     limits = ServerLimits(max_waiting=options.max_waiting, requests_per_minute=options.requests_per_minute)

@@ -1,40 +1,16 @@
-"""Admission of HTTP clients, for every server of this project: bearer tokens, and how long a connection is held."""
+"""uvicorn for every server of this project: how long a connection is held, without logs and signal handlers."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-MISSING = "the token is missing or wrong: send the header Authorization: Bearer TOKEN"
-
-
-def token_of(scope: Scope, tokens: Sequence[bytes]) -> int | None:
-    """Return the index of the token that an HTTP request carries, compared in constant time; None if it has none."""
-    scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-    matches = [hmac.compare_digest(given.strip(), token) for token in tokens]
-    return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
-
-
-def guarded(app: ASGIApp, tokens: Sequence[str]) -> ASGIApp:
-    """Return the application, limited to requests with one of the tokens."""
-    allowed = [token.encode() for token in tokens]
-
-    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and token_of(scope, allowed) is None:
-            await PlainTextResponse(MISSING, 401, {"Connection": "close"})(scope, receive, send)
-            return
-        await app(scope, receive, send)
-
-    return guard
 
 
 class BoundedConnection(H11Protocol):

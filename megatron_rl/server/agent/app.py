@@ -38,16 +38,14 @@ from megatron_rl.agent.remote.wire import (
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.replicas.wire import Garbled
+from megatron_rl.server.access import read_body, with_token
 from megatron_rl.server.agent.sessions import Session, Sessions
-from megatron_rl.server.connections import guarded
+from megatron_rl.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
 BODY_BYTES = 2**28
 """Most bytes of a request body: all answers to a prompt, with up to three numbers for each token."""
-BODY_S = 60.0
-"""Seconds that a client has to send a body."""
-
 
 Work = Callable[[AgentRequest, InferenceInterface], Awaitable[EvaluationResponse]]
 """Handler of one kind of request."""
@@ -222,7 +220,7 @@ def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
         Route("/sessions/{id}", _answered(end), methods=["DELETE"]),
     ]
     app = Starlette(routes=routes, lifespan=service.running)
-    return guarded(app, tokens)
+    return with_token(app, tokens, BODY_BYTES)
 
 
 def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
@@ -230,6 +228,8 @@ def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Cal
         try:
             text = json.dumps(await handler(request), allow_nan=False)  # ASCII, since errors may quote invalid text
             return Response(text, media_type="application/json")
+        except ApiError as error:
+            return error.response()
         except Conflict as error:
             return PlainTextResponse(str(error), 409)
         except Unknown as error:
@@ -241,18 +241,8 @@ def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Cal
 
 
 async def _body(request: Request) -> Mapping[str, Any]:
-    """Read the body of a request. Raises Garbled."""
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                size += len(part)
-                if size > BODY_BYTES:
-                    raise Garbled(f"the body is larger than {BODY_BYTES} bytes")
-                parts.append(part)
-    except TimeoutError:
-        raise Garbled(f"the body did not arrive within {BODY_S:.0f} s") from None
-    body = json.loads(b"".join(parts))
+    """Read the body of a request. Raises ApiError or Garbled."""
+    body = json.loads(await read_body(request))
     if not isinstance(body, dict):
         raise Garbled("the body is not a JSON object")
     return body

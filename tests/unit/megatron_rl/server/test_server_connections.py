@@ -13,7 +13,8 @@ from server_helpers import TOKEN, SayingEngine, running
 from starlette.responses import PlainTextResponse
 from uvicorn.server import ServerState
 
-from megatron_rl.server.connections import BoundedConnection, HttpServer, guarded
+from megatron_rl.server.access import with_token
+from megatron_rl.server.connections import BoundedConnection, HttpServer
 
 TOKEN_HEADER = {"Authorization": f"Bearer {TOKEN}"}
 HEAD = f"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
@@ -82,7 +83,7 @@ def test_bodies_do_not_wait_for_the_acknowledgement_of_their_heads() -> None:
     """Otherwise sockets that come from a given listener delay small segments."""
 
     async def connected() -> int:
-        server = HttpServer(guarded(PlainTextResponse("ok"), []), lifespan="off")
+        server = HttpServer(with_token(PlainTextResponse("ok"), []), lifespan="off")
         with socket.create_server(("127.0.0.1", 0)) as listener:
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             _, writer = await asyncio.open_connection(*listener.getsockname())

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from server_helpers import TOKEN, SayingEngine, ask, client_of, running
 
-from megatron_rl.server.guard import Allowance, ServerLimits
+from megatron_rl.server.access import Allowance, ServerLimits
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "x", "max_tokens": 3}

@@ -14,9 +14,9 @@ from server_helpers import PAGES, TOKEN, SayingEngine, client_of, encode, runnin
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.server import engine_thread
+from megatron_rl.server.access import ServerLimits
 from megatron_rl.server.app import Application
 from megatron_rl.server.engine_thread import EngineThread, ReaderTooSlow
-from megatron_rl.server.guard import ServerLimits
 
 LONG = "a long answer " * 25
 Message = dict[str, Any]
