@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,17 +18,17 @@ from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import ConversationError
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.conversations import KnownConversation
-from megatron_rl.endpoint.generate_api import GenerateBody, GenerateFormat
 from megatron_rl.endpoint.responses_api import ResponsesBody, answer_of, as_chat, events_of, new_messages, response_of
 from megatron_rl.endpoint.session import MODEL, UNLIMITED, Session
 from megatron_rl.server.access import read_body
 from megatron_rl.server.bodies import ChatBody, CompletionBody, parse
-from megatron_rl.server.error_handlers import ERROR_HANDLERS
-from megatron_rl.server.errors import MOST_SAID, ApiError, invalid, invalid_conversation
+from megatron_rl.server.body_types import Body, Items, TokenId
+from megatron_rl.server.errors import ERROR_HANDLERS, MOST_SAID, ApiError, invalid, invalid_conversation, unsupported
 from megatron_rl.server.event_stream import EventStream, unless_gone
 from megatron_rl.server.request_parsing import ParsedRequest, ServedModel, no_template
-from megatron_rl.server.response_bodies import Part
-from megatron_rl.server.service import whole_body, whole_events
+from megatron_rl.server.response_bodies import Format
+from megatron_rl.server.samples import Part, Prompt
+from megatron_rl.server.service import Events, whole_body
 
 STALL_S = 60.0
 """Longest time, in seconds, in which the reader of a stream takes nothing."""
@@ -129,7 +129,8 @@ class Routes:
     def _response(self, asked: ParsedRequest, parts: dict[int, Part]) -> Response:
         if not asked.body.stream:
             return JSONResponse(whole_body(asked, parts), headers=asked.headers)
-        return event_stream([*whole_events(asked, parts, self._chat.tokenizer)], asked.headers)
+        events = Events(asked)
+        return event_stream([events.of(parts), events.end()], asked.headers)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -164,3 +165,50 @@ def event_stream(events: Sequence[bytes], headers: Mapping[str, str]) -> EventSt
             yield event
 
     return EventStream(events[0], following(), STALL_S, headers)
+
+
+# vLLM's /inference/v1/generate: token ids in, token ids and log-probs out
+
+FIELDS = CompletionBody.model_fields.keys() - {"model", "prompt", "echo", "stream", "stream_options", "logprobs"}
+"""Names in `sampling_params` that mean here what they mean in a request for completions. Others are ignored, since
+clients send all of vLLM's."""
+
+
+class GenerateBody(Body):
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+    token_ids: Items[TokenId]
+    """The prompt."""
+    sampling_params: dict[str, Any] = {}
+    stream: bool = False
+
+    def completion(self) -> CompletionBody:
+        """Return the same request for completions. Raises ApiError, and pydantic's ValidationError."""
+        if self.stream:
+            raise unsupported("stream")
+        if not self.token_ids:
+            raise ApiError(400, "token_ids: is empty: there is nothing to answer", param="token_ids")
+        params = {name: value for name, value in self.sampling_params.items() if name in FIELDS}
+        return CompletionBody(model=self.model, prompt=self.token_ids, logprobs=0, **params)
+
+
+class GenerateFormat(Format):
+    """/inference/v1/generate."""
+
+    def head(self, streamed: bool) -> dict[str, Any]:
+        return {"request_id": self.id, "created": self.created, "model": self.model}
+
+    def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
+        return {
+            "index": index,
+            "token_ids": part.tokens,
+            "logprobs": {
+                "content": [
+                    {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+                    for token, logprob in zip(part.tokens, part.logprobs, strict=True)
+                ]
+            },
+            "finish_reason": part.finish_reason,
+            "policy_versions": part.versions,
+        }

@@ -24,7 +24,7 @@ from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.text import TextStream
 from megatron_rl.server.errors import ApiError
 from megatron_rl.server.request_parsing import ParsedRequest
-from megatron_rl.server.response_bodies import Part
+from megatron_rl.server.samples import Part
 from megatron_rl.server.service import error_for_client, parts_of
 
 MODEL = "policy"

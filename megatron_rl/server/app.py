@@ -20,8 +20,7 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.access import Guard, ServerLimits, read_body
 from megatron_rl.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from megatron_rl.server.engine_thread import EngineThread, ServedEngine
-from megatron_rl.server.error_handlers import ERROR_HANDLERS
-from megatron_rl.server.errors import ApiError
+from megatron_rl.server.errors import ERROR_HANDLERS, ApiError
 from megatron_rl.server.event_stream import EventStream, unless_gone
 from megatron_rl.server.metrics import ServerMetrics
 from megatron_rl.server.request_parsing import ParsedRequest, ServedModel

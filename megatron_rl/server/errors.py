@@ -1,11 +1,14 @@
-"""Errors of the server, in the format of OpenAI's errors."""
+"""Errors of the server, in the format of OpenAI's errors, and the responses to them."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
-from starlette.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from megatron_rl.chat.conversation import ConversationError
 
@@ -37,6 +40,10 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)
+
+
+class ClientGone(Exception):
+    """The client has disconnected: nobody waits for the answer."""
 
 
 def unsupported(name: str, why: str = "is not supported here; leave it out") -> ApiError:
@@ -82,3 +89,36 @@ def context_exceeded(prompt: int, answer: int, limit: int, param: str) -> ApiErr
         param=param,
         code="context_length_exceeded",
     )
+
+
+# Responses
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}"
+    return ApiError(
+        error.status_code, f"{what}: {error.detail}", headers=dict(error.headers or {}), code="unknown_url"
+    ).response()
+
+
+async def _leave(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    return internal_error().response()
+
+
+ERROR_HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+    ApiError: _refuse,
+    HTTPException: _refuse_route,
+    ClientGone: _leave,
+    Exception: _fail,
+}
+"""Handlers for Starlette, by the class of the error."""

@@ -10,11 +10,9 @@ from typing import Any, TypeVar, cast
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from megatron_rl.server.errors import ClientGone
+
 T = TypeVar("T")
-
-
-class ClientGone(Exception):
-    """The client has disconnected: nobody waits for the answer."""
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

@@ -21,7 +21,8 @@ from megatron_rl.server.bodies import (
     TokenizeBody,
 )
 from megatron_rl.server.errors import MOST_SAID, ApiError, context_exceeded, invalid_conversation
-from megatron_rl.server.response_bodies import ChatFormat, CompletionFormat, Format, Prompt, Reading
+from megatron_rl.server.response_bodies import ChatFormat, CompletionFormat, Format
+from megatron_rl.server.samples import Prompt, Reading
 from megatron_rl.server.token_names import TokenNames
 
 logger = logging.getLogger(__name__)

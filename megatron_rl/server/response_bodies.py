@@ -1,176 +1,15 @@
-"""Choices of OpenAI's response bodies, whole or in chunks, from the engine's deltas."""
+"""Choices of OpenAI's response bodies, whole or in chunks, from parts of samples."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
-from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.messages import ToolCall
-from megatron_rl.inference.api import Delta, PromptScores, TopLogprobs
-from megatron_rl.inference.text import StopFilter, TextStream
-from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.server.token_names import TextOffsets, TokenNames
-
-if TYPE_CHECKING:
-    from megatron_rl.chat.stream import AnswerStream
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The prompt of a sample."""
-
-    tokens: list[int]
-    text: str = ""
-    """Text of the prompt if the answer repeats it (`echo`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How the tokens of a sample become text, reasoning and tool calls."""
-
-    stop: Sequence[str] = ()
-    stop_ids: Sequence[int] = ()
-    """Tokens that end an answer beside the model's own."""
-    keep_stop: bool = False
-    """Whether the text includes the stop string that ended it."""
-    special: bool = False
-    """Whether the text includes the names of special tokens."""
-    continues_prompt: bool = False
-    """Whether the text continues that of the prompt, instead of starting a text of its own."""
-    drops_answer: bool = False
-    """Whether the request asks only about the prompt."""
-    chat: Chat | None = None
-    """The chat that divides the answer; None if all of it is text."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Tools that the model may call."""
-    parallel_calls: bool = True
-    """Whether an answer may have several tool calls; if not, only the first is returned."""
-    reasoning: bool = True
-    """Whether reasoning is returned."""
-
-
-@dataclass(slots=True)
-class Part:
-    """New output of one sample since its previous part: the content of a chunk, or all of it."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    """Number of characters of the choice's text before each token."""
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    """The stop string, or the token of `stop_token_ids`, that ended the sample; None after any other end."""
-    prompt: PromptScores | None = None
-    """Scores of the prompt, with a sample's first part, if the request asks for them."""
-    prompt_offsets: list[int] = field(default_factory=list)
-    """Offsets of the prompt's tokens, with the first part of a sample whose text repeats the prompt."""
-
-    def add(self, other: Part) -> None:
-        """Append the part that follows."""
-        self.content += other.content
-        self.reasoning += other.reasoning
-        self.calls += other.calls
-        self.tokens += other.tokens
-        self.logprobs += other.logprobs
-        self.versions += other.versions
-        self.top_logprobs += other.top_logprobs
-        self.offsets += other.offsets
-        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
-
-
-class Divider:
-    """Divides the tokens of one answer in a chat, up to the stop string that ended it."""
-
-    def __init__(self, chat: Chat, reading: Reading, prompt: list[int]) -> None:
-        self._chat, self._tools, self._prompt = chat, reading.tools, prompt
-        self._reasoning = StopFilter(reading.stop, keep_stop=reading.keep_stop)
-        self._content = StopFilter(reading.stop, keep_stop=reading.keep_stop)
-        self._stream: AnswerStream | None = None
-
-    def push(self, tokens: list[int], *, ends: bool) -> tuple[str, str, list[ToolCall]]:
-        """Return the reasoning, the content and the calls that these tokens make certain. ends: they are the last."""
-        if ends and self._stream is None:  # an answer that is not streamed
-            whole = self._chat.parse(tokens, self._prompt, self._tools)
-            reasoning, content, calls = whole.reasoning_content or "", whole.content, [*whole.tool_calls]
-        else:
-            if self._stream is None:
-                self._stream = self._chat.stream(self._prompt, self._tools)
-            piece = self._stream.push(tokens)
-            reasoning, content, calls = piece.reasoning, piece.content, piece.calls
-            if ends:
-                rest = self._stream.finish()
-                reasoning, content, calls = reasoning + rest.reasoning, content + rest.content, calls + rest.calls
-        reasoning, content = self._reasoning.push(reasoning), self._content.push(content)
-        if ends:
-            reasoning, content = reasoning + self._reasoning.finish(), content + self._content.finish()
-        return reasoning, content, calls
-
-
-class Sample:
-    """Turns the deltas of one sample into parts."""
-
-    def __init__(self, tokenizer: Tokenizer, reading: Reading, prompt: Prompt) -> None:
-        decode = partial(tokenizer.decode, special=True) if reading.special else tokenizer.decode
-        after = prompt.tokens if reading.continues_prompt else ()
-        self._text = TextStream(decode, reading.stop, keep_stop=reading.keep_stop, after=after)
-        self._offsets = TextOffsets(tokenizer, special=reading.special)
-        self._prompt_offsets = self._offsets.prompt(prompt.tokens, prompt.text) if prompt.text else []
-        self._reading = reading
-        self._divider = Divider(reading.chat, reading, prompt.tokens) if reading.chat else None
-        self._called = False
-        self.tokens = 0
-        self.calls = 0
-        """Number of calls that were sent; the next one has this index."""
-
-    def part(self, delta: Delta) -> Part:
-        """Return the output that the delta makes certain."""
-        prompt_offsets, self._prompt_offsets = self._prompt_offsets, []
-        if self._reading.drops_answer:
-            reason = "length" if delta.finish_reason else None
-            return Part(finish_reason=reason, prompt=delta.prompt, prompt_offsets=prompt_offsets)
-        ends = delta.finish_reason is not None
-        if self._divider is not None:
-            reasoning, content, calls = self._divider.push(delta.tokens, ends=ends)
-        else:
-            reasoning, content, calls = "", self._text.push(delta.tokens) + (self._text.finish() if ends else ""), []
-        if not self._reading.parallel_calls:
-            calls = [] if self._called else calls[:1]
-        self.tokens += len(delta.tokens)
-        self._called = self._called or bool(calls)
-        reason = "tool_calls" if self._called and delta.finish_reason == "stop" else delta.finish_reason
-        return Part(
-            content,
-            reasoning if self._reading.reasoning else "",
-            calls,
-            list(delta.tokens),
-            list(delta.logprobs),
-            list(delta.versions),
-            list(delta.top_logprobs or []),
-            self._offsets.next(delta.tokens),
-            reason,
-            self._stop_reason(delta),
-            delta.prompt,
-            prompt_offsets,
-        )
-
-    def _stop_reason(self, delta: Delta) -> str | int | None:
-        by_token = delta.stop is None and delta.finish_reason == "stop" and delta.tokens[-1:]
-        return delta.tokens[-1] if by_token and delta.tokens[-1] in self._reading.stop_ids else delta.stop
-
-    def sent(self, part: Part) -> None:
-        """Note that a chunk with this part was sent."""
-        self.calls += len(part.calls)
+from megatron_rl.server.samples import Part, Prompt
+from megatron_rl.server.token_names import TokenNames
 
 
 @dataclass(frozen=True)
@@ -210,8 +49,8 @@ class Format:
         """Return the choice of a chunk before the first one with output; None if there is no such chunk."""
         return None
 
-    def chunk(self, index: int, part: Part, sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
-        """Return a choice of a chunk. sample: its state before this part. prompt: only with the first chunk."""
+    def chunk(self, index: int, part: Part, calls: int, prompt: Prompt | None) -> dict[str, Any]:
+        """Return a choice of a chunk. calls: number of calls in earlier chunks. prompt: only with the first chunk."""
         raise NotImplementedError
 
     def of_prompt(self, part: Part, prompt: Prompt) -> dict[str, Any]:
@@ -251,7 +90,7 @@ class CompletionFormat(Format):
     def head(self, streamed: bool) -> dict[str, Any]:
         return self._head(f"cmpl-{self.id}", "text_completion")
 
-    def chunk(self, index: int, part: Part, sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
+    def chunk(self, index: int, part: Part, calls: int, prompt: Prompt | None) -> dict[str, Any]:
         return self.whole(index, part, prompt)
 
     def whole(self, index: int, part: Part, prompt: Prompt | None) -> dict[str, Any]:
@@ -322,14 +161,14 @@ class ChatFormat(Format):
             "finish_reason": None,
         }
 
-    def chunk(self, index: int, part: Part, sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
+    def chunk(self, index: int, part: Part, calls: int, prompt: Prompt | None) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if part.content:
             delta["content"] = part.content
         if part.reasoning:
             delta["reasoning_content"] = part.reasoning
         if part.calls:
-            delta["tool_calls"] = [{"index": n, **call.message} for n, call in enumerate(part.calls, sample.calls)]
+            delta["tool_calls"] = [{"index": n, **call.message} for n, call in enumerate(part.calls, calls)]
         return {
             "index": index,
             "delta": delta,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.inference.api import Completion, PromptTooLong, Unsupported
@@ -12,7 +12,8 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.engine_thread import EngineGone, EngineThread, ReaderTooSlow, Subscription, as_deltas
 from megatron_rl.server.errors import ApiError, internal_error
 from megatron_rl.server.request_parsing import ParsedRequest
-from megatron_rl.server.response_bodies import Part, Sample, event
+from megatron_rl.server.response_bodies import event
+from megatron_rl.server.samples import Part, Sample
 
 if TYPE_CHECKING:
     from megatron_rl.server.metrics import ServerMetrics  # needs the extra `serve`
@@ -37,23 +38,39 @@ def whole_body(asked: ParsedRequest, parts: Mapping[int, Part]) -> dict[str, Any
     return {**head, "choices": choices, "usage": _usage(asked, sum(len(part.tokens) for part in parts.values()))}
 
 
-def whole_events(asked: ParsedRequest, parts: Mapping[int, Part], tokenizer: Tokenizer) -> Iterator[bytes]:
-    """Yield the events of a stream whose answers are complete: one chunk each."""
-    head, samples = asked.form.head(True), _samples(asked, tokenizer)
-    for index, part in parts.items():
-        prompt = asked.prompts[index // asked.body.n]
-        yield first_events(asked, head, index)
-        yield event({**head, "choices": [asked.form.chunk(index, part, samples[index], prompt)]})
-    if asked.body.stream_options.include_usage:
-        tokens = sum(len(part.tokens) for part in parts.values())
-        yield event({**head, "choices": [], "usage": _usage(asked, tokens)})
-    yield event("[DONE]")
+class Events:
+    """Server-sent events of one answer, which may come as a whole or in parts."""
 
+    def __init__(self, asked: ParsedRequest) -> None:
+        self._asked, self._head = asked, asked.form.head(True)
+        self._calls: dict[int, int] = {}  # calls sent of each sample that has begun
+        self._tokens = 0
 
-def first_events(asked: ParsedRequest, head: Mapping[str, Any], index: int) -> bytes:
-    """Return what a stream says of a sample before its output."""
-    opening = asked.form.opening(index)
-    return b"" if opening is None else event({**head, "choices": [opening]})
+    @property
+    def begun(self) -> bool:
+        return bool(self._calls)
+
+    def of(self, parts: Mapping[int, Part]) -> bytes:
+        """Return the events of new parts of samples, by number."""
+        found = []
+        for index, part in parts.items():
+            calls = self._calls.get(index)
+            prompt = self._asked.prompts[index // self._asked.body.n] if calls is None else None
+            if calls is None and (opening := self._asked.form.opening(index)) is not None:
+                found.append(self._event([opening]))
+            found.append(self._event([self._asked.form.chunk(index, part, calls or 0, prompt)]))
+            self._calls[index] = (calls or 0) + len(part.calls)
+            self._tokens += len(part.tokens)
+        return b"".join(found)
+
+    def end(self) -> bytes:
+        """Return the events after the last part."""
+        asks_usage = self._asked.body.stream_options.include_usage
+        usage = self._event([], usage=_usage(self._asked, self._tokens)) if asks_usage else b""
+        return usage + event("[DONE]")
+
+    def _event(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> bytes:
+        return event({**self._head, "choices": choices, **more})
 
 
 def error_for_client(error: Exception) -> Exception:
@@ -96,8 +113,7 @@ class GenerationService:
         wholes: dict[int, Part] = {}
         try:
             async for batch in answer.batches():
-                for index, part in batch.items():
-                    _add(wholes, index, part)
+                wholes |= batch
         finally:
             answer.close()
         return whole_body(asked, wholes)
@@ -105,25 +121,13 @@ class GenerationService:
     async def events(self, asked: ParsedRequest) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events, from the first token on. Raises ApiError before the first event."""
         answer = _Answer(self, asked, streamed=True)
-        head, form = asked.form.head(True), asked.form
-        begun: set[int] = set()
+        events = Events(asked)
         try:
             async for batch in answer.batches():
-                chunks = []
-                for index, part in batch.items():
-                    prompt = None if index in begun else asked.prompts[index // asked.body.n]
-                    if prompt is not None:
-                        chunks.append(first_events(asked, head, index))
-                    begun.add(index)
-                    sample = answer.samples[index]
-                    chunks.append(event({**head, "choices": [form.chunk(index, part, sample, prompt)]}))
-                    sample.sent(part)
-                yield b"".join(chunks)
-            if asked.body.stream_options.include_usage:
-                yield event({**head, "choices": [], "usage": answer.usage()})
-            yield event("[DONE]")
+                yield events.of(batch)
+            yield events.end()
         except Exception as error:  # also of the engine: a client with part of the answer must learn that it is cut off
-            if not begun:
+            if not events.begun:
                 raise
             yield event((error if isinstance(error, ApiError) else internal_error()).body)
             if not isinstance(error, ApiError):
@@ -170,7 +174,10 @@ class _Answer:
                         index = number * self._asked.body.n + delta.sample
                         part = self.samples[index].part(delta)
                         self._measure(index, part)
-                        _add(batch, index, part)
+                        if index in batch:
+                            batch[index].add(part)
+                        else:
+                            batch[index] = part
                     if subscription.answered:
                         del unanswered[number]
                     if batch:
@@ -192,17 +199,7 @@ class _Answer:
         if part.finish_reason and tokens > 1:
             metrics.per_token.observe((now - self._first[index]) / (tokens - 1))
 
-    def usage(self) -> dict[str, Any]:
-        return _usage(self._asked, sum(sample.tokens for sample in self.samples))
-
     def close(self) -> None:
         """Cancel the requests that are not answered."""
         for subscription in self._subscriptions:
             subscription.close()
-
-
-def _add(parts: dict[int, Part], index: int, part: Part) -> None:
-    if index in parts:
-        parts[index].add(part)
-    else:
-        parts[index] = part
