@@ -24,7 +24,7 @@ def command(run: str | None, every: bool, as_json: bool) -> None:
     """
     from launcher.cli.show.explanation import explanation_json, explanation_lines
     from launcher.explain.explanation import explain
-    from launcher.explain.read import read_record
+    from launcher.explain.record import read_record
     from launcher.runs.find import find
 
     found = find(run)

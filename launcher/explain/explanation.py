@@ -1,16 +1,24 @@
-"""The explanation of a run, by `mrl explain` and on the page: how it failed, then what the rules find."""
+"""The explanation of a run, by `mrl explain` and on the page: how it failed, then what the rules find.
+
+A rule speaks only of what the record shows: the evidence has the numbers, and what to try names keys of the recipe.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from launcher.explain import curve_rules, lesson_rules
 from launcher.explain.record import Record
-from launcher.explain.rules import RULES, Finding, findings
 from launcher.runs.failure import Failure, failure_of_run
-from megatron_rl.contract.learning import RULES as WARNING_RULES
-from megatron_rl.contract.learning import WINDOW
+from megatron_rl.contract import window_rules
+from megatron_rl.contract.learning import WINDOW, Finding, Rule
 from megatron_rl.contract.paths import RunDir
+
+OF_RECORD = {**curve_rules.RULES, **lesson_rules.RULES}
+RULES: dict[str, Rule[Any]] = {**window_rules.RULES, **OF_RECORD}
+"""All rules by name, the warnings of a run first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +49,16 @@ class Explanation:
         return f"None of {len(self.quiet)} rules finds anything that keeps this run from learning."
 
 
+def findings(record: Record) -> list[Finding]:
+    """Return what the rules find, the warnings of the run first."""
+    found = {name: rule.find(record) for name, rule in OF_RECORD.items()}
+    more = [Finding(name, seen.since, seen.text, RULES[name].advice) for name, seen in found.items() if seen]
+    return [*record.warnings, *more]
+
+
 def explain(run: RunDir, record: Record) -> Explanation:
     """Explain a run by its ledger and its record."""
     found = findings(record)
-    named = {one.rule for one in found}
-    quiet = [name for name in rule_names() if name not in named]
+    named = {one.name for one in found}
+    quiet = [name for name in RULES if name not in named]
     return Explanation(len(record.lines), failure_of_run(run), found, quiet)
-
-
-def rule_names() -> list[str]:
-    """Return the names of all rules."""
-    return [*(rule.name for rule in WARNING_RULES), *(rule.name for rule in RULES)]

@@ -1,17 +1,26 @@
-"""Everything that the rules read of a run."""
+"""Everything that the rules read of a run, and its reader."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from launcher.explain.formats import NO_FORMATS, Formats
-from launcher.explain.group_facts import NO_FACTS, GroupFacts
-from launcher.runs.slow_ranks import SlowRank
+from launcher.errors import Failed
+from launcher.explain.facts import NO_FACTS, NO_FORMATS, Formats, GroupFacts, facts_of, formats_of
+from launcher.runs.slow_ranks import SlowRank, read_slow_ranks
+from launcher.runs.state import resolved_values
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import WINDOW, LearningWarning, number
-from megatron_rl.contract.lesson_records import LessonRecord
+from megatron_rl.contract.learning import WINDOW, Finding, numbers
+from megatron_rl.contract.lesson_records import LessonRecord, PromptCounts
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import PATIENCE_S, Unreadable, if_readable, read, read_lines
+from megatron_rl.contract.rollout_records import read_rollouts
+from megatron_rl.contract.window_rules import Watch
+
+RECORDED_STEPS = 50
+"""Newest steps whose recorded answers are read. By default every tenth has some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +32,8 @@ class Record:
     lines: Sequence[MetricsLine]
     """One per step."""
     evaluations: Sequence[MetricsLine] = ()
-    warnings: Sequence[LearningWarning] = field(default_factory=list)
-    """Warnings that hold after the newest step (contract/learning.py)."""
+    warnings: Sequence[Finding] = ()
+    """Warnings that hold after the newest step."""
     slow_ranks: Sequence[SlowRank] = ()
     """Slow ranks of the newest attempt, the slowest first."""
     left_out: Sequence[str] = ()
@@ -36,6 +45,11 @@ class Record:
     lesson: LessonRecord | None = None
     """Counts and right answers from the start; None in runs of an older mrl."""
 
+    @property
+    def prompts(self) -> PromptCounts:
+        """Counts over the first prompts; zeros if they are not known."""
+        return self.lesson.prompts if self.lesson else PromptCounts(0, 0, 0, 0, 0, 0, 0)
+
     def key(self, name: str) -> Any:
         """Return the value of a recipe key, such as `grpo.policy_loss`; None if it, or its section, is null."""
         value: Any = self.recipe
@@ -43,19 +57,64 @@ class Record:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
-    def first(self, name: str) -> float | None:
-        """Return the mean of a metric over the first steps; None unless each of at least WINDOW steps has it."""
-        return _mean(self.lines[:WINDOW], name)
-
     def last(self, name: str) -> float | None:
-        """Return the same over the newest steps."""
+        """Return the mean of a metric over the newest steps; None unless each of at least WINDOW steps has it."""
         return _mean(self.lines[-WINDOW:], name)
+
+    def change(self, name: str) -> tuple[float, float] | None:
+        """Return the mean over the first WINDOW steps and that over the newest ones; None unless all of them have the
+        metric."""
+        first, last = _mean(self.lines[:WINDOW], name), self.last(name)
+        return None if first is None or last is None else (first, last)
 
     def series(self, name: str) -> list[float]:
         """Return the values of a metric in all steps that have it."""
-        return [value for line in self.lines if (value := number(line, name)) is not None]
+        return numbers(self.lines, name)
 
 
 def _mean(lines: Sequence[MetricsLine], name: str) -> float | None:
-    values = [value for line in lines if (value := number(line, name)) is not None]
+    values = numbers(lines, name)
     return sum(values) / WINDOW if len(values) == WINDOW else None
+
+
+def read_record(run: RunDir, *, answers: bool = True) -> Record:
+    """Return the record of a run; damaged lines are left out. Raises Failed if a file cannot be read, and BadInput as
+    `resolved_values`.
+
+    answers: whether to read the recorded answers of the newest steps, which takes longer than all the rest.
+    """
+    recipe = resolved_values(run)
+    left_out: list[str] = []
+    lines, watch = _lines(run.metrics, left_out), Watch()
+    for line in lines:
+        watch.add(line)
+    evaluations = _lines(run.evaluations, left_out)
+    lesson = read(LessonRecord, run.lesson)
+    if isinstance(lesson, Unreadable):
+        left_out.append(str(lesson))
+    found = Record(
+        recipe, lines, evaluations, watch.warnings, read_slow_ranks(run), left_out, lesson=if_readable(lesson)
+    )
+    if not answers:
+        return found
+    last = lines[-1].step if lines else 0
+    groups = [*read_rollouts(run, max(1, last - RECORDED_STEPS + 1), last)]
+    return replace(found, formats=formats_of(groups), facts=facts_of(groups))
+
+
+def _lines(path: Path, left_out: list[str]) -> list[MetricsLine]:
+    """Return the lines of a file, by step: those that do not follow the step before them are left out, too."""
+    found = read_lines(MetricsLine, path, PATIENCE_S)
+    if isinstance(found, Unreadable):
+        raise Failed(str(found))
+    count = len(found.records) + len(found.damaged)
+    damaged = [one for one in found.damaged if one.line < count]  # a run may be writing the last line
+    if damaged:
+        left_out.append(f"{path}: {len(damaged)} lines are left out: line {damaged[0].line} {damaged[0].why}")
+    lines: list[MetricsLine] = []
+    for line in found.records:
+        if not lines or line.step > lines[-1].step:
+            lines.append(line)
+    if late := len(found.records) - len(lines):
+        left_out.append(f"{path}: {late} lines are left out, because they do not follow the step before them")
+    return lines

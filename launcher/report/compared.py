@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from launcher.errors import BadInput
-from launcher.explain.read import read_record
+from launcher.explain.record import read_record
 from launcher.recipe.defaults import with_defaults
 from launcher.report.compare import ComparedRun
 from launcher.runs.find import at_once, find, is_run, newest_first

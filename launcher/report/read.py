@@ -9,8 +9,7 @@ from typing import Any
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.errors import BadInput
 from launcher.explain.explanation import explain
-from launcher.explain.read import read_record
-from launcher.explain.record import Record
+from launcher.explain.record import Record, read_record
 from launcher.host.record.accounting import GpuUsage
 from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import read_ledger

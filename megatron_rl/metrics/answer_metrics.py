@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.contract.learning import DROPPED_SHARE, LOST_SHARE, TRUNCATED_SHARE
 from megatron_rl.metrics.metric import Metric, StepReport, of_answers, ratio
 
 
@@ -26,7 +25,6 @@ ANSWERS: dict[str, Metric] = {
         good="stable, or grows slowly where reasoning helps",
         advice="If it grows and the reward does not, use `grpo.reduction: token` and `grpo.overlong`; if it shrinks to "
         "a few tokens, the reward pays for short answers: read some.",
-        rules=("reward-by-length", "advantage-by-length"),
     ),
     "answer_length_max": Metric("longest answer", lambda step: step.stats.batch.answer_length_max, unit="tokens"),
     "answer_length_min": Metric("shortest answer", lambda step: step.stats.batch.answer_length_min, unit="tokens"),
@@ -47,24 +45,19 @@ ANSWERS: dict[str, Metric] = {
         unit="calls",
         good="above 0 where problems need tools",
         advice="A model that never calls tools needs worked examples first (`training.objective: supervised`).",
-        rules=("calls-do-not-parse",),
     ),
     "prompt_length": Metric("mean tokens per prompt", of_answers(lambda s: s.batch.prompt_tokens), unit="tokens"),
     "truncated_ratio": Metric(
         "share of answers cut at sampling.max_new_tokens",
         of_answers(lambda s: s.batch.truncated),
         unit="share",
-        good=f"below 0.1; never above {TRUNCATED_SHARE:g}",
-        advice="Raise `sampling.max_new_tokens`, or check `sampling.stop` and the chat template.",
-        rules=("truncated",),
+        good="below 0.1",
     ),
     "failed_rollouts": Metric(
         "answers lost; reasons are in failed_rollouts_by_reason",
         lambda step: step.stats.batch.failed,
         unit="answers",
-        good=f"0, or below {LOST_SHARE:.0%} of the answers",
-        advice="The reasons name the file and line of your code; raise `environment.reward_timeout_s` for time-outs.",
-        rules=("lost-answers",),
+        good="0",
     ),
     "failed_rollouts_by_reason": Metric(
         "answers lost, by reason (absent if there are none)",
@@ -109,9 +102,7 @@ ANSWERS: dict[str, Metric] = {
         "prompts settled without training, with the reason (absent if there are none)",
         lambda step: {str(ordinal): reason for ordinal, reason in step.dropped.items()} or None,
         unit="prompt: reason",
-        good=f"absent, or below {DROPPED_SHARE:.0%} of the prompts apart from those without signal",
-        advice="Change `async.on_overdue`, `training.sequence_length` or `sampling.max_new_tokens`.",
-        rules=("dropped-prompts",),
+        good="absent, or few apart from those without signal",
     ),
     "filtered_prompts": Metric(
         "training problems left out at the start because their prompts leave no room for an answer, by environment "

@@ -5,13 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_rl.contract.learning import (
-    LARGEST_GRAD_NORM,
-    LARGEST_LEARNING_RATE,
-    LARGEST_LOSS,
-    NONFINITE_SHARE,
-    SIGNAL_SHARE,
-)
 from megatron_rl.metrics.metric import Metric, StepReport, if_trained, of_answers, of_tokens
 
 
@@ -33,8 +26,6 @@ LEARNING: dict[str, Metric] = {
         of_answers(lambda s: s.batch.reward),
         unit="reward",
         good="rises, with noise, until the problems are solved",
-        advice="Compare the means of the first and the last steps with `mrl explain`, which names the likely cause.",
-        rules=("reward-not-rising", "reward-not-above-start", "reward-fell", "reward-collapse"),
     ),
     "right_ratio": Metric(
         "share of answers with reward 1, which evaluation counts as right",
@@ -43,26 +34,19 @@ LEARNING: dict[str, Metric] = {
         good="rises with the reward; 0 throughout is fine where no answer can earn exactly 1",
         advice="If the reward rises and this does not, the answers earn parts of the reward only: look at "
         "`reward/...`.",
-        rules=("format-missing", "right-answers-unrewarded", "right-answer-below-1"),
     ),
     "reward_std": Metric(
         "standard deviation of the rewards of the step's answers",
         _reward_std,
         unit="reward",
         good="above 0",
-        advice="Answers that all earn the same teach nothing: check the reward function on answers that you write. If "
-        "answers became equal, lower `optimizer.learning_rate`.",
-        rules=("constant-rewards",),
     ),
     "nonzero_groups_ratio": Metric(
         "share of groups whose rewards differ, the only ones with a gradient (absent with a teacher, which gives all "
         "groups one)",
         _nonzero_groups,
         unit="share",
-        good=f"0.2 to 0.9; at least {SIGNAL_SHARE:g} of the share of wrong answers",
-        advice="Raise `grpo.group_size` or `sampling.temperature`, choose easier or harder problems (`curriculum`), or "
-        "set `grpo.dynamic_sampling.enabled`.",
-        rules=("no-signal", "signal-fading"),
+        good="0.2 to 0.9",
     ),
     "epoch": Metric(
         "passes over the rows of data at the end of the step (training.objective: supervised)",
@@ -70,51 +54,35 @@ LEARNING: dict[str, Metric] = {
         unit="passes",
         good="1 to 3",
         advice="More passes memorise the rows: compare accuracy on held-out problems.",
-        rules=("memorised",),
     ),
     "loss": Metric(
         "loss, mean over the step's updates; with training.objective: supervised the mean of -log p of the learned "
         "tokens",
         lambda step: (step.stats.loss.loss if step.stats.loss else 0.0) / step.stats.update.updates,
-        good=f"near 0 for policy losses, where it says little; falls in supervised training; never above "
-        f"{LARGEST_LOSS:,.0f}",
-        advice="Lower `optimizer.learning_rate`, and look at the size of the rewards.",
-        rules=("loss", "nonfinite-loss", "learned-ends"),
+        good="near 0 for policy losses, where it says little; falls in supervised training",
     ),
     "grad_norm": Metric(
         "gradient norm before clipping, mean over the step's applied updates",
         lambda step: step.stats.update.grad_norm / step.stats.update.applied if step.stats.update.applied else None,
-        good=f"0.01 to 10, single steps of a few hundred; never above {LARGEST_GRAD_NORM:,.0f}, and not 0",
-        advice="If it is large: lower `optimizer.learning_rate`, set `optimizer.clip_grad`. If it is 0 although "
-        "rewards differ: `grpo.overlong`, `grpo.eps_low` and `grpo.eps_high` may remove every token.",
-        rules=("grad-norm", "zero-gradient"),
+        good="0.01 to 10, single steps of a few hundred",
     ),
     "learning_rate": Metric(
         "learning rate of the step's last update",
         lambda step: step.stats.update.learning_rate,
-        good=f"about 1e-6 for all weights of a large model, 1e-5 to 1e-4 for adapters; never above "
-        f"{LARGEST_LEARNING_RATE:g}, and not 0",
-        advice="Set `optimizer.learning_rate`, `decay` and `min_learning_rate`.",
-        rules=("learning-rate", "zero-learning-rate", "learning-rate-below-bf16"),
+        good="about 1e-6 for all weights of a large model, 1e-5 to 1e-4 for adapters",
     ),
     "entropy": Metric(
         "mean entropy in nats of the distributions the trained tokens were drawn from, full vocabulary",
         of_tokens(lambda loss: loss.entropy),
         unit="nats per token",
-        good="falls slowly, and stays above a tenth of its first values while problems are unsolved",
-        advice="Set `grpo.eps_high` above `grpo.eps_low`, add `grpo.entropy_coefficient`, lower "
-        "`optimizer.learning_rate`, or train on harder problems.",
-        rules=("entropy-collapse",),
+        good="falls slowly",
     ),
     "clip_fraction": Metric(
         "share of the trained tokens whose gradient a bound of the policy loss removed or, in cispo, reduced (absent "
         "for a loss without bounds)",
         of_tokens(lambda loss: None if loss.clip_low is None else loss.clip_low + (loss.clip_high or 0.0)),
         unit="share",
-        good="up to 0.3, for gspo up to 0.8; 0 with one update per step on fresh answers",
-        advice="Lower `optimizer.learning_rate`, or take fewer updates per step: a larger `grpo.global_batch`, fewer "
-        "`grpo.iterations`.",
-        rules=("clipped",),
+        good="0 with one update per step on fresh answers, below 0.2 with several; for gspo 0.1 to 0.65",
     ),
     "clip_fraction_low": Metric(
         "share of the trained tokens whose gradient the lower bound of the policy loss removed",
@@ -153,8 +121,6 @@ LEARNING: dict[str, Metric] = {
         "largest exp(log_prob - old_log_prob) of a trained token",
         if_trained(lambda loss: loss.ratio_max),
         unit="ratio",
-        good="",
-        advice="",
     ),
     "importance_weight": Metric(
         "mean importance weight (grpo.importance)",
@@ -175,11 +141,8 @@ LEARNING: dict[str, Metric] = {
         "mean |training - engine log-prob| of the trained tokens",
         of_tokens(lambda loss: loss.inference_difference),
         unit="nats",
-        good="below 1e-5 in fp32, 0.005 to 0.02 in bf16, not above 0.05; larger with `async.max_lag`, which trains on "
-        "answers of older weights",
-        advice="Look for sampling fields that the engine takes from elsewhere, a quantised engine, or another chat "
-        "template; `grpo.importance` corrects for what remains.",
-        rules=("engine-mismatch",),
+        good="below 1e-5 in fp32, 0.005 to 0.02 in bf16; larger with `async.max_lag`, which trains on answers of older "
+        "weights",
     ),
     "inference_logprob_difference_max": Metric(
         "largest |training - engine log-prob| of a trained token",
@@ -191,17 +154,13 @@ LEARNING: dict[str, Metric] = {
         "(absent if there are none)",
         lambda step: (step.stats.loss.nonfinite or None) if step.stats.loss else None,
         unit="tokens",
-        good=f"absent, or below {NONFINITE_SHARE:.1%} of the sampled tokens",
-        advice="Compare `model.dtype` and `inference.engine`: the engine and the trainer disagree about tokens.",
-        rules=("nonfinite-tokens",),
+        good="absent",
     ),
     "staleness_mean": Metric(
         "mean optimizer steps between the weights that sampled and those trained",
         of_answers(lambda s: s.batch.staleness),
         unit="optimizer steps",
-        good="0 without `async.max_lag`; below 4 otherwise",
-        advice="Set `grpo.importance.upper` to 2.0, lower `async.max_lag`, or give generation more GPUs.",
-        rules=("stale",),
+        good="0 without `async.max_lag`",
     ),
     "staleness_max": Metric(
         "most optimizer steps between the weights that sampled an answer and those trained",
@@ -213,9 +172,6 @@ LEARNING: dict[str, Metric] = {
         lambda step: int(step.stats.update.updates - step.stats.update.applied),
         unit="updates",
         good="0",
-        advice="One now and then does no harm. If they repeat, lower `optimizer.learning_rate` or set "
-        "`optimizer.clip_grad`.",
-        rules=("skipped-updates",),
     ),
     "policy_version": Metric(
         "optimizer steps behind the weights at the end of the step",

@@ -108,7 +108,6 @@ MACHINES: dict[str, Metric] = {
         good="below a tenth of time/step_s",
         advice="Ranks wait for the one with the longest answers (try `async.max_lag`), or for one on a slow node: "
         "`mrl status` names it.",
-        rules=("slow-rank",),
     ),
     "time/save_blocked_s": Metric(
         "seconds that the newest published checkpoint stopped the training",

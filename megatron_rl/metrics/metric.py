@@ -58,9 +58,7 @@ class Metric:
     good: str = ""
     """Range or behaviour of a run that learns well; empty if every value is fine."""
     advice: str = ""
-    """Remedies for values outside of `good`."""
-    rules: tuple[str, ...] = ()
-    """Rules of `mrl explain` that read the metric."""
+    """Remedies for values outside of `good`, beside those of the rules about the metric (contract/learning.py)."""
 
 
 def of_answers(total: Callable[[StepStats], Number]) -> Callable[[StepReport], Any]:

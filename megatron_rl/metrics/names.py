@@ -72,8 +72,6 @@ EVALUATION_METRICS = {
         "share of greedy answers with reward 1 on an evaluation set (absent if there is no answer)",
         unit="share",
         good="rises with `right_ratio`, and stays near it on held-out problems",
-        advice="If it falls on held-out problems, stop earlier, use more problems, or add `grpo.kl_beta`.",
-        rules=("memorised",),
     ),
     "eval/SET/failed_rollouts": Metric(
         "answers to the set that were lost, which no share includes (absent if none is lost)",

@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from launcher.cli.show.ending import failure_lines
-from launcher.explain.explanation import Explanation, rule_names
+from launcher.explain.explanation import RULES, Explanation
 from launcher.explain.record import Record
 from megatron_rl.contract.learning import WINDOW
 from megatron_rl.contract.paths import RunDir
@@ -34,17 +34,13 @@ def explanation_lines(run: RunDir, record: Record, explanation: Explanation, *, 
     lines = [f"{run.root.name}: {explanation.steps} of {record.key('training.steps')} steps"]
     if explanation.failure is not None:
         lines += ["", *failure_lines(explanation.failure), ""]
-    pairs = {label: (record.first(name), record.last(name)) for name, label in SHOWN.items()}
-    known = [
-        f"  {label:<26} {first:>9.4g} -> {last:.4g}"
-        for label, (first, last) in pairs.items()
-        if first is not None and last is not None
-    ]
+    changes = {label: record.change(name) for name, label in SHOWN.items()}
+    known = [f"  {label:<26} {its[0]:>9.4g} -> {its[1]:.4g}" for label, its in changes.items() if its]
     if known:
         known[0] += f"   (means of the first and the last {WINDOW} steps)"
     lines += known
     for one in explanation.findings:
-        lines += ["", one.rule if one.since is None else f"{one.rule}, since step {one.since}"]
+        lines += ["", one.name if one.since is None else f"{one.name}, since step {one.since}"]
         lines += [*_wrapped("seen", one.seen + "."), *_wrapped("try", one.advice)]
     if explanation.remark:
         lines += ["", *_wrapped("", explanation.remark)]
@@ -60,9 +56,9 @@ def explanation_json(run: RunDir, explanation: Explanation) -> dict[str, Any]:
         "step": explanation.steps,
         "failure": None if failure is None else {"message": failure.message, "log": str(failure.log)},
         "findings": [
-            {"rule": one.rule, "since": one.since, "seen": one.seen, "try": one.advice} for one in explanation.findings
+            {"rule": one.name, "since": one.since, "seen": one.seen, "try": one.advice} for one in explanation.findings
         ],
-        "rules": rule_names(),
+        "rules": [*RULES],
     }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Iterator
 
+from launcher.explain.explanation import RULES
+from megatron_rl.contract import window_rules
+from megatron_rl.contract.learning import WINDOW
 from megatron_rl.metrics.metric import Metric
 from megatron_rl.metrics.names import COMPONENTS, ENVIRONMENT_METRICS, EVALUATION_METRICS, STEP_METRICS, SUBJECTS
 
@@ -25,8 +28,8 @@ exist in a step is absent, never NaN. Names under `time/`, `throughput/` and `sy
 recipe; on CPUs all others are the same bit for bit. *Trained tokens* are those of answers that are run through the
 model for training: none in a group whose rewards are all equal, unless the loss has other terms.
 
-Ranges are those of ordinary runs and no proof: a task may have good reasons to leave them. *Rules* are those of
-[`mrl explain`](run-directory.md#when-nothing-is-learned) that read the metric, with exact limits.
+Ranges are those of ordinary runs and no proof: a task may have good reasons to leave them. *Rules* have exact limits;
+[`mrl explain`](run-directory.md#when-nothing-is-learned) applies them.
 """
 OTHERS = f"""
 ## Parts of rewards, and environments
@@ -36,6 +39,15 @@ OTHERS = f"""
 
 A run with several environments has these for each, `environments/ID/NAME`:
 """
+WARNINGS = len(window_rules.RULES)
+RULES_OF_PAGE = f"""
+## Rules
+
+What `mrl explain` looks for, and what to try. The first {WARNINGS} are also the warnings of a run while it trains, and
+look at its last {WINDOW} steps. The others read the recipe, the whole record and its answers too.
+"""
+CODE = re.compile(r"\(mrl [^)]+\)|mrl \w+ RUN@[^.]+(?:\.\w+)+=VALUE|\b[a-z_]+(?:\.[a-z_]+)+\b")
+"""Commands and keys in the text of a rule, which a page shows as code."""
 
 
 def metrics_page() -> str:
@@ -48,6 +60,10 @@ def metrics_page() -> str:
     lines += OTHERS.rstrip("\n").split("\n")
     for name, of_environment in ENVIRONMENT_METRICS.items():
         lines += ["", f"- **`{name}`**: {of_environment.meaning}."]
+    lines += RULES_OF_PAGE.rstrip("\n").split("\n")
+    for name, rule in RULES.items():
+        text = f"{rule.condition}. *Try*: {rule.advice}"
+        lines += ["", *_wrapped(f"- **`{name}`**: {CODE.sub(_as_code, text)}")]
     return "\n".join(lines) + "\n"
 
 
@@ -62,7 +78,8 @@ def metric_lines(name: str) -> list[str]:
     if name not in known:
         return []
     metric = known[name]
-    rows = [("", metric.meaning), ("good", metric.good), ("else", metric.advice), ("rules", ", ".join(metric.rules))]
+    rules = [("rule", f"{rule}: {row.condition}. {row.advice}") for rule, row in RULES.items() if row.about == name]
+    rows = [("", metric.meaning), ("good", metric.good), ("else", metric.advice), *rules]
     lines = [f"{name}, a metric" + (f" in {metric.unit}" if metric.unit else "")]
     for label, text in rows:
         first = f"  {label:<6}" if label else "  "
@@ -70,10 +87,19 @@ def metric_lines(name: str) -> list[str]:
     return lines
 
 
-def _bullet(name: str, metric: Metric) -> Iterator[str]:
+def _bullet(name: str, metric: Metric) -> list[str]:
     text = f"- **`{name}`**" + (f" ({metric.unit})" if metric.unit else "") + f": {metric.meaning}."
-    if metric.good:
-        text += f" *Good*: {metric.good}. *Else*: {metric.advice}"
-    if metric.rules:
-        text += f" *Rules*: {', '.join(f'`{rule}`' for rule in metric.rules)}."
-    yield from textwrap.wrap(text, PAGE_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    text += f" *Good*: {metric.good}." if metric.good else ""
+    text += f" *Else*: {metric.advice}" if metric.advice else ""
+    if rules := [f"`{rule}`" for rule, row in RULES.items() if row.about == name]:
+        text += f" *Rules*: {', '.join(rules)}."
+    return _wrapped(text)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, PAGE_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _as_code(found: re.Match[str]) -> str:
+    text = found[0]
+    return f"(`{text[1:-1]}`)" if text.startswith("(") else f"`{text}`"

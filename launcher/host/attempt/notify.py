@@ -22,16 +22,16 @@ from launcher.host.process.limited import run_limited
 from launcher.host.record.ledger import read_ledger_or_complain
 from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine, Progress
 from megatron_rl.contract.codes import CRASHED, FINISHED, LOST, MISCONFIGURED
-from megatron_rl.contract.learning import Watch
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, append, if_readable, read, read_lines
 from megatron_rl.contract.run_records import Notification
 from megatron_rl.contract.tail import Tail
 from megatron_rl.contract.text import printable
+from megatron_rl.contract.window_rules import Watch
 
 FINISHED_EVENT, HELD_EVENT, RESTARTED, STALLED = "finished", "held", "restarted", "stalled"
 COLLAPSE, WARNING = "reward-collapse", "warning"
-OF_COLLAPSE = ("reward-collapse", "constant-rewards")  # rules of contract.learning
+OF_COLLAPSE = ("reward-collapse", "constant-rewards")  # rules of contract.window_rules
 
 WATCH_S = 5.0  # seconds between two reads of the record
 SUSPENDED_S = 300.0  # seconds without a call after which this machine was suspended

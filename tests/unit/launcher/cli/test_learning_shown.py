@@ -18,7 +18,7 @@ from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, encode_line
 
-CUT = "90% of the answers of the last 3 steps were cut at the limit of new tokens (since step 1). Look at sampling.max_"
+CUT = "90% of the answers of the last 3 steps were cut at the limit of new tokens (since step 1). Raise sampling.max_"
 
 
 def step(number: int, truncated: float) -> MetricsLine:
@@ -68,7 +68,7 @@ def test_the_status_has_the_warning_as_text_and_json(tmp_path: Path) -> None:
     told = status_json(read_status(run, None))
     (warning,) = told["warnings"]
     assert (warning["name"], warning["since"]) == ("truncated", 1)
-    assert warning["look"].startswith("sampling.max_new_tokens")
+    assert warning["advice"].startswith("Raise sampling.max_new_tokens")
     (said,) = [line for line in status_lines(told) if line.startswith("  warning ")]
     assert CUT in said
 

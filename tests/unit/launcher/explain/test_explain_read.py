@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.explain.read import read_record
+from launcher.explain.record import read_record
 from launcher.recipe.load import dump_resolved, load_recipe
 from megatron_rl.contract.paths import RunDir
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.explain.explanation import explain, rule_names
+from launcher.explain.explanation import RULES, explain
 from launcher.explain.record import Record
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, MetricsLine, RankError
 from megatron_rl.contract.paths import RunDir
@@ -43,4 +43,4 @@ def test_a_young_run_is_said_to_be_young(tmp_path: Path):
 def test_a_run_without_findings_says_so_under_a_heading_that_asks_nothing(tmp_path: Path):
     explanation = explain(RunDir(tmp_path), Record({}, [MetricsLine(step, {}) for step in range(1, 20)]))
     assert explanation.heading == "Findings"
-    assert explanation.remark == f"None of {len(rule_names())} rules finds anything that keeps this run from learning."
+    assert explanation.remark == f"None of {len(RULES)} rules finds anything that keeps this run from learning."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.explain.formats import Formats, formats_of
+from launcher.explain.facts import Formats, formats_of
 from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, SequenceLine
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from launcher.explain.group_facts import ends_with, explained_by_length, facts_of
+from launcher.explain.facts import ends_with, explained_by_length, facts_of
 from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, SequenceLine
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from launcher.explain.formats import Formats
-from launcher.explain.group_facts import GroupFacts
+from launcher.explain.explanation import OF_RECORD, findings
+from launcher.explain.facts import Formats, GroupFacts
 from launcher.explain.record import Record
-from launcher.explain.rules import RULES, findings
 from launcher.runs.slow_ranks import SlowRank
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import LearningWarning
+from megatron_rl.contract.learning import Finding
 from megatron_rl.contract.lesson_records import LessonRecord, PromptCounts, RightAnswer
 
 RECIPE = {
@@ -76,7 +75,7 @@ def with_right(*rewards: float | None, why: str = "") -> Record:
 
 
 def names(record: Record) -> list[str]:
-    return [one.rule for one in findings(record)]
+    return [one.name for one in findings(record)]
 
 
 GOOD = {
@@ -179,7 +178,7 @@ FAULTY = {
 
 
 def test_every_rule_has_a_faulty_record_here():
-    assert list(FAULTY) == [rule.name for rule in RULES]
+    assert FAULTY.keys() == OF_RECORD.keys()
 
 
 @pytest.mark.parametrize("name", FAULTY)
@@ -197,10 +196,9 @@ def test_several_updates_a_step_move_weights_further():
 
 
 def test_warnings_of_the_run_come_first_with_their_step():
-    warning = LearningWarning("truncated", 12, "60% of the answers were cut", "sampling.max_new_tokens")
+    warning = Finding("truncated", 12, "60% of the answers were cut", "Raise sampling.max_new_tokens.")
     found = findings(Record(RECIPE, run(clip_fraction=0.45).lines, warnings=[warning]))
-    assert [(one.rule, one.since) for one in found] == [("truncated", 12), ("clipped", None)]
-    assert found[0].advice == "Look at sampling.max_new_tokens."
+    assert [(one.name, one.since) for one in found] == [("truncated", 12), ("clipped", None)]
 
 
 def test_names_of_a_task_cannot_control_the_terminal():

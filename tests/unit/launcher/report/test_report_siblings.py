@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.explain.read import read_record
+from launcher.explain.record import read_record
 from launcher.recipe.load import dump_resolved, load_recipe
 from launcher.report import siblings
 from launcher.report.siblings import Siblings, near, read_siblings

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import RULES, TREND_STEPS, WINDOW, LearningWarning, Watch, number
+from megatron_rl.contract.learning import TREND_STEPS, WINDOW, Finding, number
+from megatron_rl.contract.window_rules import RULES, Watch
 
 GOOD: dict[str, Any] = {
     "answers": 64,
@@ -45,7 +46,7 @@ def record(good: int, odd: int, **values: Any) -> list[MetricsLine]:
     return [step(number, **(values if number > good else {})) for number in range(1, good + odd + 1)]
 
 
-def warnings_of(lines: list[MetricsLine]) -> list[LearningWarning]:
+def warnings_of(lines: list[MetricsLine]) -> list[Finding]:
     """Warnings at the end of a record."""
     watch = Watch()
     for line in lines:
@@ -116,12 +117,12 @@ def test_each_rule_reports_its_observation_and_first_step(
     (warning,) = warnings_of(lines)
     assert (warning.name, warning.since) == (name, since)
     assert seen in warning.seen
-    assert str(warning) == f"{warning.seen} (since step {since}). Look at {warning.look}."
+    assert str(warning) == f"{warning.seen} (since step {since}). {RULES[name].advice}"
 
 
 def test_every_rule_has_a_case() -> None:
     cases = test_each_rule_reports_its_observation_and_first_step.pytestmark[0].args[1]
-    assert {case[1] for case in cases} == {rule.name for rule in RULES}
+    assert {case[1] for case in cases} == RULES.keys()
 
 
 @pytest.mark.parametrize(

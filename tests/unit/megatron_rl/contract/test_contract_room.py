@@ -27,7 +27,7 @@ def test_contract_imports_only_the_standard_library():
 
 
 def test_contract_needs_no_installed_package():
-    program = "import megatron_rl.contract.learning, megatron_rl.contract.run_records"
+    program = "import megatron_rl.contract.window_rules, megatron_rl.contract.run_records"
     subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOM.parents[1])!r}); {program}"],
         check=True,
