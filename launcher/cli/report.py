@@ -1,64 +1,90 @@
-"""mrl report: one page of a run, or of several beside one another."""
+"""mrl report: one page of a run, or several runs beside one another as text and as a page."""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.completion import complete_run
 
+if TYPE_CHECKING:
+    from megatron_rl.contract.paths import RunDir
 
-@click.command("report", short_help="Write one HTML page of a run, or of several beside one another.")
+
+@click.command("report", short_help="Write one HTML page of a run, or compare several runs.")
 @click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write. Default: RUN/report.html.")
-@click.option("--by", metavar="METRIC", help="Of several runs: metric that decides which is the best.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Page to write. Default: RUN/report.html.")
+@click.option("--by", metavar="METRIC", help="Of several runs: metric that decides which is the best. [mean_reward]")
+@click.option("--lowest", is_flag=True, help="The lowest value of that metric is the best.")
+@click.option("--json", "as_json", is_flag=True, help="Of several runs: {by, lowest, best, keys, runs: [...]}.")
 @click.option("--follow", is_flag=True, help="Serve the page on this machine, and renew it as the run proceeds.")
 @click.option("--open", "opened", is_flag=True, help="Open the page in a browser.")
-def command(runs: tuple[str, ...], out: Path | None, by: str | None, follow: bool, opened: bool) -> None:
+def command(
+    runs: tuple[str, ...], out: Path | None, by: str | None, lowest: bool, as_json: bool, follow: bool, opened: bool
+) -> None:
     """Write RUN/report.html, a page of RUN that needs no network and no server: state, curves, rollouts, evaluations,
     use of the GPUs over time, attempts, recipe and what `mrl explain` finds. Nothing else of the run changes; it may be
     running.
 
-    RUN is a run's name, its directory, its job id, or nothing for the newest. Several runs, or a folder of runs such as
-    a sweep's, make one page with their curves over one another and a table of the keys that differ.
+    RUN is a run's name, its directory, its job id, or nothing for the newest.
+
+    Of several runs, print a line for each, the best first: the recipe keys in which they differ, metrics at the end as
+    means over the last ten steps, and the newest evaluations. --out writes a page of them too, with their curves over
+    one another. A directory that is not a run stands for the runs in it, and the beginning of several names for all of
+    these: give the folder of a sweep, or what the names of its runs begin with. Metrics of time, losses and failures
+    are best when low.
 
     --follow serves the page on a port of this machine to those who have its address, which contains a secret, and
     writes the file too. Ctrl-C ends it; the run is not affected.
 
     \b
-    Exit codes: 0 written  1 a record cannot be read, or the page not written  2 no such run, or bad usage
+    Exit codes: 0 done  1 a record cannot be read, or the page not written  2 no such run or metric, or bad usage
     """
     from launcher.errors import BadInput
-    from launcher.report.compare import compare
-    from launcher.report.compared import read_compared, runs_of
-    from launcher.report.write import follow_run, write_comparison, write_run
+    from launcher.report.compared import runs_of
+    from launcher.report.write import follow_run, write_run
     from launcher.runs.find import find, is_run
 
     found = runs_of(runs) if runs else [find(None)]
-    folder = Path(runs[0]) if len(runs) == 1 and not is_run(runs[0]) and Path(runs[0]).is_dir() else None
-    several = len(found) > 1 or folder is not None
-    if several and follow:
-        raise BadInput(f"--follow shows one run, and {len(found)} were given; name one of them")
-    if by and not several:
-        raise BadInput("--by orders several runs, and one was given")
-    if several and out is None and folder is None:
-        raise BadInput("several runs need --out FILE, the page to write")
-    file = out or (folder / "report.html" if folder else found[0].report)
-    if follow:
+    if len(found) > 1 or (len(runs) == 1 and not is_run(runs[0]) and Path(runs[0]).is_dir()):
+        if follow or (opened and not out):
+            raise BadInput("--follow shows one run" if follow else "--open needs --out FILE, the page of several runs")
+        _compare(found, out, by or "mean_reward", lowest, as_json)
+    elif by or lowest or as_json:
+        raise BadInput("--by, --lowest and --json compare several runs, and one was given")
+    elif follow:
+        file = out or found[0].report
         follow_run(found[0], file, lambda address: _announce(address, file, opened), partial(click.echo, err=True))
         return
-    if several:
-        comparison = compare(read_compared(found), by or "mean_reward")
-        if by and comparison.best is None:
-            raise BadInput(f"--by {by}: no run has this metric; `mrl help --metrics` lists the metrics")
-        size = write_comparison(comparison, file, folder.absolute().name if folder else "Comparison")
     else:
-        size = write_run(found[0], file)
-    click.echo(f"{file}  ({size / 1e6:.2g} MB)")
-    if opened:
-        _open(file.absolute().as_uri())
+        out = out or found[0].report
+        click.echo(f"{out}  ({write_run(found[0], out) / 1e6:.2g} MB)")
+    if opened and out:
+        _open(out.absolute().as_uri())
+
+
+def _compare(runs: list[RunDir], out: Path | None, by: str, lowest: bool, as_json: bool) -> None:
+    from launcher.cli.show.comparison import comparison_json, show_comparison
+    from launcher.errors import BadInput
+    from launcher.report.compare import compare
+    from launcher.report.compared import read_compared
+    from launcher.report.write import write_comparison
+
+    comparison = compare(read_compared(runs), by, True if lowest else None)
+    if not comparison.ranked:
+        known = sorted({name for run in comparison.runs for line in run.record.lines[-1:] for name in line.values})
+        raise BadInput(f"--by {by}: no run has this metric; newest steps have {', '.join(known) or 'nothing yet'}")
+    if as_json:
+        click.echo(json.dumps(comparison_json(comparison)))
+    else:
+        show_comparison(comparison)
+    if out:
+        size = write_comparison(comparison, out)
+        click.echo(f"{out}  ({size / 1e6:.2g} MB)", err=as_json)
 
 
 def _announce(address: str, file: Path, opened: bool) -> None:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from launcher.explain.record import Record
 from launcher.report.recipe import differing
-from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import WINDOW, number
+from megatron_rl.contract.learning import WINDOW, numbers
 
 SHOWN = ("mean_reward", "right_ratio", "loss", "entropy", "answer_length", "truncated_ratio", "time/step_s")
 """Metrics of every comparison, beside those of evaluations."""
@@ -56,10 +55,16 @@ class Comparison:
         return sorted(range(len(self.runs)), key=lambda at: (values[at] is None, sign * (values[at] or 0.0)))
 
     @property
+    def ranked(self) -> list[int]:
+        """The same without those that have no value."""
+        return [at for at in self.order if self.metrics[self.by][at] is not None]
+
+    @property
     def best(self) -> int | None:
-        """Index of the best run; None if no run has the metric."""
-        first = self.order[0]
-        return first if self.metrics[self.by][first] is not None else None
+        """Index of the best run; None if several are equally good, or no run has the metric."""
+        values = self.metrics[self.by]
+        first, *others = self.ranked or [None]
+        return None if first is None or any(values[at] == values[first] for at in others) else first
 
 
 def compare(runs: Sequence[ComparedRun], by: str = "mean_reward", lowest: bool | None = None) -> Comparison:
@@ -79,16 +84,19 @@ def compare(runs: Sequence[ComparedRun], by: str = "mean_reward", lowest: bool |
 
 
 def verdict(found: Comparison) -> str:
-    """Return which run is the best, and whether its lead over the next one is more than noise. Only if there is a best
-    one."""
-    first, *others = [found.runs[at] for at in found.order if found.metrics[found.by][at] is not None]
+    """Return which of the ranked runs is the best, and whether its lead over the next one is more than noise."""
+    first, *others = [found.runs[at] for at in found.ranked]
     value = value_at_end(first.record, found.by)
     which = "lowest" if found.lowest else "highest"
-    text = f"best by {found.by} ({which}, mean of the last {WINDOW} steps): {first.name}, {value:.4g}"
+    text = f"best by {found.by} ({which}, mean of the last {WINDOW} steps): "
+    if others and found.best is None:
+        equal = [run.name for run in (first, *others) if value_at_end(run.record, found.by) == value]
+        return f"{text}{' and '.join(equal)} are equal, {value:.4g}"
+    text += f"{first.name}, {value:.4g}"
     if not others:
         return text
     text += f"; next: {others[0].name}, {value_at_end(others[0].record, found.by):.4g}"
-    ends = [_values(run.record.lines, found.by)[-WINDOW:] for run in (first, others[0])]
+    ends = [numbers(run.record.lines, found.by)[-WINDOW:] for run in (first, others[0])]
     if min(map(len, ends)) < WINDOW:
         return text
     lead = abs(fmean(ends[0]) - fmean(ends[1]))
@@ -130,11 +138,7 @@ def short(keys: Sequence[str]) -> list[str]:
 def value_at_end(record: Record, name: str) -> float | None:
     """Return the mean of a metric over the last WINDOW steps that have it, or its value in the newest evaluation; None
     if there is neither."""
-    values = _values(record.lines, name)[-WINDOW:]
+    values = numbers(record.lines, name)[-WINDOW:]
     if values:
         return sum(values) / len(values)
-    return next(iter(_values(record.evaluations, name)[-1:]), None)
-
-
-def _values(lines: Sequence[MetricsLine], name: str) -> list[float]:
-    return [value for line in lines if (value := number(line, name)) is not None]
+    return next(iter(numbers(record.evaluations, name)[-1:]), None)

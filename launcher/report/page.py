@@ -60,21 +60,16 @@ def run_page(report: RunReport, now: float, live: bool = False) -> str:
         report=report,
         rollouts=report.rollouts,
         command=pasteable_command("rollouts", report.name),
-        folder_command=pasteable_command("report", str(Path(report.path).parent)),
         now=now,
         recipe=flat(report.values),
     )
 
 
-def comparison_page(comparison: Comparison, title: str, now: float) -> str:
-    """Return the page of several runs.
-
-    title: heading.
-    """
+def comparison_page(comparison: Comparison, now: float) -> str:
+    """Return the page of several runs."""
     runs = [comparison.runs[place] for place in comparison.order]
-    data = {"groups": overlaid(runs), "evaluations": [], "timeline": None}
-    texts = {"title": title, "verdict": verdict(comparison) if comparison.best is not None else ""}
-    return _render("several.html.j2", {"curves": data}, False, comparison=comparison, now=now, **texts)
+    data = {"curves": {"groups": overlaid(runs), "evaluations": [], "timeline": None}}
+    return _render("several.html.j2", data, False, comparison=comparison, now=now, verdict=verdict(comparison))
 
 
 def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -> str:

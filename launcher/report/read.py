@@ -21,7 +21,6 @@ from launcher.report.lesson import lesson_of
 from launcher.report.recipe import Difference, differences, overridden
 from launcher.report.report import Cost, Fact, ResultRow, RunReport, Span, generated_tokens, span
 from launcher.report.rollouts import collect
-from launcher.report.siblings import read_siblings
 from launcher.report.usage import attempt_rows, gpus_of, held_seconds, timeline, useful_share, waterfall
 from launcher.runs.slow_ranks import read_phase_ranks
 from launcher.runs.state import RunStatus, read_statuses
@@ -30,7 +29,7 @@ from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Fabri
 from megatron_rl.contract.attempt_records import NodeAssignment as Nodes
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.files import names_in
-from megatron_rl.contract.learning import number
+from megatron_rl.contract.learning import number, numbers
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
@@ -96,7 +95,6 @@ def read_report(run: RunDir, now: float) -> RunReport:
         base=base,
         differences=changed,
         changes=_changes(run, unread),
-        siblings=read_siblings(run, record, unread),
         fork=if_readable(read(Fork, run.fork)),
         values=dict(record.recipe),
         facts=_facts(run, status.attempt, record),
@@ -135,7 +133,7 @@ def _cost(cluster: str, seconds: float, unread: list[str]) -> Cost | None:
 
 
 def _eta(record: Record, status: RunStatus) -> float | None:
-    times = [value for line in record.lines[-RECENT:] if (value := number(line, "time/step_s")) is not None]
+    times = numbers(record.lines[-RECENT:], "time/step_s")
     return (status.steps - record.lines[-1].step) * sum(times) / len(times) if times and status.steps else None
 
 

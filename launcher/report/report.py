@@ -11,11 +11,10 @@ from launcher.report.charts import Chart, Group
 from launcher.report.lesson import ShownLesson
 from launcher.report.recipe import Difference
 from launcher.report.rollouts import Rollouts
-from launcher.report.siblings import Siblings
 from launcher.report.usage import AttemptRow, Fall, Timeline
 from launcher.runs.slow_ranks import PhaseRank
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import WINDOW, number
+from megatron_rl.contract.learning import WINDOW, number, numbers
 from megatron_rl.contract.lesson_records import RightAnswer
 from megatron_rl.contract.run_records import Fork, RecipeChange
 
@@ -101,7 +100,6 @@ class RunReport:
     """Name of what the recipe is based on."""
     differences: list[Difference]
     changes: list[RecipeChange]
-    siblings: Siblings | None
     fork: Fork | None
     """Origin of a forked run."""
     values: dict[str, Any]
@@ -113,7 +111,7 @@ class RunReport:
 
 def span(lines: Sequence[MetricsLine], name: str) -> Span | None:
     """Return the means over the first and the last steps that have a metric; None if none has."""
-    values = [value for line in lines if (value := number(line, name)) is not None]
+    values = numbers(lines, name)
     if not values:
         return None
     first, last = values[:WINDOW], values[-WINDOW:]

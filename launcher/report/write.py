@@ -29,9 +29,9 @@ def write_run(run: RunDir, file: Path) -> int:
         return _write(file, run_page(read_report(run, now), now))
 
 
-def write_comparison(comparison: Comparison, file: Path, title: str) -> int:
+def write_comparison(comparison: Comparison, file: Path) -> int:
     """Write the page of several runs. Returns its bytes. Raises Failed."""
-    return _write(file, comparison_page(comparison, title, time.time()))
+    return _write(file, comparison_page(comparison, time.time()))
 
 
 def follow_run(

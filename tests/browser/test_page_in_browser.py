@@ -30,10 +30,7 @@ canvas => {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run beside another one of its recipe."""
-    folder = tmp_path_factory.mktemp("runs")
-    make_reported_run(folder / "shorter", steps=30)
-    found = make_reported_run(folder / "mine")
+    found = make_reported_run(tmp_path_factory.mktemp("runs") / "mine")
     write_run(found, found.report)
     return found
 
@@ -49,7 +46,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweep")
     runs = [make_reported_run(folder / f"steps={steps}", steps) for steps in (30, 60)]
-    write_comparison(compare(read_compared(runs)), folder / "report.html", "sweep")
+    write_comparison(compare(read_compared(runs)), folder / "report.html")
     return folder / "report.html"
 
 

@@ -1,4 +1,4 @@
-"""Output of `mrl compare`."""
+"""Text of `mrl report` for several runs."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ def show_comparison(found: Comparison) -> None:
     if not found.keys:
         console.print("the recipes are equal")
     if (more := len(found.keys) - MOST_KEYS) > 0:
-        console.print(f"{more} more keys differ: mrl compare --json has all of them")
-    if found.best is not None:
-        console.print(Text(printable(verdict(found))))
+        console.print(f"{more} more keys differ: --json has all of them")
+    console.print(Text(printable(verdict(found))))
 
 
 def stacked(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:

@@ -1,4 +1,4 @@
-"""mrl compare: runs by name or folder, as text and as JSON."""
+"""mrl report of several runs: by name or folder, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def compared(*words: str | Path) -> Result:
-    return CliRunner().invoke(main, ["compare", *map(str, words)])
+    return CliRunner().invoke(main, ["report", *map(str, words)])
 
 
 def test_the_runs_of_a_folder_are_listed_with_what_differs_the_best_first(sweep: Path):
@@ -63,7 +63,8 @@ def test_json_has_the_runs_in_the_same_order(sweep: Path):
 
 
 def test_equal_recipes_are_said_to_be_equal(sweep: Path):
-    assert "the recipes are equal" in compared(sweep / "a").output
+    (sweep / "b\x1b[31m" / "resolved.yaml").write_bytes((sweep / "a" / "resolved.yaml").read_bytes())
+    assert "the recipes are equal" in compared(sweep).output
 
 
 @pytest.mark.parametrize(
@@ -114,4 +115,4 @@ def test_runs_that_differ_in_many_keys_show_their_metrics_first_and_say_what_is_
     text = compared(sweep).output
     (header,) = (line.split() for line in text.splitlines() if line.startswith("run"))
     assert header[:4] == ["run", "state", "step", "mean_reward"]
-    assert "more keys differ: mrl compare --json has all of them" in text
+    assert "more keys differ: --json has all of them" in text

@@ -151,15 +151,17 @@ def test_damaged_records_leave_a_page_that_names_what_is_missing(run: RunDir):
         assert part in said, part
 
 
-def test_a_page_of_a_run_beside_others_of_its_recipe_compares_them(run: RunDir):
+def test_a_page_of_several_runs_marks_the_best(run: RunDir):
     other = RunDir(run.root.with_name("other"))
     shutil.copytree(run.root, other.root)
     other.resolved.write_text(run.resolved.read_text("utf-8").replace("group_size: 8", "group_size: 4"), "utf-8")
     append(other.metrics, MetricsLine(31, {"mean_reward": 0.9}))
-    said = " ".join(page_of(run).text.split())
-    assert "Beside 1 other run of demo in the same folder Place 2 of 2 by mean_reward" in said
-    assert "otherbest 431 0.324" in said  # cells: other, best; group_size 4; step 31; mean reward
-    assert "this run" in said
+    file = run.root.parent / "both.html"
+    result = CliRunner().invoke(command, [str(run.root), str(other.root), "--out", str(file)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    said = " ".join(Outline(file.read_text(encoding="utf-8")).text.split())
+    assert "Best by mean_reward (highest, mean of the last 10 steps): other, 0.324; next: mine, 0.255" in said
+    assert "otherbest4failed310.324" in said.replace(" ", "")  # name, best, group_size, state, step, mean reward
 
 
 def test_a_run_that_vanishes_while_it_is_followed_is_named_and_not_made_again(run: RunDir, monkeypatch):

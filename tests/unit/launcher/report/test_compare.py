@@ -71,3 +71,9 @@ def test_the_verdict_names_the_best_and_the_next_and_says_when_that_is_noise():
     close = compare([run("one", [0.1, 0.3] * 5), run("other", [0.12, 0.3] * 5)])
     assert "(no more than noise: 2 standard errors are 0.09" in verdict(close)
     assert "next" not in verdict(compare([run("alone", [0.1])]))
+
+
+def test_of_equally_good_runs_none_is_the_best():
+    found = compare([run("a", [0.5] * 10), run("low", [0.1]), run("b", [0.5] * 10), run("new", [])])
+    assert found.best is None
+    assert verdict(found) == "best by mean_reward (highest, mean of the last 10 steps): a and b are equal, 0.5"
