@@ -16,8 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from launcher.report.compare import Comparison, verdict
-from launcher.report.overlay import overlaid
+from launcher.report.compare import Comparison, overlaid, verdict
 from launcher.report.report import RunReport
 from launcher.report.usage import STACKED
 from launcher.runs.find import pasteable_command

@@ -10,9 +10,9 @@ from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.errors import BadInput
 from launcher.explain.explanation import explain
 from launcher.explain.record import Record, read_record
-from launcher.host.record.accounting import GpuUsage
+from launcher.host.record.accounting import GpuUsage, goodput_of, held_of
 from launcher.host.record.goodput import read_usage
-from launcher.host.record.ledger import read_ledger
+from launcher.host.record.ledger import ends_in, read_ledger, starts_in
 from launcher.recipe.defaults import with_defaults
 from launcher.recipe.files import EXTENDS, RecipeFile, shipped_values, with_base
 from launcher.recipe.located_yaml import read_mapping, read_text
@@ -21,11 +21,11 @@ from launcher.report.lesson import lesson_of
 from launcher.report.recipe import Difference, differences, overridden
 from launcher.report.report import Cost, Fact, ResultRow, RunReport, Span, generated_tokens, span
 from launcher.report.rollouts import collect
-from launcher.report.usage import attempt_rows, gpus_of, held_seconds, timeline, useful_share, waterfall
+from launcher.report.usage import attempt_rows, timeline, waterfall
 from launcher.runs.slow_ranks import read_phase_ranks
 from launcher.runs.state import RunStatus, read_statuses
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, FabricReport, Kernels, LedgerLine, NodeHealth
+from megatron_rl.contract.attempt_records import FabricReport, Kernels, LedgerLine, NodeHealth
 from megatron_rl.contract.attempt_records import NodeAssignment as Nodes
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.files import names_in
@@ -51,14 +51,13 @@ def read_report(run: RunDir, now: float) -> RunReport:
     record = read_record(run)
     record = replace(record, recipe=with_defaults(record.recipe, RunConfig))
     unread = [*status.unread, *record.left_out]
-    usage, ledger = read_gpu_usage(status, now, unread)
+    usage, ledger = _gpu_usage(status, now, unread)
     running = status.state in ("running", "saving", "unknown")
     base, changed = _differences(run, record.recipe, unread)
-    held = held_seconds(usage)
+    total = usage.total
     step = record.lines[-1].step if record.lines else 0
     collected = collect(read_rollouts(run, 1, step))
-    starts = [line.at for line in ledger if isinstance(line, AttemptStart)]
-    ends = [line.at for line in ledger if isinstance(line, AttemptEnd)]
+    starts, ends = starts_in(ledger), ends_in(ledger)
     device = "GPU" if record.key("job.device") == "cuda" else "process"
     return RunReport(
         name=status.name,
@@ -69,13 +68,13 @@ def read_report(run: RunDir, now: float) -> RunReport:
         reason=status.reason,
         step=step,
         steps=status.steps,
-        began=starts[0] if starts else None,
-        ended=None if running or not ends else ends[-1],
+        began=starts[0].at if starts else None,
+        ended=None if running or not ends else ends[-1].at,
         device=device,
-        gpus=gpus_of(usage.attempts),
-        gpu_seconds=held,
-        goodput=useful_share(usage),
-        cost=_cost(status.cluster, held, unread) if device == "GPU" else None,
+        gpus=usage.attempts[-1].gpus if usage.attempts else 0,
+        gpu_seconds=held_of(total),
+        goodput=goodput_of(total),
+        cost=_cost(status.cluster, held_of(total), unread) if device == "GPU" else None,
         tokens=generated_tokens(record.lines),
         reward=span(record.lines, "mean_reward"),
         right=span(record.lines, "right_ratio"),
@@ -102,14 +101,14 @@ def read_report(run: RunDir, now: float) -> RunReport:
     )
 
 
-def read_gpu_usage(status: RunStatus, now: float, unread: list[str]) -> tuple[GpuUsage, list[LedgerLine]]:
+def _gpu_usage(status: RunStatus, now: float, unread: list[str]) -> tuple[GpuUsage, list[LedgerLine]]:
     """Return the use of the GPUs and the ledger; both are empty if they cannot be read.
 
     unread: gets the reason.
     """
     running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
     try:
-        return read_usage(status.run, now, running, queued), list(read_ledger(status.run, patience=0.0))
+        return read_usage(status.run, now, running, queued), read_ledger(status.run, patience=0.0)
     except UnreadableRecord as error:
         unread.append(str(error))
     except OSError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from launcher.host.judge.sentence import describe_end
-from launcher.host.record.accounting import CATEGORIES, DRAIN, LOST, QUEUE, USEFUL, WAIT, AttemptUsage, GpuUsage
+from launcher.host.record.accounting import CATEGORIES, DRAIN, LOST, QUEUE, USEFUL, WAIT, GpuUsage, goodput_of, held_of
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, LedgerLine
 
 SLICES = 240
@@ -101,7 +101,7 @@ def timeline(usage: GpuUsage, slices: int = SLICES) -> Timeline | None:
 def waterfall(usage: GpuUsage) -> list[Fall]:
     """Return the bars from the held time down to the goodput, then those of its parts; empty if nothing was held."""
     total = usage.total
-    held = sum(total.values()) - total[QUEUE]
+    held = held_of(total)
     if not held:
         return []
     bars = [Fall("held", 0.0, 1.0, held, "held")]
@@ -127,7 +127,7 @@ def attempt_rows(usage: GpuUsage, ledger: Sequence[LedgerLine], now: float) -> l
         if one.attempt is None:
             continue
         end = ends.get(one.attempt)
-        held = sum(one.seconds.values()) - one.seconds[QUEUE]
+        held = held_of(one.seconds)
         rows.append(
             AttemptRow(
                 one.attempt,
@@ -136,24 +136,13 @@ def attempt_rows(usage: GpuUsage, ledger: Sequence[LedgerLine], now: float) -> l
                 one.start - one.queued_at,
                 one.gpus,
                 list(starts[one.attempt].nodes),
-                sum(one.seconds[name] for name in USEFUL) / held if held else None,
+                goodput_of(one.seconds),
                 one.seconds[LOST] / held if held else None,
                 end.outcome if end else "",
                 describe_end(end, now) if end else "",
             )
         )
     return rows
-
-
-def held_seconds(usage: GpuUsage) -> float:
-    """GPU-seconds for which GPUs were held."""
-    return sum(sum(one.seconds.values()) - one.seconds[QUEUE] for one in usage.attempts)
-
-
-def useful_share(usage: GpuUsage) -> float | None:
-    """Goodput; None if no GPU was held."""
-    held = held_seconds(usage)
-    return sum(usage.total[name] for name in USEFUL) / held if held else None
 
 
 def _own(
@@ -180,8 +169,3 @@ def _shares(
             for name, value in its.items():
                 amounts[part][STACKED.index(name)] += value / whole * overlap
     return [[round(value / width, 4) for value in row] for row in amounts]
-
-
-def gpus_of(attempts: Sequence[AttemptUsage]) -> int:
-    """GPUs of the newest attempt; 0 before the first."""
-    return attempts[-1].gpus if attempts else 0

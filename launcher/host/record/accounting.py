@@ -82,11 +82,10 @@ class GpuUsage(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """JSON object of the usage. Shares are of the GPU-seconds held, without `queue`; null where none were held."""
         total = self.total
-        held = sum(total.values()) - total[QUEUE]
-        useful = sum(total[name] for name in USEFUL)
+        held = held_of(total)
         return {
-            "goodput": useful / held if held else None,
-            "goodput_with_queue": useful / (held + total[QUEUE]) if held else None,
+            "goodput": goodput_of(total),
+            "goodput_with_queue": sum(total[name] for name in USEFUL) / (held + total[QUEUE]) if held else None,
             "held_gpu_seconds": held,
             "gpu_seconds": total,
             "shares": {name: total[name] / held for name in CATEGORIES if name != QUEUE} if held else None,
@@ -102,6 +101,17 @@ class GpuUsage(NamedTuple):
                 for attempt in self.attempts
             ],
         }
+
+
+def held_of(seconds: Mapping[str, float]) -> float:
+    """GPU-seconds held, of GPU-seconds by category."""
+    return sum(seconds.values()) - seconds[QUEUE]
+
+
+def goodput_of(seconds: Mapping[str, float]) -> float | None:
+    """Useful share of the GPU-seconds held; None where none were held."""
+    held = held_of(seconds)
+    return sum(seconds[name] for name in USEFUL) / held if held else None
 
 
 def gpu_usage(

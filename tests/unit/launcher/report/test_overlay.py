@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from launcher.explain.record import Record
 from launcher.report.charts import MOST_CURVES, Chart
-from launcher.report.compare import ComparedRun
-from launcher.report.overlay import overlaid
+from launcher.report.compare import ComparedRun, overlaid
 from megatron_rl.contract.attempt_records import MetricsLine
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.host.record.accounting import AttemptTrace, gpu_usage
-from launcher.report.usage import STACKED, Timeline, attempt_rows, timeline, useful_share, waterfall
+from launcher.host.record.accounting import AttemptTrace, goodput_of, gpu_usage
+from launcher.report.usage import STACKED, Timeline, attempt_rows, timeline, waterfall
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, TimelineLine
 
 LEDGER = [
@@ -67,7 +67,7 @@ def test_the_waterfall_falls_from_the_held_time_to_the_goodput_and_on_to_its_par
     held, startup, load, goodput, train, generate = bars
     assert held.seconds == 360.0
     assert (startup.start + startup.width, load.start + load.width) == pytest.approx((1.0, startup.start))
-    assert (goodput.width, goodput.width) == pytest.approx((load.start, useful_share(USAGE)))
+    assert (goodput.width, goodput.width) == pytest.approx((load.start, goodput_of(USAGE.total)))
     assert train.start + train.width == pytest.approx(goodput.width)
     assert generate.start == pytest.approx(0.0)
 
@@ -76,7 +76,7 @@ def test_a_run_that_has_not_started_has_neither():
     empty = gpu_usage([], {}, 0.0)
     assert timeline(empty) is None
     assert waterfall(empty) == []
-    assert useful_share(empty) is None
+    assert goodput_of(empty.total) is None
 
 
 def test_attempts_say_how_they_ended_and_how_long_they_waited():
