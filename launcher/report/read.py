@@ -21,7 +21,7 @@ from launcher.report.lesson import lesson_of
 from launcher.report.recipe import Difference, differences, overridden
 from launcher.report.report import Cost, Fact, ResultRow, RunReport, Span, generated_tokens, span
 from launcher.report.rollouts import collect
-from launcher.report.usage import attempt_rows, timeline, waterfall
+from launcher.report.usage import attempt_rows, timeline
 from launcher.runs.slow_ranks import read_phase_ranks
 from launcher.runs.state import RunStatus, read_statuses
 from megatron_rl.config import RunConfig
@@ -88,7 +88,6 @@ def read_report(run: RunDir, now: float) -> RunReport:
         evaluations=evaluation_charts(record.evaluations),
         results=_results(run, unread),
         timeline=timeline(usage),
-        waterfall=waterfall(usage),
         attempts=attempt_rows(usage, ledger, now),
         phases=read_phase_ranks(run),
         base=base,

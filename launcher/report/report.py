@@ -11,7 +11,7 @@ from launcher.report.charts import Chart, Group
 from launcher.report.lesson import ShownLesson
 from launcher.report.recipe import Difference
 from launcher.report.rollouts import Rollouts
-from launcher.report.usage import AttemptRow, Fall, Timeline
+from launcher.report.usage import AttemptRow, Timeline
 from launcher.runs.slow_ranks import PhaseRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, number, numbers
@@ -92,7 +92,6 @@ class RunReport:
     evaluations: list[Chart]
     results: list[ResultRow]
     timeline: Timeline | None
-    waterfall: list[Fall]
     attempts: list[AttemptRow]
     phases: list[PhaseRank]
     """Slowest rank of each phase in the newest steps; empty with a single rank."""

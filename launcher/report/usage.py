@@ -12,8 +12,6 @@ from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Ledge
 
 SLICES = 240
 """Slices of the timeline."""
-SEEN = 5e-4
-"""Share of the held time below which a category has no bar."""
 OVERHEAD = tuple(name for name in CATEGORIES if name not in (*USEFUL, QUEUE, WAIT, LOST, DRAIN))
 STACKED = (*USEFUL, *OVERHEAD, WAIT, DRAIN, LOST, QUEUE)
 """Categories from the bottom of the timeline to its top."""
@@ -64,18 +62,6 @@ class AttemptRow(NamedTuple):
     """Sentence; empty while it runs."""
 
 
-class Fall(NamedTuple):
-    """A bar of the waterfall, in shares of the held time."""
-
-    label: str
-    start: float
-    width: float
-    seconds: float
-    """GPU-seconds."""
-    kind: str
-    """held, useful, overhead or goodput."""
-
-
 def timeline(usage: GpuUsage, slices: int = SLICES) -> Timeline | None:
     """Return the use of the GPUs in equal slices of time; None if no time is known."""
     pieces: list[tuple[float, float, Mapping[str, float], Mapping[str, float]]] = []
@@ -96,26 +82,6 @@ def timeline(usage: GpuUsage, slices: int = SLICES) -> Timeline | None:
     if generating:
         lanes.append(Lane("replicas", _shares([(low, high, its) for low, high, _, its in pieces], at, slices)))
     return Timeline(at, marks, lanes)
-
-
-def waterfall(usage: GpuUsage) -> list[Fall]:
-    """Return the bars from the held time down to the goodput, then those of its parts; empty if nothing was held."""
-    total = usage.total
-    held = held_of(total)
-    if not held:
-        return []
-    bars = [Fall("held", 0.0, 1.0, held, "held")]
-    left = held
-    for name in (LOST, *OVERHEAD, WAIT, DRAIN):
-        left -= total[name]
-        if total[name] >= SEEN * held:
-            bars.append(Fall(name, left / held, total[name] / held, total[name], "overhead"))
-    bars.append(Fall("goodput", 0.0, left / held, left, "goodput"))
-    for name in sorted(USEFUL, key=lambda one: -total[one]):
-        left -= total[name]
-        if total[name] >= SEEN * held:
-            bars.append(Fall(name, max(0.0, left / held), total[name] / held, total[name], "useful"))
-    return bars
 
 
 def attempt_rows(usage: GpuUsage, ledger: Sequence[LedgerLine], now: float) -> list[AttemptRow]:

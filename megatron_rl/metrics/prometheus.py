@@ -32,11 +32,13 @@ class Sample(NamedTuple):
 
 
 class PrometheusFile:
-    """Writer of the file of a run. Its methods raise OSError.
+    """Writer of the file of a run. Methods raise OSError.
 
     Args:
         path: file, or the folder of node_exporter's collector; None: metrics.prom of the run directory.
     """
+
+    name = "Prometheus's file"
 
     def __init__(self, run_dir: RunDir, path: str | None) -> None:
         self._run = run_dir.root.resolve().name
@@ -53,13 +55,16 @@ class PrometheusFile:
         self._values = ({**self._values, **values}) if step == self._step else {**kept, **values}
         self._step, self._stale = step, True
         if time.monotonic() >= self._written + EVERY_S:
-            self.flush()
+            self._write()
 
-    def flush(self) -> None:
+    def close(self) -> None:
         """Write what has not been written."""
         if self._stale:
-            self._written, self._stale = time.monotonic(), False
-            write_atomic(self.path, text_of(self._run, self._step, self._values, time.time()), durable=False)
+            self._write()
+
+    def _write(self) -> None:
+        self._written, self._stale = time.monotonic(), False
+        write_atomic(self.path, text_of(self._run, self._step, self._values, time.time()), durable=False)
 
 
 def text_of(run: str, step: int, values: Mapping[str, Any], at: float) -> str:

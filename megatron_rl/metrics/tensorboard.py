@@ -22,12 +22,14 @@ COMPARED = ("mean_reward", "right_ratio", "loss")
 class TensorBoard:
     """Writer of the event files. All methods raise OSError, possibly for events queued by an earlier call."""
 
+    name = "TensorBoard"
+
     def __init__(self, folder: Path, next_step: int) -> None:
         """next_step: TensorBoard hides earlier event files from this step on."""
         self._writer = SummaryWriter(str(folder), purge_step=next_step, flush_secs=FLUSH_S)
         self._end: Summary | None = None
 
-    def scalars(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the numbers among `metrics` as one event. SummaryWriter.add_scalar would make one each, which takes
         milliseconds per step."""
         values = [

@@ -40,6 +40,18 @@ class RolloutView(Protocol):
         """Return whole groups as text, at most `limit` of them."""
 
 
+class Tracker(Protocol):
+    """Place where people follow the numbers of a run, beside its record. Methods raise OSError."""
+
+    name: str
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a step, or of an evaluation after it."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
 class Writer:
     """Interface of the training loop. This base class, for ranks other than 0, writes nothing."""
 
@@ -92,16 +104,16 @@ class MetricsWriter(Writer):
         cut_back(run_dir.evaluations, evaluated if evaluated >= 0 else None)
         self._tensorboard = TensorBoard(run_dir.tensorboard, max(last_step, evaluated) + 1 if last_step else 0)
         if hyperparameters:
-            with self._optional("TensorBoard"):
+            with self._optional(self._tensorboard.name):
                 self._tensorboard.hyperparameters(hyperparameters)
-        self._prometheus = PrometheusFile(run_dir, config.prometheus)
+        self._trackers: list[Tracker] = [self._tensorboard, PrometheusFile(run_dir, config.prometheus)]
         self._mirror = Mirror(run_dir, attempt) if config.wandb else None
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = _finite(metrics)
         line = MetricsLine(step, values)
         _append(self._run_dir.metrics, line)
-        self._scalars(step, values)
+        self._track(step, values)
         if self._mirror:
             self._mirror.restart_if_ended()
         logger.info(
@@ -117,7 +129,7 @@ class MetricsWriter(Writer):
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         _append(self._run_dir.evaluations, MetricsLine(step, _finite(metrics)))
-        self._scalars(step, metrics)
+        self._track(step, metrics)
         for name, value in metrics.items():
             logger.info("step %d  %s %s", step, name, f"{value:.3f}" if isinstance(value, float) else value)
 
@@ -127,15 +139,15 @@ class MetricsWriter(Writer):
 
     def rollouts(self, step: int, view: RolloutView) -> None:
         if is_due(step, self._config.histograms_every):
-            with self._optional("TensorBoard"):
+            with self._optional(self._tensorboard.name):
                 self._tensorboard.histograms(step, view.histograms())
         if is_due(step, self._config.samples_every):
-            with self._optional("TensorBoard"):
+            with self._optional(self._tensorboard.name):
                 self._tensorboard.texts(step, view.texts(self._config.samples))
 
     def sync(self) -> None:
         """Also flush TensorBoard's event queue: a killed run would lose events of steps that it never repeats."""
-        with self._optional("TensorBoard"):
+        with self._optional(self._tensorboard.name):
             self._tensorboard.flush()
         for path in (self._run_dir.metrics, self._run_dir.evaluations):
             if path.exists():
@@ -144,10 +156,9 @@ class MetricsWriter(Writer):
 
     def close(self) -> None:
         """Also end the W&B upload, which reads the outcome."""
-        with self._optional("TensorBoard"):
-            self._tensorboard.close()
-        with self._optional("Prometheus's file"):
-            self._prometheus.flush()
+        for tracker in self._trackers:
+            with self._optional(tracker.name):
+                tracker.close()
         if self._mirror:
             self._mirror.close()
 
@@ -161,11 +172,10 @@ class MetricsWriter(Writer):
                 logger.warning("%s is left out: %s", what, error)
             self._left_out.add(what)
 
-    def _scalars(self, step: int, metrics: Mapping[str, Any]) -> None:
-        with self._optional("TensorBoard"):
-            self._tensorboard.scalars(step, metrics)
-        with self._optional("Prometheus's file"):
-            self._prometheus.add(step, metrics)
+    def _track(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            with self._optional(tracker.name):
+                tracker.add(step, metrics)
 
 
 def _append(path: Path, line: MetricsLine) -> None:

@@ -4,8 +4,8 @@ mrl.usage = (() => {
   function show(place, timeline, categories) {
     const used = new Set();
     for (const lane of timeline.lanes) {
-      place.append(mrl.element("p", { class: "lane-name" }, lane.role));
-      place.append(draw(lane, categories, used));
+      const picture = draw(lane, categories, used);
+      place.append(mrl.element("p", { class: "lane-name" }, picture.getAttribute("aria-label")), picture);
     }
     place.append(axis(timeline));
     const list = mrl.element("ul", { class: "legend" });

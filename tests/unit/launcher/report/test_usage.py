@@ -1,11 +1,11 @@
-"""Timeline, waterfall and attempts, from the accounting of GPU-seconds."""
+"""Timeline and attempts, from the accounting of GPU-seconds."""
 
 from __future__ import annotations
 
 import pytest
 
 from launcher.host.record.accounting import AttemptTrace, goodput_of, gpu_usage
-from launcher.report.usage import STACKED, Timeline, attempt_rows, timeline, waterfall
+from launcher.report.usage import STACKED, Timeline, attempt_rows, timeline
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, TimelineLine
 
 LEDGER = [
@@ -61,21 +61,9 @@ def test_replicas_have_a_lane_of_their_own():
     assert (named["replicas"]["generate"], named["replicas"]["wait"]) == (0.6, 0.4)
 
 
-def test_the_waterfall_falls_from_the_held_time_to_the_goodput_and_on_to_its_parts():
-    bars = waterfall(USAGE)
-    assert [bar.label for bar in bars] == ["held", "start-up", "load", "goodput", "train", "generate"]
-    held, startup, load, goodput, train, generate = bars
-    assert held.seconds == 360.0
-    assert (startup.start + startup.width, load.start + load.width) == pytest.approx((1.0, startup.start))
-    assert (goodput.width, goodput.width) == pytest.approx((load.start, goodput_of(USAGE.total)))
-    assert train.start + train.width == pytest.approx(goodput.width)
-    assert generate.start == pytest.approx(0.0)
-
-
-def test_a_run_that_has_not_started_has_neither():
+def test_a_run_that_has_not_started_has_no_timeline_and_no_goodput():
     empty = gpu_usage([], {}, 0.0)
     assert timeline(empty) is None
-    assert waterfall(empty) == []
     assert goodput_of(empty.total) is None
 
 

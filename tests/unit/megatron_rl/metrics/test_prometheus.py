@@ -61,7 +61,7 @@ def test_a_run_writes_the_file_at_most_every_few_seconds_and_at_its_end(
     assert file.path == tmp_path / "r" / "metrics.prom"
     assert 'mrl_loss{run="r"} 0.25' in file.path.read_text()
     file.add(3, {"kl": 0.1})
-    file.flush()
+    file.close()
     assert [line.split("{")[0] for line in file.path.read_text().splitlines() if line[0] != "#"][2:] == [
         "mrl_eval_greedy_accuracy",  # the newest evaluation stays; a metric that a step lacks does not
         "mrl_kl",
